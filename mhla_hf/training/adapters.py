@@ -143,8 +143,9 @@ def load_adapter(
         raise ValueError(f"adapter_name: got {adapter_name!r}, which the model already has, expected another name.")
     base: Any = model if peft_model is None else peft_model.get_base_model()
     if not hasattr(getattr(base, "config", None), "model_type"):
-        expected = "a language model of transformers or its PeftModel"
-        raise TypeError(f"model: got {type(base).__name__}, expected {expected}.")
+        raise TypeError(
+            f"model: got {type(base).__name__}, expected a language model of transformers or its PeftModel."
+        )
     _check_base(base.config, record, source)
     settings = MHLASettings.from_dict(record["mhla"])
     if getattr(base.config, "mhla", None) is None:
@@ -167,8 +168,9 @@ def _fetch_adapter(source: str | Path, revision: str | None) -> Path:
             for name in FILES:
                 folder = Path(hf_hub_download(str(source), name, revision=revision)).parent
     if missing := [name for name in FILES if not (folder / name).is_file()]:
-        start = f"source: got {str(source)!r}, which has no {missing[0]}"
-        raise ValueError(f"{start}, expected an adapter that save_adapter wrote.")
+        raise ValueError(
+            f"source: got {str(source)!r}, which has no {missing[0]}, expected an adapter that save_adapter wrote."
+        )
     return folder
 
 
@@ -176,9 +178,12 @@ def _check_base(config: Any, record: dict[str, Any], source: str | Path) -> None
     """Raise `ValueError` unless the configuration is that of the adapter's base, converted or not."""
     model_type = getattr(config, "base_model_type", config.model_type)
     if model_type != record["base_model_type"]:
-        expected = f"{record['base_model_type']!r}, the base of {str(source)!r}"
-        raise ValueError(f"model: got the model type {model_type!r}, expected {expected}.")
+        raise ValueError(
+            f"model: got the model type {model_type!r}, expected "
+            f"{record['base_model_type']!r}, the base of {str(source)!r}."
+        )
     for name, size in record["sizes"].items():
         if getattr(config, name, None) != size:
-            given = f"{name} {getattr(config, name, None)}"
-            raise ValueError(f"model: got {given}, expected {size}, as the base of {str(source)!r} has.")
+            raise ValueError(
+                f"model: got {name} {getattr(config, name, None)}, expected {size}, as the base of {str(source)!r} has."
+            )

@@ -1,4 +1,4 @@
-"""Estimates of the memory and operations of a recipe's stages, from the sizes of a model whose weights need not exist."""
+"""Estimates of the memory and FLOPs of a recipe's stages, from the sizes of a model, without its weights."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ FP32_BYTES = 4
 
 
 def active_parameters(model: Any) -> int:
-    """Return the number of parameters that one token uses: of experts, only as many as it is routed to.
+    """Return the number of parameters that are active for a token, which is routed to some of the experts only.
 
     Args:
         model: of transformers, may be on the meta device.
@@ -31,7 +31,7 @@ def active_parameters(model: Any) -> int:
 
 
 def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, tflops: float | None) -> dict[str, Any]:
-    """Estimate what the stages of a recipe take in a single process.
+    """Estimate the memory, FLOPs and hours that the stages of a recipe take in a single process.
 
     Args:
         student: the converted language model, on the meta device. Its `requires_grad` flags are changed.
@@ -82,9 +82,9 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
 
 
 def activation_bytes(student: Any, stage: Any, element_size: int, checkpointed: bool) -> int:
-    """Return the bytes that the student's layers keep for the backward pass of one part of a batch.
+    """Return the bytes of activations that the student's layers keep for the backward pass of one part of a batch.
 
-    This is with PyTorch's own operators, without MHLA's Triton kernels.
+    The estimate is for PyTorch's own operators, not for MHLA's Triton kernels.
 
     Args:
         student: the converted model.
@@ -123,16 +123,16 @@ def mhla_activation_bytes(core: Any) -> int:
 
 
 def window_scores(core: Any) -> int:
-    """Return how many scores of the softmax window one token has in an MHLA core, over all heads."""
+    """Return the number of attention scores per token in a core's softmax window, over all heads; 0 without a window."""
     form = getattr(core, "form", None)
     return 0 if form is None else core.num_heads * (form.lag * form.block_size + form.sinks)
 
 
 def logit_bytes(student: Any, stage: Any, element_size: int) -> int:
-    """Return the bytes of the logits that exist at the same time, with what the loss computes from them.
+    """Return the peak bytes of logits and of the tensors that the loss computes from them.
 
-    Behind a linear output head these are the logits of one chunk, in fp32 (see `output_head`), else those of one part of a
-    batch. The loss "transfer" has none.
+    With a linear output head, only the logits of one chunk exist at a time, in fp32 (see `output_head`), else those of one
+    part of a batch. The loss "transfer" has none.
     """
     if stage.loss == "transfer":
         return 0

@@ -1,4 +1,4 @@
-"""What diffusion models are trained on: predictions of a transformer, the noise process of its scheduler, and trajectories.
+"""Building blocks of diffusion: a transformer's prediction, the scheduler's noise process, and sampling.
 
 The noise process is read from the pipeline's scheduler, so that training and sampling agree.
 """
@@ -17,7 +17,7 @@ Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, `[B,
 
 
 def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Return a transformer's prediction: velocity, noise or clean sample, as it was trained for.
+    """Return a transformer's prediction, which is velocity, noise or clean sample, depending on its training.
 
     Args:
         transformer: of diffusers.
@@ -46,7 +46,7 @@ def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditio
 
 
 class NoiseProcess:
-    """How clean latents become noisy, and what the transformer predicts, read from a scheduler of diffusers.
+    """The noise process of a scheduler: how clean latents become noisy, and what the transformer predicts from them.
 
     In flow matching, with s = time / 1,000: x_t = (1 - s) x_0 + s noise, and the prediction is the velocity noise - x_0. In
     DDPM: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction is the noise, the sample or the velocity, by the
@@ -72,8 +72,9 @@ class NoiseProcess:
         elif hasattr(scheduler, "alphas_cumprod"):
             self.alphas_cumprod = scheduler.alphas_cumprod.double().cpu()
         else:
-            expected = "one with flow sigmas or alphas_cumprod"
-            raise ValueError(f"scheduler: got {type(scheduler).__name__}, expected {expected}.")
+            raise ValueError(
+                f"scheduler: got {type(scheduler).__name__}, expected one with flow sigmas or alphas_cumprod."
+            )
 
     @property
     def is_flow(self) -> bool:
@@ -98,7 +99,7 @@ class NoiseProcess:
         return self.num_times * shift * fraction / (1 + (shift - 1) * fraction)
 
     def mix(self, clean: torch.Tensor, noise: torch.Tensor, time: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return noisy latents and the target of the prediction.
+        """Add noise to clean latents, and return them with the target of the transformer's prediction.
 
         Args:
             clean: latents.
@@ -124,7 +125,7 @@ def trajectory(
     steps: int, guidance: float, generators: Sequence[torch.Generator] | None = None,
     on_step: Callable[[torch.Tensor, float], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sample as the pipeline does, from noise to clean latents.
+    """Sample clean latents from noise, as the pipeline does.
 
     Args:
         transformer: of diffusers.

@@ -113,7 +113,7 @@ def _train(
     task: Task, stages: Sequence[CommonStage], data: Any, options: Options, seed: int, folder: RunFolder, progress: bool,
     command: str | None,
 ) -> Any:  # fmt: skip
-    """Run the training with an Accelerator, whose global settings are reset at the end."""
+    """Create an Accelerator and run the training with it. Accelerate's global state is reset at the end."""
     with optional("distill", "accelerate", "train"):
         import accelerate
     trackers = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
@@ -139,12 +139,15 @@ def _train(
 
 
 def _check_launch(accelerator: Any, stages: Sequence[CommonStage]) -> None:
-    """Check the precision that the launcher set, and that the processes can share every batch."""
+    """Check that the launcher set a supported precision, and that the processes can split every batch evenly."""
     if accelerator.mixed_precision not in ("no", "bf16"):
-        start = f"mixed_precision: got {accelerator.mixed_precision!r} from the launcher"
-        raise ValueError(f"{start}, expected 'no' or 'bf16'.")
+        raise ValueError(
+            f"mixed_precision: got {accelerator.mixed_precision!r} from the launcher, expected 'no' or 'bf16'."
+        )
     processes = accelerator.num_processes
     for stage in stages:
         if stage.batch_size % (processes * stage.grad_accum):
-            expected = f"a multiple of {processes} processes times grad_accum {stage.grad_accum}"
-            raise ValueError(f"batch_size: got {stage.batch_size} in stage {stage.name!r}, expected {expected}.")
+            raise ValueError(
+                f"batch_size: got {stage.batch_size} in stage {stage.name!r}, expected "
+                f"a multiple of {processes} processes times grad_accum {stage.grad_accum}."
+            )

@@ -30,7 +30,7 @@ class OutputHead(NamedTuple):
     cap: float | None
 
     def transform(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return what the model makes of the output of its linear layer, of the same shape."""
+        """Scale and soft-cap the output of the linear layer, as the model does."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -102,7 +102,7 @@ def run_body(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torc
 
 @contextlib.contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within the context, let `module` compute `forward`."""
+    """Replace the `forward` of `module` within the context."""
     instance: Any = module
     previous = vars(module).get("forward")  # Accelerate sets one on the instance
     instance.forward = forward
@@ -115,9 +115,9 @@ def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch
 
 
 class _SumInChunks(torch.autograd.Function):
-    """Sums of a loss over tokens.
+    """Sums a loss over tokens, chunk by chunk.
 
-    The forward pass also computes the gradients, so that the logits of a chunk can be freed before the next chunk.
+    The forward pass also computes the gradients, so that the logits of a chunk can be freed before the next one.
     """
 
     @staticmethod
@@ -125,7 +125,7 @@ class _SumInChunks(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
         loss: ChunkLoss, others: Sequence[torch.Tensor], grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the sums, see `sum_in_chunks`. weight, bias: those of `head`, as arguments that autograd sees."""
+        """Compute the sums, see `sum_in_chunks`. `weight` and `bias` are the head's, passed so that autograd sees them."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
         need_hidden, need_weight, need_bias = (needs and grad_enabled for needs in ctx.needs_input_grad[:3])

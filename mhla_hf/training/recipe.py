@@ -62,10 +62,9 @@ class CommonStage:
     ema: Number = values.decay(0.0)
 
     def validate_trainable(self) -> None:
-        """Refuse to train anything but attention with "transfer", whose loss only depends on it."""
+        """Refuse trainable="all" with the loss "transfer", which only depends on attention."""
         if self.loss == "transfer" and self.trainable not in ("mhla", "attention"):
-            start = f"trainable: got {self.trainable!r} with loss 'transfer'"
-            raise ValueError(f"{start}, expected 'mhla' or 'attention'.")
+            raise ValueError(f"trainable: got {self.trainable!r} with loss 'transfer', expected 'mhla' or 'attention'.")
 
     @property
     def needs_teacher(self) -> bool:
@@ -111,10 +110,11 @@ class Stage(CommonStage):
     top_k: int = values.at_least(0, 0)
 
     def validate_top_k(self) -> None:
-        """Refuse a temperature where only the probabilities of the most likely tokens are known."""
+        """Refuse a temperature if only the probabilities of the most likely tokens are known."""
         if (self.top_k or self.loss == "stored") and self.temperature != 1:
-            start = f"temperature: got {self.temperature} with a KL divergence over the most likely tokens"
-            raise ValueError(f"{start}, expected 1.")
+            raise ValueError(
+                f"temperature: got {self.temperature} with a KL divergence over the most likely tokens, expected 1."
+            )
 
 
 @checked
@@ -276,7 +276,7 @@ def recipe_names() -> list[str]:
 
 
 def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """Read a recipe of this package or a YAML file.
+    """Read a recipe, by its name or from a YAML file.
 
     Args:
         name: one of `recipe_names()`, or the path of a YAML file. A `Recipe` is returned as it is.
@@ -326,7 +326,7 @@ def apply_changes(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[s
 
 
 def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[CommonStage, ...]:
-    """Return checked stages of one type.
+    """Create and check the stages of a run.
 
     Args:
         stages: a list of stages, or of mappings of their fields.
@@ -336,8 +336,9 @@ def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[Com
         ValueError: there is no stage, a field is unknown or not valid, or names are missing or not unique.
     """
     if not isinstance(stages, (list, tuple)) or not stages:
-        expected = f"a list of {stage_type.__name__} or of mappings, at least one"
-        raise ValueError(f"stages: got {stages!r:.80}, expected {expected}.")
+        raise ValueError(
+            f"stages: got {stages!r:.80}, expected a list of {stage_type.__name__} or of mappings, at least one."
+        )
     checked_stages: list[CommonStage] = []
     for number, stage in enumerate(stages, 1):
         if not isinstance(stage, stage_type):

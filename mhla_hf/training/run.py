@@ -41,10 +41,16 @@ Sums = dict[str, torch.Tensor]  # what is logged, by name: scalars on the device
 class Run:
     """One call of `distill`, from its folder to its record.
 
-    `progress` is the part of the state that the loop keeps itself, saved as progress.json: the number of the current stage
-    ("stage"), steps done in this stage ("step") and in the run ("total"), units ("tokens", "images" or "samples"),
-    "seconds", how often the run was "resumed", the state of the "reader", "sums" that are not logged yet and the number
-    of steps "since" the last entry of the "history".
+    Attributes:
+        progress: the state that the loop itself keeps, saved as progress.json:
+            - "stage": number of the current stage, 0-based;
+            - "step", "total": optimizer steps done in this stage, and in the run;
+            - "tokens", "images" or "samples": units processed;
+            - "seconds": time spent in steps;
+            - "resumed": how often the run was resumed;
+            - "reader": state of the data reader;
+            - "history": what was logged, one entry every `log_every` steps;
+            - "sums", "since": sums of losses that are not logged yet, and the number of steps in them.
     """
 
     def __init__(
@@ -76,7 +82,7 @@ class Run:
         }
 
     def execute(self) -> Any:
-        """Refuse, load or resume what is in the folder, train, save, and return what `distill` returns."""
+        """Do the run: check or resume the folder, train, and save. Returns what `distill` returns."""
         from accelerate.utils import broadcast_object_list
 
         dtypes = get_dtypes(self.student)
@@ -112,7 +118,7 @@ class Run:
         return self.task.returned
 
     def _train(self, latest: Path | None, requires_grad: Mapping[nn.Parameter, bool]) -> None:
-        """Run all stages that are left after the state `latest`."""
+        """Train all stages, or those that remain after the state `latest`."""
         import accelerate
 
         if latest is not None:
@@ -231,7 +237,7 @@ class Run:
             objective: the prepared `Objective`.
             optimizer: the prepared optimizer of `trained`.
             trained: all trained parameters.
-            reader: of the stage's batches.
+            reader: reads the stage's batches.
             stage: the current stage.
             sums: what the objective logs is added to it.
 
@@ -275,7 +281,7 @@ class Run:
         return now
 
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
-        """Add an entry to the history, and return whether any process was asked to stop. Waits for the device."""
+        """Log an entry of the history, and return whether any process was asked to stop. Synchronizes with the device."""
         progress, unit, device = self.progress, self.task.unit, self.accelerator.device
         requested = torch.tensor(float(self.interrupt.requested), device=device)
         *means, requests = self.accelerator.reduce(torch.stack([*sums.values(), requested]), reduction="mean").tolist()
@@ -307,9 +313,10 @@ class Run:
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
         norm = 0.0 if grad_norm is None else float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            place = f"stage {stage.name!r} by step {self.progress['step']}"
-            start = f"lr: got {stage.lr}, with which loss {loss} and gradient norm {norm} are not finite in {place}"
-            raise ValueError(f"{start}, expected a smaller lr.")
+            raise ValueError(
+                f"lr: got {stage.lr}, with which loss {loss} and gradient norm {norm} are not finite in stage "
+                f"{stage.name!r} by step {self.progress['step']}, expected a smaller lr."
+            )
 
     def _save_state(self, reader: Any, sums: Sums, grad_norm: torch.Tensor | None, stage: CommonStage) -> None:
         """Write a state from which the run can resume."""
@@ -379,7 +386,7 @@ class Run:
         return records
 
     def _identity(self) -> dict[str, Any]:
-        """Return everything that changes the trained weights, in the order in which differences are reported."""
+        """Return all that determines the trained weights. The first entry that differs is the one that an error names."""
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
         frozen = [name for name, parameter in self.student.named_parameters() if not parameter.requires_grad]
         return {
@@ -402,7 +409,7 @@ class Run:
 
 
 class Interrupt:
-    """Context in which the first Ctrl-C only sets `requested`, so that a step can be finished; the second one raises."""
+    """Context manager that defers the first Ctrl-C by setting `requested`, so that a step can finish; the second raises."""
 
     requested = False
 

@@ -59,7 +59,7 @@ def identify(model: Any, frozen: Sequence[str] = ()) -> str:
 
 
 class RunFolder:
-    """The paths of one run, and all writing to them.
+    """The folders of one run, and everything that is written to them.
 
     Args:
         out: the folder that the run creates.
@@ -78,7 +78,7 @@ class RunFolder:
         self.identity: dict[str, Any] = {}
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
-        """Look for an earlier part of this run.
+        """Look for earlier work of this run.
 
         Args:
             identity: JSON-serializable values that make this run different from others.
@@ -104,11 +104,14 @@ class RunFolder:
             self._check_identity((read_json(self.out / RECORD) or {}).get("fingerprint", {}))
             return "finished"
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
-            start = f"out: got {str(self.out)!r}, which is a file or holds other files"
-            raise ValueError(f"{start}, expected a new or empty folder.")
+            raise ValueError(
+                f"out: got {str(self.out)!r}, which is a file or holds other files, expected a new or empty folder."
+            )
         if self.state.is_dir() and any(self.state.iterdir()) and not (self.state / MARKER).is_file():
-            start = f"out: got {str(self.out)!r}, but {str(self.state)!r}, for the run's state, holds other files"
-            raise ValueError(f"{start}, expected no such folder.")
+            raise ValueError(
+                f"out: got {str(self.out)!r}, but {str(self.state)!r}, for the run's state, holds other files, "
+                "expected no such folder."
+            )
         state = max(self._states(), default=None)
         if state is not None:
             known = read_json(state / IDENTITY)
@@ -130,8 +133,9 @@ class RunFolder:
             try:
                 self.lock.acquire(blocking=False)
             except Timeout:
-                start = f"out: got {str(self.out)!r}, into which another process is training now"
-                raise ValueError(f"{start}, expected another folder.") from None
+                raise ValueError(
+                    f"out: got {str(self.out)!r}, into which another process is training now, expected another folder."
+                ) from None
             shutil.rmtree(self.unfinished, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -149,7 +153,7 @@ class RunFolder:
             shutil.rmtree(old.rename(self.unfinished / old.name))
 
     def find_damage(self, state: Path) -> str:
-        """Return in a few words how a state differs from what was written, or "" if it does not."""
+        """Compare a state with its checksums. Returns the first damage in a few words, or "" if it is intact."""
         expected = (read_json(state / IDENTITY) or {}).get("files") or {}
         if not expected:
             return f"{IDENTITY} has no checksums"
@@ -171,7 +175,7 @@ class RunFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the state of a finished run. Files that are not the run's stay, and with them the folder."""
+        """Remove the state of a finished run. Files that others put into its folder are kept, and then so is the folder."""
         self.lock.release()
         if not (self.state / MARKER).is_file():
             return
@@ -184,7 +188,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _explain_errors(self, content: str) -> Iterator[None]:
-        """Turn whatever goes wrong in writing `content` into an `OSError` with one sentence."""
+        """Turn any error in writing `content` into an `OSError` that names the output folder."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -192,8 +196,10 @@ class RunFolder:
             if "inline_container" in reason or "unexpected pos" in reason:  # torch.save does not say why
                 reason = "the disk is full, or a file exceeds its limit"
             intact = "; earlier states are intact" if any(self._states()) else ""
-            start = f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact})"
-            raise OSError(f"{start}, expected a place with room to write.") from error
+            raise OSError(
+                f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact}), "
+                "expected a place with room to write."
+            ) from error
 
     def _states(self) -> list[Path]:
         return list(self.state.glob(STATE_PATTERN))
@@ -201,14 +207,17 @@ class RunFolder:
     def _check_identity(self, earlier: dict[str, Any]) -> None:
         if changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
             name = IDENTITY_NAMES.get(changed[0], changed[0])
-            start = f"out: got {str(self.out)!r}, begun with another {name}"
-            raise ValueError(f"{start}, expected the same, or another folder.")
+            raise ValueError(
+                f"out: got {str(self.out)!r}, begun with another {name}, expected the same, or another folder."
+            )
 
 
 def unreadable_state(state: Path, reason: str) -> ValueError:
     """Return the error for a state from which a run cannot resume."""
-    start = f"out: got the state {str(state)!r}, which cannot be read ({reason})"
-    return ValueError(f"{start}, expected an intact one: delete it to resume from the state before it.")
+    return ValueError(
+        f"out: got the state {str(state)!r}, which cannot be read ({reason}), "
+        "expected an intact one: delete it to resume from the state before it."
+    )
 
 
 def _checksums(folder: Path) -> dict[str, str]:

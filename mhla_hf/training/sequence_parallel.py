@@ -75,8 +75,9 @@ def _check_same_batch(ids: torch.Tensor, group: Any) -> None:
     maxima = torch.stack([summary, -summary])  # the second row: minima, negated
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
     if not torch.equal(maxima[0], -maxima[1]):
-        given = f"{list(ids.shape)} with other tokens than another process"
-        raise ValueError(f"input_ids: got {given}, expected the same batch in all of them.")
+        raise ValueError(
+            f"input_ids: got {list(ids.shape)} with other tokens than another process, expected the same batch in all."
+        )
 
 
 def block_size(model: nn.Module) -> int:
@@ -129,7 +130,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
 
 
 def _check_model(model: Any, cores: list[Any], num_layers: int) -> None:
-    """Raise `ValueError` for what cannot be computed from shares of sequences."""
+    """Raise `ValueError` if the model has something that cannot be computed from shares of sequences."""
     config = model.config.get_text_config()
     if num_layers != config.num_hidden_layers:
         raise ValueError(
@@ -139,15 +140,20 @@ def _check_model(model: Any, cores: list[Any], num_layers: int) -> None:
         rope_types = getattr(module, "rope_type", None)
         for rope_type in rope_types.values() if isinstance(rope_types, dict) else (rope_types,):
             if rope_type in UNSUPPORTED_ROPE:
-                expected = "one whose rotations do not depend on the length, of which a process only knows its share"
-                raise ValueError(f"rope_type: got {rope_type!r}, expected {expected}.")
+                raise ValueError(
+                    f"rope_type: got {rope_type!r}, expected "
+                    "one whose rotations do not depend on the length, of which a process only knows its share."
+                )
     if getattr(config, "output_router_logits", False):
-        expected = "False, because a loss that balances experts does not add up over shares"
-        raise ValueError(f"output_router_logits: got True, expected {expected}.")
+        raise ValueError(
+            "output_router_logits: got True, expected "
+            "False, because a loss that balances experts does not add up over shares."
+        )
     for core in cores:
         if core.settings.window_dropout:
-            start = f"window_dropout: got {core.settings.window_dropout} with shares of sequences"
-            raise ValueError(f"{start}, expected 0.")
+            raise ValueError(
+                f"window_dropout: got {core.settings.window_dropout} with shares of sequences, expected 0."
+            )
 
 
 def refuse_cache(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -157,7 +163,7 @@ def refuse_cache(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def sharded_attend(core: Any, group: Any) -> Callable[..., torch.Tensor]:
-    """Return the method `attend` of an MHLA core for inputs that are shares of sequences."""
+    """Return a replacement for the method `attend` of an MHLA core, for inputs that are shares of sequences."""
     if isinstance(core, DecayMHLA):
         return lambda *inputs, **padding: sharded_local_attention(*inputs, group=group, **padding)
 
@@ -171,7 +177,7 @@ def gathered_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Causal softmax attention from this process's share of the queries to the keys and values of all processes.
+    """Compute causal softmax attention of this process's queries to the keys and values of all processes.
 
     Args:
         module: the attention module.
@@ -187,8 +193,10 @@ def gathered_attention(
         the outputs `[B, t, H, V]`, and None.
     """
     if any(kwargs.get(name) is not None for name in SOFTMAX_ONLY if name != "sliding_window"):
-        start = f"model: got a softmax layer with one of {', '.join(SOFTMAX_ONLY)}"
-        raise ValueError(f"{start}, expected none of them but sliding_window.")
+        raise ValueError(
+            f"model: got a softmax layer with one of {', '.join(SOFTMAX_ONLY)}, "
+            "expected none of them but sliding_window."
+        )
     (block_tokens, group), borders = module.mhla_shards, kwargs.get("cu_seq_lens_q")
     shards, rank = shards_of(borders, block_tokens, group)
     assert borders is not None  # `shards_of` refuses None

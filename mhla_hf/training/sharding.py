@@ -1,7 +1,8 @@
-"""FSDP2 as `accelerate launch` sets it up: a stage trains sharded copies, and its end brings the whole weights back.
+"""Training with FSDP2, as `accelerate launch` sets it up.
 
-The caller's student and teacher stay whole, on the CPU; their weights may exist in the main process alone. The loop trains
-and asks copies of them whose parameters are sharded over all processes, layer by layer.
+The caller's student and teacher stay unsharded, on the CPU, and their weights may exist in the main process alone. Every
+stage works on copies whose parameters are sharded over all processes, layer by layer. At its end, the student's weights are
+gathered in the main process.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ def launched_with(engine: str) -> bool:
 
 
 def make_accelerator(**options: Any) -> Any:
-    """Return an `accelerate.Accelerator` for the launched processes, on GPUs, or else on CPUs over gloo.
+    """Create an `accelerate.Accelerator` for the launched processes, on GPUs, or else on CPUs with gloo.
 
     Args:
         **options: arguments of `Accelerator`.
@@ -71,7 +72,7 @@ def make_accelerator(**options: Any) -> Any:
 
 
 def share_state_names(accelerator: Any) -> Any:
-    """Let states of one process and of several in data parallel have the same names, so that either can resume the other.
+    """Use the same parameter names in states with and without data parallelism, so that each can resume the other.
 
     Returns:
         `accelerator`, with hooks that remove the prefix "module." of DistributedDataParallel.
@@ -90,7 +91,7 @@ def share_state_names(accelerator: Any) -> Any:
 
 
 def evaluate_sharded(accelerator: Any, task: Task) -> dict[str, float]:
-    """Return `task.evaluate()`, computed by all processes together, because every layer needs the shards of all."""
+    """Run `task.evaluate()` in all processes with the student unsharded, and return its scores."""
     (root,) = accelerator._models
     root.unshard()
     scores = task.evaluate()
@@ -119,7 +120,7 @@ def load_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """Within the context, and with FSDP, give `task` copies to shard; the caller's models come back at its end.
+    """Within the context, replace the models of `task` by copies that FSDP shards. Without FSDP, they stay as they are.
 
     Args:
         accelerator: without FSDP, the teacher is only moved to its device.
@@ -172,14 +173,14 @@ def gather_weights(accelerator: Any, root: nn.Module, student: nn.Module) -> Non
 
 
 class _Root(nn.Module):
-    """The root of a sharded model, which lets the caller run any part of the model and not only the whole."""
+    """Root module of a sharded model. With it, any part of the model can be called, not only the whole."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self) -> None:
-        """Do nothing; the call itself lets FSDP initialize and gather what belongs to no unit."""
+        """Do nothing. FSDP's hooks around this call gather the parameters that belong to no unit."""
 
 
 def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> nn.Module:

@@ -138,9 +138,9 @@ def read_record(folder: str | Path) -> Record:
 
 
 def create_arrays(folder: Path, record: Record) -> None:
-    """Create arrays of zeros, and allocate their blocks on the disk.
+    """Create arrays of zeros, and reserve their space on the disk.
 
-    Without room on the disk, writing to a memory-mapped file would kill the process.
+    Otherwise, writing to a memory-mapped file when the disk is full would kill the process.
 
     Raises:
         OSError: there is not enough room.
@@ -154,8 +154,10 @@ def create_arrays(folder: Path, record: Record) -> None:
                     os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
         except OSError as error:
             size = numpy.dtype(dtype).itemsize * math.prod(record.shape(name))
-            start = f"out: got {str(folder.parent)!r}, where {file.name} cannot be created ({error.strerror})"
-            raise OSError(f"{start}, expected room for its {size:,} bytes.") from None
+            raise OSError(
+                f"out: got {str(folder.parent)!r}, where {file.name} cannot be created ({error.strerror}), "
+                f"expected room for its {size:,} bytes."
+            ) from None
 
 
 def open_arrays(folder: str | Path, record: Record, mode: Any) -> dict[str, Any]:
@@ -176,13 +178,15 @@ def open_arrays(folder: str | Path, record: Record, mode: Any) -> dict[str, Any]
     for name, dtype in ARRAYS.items():
         file = Path(folder) / f"{name}.npy"
         if not file.is_file():
-            start = f"{file}: got no such file"
-            raise ValueError(f"{start}, expected what `mhla-hf teach` wrote: delete the folder and run it again.")
+            raise ValueError(
+                f"{file}: got no such file, expected what `mhla-hf teach` wrote: delete the folder and run it again."
+            )
         with one_sentence(f"{file}: got a file that cannot be read, expected an array of NumPy"):
             arrays[name] = numpy.load(file, mmap_mode=mode)
-        form, expected = f"{arrays[name].dtype} {list(arrays[name].shape)}", f"{dtype} {list(record.shape(name))}"
-        if form != expected:
-            raise ValueError(f"{file}: got {form}, expected {expected} as {RECORD} says.")
+        actual = f"{arrays[name].dtype} {list(arrays[name].shape)}"
+        expected = f"{dtype} {list(record.shape(name))}"
+        if actual != expected:
+            raise ValueError(f"{file}: got {actual}, expected {expected} as {RECORD} says.")
     return arrays
 
 
@@ -201,11 +205,15 @@ class TaughtText:
         self.name, self.vocab_size = str(folder), vocab_size
         self.record = read_record(folder)
         if self.record.done < self.record.rows:
-            start = f"data: got {self.name!r} with {self.record.done} of {self.record.rows} rows"
-            raise ValueError(f"{start}, expected all: run `mhla-hf teach` again to resume it.")
+            raise ValueError(
+                f"data: got {self.name!r} with {self.record.done} of {self.record.rows} rows, "
+                "expected all: run `mhla-hf teach` again to resume it."
+            )
         if self.record.vocab_size > vocab_size:
-            start = f"data: got {self.name!r} for a vocabulary of {self.record.vocab_size} tokens"
-            raise ValueError(f"{start}, expected at most the student's {vocab_size}.")
+            raise ValueError(
+                f"data: got {self.name!r} for a vocabulary of {self.record.vocab_size} tokens, "
+                f"expected at most the student's {vocab_size}."
+            )
         self.arrays = open_arrays(folder, self.record, "r")
         check_ids(self.arrays["ids"], vocab_size, self.name)
 

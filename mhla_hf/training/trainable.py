@@ -36,19 +36,25 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
     parameters = dict(student.named_parameters())
     for name, parameter in parameters.items():
         if parameter.dtype not in FLOAT_DTYPES or type(parameter.data) is not torch.Tensor:
-            kind = f"a {type(parameter.data).__name__} of {parameter.dtype}"
-            raise ValueError(f"student: got {kind} for {name!r}, expected float weights, loaded without quantization.")
+            raise ValueError(
+                f"student: got a {type(parameter.data).__name__} of {parameter.dtype} for {name!r}, "
+                "expected float weights, loaded without quantization."
+            )
     for stage in stages:
         if not attentions and (stage.loss == "transfer" or stage.trainable != "all"):
-            start = f"student: got no MHLA layer for stage {stage.name!r} to train"
-            raise ValueError(f"{start}, expected a model that `convert` returned.")
+            raise ValueError(
+                f"student: got no MHLA layer for stage {stage.name!r} to train, "
+                "expected a model that `convert` returned."
+            )
         if not any(_is_trained(name, attentions, stage, value.requires_grad) for name, value in parameters.items()):
-            start = f"student: got only frozen parameters for stage {stage.name!r} (trainable {stage.trainable!r})"
-            raise ValueError(f"{start}, expected some with requires_grad.")
+            raise ValueError(
+                f"student: got only frozen parameters for stage {stage.name!r} (trainable {stage.trainable!r}), "
+                "expected some with requires_grad."
+            )
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequence[CommonStage]) -> None:
-    """Check that the teacher can be what the stages need.
+    """Check that the teacher is what the stages need: present, separate from the student, and its softmax original.
 
     Raises:
         ValueError: the teacher is missing, shares weights with the student, or is not its softmax original.
@@ -57,13 +63,16 @@ def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequenc
     if not needing:
         return
     if teacher is None:
-        start = f"teacher: got None with stage {needing[0].name!r}"
-        raise ValueError(f"{start}, expected a model for its loss {needing[0].loss!r}.")
+        raise ValueError(
+            f"teacher: got None with stage {needing[0].name!r}, expected a model for its loss {needing[0].loss!r}."
+        )
     student_storages = {parameter.untyped_storage().data_ptr() for parameter in student.parameters()}
     for name, parameter in teacher.named_parameters():
         if parameter.untyped_storage().data_ptr() in student_storages:
-            start = f"teacher: got a model that shares {name!r} with the student"
-            raise ValueError(f"{start}, expected a copy made before the conversion.")
+            raise ValueError(
+                f"teacher: got a model that shares {name!r} with the student, "
+                "expected a copy made before the conversion."
+            )
     if not any(stage.loss == "transfer" for stage in needing):
         return
     teacher_modules = dict(teacher.named_modules())
@@ -169,7 +178,7 @@ def parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, A
 
 
 def find_direct_mixings(student: nn.Module) -> list[nn.Parameter]:
-    """Return the trained mixing matrices of the form "direct", which the loop keeps nonnegative by clamping them.
+    """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative.
 
     All other forms are nonnegative by their parametrization, or may have any sign.
     """

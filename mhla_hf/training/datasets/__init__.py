@@ -1,1 +1,1 @@
-"""Training data that are not text: labeled images, and latents."""
+"""Training data: labeled images, and latents of diffusion models (text is in `mhla_hf.data`)."""

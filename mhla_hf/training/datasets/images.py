@@ -37,7 +37,7 @@ class LabeledImages:
         labels: whole numbers `[N]`.
         name: what error messages call the data.
         class_names: names of the classes in the order of their numbers, or None.
-        identity: what identifies the images, a hash; None: computed from `items`, which is a tensor then.
+        identity: hash that identifies the images; None: computed from `items`, which has to be a tensor then.
 
     Raises:
         ValueError: there are no images, or not as many labels.
@@ -49,8 +49,10 @@ class LabeledImages:
         self.items, self.labels = items, torch.as_tensor(labels).long()
         self.name, self.class_names, self.identity = name, class_names, identity
         if not len(self.labels) or len(self.labels) != len(items):
-            counts = f"{len(items)} images and {len(self.labels)} labels"
-            raise ValueError(f"data: got {name!r} with {counts}, expected as many, at least one.")
+            raise ValueError(
+                f"data: got {name!r} with {len(items)} images and {len(self.labels)} labels, "
+                "expected as many, at least one."
+            )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -69,7 +71,7 @@ class LabeledImages:
         return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": label2id}
 
     def renumber_as(self, class_names: Sequence[str], training_name: str) -> "LabeledImages":
-        """Return the same test images, with the class numbers of the training data.
+        """Return these test images with the class numbers of the training data.
 
         Args:
             class_names: of the training data, in the order of their numbers.
@@ -81,12 +83,14 @@ class LabeledImages:
         names = self.class_names or ()
         for name in names:
             if name not in class_names:
-                expected = f"some of the {len(class_names)} of {training_name!r}, the training data"
-                raise ValueError(f"test: got {self.name!r} with the class {name!r}, expected {expected}.")
+                raise ValueError(
+                    f"test: got {self.name!r} with the class {name!r}, expected "
+                    f"some of the {len(class_names)} of {training_name!r}, the training data."
+                )
         return self._renumber([list(class_names).index(name) for name in names], class_names)
 
     def renumber_for(self, config: Any, argument: str = "data") -> "LabeledImages":
-        """Return the same images, with the class numbers of a model.
+        """Return these images with the class numbers of a model.
 
         Classes are matched by name if the model knows the names. If it knows none of them, but has as many classes, they are
         matched by order.
@@ -102,11 +106,14 @@ class LabeledImages:
         model_numbers = {str(label): int(number) for number, label in config.id2label.items()}
         unknown = [name for name in names if name not in model_numbers]
         if unknown and len(unknown) < len(names):
-            start = f"{argument}: got the class {unknown[0]!r}, which the model does not know, though it knows others"
-            raise ValueError(f"{start}, expected the model's labels.")
+            raise ValueError(
+                f"{argument}: got the class {unknown[0]!r}, which the model does not know, though it knows others, "
+                "expected the model's labels."
+            )
         if unknown and len(names) != len(model_numbers):
-            start = f"{argument}: got {len(names)} classes for a model with {len(model_numbers)} labels"
-            raise ValueError(f"{start}, expected as many.")
+            raise ValueError(
+                f"{argument}: got {len(names)} classes for a model with {len(model_numbers)} labels, expected as many."
+            )
         images = self
         if names:
             images = self._renumber(range(len(names)) if unknown else [model_numbers[name] for name in names])
@@ -114,17 +121,18 @@ class LabeledImages:
         return images
 
     def _renumber(self, numbers: Sequence[int], class_names: Sequence[str] | None = None) -> "LabeledImages":
-        """Return the same images, where each label i has become numbers[i]."""
+        """Return these images with every label i replaced by numbers[i]."""
         self.check_labels(len(numbers))
         labels = torch.tensor(numbers)[self.labels]
         return LabeledImages(self.items, labels, self.name, class_names, self.describe()["sha256"])
 
     def check_labels(self, num_classes: int, argument: str = "data") -> None:
-        """Raise `ValueError` for a label out of range, such as the -1 of test splits on the Hub whose labels are hidden."""
+        """Raise `ValueError` for a label out of range, such as -1, with which test splits on the Hub hide their labels."""
         lowest, highest = int(self.labels.min()), int(self.labels.max())
         if lowest < 0 or highest >= num_classes:
-            start = f"{argument}: got {self.name!r} with labels {lowest} to {highest}"
-            raise ValueError(f"{start}, expected 0 to {num_classes - 1}.")
+            raise ValueError(
+                f"{argument}: got {self.name!r} with labels {lowest} to {highest}, expected 0 to {num_classes - 1}."
+            )
 
     def image(self, index: int, channels: int) -> Image.Image:
         """Return one image in color, or in gray for a model with one channel."""
@@ -137,7 +145,7 @@ class LabeledImages:
 
 
 def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) -> torch.Tensor:
-    """Return images as a model takes them, fp32 `[N, C, H, W]`.
+    """Apply an image processor to PIL images, and return the pixels, fp32 `[N, C, H, W]`.
 
     Args:
         processor: an image processor of transformers.
@@ -148,9 +156,9 @@ def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) ->
 
 
 def output_size(processor: Any, channels: int) -> tuple[int, int]:
-    """Return height and width of what an image processor makes.
+    """Return the height and width of an image processor's output.
 
-    `ValueError` if they depend on the image, or if there are other numbers of channels.
+    `ValueError` if they depend on the input, or if the output has another number of channels.
     """
     blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
     expected = f"one that makes images of one height and width and {channels} channels"
@@ -178,8 +186,10 @@ def open_images(data: Any, split: str = "train") -> LabeledImages:
     if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(x, torch.Tensor) for x in data):
         images, labels = data
         if images.ndim != 4 or images.dtype != torch.uint8 or labels.ndim != 1:
-            given = f"{tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}"
-            raise ValueError(f"data: got tensors {given}, expected images uint8 [N, C, H, W] and labels [N].")
+            raise ValueError(
+                f"data: got tensors {tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}, "
+                "expected images uint8 [N, C, H, W] and labels [N]."
+            )
         return LabeledImages(images, labels, "a pair of tensors")
     if isinstance(data, (str, Path)):
         path = place_of(data)
@@ -197,14 +207,14 @@ def _open_folder(folder: Path, split: str) -> LabeledImages:
     if root is folder:
         for name in SPLIT_FOLDERS["test" if split == "train" else "train"]:
             if any((folder / name).glob("*/")):
-                start = f"data: got {str(folder)!r} with {name!r} and nothing to {split} on"
-                raise ValueError(f"{start}, expected {split}/CLASS in it.")
+                raise ValueError(
+                    f"data: got {str(folder)!r} with {name!r} and nothing to {split} on, expected {split}/CLASS in it."
+                )
     class_folders = sorted(path for path in root.iterdir() if path.is_dir())
     files = [(path, label) for label, each in enumerate(class_folders) for path in sorted(each.rglob("*"))]
     files = [(path, label) for path, label in files if path.suffix.lower() in IMAGE_ENDINGS]
     if not files:
-        start = f"data: got {str(folder)!r}, which holds no folders of images"
-        raise ValueError(f"{start}, expected one folder per class.")
+        raise ValueError(f"data: got {str(folder)!r}, which holds no folders of images, expected one folder per class.")
     listing = "\n".join(f"{path.relative_to(root)} {path.stat().st_size}" for path, _ in files)
     identity = hashlib.sha256(listing.encode()).hexdigest()[:32]
     paths, labels = zip(*files, strict=True)
@@ -216,15 +226,16 @@ def _open_table(table: Any, name: str) -> LabeledImages:
     image_columns = [column for column, kind in types.items() if kind == "Image"]
     label_columns = [column for column, kind in types.items() if kind == "ClassLabel" or column in ("label", "labels")]
     if not image_columns or not label_columns:
-        start = f"data: got {name!r} with the columns {list(types)}"
-        raise ValueError(f"{start}, expected one of images and one of labels.")
+        raise ValueError(
+            f"data: got {name!r} with the columns {list(types)}, expected one of images and one of labels."
+        )
     class_names = getattr(table.features[label_columns[0]], "names", None)
     images, labels = table[image_columns[0]], list(table[label_columns[0]])
     return LabeledImages(images, labels, name, class_names, table._fingerprint)
 
 
 class ImageReader(Reader):
-    """Reads the batches of an `ImageStage`: every epoch all images, in a new random order, augmented as the stage says.
+    """Reads and augments the batches of an `ImageStage`. Every epoch takes all images, in a new random order.
 
     Args:
         images: labeled images, numbered as the model numbers classes.
@@ -247,7 +258,7 @@ class ImageReader(Reader):
         self.next_samples: Iterator[Sample] | None = None  # of the next batch, being made by the pool
 
     def take_rows(self, count: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return some rows of the next batch.
+        """Advance to the next batch, and return the rows of it that this process computes.
 
         Args:
             count: images in the batch.
@@ -326,7 +337,7 @@ def _stack(samples: Iterable[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def random_box(random: numpy.random.Generator, min_area: float, max_area: float = 1.0) -> Box:
-    """Return a random box, whose aspect ratio is between 3/4 and 4/3 unless it reaches both sides.
+    """Return a random box with an aspect ratio between 3/4 and 4/3, unless it is as wide or as high as the image.
 
     Args:
         random: generator of random numbers.
@@ -341,7 +352,7 @@ def random_box(random: numpy.random.Generator, min_area: float, max_area: float 
 
 
 def _scale_box(box: Box, width: int, height: int) -> Box:
-    """Return a box in pixels."""
+    """Convert a box from fractions of an image to pixels."""
     left, top, right, bottom = box
     return left * width, top * height, right * width, bottom * height
 

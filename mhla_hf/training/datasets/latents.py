@@ -38,7 +38,7 @@ Trajectory = tuple[
 
 
 class ConditionEncoder(Protocol):
-    """What makes the conditions of a batch from those of its samples."""
+    """Interface of `ClassConditions` and `TextConditions`, which combine the conditions of samples into those of a batch."""
 
     def draw(self, generator: torch.Generator) -> Condition:
         """Return a random condition."""
@@ -102,7 +102,7 @@ class LatentReader(Reader):
         self.source, self.conditions, self.process, self.stage = source, conditions, process, stage
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Return some rows of the next batch.
+        """Advance to the next batch, and return the rows of it that this process computes.
 
         Args:
             count: samples in the batch.
@@ -156,7 +156,7 @@ class TrajectoryReader(Reader):
         self.trajectories: list[Trajectory] = []
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Return some rows of the next batch, as `LatentReader.take_rows` does, without "target"."""
+        """Advance to the next batch, and return rows of it as `LatentReader.take_rows` does, without "target"."""
         current_round, position = divmod(self.next, self.stage.sampling_steps)
         if current_round != self.round:
             numbers = [current_round * count + row for row in range(*rows.indices(count))]
@@ -175,7 +175,7 @@ class TrajectoryReader(Reader):
         return _collate(noisy, times, conditions, self.conditions)
 
     def _sample(self, numbers: Sequence[int]) -> list[Trajectory]:
-        """Sample one trajectory for each number, on the teacher's device."""
+        """Sample one trajectory for each sample number, on the teacher's device."""
         transformer, scheduler = self.teacher
         device = next(transformer.parameters()).device
         generators = [make_generator(*self.key, number) for number in numbers]
@@ -220,7 +220,7 @@ def _collate(
 
 
 class ClassConditions:
-    """Class labels as conditions. Without a label, a sample has the index after the last class.
+    """Class labels as conditions. The index after the last class stands for no label.
 
     Args:
         num_classes: number of classes.
@@ -237,13 +237,14 @@ class ClassConditions:
         """Return the labels of a batch, int64 `[B]`."""
         labels = torch.tensor([self.num_classes if row is None else int(row["class_labels"]) for row in samples])
         if not 0 <= labels.min() <= labels.max() <= self.num_classes:
-            expected = f"0 to {self.num_classes - 1} as the model has"
-            raise ValueError(f"data: got the classes {labels.tolist()}, expected {expected}.")
+            raise ValueError(
+                f"data: got the classes {labels.tolist()}, expected 0 to {self.num_classes - 1} as the model has."
+            )
         return {"class_labels": labels}
 
 
 class TextConditions:
-    """Texts as conditions, encoded by the pipeline when a batch needs them. Without a text, a sample has the empty prompt.
+    """Texts as conditions, encoded by the pipeline batch by batch. The empty prompt stands for no text.
 
     Args:
         encode: returns the conditions of texts, `[B, ...]` each, and those of the empty prompt, `[1, ...]`.
@@ -284,7 +285,7 @@ class TextConditions:
 
 
 def make_generator(*key: int) -> torch.Generator:
-    """Return a generator of random numbers that depends on nothing but the whole numbers `key`."""
+    """Return a random generator that is seeded by the whole numbers `key`."""
     seed = numpy.random.SeedSequence(key).generate_state(1, numpy.uint64)[0]
     return torch.Generator().manual_seed(int(seed >> 1))
 
@@ -318,7 +319,7 @@ def open_latents(data: Any) -> Latents:
 
 
 def _open_folder(path: Path, name: str) -> Latents:
-    """Open safetensors files, which are mapped into memory, so that a row is read when it is used."""
+    """Open a folder of safetensors files. They are memory-mapped, so a row is only read when it is used."""
     files = sorted(path.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"data: got the folder {name!r} without latents, expected .safetensors files.")

@@ -1,4 +1,4 @@
-"""The tasks by kind of model."""
+"""One task per kind of model, and `find_task`, which selects the task of a given model."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -38,7 +38,7 @@ class DataSource(Protocol):
 
 
 class Task(abc.ABC, Generic[StageT]):
-    """How one kind of model is trained.
+    """Base class: how one kind of model is trained.
 
     Args:
         student: what `distill` was called with: a model of transformers, or a transformer or pipeline of diffusers.
@@ -162,7 +162,7 @@ class Task(abc.ABC, Generic[StageT]):
 
 
 class Objective(nn.Module):
-    """The student together with the loss of one stage: the module that Accelerate wraps.
+    """Base class: the student with the loss of one stage, as the module that Accelerate wraps.
 
     `forward` takes what `Task.take` returned, tensors and then weights. It returns the loss of a part of the batch and a
     dict of detached scalars to log, "loss" among them. Both are sums over the parts of a batch.
@@ -187,7 +187,7 @@ class Objective(nn.Module):
         call_attention: Callable[..., Any] | None = None,
         magnitude: Elementwise = torch.square,
     ) -> torch.Tensor:
-        """Return the error of the student's attention outputs, relative to the teacher's, on the teacher's hidden states.
+        """Return the relative error of the student's attention outputs, given the teacher's hidden states as inputs.
 
         The student's attention modules run inside the teacher's forward pass, where their inputs are; no other part of the
         student runs. Every layer is thus trained by itself, without the errors of the layers before it.
@@ -234,7 +234,7 @@ def _first(output: Any) -> torch.Tensor:
 
 
 def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Let the first floating-point input require a gradient.
+    """Return the arguments with `requires_grad` set on the first floating-point tensor.
 
     FSDP reshards a module's weights in the backward pass when the gradient of its input has been computed, so without such
     a gradient every layer would stay unsharded.

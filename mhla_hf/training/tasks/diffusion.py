@@ -82,7 +82,7 @@ class DiffusionObjective(Objective):
         return total, {"loss": total.detach(), **logs}
 
     def _transfer_loss(self, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-        """Return the L1 error of attention outputs, with the grid of tokens that the student's attention needs to know."""
+        """Return the L1 error of attention outputs. The student's attention also gets the grid of tokens."""
         grid, state = self.student.token_grid(noisy), self.student.mhla_state
 
         def call_attention(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ class DiffusionTask(Task[DiffusionStage]):
     def reader(
         self, source: Any, stage: DiffusionStage, number: int, seed: int, state: dict[str, Any] | None
     ) -> Reader:
-        """Return a reader of noisy latents, or without data of points on the teacher's trajectories."""
+        """Return a reader of noisy latents, or if there are no data, of points on the teacher's trajectories."""
         key = (seed, number)
         if source.latents is not None:
             return LatentReader(source.latents, source.conditions, self.process, stage, key, state)
@@ -227,12 +227,14 @@ class DiffusionTask(Task[DiffusionStage]):
     def _check_data(
         self, stages: Sequence[DiffusionStage], prompts: list[str] | None, latents: Latents | None, takes_text: bool
     ) -> None:
-        """Raise `ValueError` if something that conditions the model, or that a loss needs, is missing."""
+        """Raise `ValueError` if the data lack the model's conditions, or what a loss needs."""
         columns = () if latents is None else latents.columns
         condition_columns = ("prompt_embeds", "prompt") if takes_text else ("class_labels", "label")
         if latents is not None and not set(condition_columns) & set(columns):
-            start = f"data: got {latents.name!r} without {condition_columns[0]!r}"
-            raise ValueError(f"{start}, expected the column, which conditions the model.")
+            raise ValueError(
+                f"data: got {latents.name!r} without {condition_columns[0]!r}, "
+                "expected the column, which conditions the model."
+            )
         if latents is None and takes_text and prompts is None:
             raise ValueError("data: got None with a model of texts, expected latents or a list of prompts.")
         if latents is None and not takes_text and prompts is not None:
@@ -242,8 +244,10 @@ class DiffusionTask(Task[DiffusionStage]):
             raise ValueError(f"data: got no latents, expected some for the loss on data in stage {data_losses[0]!r}.")
         encodes = "prompt_embeds" not in columns or any(stage.drop_condition for stage in stages)
         if takes_text and encodes and self.pipeline.components.get("text_encoder") is None:
-            expected = "one, or latents with prompt_embeds and drop_condition 0"
-            raise ValueError(f"teacher: got a pipeline without text encoder, expected {expected}.")
+            raise ValueError(
+                "teacher: got a pipeline without text encoder, expected "
+                "one, or latents with prompt_embeds and drop_condition 0."
+            )
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
         """Return the shape `(C, (F,) h, w)` of a sample's latents, from the stage's size in pixels or the model's own."""
@@ -251,8 +255,10 @@ class DiffusionTask(Task[DiffusionStage]):
         if stage.size is None and num_axes == 2 and isinstance(config.get("sample_size"), int):
             return config.in_channels, config.sample_size, config.sample_size
         if stage.size is None or len(stage.size) != num_axes:
-            expected = f"[{', '.join(AXES[-num_axes:])}] in pixels"
-            raise ValueError(f"size: got {stage.size} in stage {stage.name!r}, expected {expected} for this model.")
+            raise ValueError(
+                f"size: got {stage.size} in stage {stage.name!r}, expected "
+                f"[{', '.join(AXES[-num_axes:])}] in pixels for this model."
+            )
         scale = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None)
         if scale is None:  # DiT's pipeline has no such attribute
             scale = 2 ** (len(pipeline.vae.config.block_out_channels) - 1)
@@ -296,7 +302,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
 
 def _trainable_family(model: Any) -> Any:
-    """Return the model's family if it has what training needs, else None."""
+    """Return the model's family if models of it can be trained, which needs `conditions`, else None."""
     family = family_of(model)
     return family if family is not None and family.conditions else None
 

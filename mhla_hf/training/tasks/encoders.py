@@ -71,8 +71,10 @@ class EncoderTask(Task[EncoderStage]):
         limit = self.student.config.max_position_embeddings - first_position(self.student.base_model)
         for stage in stages:
             if not len(special) < stage.seq_len <= limit:
-                expected = f"more than {len(special)} tokens and at most the {limit} positions of the student"
-                raise ValueError(f"seq_len: got {stage.seq_len} in stage {stage.name!r}, expected {expected}.")
+                raise ValueError(
+                    f"seq_len: got {stage.seq_len} in stage {stage.name!r}, expected "
+                    f"more than {len(special)} tokens and at most the {limit} positions of the student."
+                )
             source.reader(stage.seq_len - len(special), 0, 0).take(1)  # fails now if the text is too short
         return source
 

@@ -69,7 +69,7 @@ class ImageObjective(Objective):
         return total, {"loss": total.detach(), **logs}
 
     def _attention_caller(self, pixels: torch.Tensor) -> Callable[..., Any]:
-        """Return what calls the student's attention inside the teacher, which does not pass the grid of tokens on."""
+        """Return a function that calls the student's attention with the grid of tokens, which a teacher does not pass."""
         grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
 
         def call_attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ class ImageTask(Task[ImageStage]):
         self.test_images: LabeledImages | None = None
 
     def check(self, stages: Sequence[ImageStage]) -> None:
-        """Check as every task, and that models have the classes, and a processor for the channels, that are needed."""
+        """Check as every task, that models are classifiers where needed, and that the processor fits the student."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
         if losses & {"logits", "labels"} or self.test is not None:

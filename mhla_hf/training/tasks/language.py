@@ -69,7 +69,7 @@ class LanguageObjective(Objective):
         return loss, {"loss": loss.detach(), **logs}
 
     def _teacher_targets(self, head: OutputHead | None) -> Callable[[torch.Tensor], Tensors]:
-        """Return the function that computes targets from the teacher's hidden states, or without a head its logits."""
+        """Return a function that turns the teacher's hidden states, or without a head its logits, into targets."""
         top_k = self.stage.top_k
 
         def to_targets(x: torch.Tensor) -> Tensors:
@@ -79,7 +79,7 @@ class LanguageObjective(Objective):
         return to_targets
 
     def _find_heads(self, ids: torch.Tensor) -> Heads:
-        """Return the output heads of student and teacher, or None for both unless both can be separated; log which."""
+        """Return the heads of student and teacher if both can be separated, else (None, None). Log the choice once."""
         if self.heads is None:
             models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
             found = [find_head(model, ids) for model in models]
@@ -96,12 +96,12 @@ class LanguageObjective(Objective):
 
 
 def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call MHLA attention without the mask, which has the form of the teacher's attention; sequences have no padding."""
+    """Call MHLA attention without the mask, which is made for the teacher's attention. Sequences have no padding."""
     return attention(*args, **{**kwargs, "attention_mask": None})
 
 
 def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Return a model's output, and the hidden states that `head` reads, or without a head its logits."""
+    """Run a model; return its output, and the input of `head`, or without a head its logits."""
     if head is not None:
         return run_body(model, head, ids)
     output = model(input_ids=ids, use_cache=False)
