@@ -1,159 +1,198 @@
-"""What an encoder keeps of its embeddings when it becomes MHLA: python -m experiments.encoder
+"""What a real text encoder keeps when it becomes MHLA: python -m experiments.encoder MODEL --fit TEXT --sts FILE --long TEXT
 
-A small EuroBERT learns to fill in masked tokens of the Python language reference. Each row of the table is that model
-converted and then distilled: its mean-pooled embeddings, and each token's, are drawn to the teacher's by their cosine.
-Judged on held-out windows of 128 and of 512 tokens. Rows that the file has are not made again.
+Every form learns from one text, without labels, and is judged on others: on the sentence pairs of STS-B by the rank
+correlation of their cosines with people's scores, and on passages of 128 and 512 tokens by the cosine of their embeddings to
+the original's and by the rank correlation with the original's cosines of all pairs of passages. Embeddings are the mean over
+tokens, as sentence-transformers takes it for this model. Rows that the file has are not made again.
 """
 
 import argparse
 import functools
-import math
-import tempfile
+import gzip
+import json
+import shlex
+import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import EuroBertConfig, EuroBertForMaskedLM, EuroBertModel
+from transformers import AutoTokenizer
 
+from mhla_hf.checkpoints.load import load_encoder
 from mhla_hf.cli import script
 from mhla_hf.convert import convert
+from mhla_hf.convert.encoder import embed, read_encoder_rows
+from mhla_hf.convert.fit import OutputFit
+from mhla_hf.convert.teacher import mhla_layers
+from mhla_hf.data import special_tokens, with_special_tokens
 
-from .demo.text import hold_out, make_tokenizer, read_text
-from .rows import add_rows, made, number, whole_seeds
+from .rows import add_rows, made, number
 
-VOCAB, LENGTHS, TOKENS = 1024, (128, 512), 2048  # TOKENS: of a batch
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 4, "max_position_embeddings": LENGTHS[-1]}
-MASKED, LR, STEPS, STUDENT_LR, STUDENT_STEPS = 0.2, 2e-3, 450, 5e-4, 80
-WHEN = ("before", "after")
-LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
-SMALL = {"block_size": 16}
-KINDS = {
-    "plain linear": LINEAR,
-    "MHLA": SMALL,
-    "MHLA, relu": {**SMALL, "feature_map": "relu"},
-    "MHLA, blocks of 64": {},
+LENGTHS = {128: 64, 512: 32}  # tokens of a passage: passages
+SENTENCE_TOKENS, BATCH = 256, 64  # the most tokens of a sentence, as the model's own sentence_bert_config.json says
+OFF = -100.0  # the balance of a far part that is off
+MATRIX = {"mixing_form": "softmax"}
+SMALL = {"block_size": 16, "feature_map": "exp"}
+FORMS = {  # settings beside the defaults, and what is done with the far part
+    "softmax": (None, None),
+    "plain linear": ({**MATRIX, "mixing_start": "uniform", "learn_mixing": False}, "fitted"),
+    "matrix of blocks": (MATRIX, "fitted"),
+    "window": ({}, "off"),
+    "MHLA, no text": ({}, "as it starts"),
+    "MHLA": ({"feature_map": "exp"}, "fitted"),
+    "window, blocks of 16": (SMALL, "off"),
+    "MHLA, blocks of 16": (SMALL, "fitted"),
 }
-FORMS = {name: {**kind, "layers": "all"} for name, kind in KINDS.items()}
-FORMS |= {f"{name}, softmax in layer 0": {**kind, "layers": "2/3"} for name, kind in KINDS.items()}
+DISTILLED = "MHLA, distilled"
+KEYS = {"sts": "STS-B", "cosine 128": "cosine, 128", "rank 128": "rank, 128", "cosine 512": "cosine, 512"}
+KEYS |= {"rank 512": "rank, 512"}
 
 
-def batches(ids, steps, seed):
-    """Random rows of 128 tokens and, every other time, of 512."""
-    random = torch.Generator().manual_seed(seed)
-    for step in range(steps):
-        length = LENGTHS[step % 2]
-        begin = torch.randint(len(ids) - length, (TOKENS // length, 1), generator=random)
-        yield ids[begin + torch.arange(length)]
+def load(folder):
+    """An encoder in fp32, softmax or MHLA."""
+    return load_encoder(folder, dtype="float32", device="cpu")[0]
 
 
-def train(model, losses, steps, lr):
-    """Take a step on each of the losses; what is new in MHLA layers learns ten times as fast."""
-    groups = [{"params": [p], "top": lr * (10 if ".mhla." in name else 1)} for name, p in model.named_parameters()]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
-    for step, loss in enumerate(losses, 1):
-        for group in optimizer.param_groups:
-            group["lr"] = group["top"] * min(step / 20, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+def make_model(arguments, form, seed):
+    """A model of one form."""
+    if not seed and form in arguments["folders"]:
+        return load(arguments["folders"][form])
+    model, (settings, far) = load(arguments["model"]), FORMS[form]
+    if settings is None:
+        return model
+    convert(model, layers="all", **settings)
+    if far == "off":
+        for attention in mhla_layers(model).values():
+            attention.mhla.mixing.balance.data.fill_(OFF)
+    if far == "fitted":
+        tokenizer = AutoTokenizer.from_pretrained(arguments["model"], trust_remote_code=False)
+        rows = read_encoder_rows(model, tokenizer, arguments["fit"], seed, False)
+        fit = OutputFit(model, steps=len(rows.fit))
+        for ids in rows.fit:
+            fit.step(ids)
+    return model
 
 
-def masked_losses(model, ids, steps, seed):
-    """Of filling in masked tokens."""
-    random = torch.Generator().manual_seed(seed)
-    for rows in batches(ids, steps, seed):
-        hidden = torch.rand(rows.shape, generator=random) < MASKED
-        logits = model.lm_head(model.model(rows.masked_fill(hidden, VOCAB)).last_hidden_state[hidden])
-        yield F.cross_entropy(logits, rows[hidden])
+def make_row(arguments, job):
+    """One form of one seed, judged."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    began = time.monotonic()
+    model = make_model(arguments, job["form"], job["seed"])
+    seconds = time.monotonic() - began
+    tokenizer = AutoTokenizer.from_pretrained(arguments["model"], trust_remote_code=False)
+    scores = {"sts": sts_score(model, tokenizer, read_pairs(arguments["sts"]))}
+    expected = original_embeddings(arguments["model"], arguments["long"])
+    for length, ids in read_passages(tokenizer, arguments["long"]).items():
+        found = torch.cat([embed(model, part) for part in ids.split(8)])
+        scores |= {f"{kind} {length}": x for kind, x in compare(found, expected[length]).items()}
+    return {**job, "seconds": round(seconds), "scores": scores}
 
 
-def distilled_losses(student, teacher, ids, steps, seed):
-    """1 - cosine to the teacher, of each token's embedding and of their mean."""
-    for rows in batches(ids, steps, seed):
-        with torch.no_grad():
-            wanted = teacher(rows).last_hidden_state
-        given = student(rows).last_hidden_state
-        pooled = F.cosine_similarity(given.mean(1), wanted.mean(1), dim=-1)
-        yield 2.0 - F.cosine_similarity(given, wanted, dim=-1).mean() - pooled.mean()
+def read_pairs(file):
+    """The pairs of STS-B: dicts with sentence1, sentence2 and score, one a line of a JSON file, which may be compressed."""
+    with (gzip.open if str(file).endswith(".gz") else open)(file, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def sts_score(model, tokenizer, pairs):
+    """100 times the rank correlation of the cosines of pairs of sentences with their scores."""
+    sentences = sorted({pair[name] for pair in pairs for name in ("sentence1", "sentence2")}, key=len)
+    embedded = {}
+    for first in range(0, len(sentences), BATCH):
+        part = sentences[first : first + BATCH]
+        embedded |= zip(part, embed_sentences(model, tokenizer, part), strict=True)
+    cosines = [float(embedded[pair["sentence1"]] @ embedded[pair["sentence2"]]) for pair in pairs]
+    return 100 * rank_correlation(torch.tensor(cosines), torch.tensor([float(pair["score"]) for pair in pairs]))
 
 
 @torch.no_grad()
-def compare(student, teacher, ids):
-    """Per length: cosine to the teacher's mean-pooled embeddings, and rank correlation of the similarities of all pairs."""
-    found = {}
-    for length in LENGTHS:
-        parts = ids[: len(ids) // length * length].view(-1, length).split(8)
-        pooled = [torch.cat([model(part)[0].mean(1) for part in parts]) for model in (teacher, student)]
-        units = [F.normalize(each, dim=-1) for each in pooled]
-        pairs = torch.ones(len(units[0]), len(units[0])).triu(1).bool()
-        ranks = [(unit @ unit.T)[pairs].argsort().argsort().double() for unit in units]
-        cosine = (units[0] * units[1]).sum(-1).mean().item()
-        found[str(length)] = {"cosine": cosine, "rank": torch.corrcoef(torch.stack(ranks))[0, 1].item()}
-    return found
+def embed_sentences(model, tokenizer, sentences):
+    """The mean over the real tokens of each sentence, of norm 1: `[N, width]`."""
+    given = tokenizer(sentences, padding=True, truncation=True, max_length=SENTENCE_TOKENS, return_tensors="pt")
+    hidden, real = model(**given).last_hidden_state, given["attention_mask"][..., None].float()
+    return F.normalize((hidden * real).sum(1) / real.sum(1), dim=-1)
 
 
-def make_teacher(folder, seed):
-    """Train the encoder of one seed; it and the tokens, for training and held out, are saved in `folder`."""
-    parts = hold_out(read_text()[0])
-    tokenizer = make_tokenizer(parts[0], VOCAB, LENGTHS[-1])
-    kept, unseen = (torch.tensor(tokenizer(part, verbose=False)["input_ids"]) for part in parts)
-    torch.manual_seed(seed)
-    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-    tokens |= {"vocab_size": VOCAB + 1, "mask_token_id": VOCAB, "mask_token": VOCAB}
-    model = EuroBertForMaskedLM(EuroBertConfig(**SIZES, **tokens))
-    train(model, masked_losses(model, kept, STEPS, seed), STEPS, LR)
-    model.model.save_pretrained(folder)
-    torch.save((kept, unseen), folder / "tokens.pt")
+def rank_correlation(one, other):
+    """Spearman's: the correlation of ranks, equal values having the mean of theirs."""
+    ranks = []
+    for values in (one, other):
+        _, place, counts = values.double().unique(return_inverse=True, return_counts=True)
+        ranks.append((counts.cumsum(0) - (counts - 1) / 2)[place])
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-def make_row(job, folder):
-    """Convert, judge, distill and judge again; folder: holds the teachers that were trained already, by seed."""
-    torch.set_num_threads(1)
-    place = Path(folder, str(job["seed"]))
-    if not place.exists():
-        make_teacher(place, job["seed"])
-    kept, unseen = torch.load(place / "tokens.pt")
-    teacher, student = (EuroBertModel.from_pretrained(place).eval() for _ in range(2))
-    convert(student, **FORMS[job["form"]])
-    before = compare(student, teacher, unseen)
-    train(student, distilled_losses(student, teacher, kept, STUDENT_STEPS, job["seed"]), STUDENT_STEPS, STUDENT_LR)
-    return {**job, "before": before, "after": compare(student, teacher, unseen)}
+def read_passages(tokenizer, text):
+    """{length: passages `[N, length]`} from the whole of a text, evenly spaced, each between its special tokens."""
+    ids = torch.tensor(
+        tokenizer(Path(text).read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
+    )
+    around, passages = special_tokens(tokenizer), {}
+    for length, count in LENGTHS.items():
+        own = length - sum(map(len, around))
+        first = torch.arange(count) * (len(ids) - own) // count
+        passages[length] = with_special_tokens(ids[first[:, None] + torch.arange(own)], around)
+    return passages
+
+
+@functools.cache
+def original_embeddings(model, text):
+    """The original's embeddings of the passages of a text, {length: `[N, width]`}."""
+    model, tokenizer = load(model), AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    passages = read_passages(tokenizer, text)
+    return {length: torch.cat([embed(model, part) for part in ids.split(8)]) for length, ids in passages.items()}
+
+
+def compare(found, expected):
+    """The mean cosine of embeddings `[N, width]` to the original's, and the rank correlation of all pairs' cosines."""
+    pairs = torch.ones(len(found), len(found)).triu(1).bool()
+    rank = rank_correlation((found @ found.T)[pairs], (expected @ expected.T)[pairs])
+    return {"cosine": float((found * expected).sum(-1).mean()), "rank": rank}
 
 
 def describe(row):
     """One line of the log."""
-    said = [f"{one['cosine']:.4f} {one['rank']:.3f}" for when in WHEN for one in row[when].values()]
-    return f"seed {row['seed']}, {row['form']}: {', '.join(said)}"
+    return f"{row['form']}, seed {row['seed']}, {row['seconds']} s: " + ", ".join(
+        f"{name} {score:.4f}" for name, score in row["scores"].items()
+    )
 
 
 def render_encoder(record):
-    """The table: cosine and rank correlation, per length, before and after, mean and standard error over the seeds."""
-    rows, over = whole_seeds(record["rows"], len(FORMS))
-    kinds = [(when, str(length), kind) for when in WHEN for length in LENGTHS for kind in ("cosine", "rank")]
-    heads = [f"{kind}, {length}, {when}" for when, length, kind in kinds]
-    lines = [f"| attention | {' | '.join(heads)} |", "|---" + "|---:" * len(heads) + "|"]
-    for form in sorted({row["form"] for row in rows}, key=list(FORMS).index):
-        own = [row for row in rows if row["form"] == form]
-        cells = [number([row[when][length][kind] for row in own], "{:.4f}") for when, length, kind in kinds]
-        lines.append(f"| {form} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{over}. {STUDENT_STEPS} steps of {TOKENS} tokens. {made(record)}"])
+    """The table: a form per line, mean and standard error over its seeds."""
+    lines = [f"| attention | seeds | {' | '.join(KEYS.values())} |", "|---" + "|---:" * (len(KEYS) + 1) + "|"]
+    for form in (*FORMS, DISTILLED):
+        if own := [row for row in record["rows"] if row["form"] == form]:
+            cells = [
+                number([row["scores"][key] for row in own], "{:.2f}" if key == "sts" else "{:.4f}") for key in KEYS
+            ]
+            lines.append(f"| {form} | {len(own)} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Mean ± standard error over seeds. {made(record)}"])
 
 
 def main():
     """Run it."""
     parser = argparse.ArgumentParser("python -m experiments.encoder", description=__doc__)
+    parser.add_argument("model", help="folder of the softmax encoder")
+    parser.add_argument("--fit", required=True, help="text file to learn from")
+    parser.add_argument("--sts", required=True, help="JSON lines with sentence1, sentence2 and score")
+    parser.add_argument("--long", required=True, help="text file whose passages are embedded")
+    parser.add_argument("--converted", help="folder of the encoder as `convert` with TEXT made it: seed 0 of MHLA")
+    parser.add_argument("--distilled", help="folder that `mhla-hf distill` made of it, a further row")
+    parser.add_argument("--forms", nargs="+", choices=(*FORMS, DISTILLED), help="only these")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of what is fitted (default: 3)")
     parser.add_argument("--out", default="docs/evidence/encoder.json", help="JSON file to make or to go on in")
-    parser.add_argument("--seeds", type=int, default=2, help="seeds 0, 1, ... (default: 2)")
-    given = parser.parse_args()
-    jobs = [{"form": form, "seed": seed} for seed in range(given.seeds) for form in FORMS]
-    with tempfile.TemporaryDirectory() as folder:
-        command, row = (
-            f"python -m experiments.encoder --seeds {given.seeds}",
-            functools.partial(make_row, folder=folder),
-        )
-        print(render_encoder(add_rows(given.out, row, jobs, describe, workers=1, command=command)))
+    arguments = vars(parser.parse_args())
+    folders = {"MHLA": arguments["converted"], DISTILLED: arguments["distilled"]}
+    arguments["folders"] = {form: folder for form, folder in folders.items() if folder}
+    jobs = [{"form": form, "seed": 0} for form in dict.fromkeys((*FORMS, *arguments["folders"]))]
+    fitted = [form for form, (_, far) in FORMS.items() if far == "fitted"]
+    jobs += [{"form": form, "seed": seed} for seed in range(1, arguments["seeds"]) for form in fitted]
+    jobs = [job for job in jobs if job["form"] in (arguments["forms"] or (*FORMS, DISTILLED))]
+    command = ["python", "-m", "experiments.encoder", *(Path(x).name if "/" in x else x for x in sys.argv[1:])]
+    row = functools.partial(make_row, arguments)
+    print(render_encoder(add_rows(arguments["out"], row, jobs, describe, workers=1, command=shlex.join(command))))
 
 
 if __name__ == "__main__":

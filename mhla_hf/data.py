@@ -341,6 +341,19 @@ def _encode(tokenizer: Any, texts: list[Any], name: str) -> list[int]:
     return [token for document in documents for token in (*document, *end)]
 
 
+def special_tokens(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids, int64, that a tokenizer puts before a text and behind it; none without a tokenizer."""
+    special = [] if tokenizer is None else tokenizer("")["input_ids"]
+    begins = special[:1] if special and special[0] in (tokenizer.cls_token_id, tokenizer.bos_token_id) else []
+    return torch.tensor(begins).long(), torch.tensor(special[len(begins) :]).long()
+
+
+def with_special_tokens(ids: torch.Tensor, around: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rows `[B, T]` with what `special_tokens` gave before and behind each."""
+    before, after = (part.expand(len(ids), -1) for part in around)
+    return torch.cat([before, ids, after], 1)
+
+
 def check_token_ids(tokens: Any, vocab_size: int | None, name: str) -> None:
     """Raise `ValueError` unless all of `tokens` (of torch or NumPy) are at least 0 and below `vocab_size`, if given."""
     if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:

@@ -6,15 +6,26 @@ import torch
 from ops_cases import distance
 
 from mhla_hf.models.transformers_api import set_gradient_checkpointing
+from mhla_hf.nn.local import TwoWayMHLA
+from mhla_hf.ops.reference import local_reference
 
 
 def by_definition(model):
     """A copy whose MHLA layers compute by the definition, T x T."""
     copied = copy.deepcopy(model)
     for module in copied.modules():
-        if hasattr(module, "mhla"):
+        if isinstance(getattr(module, "mhla", None), TwoWayMHLA):
+            module.mhla.attend = two_way_definition
+        elif hasattr(module, "mhla"):
             module.mhla.settings.impl = "reference"
     return copied
+
+
+def two_way_definition(q, k, v, fq, fk, decays, balance, form, *, key_mask=None):
+    """`two_way_attention` by its definition."""
+    blocks = -(-q.shape[1] // form.block_size)
+    matrix = decays.matrix(blocks, form.lag, form.both_ways)
+    return local_reference(q, k, v, fq, fk, matrix, balance, form, key_mask=key_mask)
 
 
 def checkpointing_changes_nothing(model, loss, close=(1e-4, 1e-6)):

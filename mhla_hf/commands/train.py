@@ -32,8 +32,9 @@ CONVERT = """\
 example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text none --layers 2/3 --set window=2
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text notes.txt --keep 1/6
+  mhla-hf convert sentence-transformers/all-MiniLM-L6-v2 out/minilm-mhla --text notes.txt
   mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
-Without text, and for models other than language models, distillation recovers the quality: mhla-hf distill.
+Without text, and for models other than those of text, distillation recovers the quality: mhla-hf distill.
 """
 PLAN = """\
 example:
@@ -75,14 +76,14 @@ def convert_options(add: AddArgument) -> None:
     kinds = "a language model, text encoder, image classifier, or pipeline"
     add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {kinds}")
     add("out", metavar="OUT", help="output folder")
-    add("--text", help='text that a language model learns from: file, folder or dataset; "none": nothing is learned '
-        "(default: self, what the model itself writes)")  # fmt: skip
-    add("--keep", default="1/6", help="KV heads that keep softmax: a share, a number, or a cache size such as 64MiB "
-        "(default: %(default)s)")  # fmt: skip
+    add("--text", help="text that a language model or an encoder learns from: file, folder or dataset; none: nothing is "
+        "learned (default: self, what the model itself writes, for a language model, and none for an encoder)")  # fmt: skip
+    add("--keep", help="KV heads of a language model that keep softmax: a share, a number, or a cache size such as 64MiB "
+        "(default: 1/6)")  # fmt: skip
     add("--context", type=parse_count, help="tokens at which --keep counts bytes (default: the model's positions)")
     add(
         "--layers",
-        help='"all", "2/3" or indices such as 1,2,4 (default: all; with --text none of a language model: 2/3)',
+        help='"all", "2/3" or indices such as 1,2,4 (default: all; of a model of text that learns from none: 2/3)',
     )
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
     add(
@@ -98,10 +99,11 @@ def convert_options(add: AddArgument) -> None:
 
 
 def run_convert(
-    model: str, out: str, text: str | None, keep: str, context: int | None, layers: str | None, settings: list[str],
+    model: str, out: str, text: str | None, keep: str | None, context: int | None, layers: str | None, settings: list[str],
     effort: float, dtype: str, seed: int, revision: str | None, overwrite: bool, progress: bool, **_: Any,
 ) -> None:  # fmt: skip
-    parsed_settings, parsed_layers, parsed_keep = parse_settings(settings), parse_layers(layers), parse_keep(keep)
+    parsed_settings, parsed_layers = parse_settings(settings), parse_layers(layers)
+    parsed_keep = None if keep is None else parse_keep(keep)
     check_new_folder(out, overwrite)
     if text not in (None, "self", "none"):
         check_data(text)
@@ -128,17 +130,19 @@ def run_convert(
         )
         return
     kind = load.kind_of_model(model, revision)
-    if text not in (None, "none") and kind in OTHER_KINDS:
-        raise ValueError(f"text: got {text!r} with {model!r}, expected a causal language model.")
+    if text not in (None, "none") and kind == "images":
+        raise ValueError(f"text: got {text!r} with {model!r}, expected a causal language model or an encoder of text.")
+    if text is None:
+        text = "none" if kind in OTHER_KINDS else "self"
     loader_name, recipe = OTHER_KINDS.get(kind or "", ("load_language_model", "language_llama_lite"))
     base, processor = getattr(load, loader_name)(model, **load_options)
     torch.manual_seed(seed)
     learning_options: dict[str, Any] = {}
     checkpoint = Path(f"{out}.part")
-    if kind not in OTHER_KINDS and text != "none":
+    if text != "none":
         learning_options = {
             "tokenizer": processor,
-            "text": text or "self",
+            "text": text,
             "keep": parsed_keep,
             "context": context,
             "effort": effort,
@@ -172,11 +176,17 @@ def render_conversion(out: str, measured: Mapping[str, Any]) -> str:
     from ..plots import draw_heads
 
     names = {"original": "original", "converted": "converted", "fitted": "fitted", "kept": "with softmax heads"}
-    rows = [[names[key], *_score_cells(measured[key])] for key in names if key in measured]
+    scores = {name: measured[key] for key, name in names.items() if key in measured}
+    if "cosine" in measured["original"]:
+        lengths = list(measured["original"]["cosine"])
+        rows = [[name, *(f"{one['cosine'][length]:.4f}" for length in lengths)] for name, one in scores.items()]
+        titles = ["held-out text", *(f"cosine, {length} tokens" for length in lengths)]
+        return f"{out}: {measured['seconds']} s\n{render_rows(titles, rows)}"
     caches = [
         f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
         for tokens, sizes in measured["cache_bytes"].items()
     ]
+    rows = [[name, *_score_cells(one)] for name, one in scores.items()]
     table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
     heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
     return "\n".join([f"{out}: {measured['seconds']} s", table, *caches, *heads])

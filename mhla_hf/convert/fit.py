@@ -1,4 +1,4 @@
-"""What the MHLA heads of a converted language model learn from its softmax original, and which KV heads stay softmax.
+"""What the MHLA heads of a converted model of text learn from its softmax original, and which KV heads stay softmax.
 
 The base's weights never change. First every layer learns the output of its own softmax, on the teacher's inputs
 (`OutputFit`). Then a gate for each KV head, between softmax and MHLA, learns against the loss of the whole model how much
@@ -6,12 +6,21 @@ that head is missed (`GateFit`); the heads with the largest gates keep softmax.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..models.transformers_api import recomputed_layers
-from .teacher import causal_softmax, log_probabilities, mean_kl, mhla_layers, replaced_cores, softmax_instead
+from .teacher import (
+    log_probabilities,
+    mean_kl,
+    mhla_layers,
+    replaced_cores,
+    run_body,
+    softmax_attention,
+    softmax_instead,
+)
 
 START_TOKENS = 1024  # of a row, at most, by which a far part starts
 NEGLIGIBLE = 1e-3  # mass of all far tokens together, from which no start is made
@@ -20,11 +29,21 @@ GATE_BETAS, GATE_EPS = (0.8, 0.95), 1e-3
 KL_POSITIONS = 128  # of a row, whose next tokens are compared: logits of a large vocabulary cost more than the layers
 
 
+@dataclass
+class Rows:
+    """Token ids `[N, T]` each: to learn outputs from, to learn gates from, and those that nothing learned from."""
+
+    fit: list[torch.Tensor]
+    gates: list[torch.Tensor]
+    held_out: list[torch.Tensor]
+    name: str
+
+
 class OutputFit:
     """Feature maps and mixing of every MHLA core, learning their layer's softmax output by Adam.
 
     Args:
-        model: a language model that was just converted, with a local softmax, in eval mode.
+        model: a language model or an encoder that was just converted, in eval mode.
         steps: how often `step` will be called; the learning rate falls to zero over them.
         lr: learning rate at the start.
         updates: steps of Adam on each row.
@@ -54,14 +73,14 @@ class OutputFit:
         for optimizer in self.optimizers.values():
             optimizer.param_groups[0]["lr"] = self.lr * (1 - self.done / self.steps)
         with softmax_instead(self.model, observe=self.learn):
-            self.model.base_model(input_ids=ids.to(self.model.device), use_cache=False)
+            run_body(self.model, ids)
         self.done += 1
         return sum(self.errors.values()) / len(self.errors)
 
     def learn(self, core, q, k, v, o, options) -> None:
         """The updates of one core, from what its layer saw and returned."""
         if not self.done:
-            start_from_mass(core, *(x[:, :START_TOKENS] for x in (q, k)), options)
+            start_from_inputs(core, *(x[:, :START_TOKENS] for x in (q, k)), options)
         energy = o.float().square().sum()
         for update in range(self.updates):
             with torch.enable_grad():
@@ -91,33 +110,49 @@ class OutputFit:
             optimizer.load_state_dict(optimizer_state)
 
 
-def start_from_mass(core, q: torch.Tensor, k: torch.Tensor, options: dict) -> None:
-    """Start a core where its far part weighs as much as the far tokens of its softmax, over the tokens of q and k.
+def start_from_inputs(core, q: torch.Tensor, k: torch.Tensor, options: dict) -> None:
+    """Start maps with a bias at the mean of what they map: real queries and keys before RoPE are mostly a constant.
 
-    Maps with a bias first subtract the mean of what they map: real queries and keys before RoPE are mostly a constant.
+    With a local softmax the far part then starts where it weighs as much as the far tokens of the softmax do.
+
+    Args:
+        core: the MHLA core.
+        q, k: rotated queries `[B, T, H, K]` and keys `[B, T, G, K]`.
+        options: of the core; scale and angles are read.
+    """
+    if options.get("angles") is not None:
+        angles = options["angles"][:, : q.shape[1]]
+        far_q, far_k = core.unrotate(q, angles), core.unrotate(k, angles)
+    else:
+        far_q, far_k = q, k
+    for part, x in ((core.q_map, far_q), (core.k_map, far_k)):
+        if hasattr(part, "bias"):
+            part.bias.copy_(-torch.einsum("hk,hkf->hf", x.float().mean((0, 1)), part.weight.float()))
+    if core.settings.local:
+        balance_masses(core, q, k, core.q_map(far_q), core.k_map(far_k), options.get("scale"))
+
+
+def balance_masses(core, q: torch.Tensor, k: torch.Tensor, fq: torch.Tensor, fk: torch.Tensor, scale: float | None):
+    """Start the balance of a core where far features `fq`, `fk` `[B, T, H or G, K]` weigh what the softmax's far tokens do.
 
     Args:
         core: a `DecayMHLA` with a local softmax.
         q, k: rotated queries `[B, T, H, K]` and keys `[B, T, G, K]`.
-        options: of `DecayMHLA.forward`; scale and angles are read.
+        scale: of the softmax; None is K**-0.5.
     """
-    form, angles = core.form, options["angles"]
-    angles = q.new_zeros(1, q.shape[1], 1, 0) if angles is None else angles[:, : q.shape[1]]
-    far_q, far_k = core.unrotate(q, angles), core.unrotate(k, angles)
-    for part, x in ((core.q_map, far_q), (core.k_map, far_k)):
-        if hasattr(part, "bias"):
-            part.bias.copy_(-torch.einsum("hk,hkf->hf", x.float().mean((0, 1)), part.weight.float()))
-    fq, fk, balance = core.q_map(far_q), core.k_map(far_k), core.mixing.balance
+    form, balance = core.form, core.mixing.balance
     token = torch.arange(q.shape[1], device=q.device)
     block = token // form.block_size
-    far = (block[:, None] - block >= form.lag) & (token >= form.sinks)
-    mixing = core.mixing()[0].matrix(int(block[-1]) + 1, form.lag)[:, block[:, None], block]
-    scale = form.scale if options["scale"] is None else options["scale"]
+    distance = block[:, None] - block
+    far = ((distance.abs() if form.both_ways else distance) >= form.lag) & (token >= form.sinks)
+    unseen = torch.zeros_like(far) if form.both_ways else token[:, None] < token
+    mixing = core.mixing()[0].matrix(int(block[-1]) + 1, form.lag, form.both_ways)[:, block[:, None], block]
+    scale = form.scale if scale is None else scale
     for head in range(q.shape[2]):
         group, masses = head * k.shape[2] // q.shape[2], 0.0
         for row in range(len(q)):
             score = (q[row, :, head] @ k[row, :, group].T).float() * scale
-            total = score.masked_fill(token[:, None] < token, float("-inf")).logsumexp(-1, keepdim=True)
+            total = score.masked_fill(unseen, float("-inf")).logsumexp(-1, keepdim=True)
             weight = (fq[row, :, head] @ fk[row, :, group].T).float() * mixing[head] / total.exp()
             masses = masses + torch.stack([(x * far).sum() for x in ((score - total).exp(), weight)])
         if bool((masses > NEGLIGIBLE).all()):
@@ -137,9 +172,10 @@ class GatedCore(nn.Module):
         self.core, self.gate = core, nn.Parameter(gate)
 
     def forward(self, q, k, v, *, scale=None, **options):
-        """As `MHLA.forward`, of rows without padding."""
+        """As the core's, of rows without padding."""
         gate = self.gate.repeat_interleave(q.shape[2] // k.shape[2])[:, None].to(v.dtype)
-        return gate * causal_softmax(q, k, v, scale) + (1 - gate) * self.core(q, k, v, scale=scale, **options)
+        o = softmax_attention(q, k, v, scale, self.core.causal)
+        return gate * o + (1 - gate) * self.core(q, k, v, scale=scale, **options)
 
 
 def read_twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""convert() with text: MHLA heads of a language model learn from its softmax original, and some KV heads keep softmax."""
+"""convert() with text: MHLA heads learn from the softmax original, and some KV heads of a language model keep softmax.
+
+What an encoder reads, and how it is judged, is in `encoder.py`.
+"""
 
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,12 +14,13 @@ from ..checkpoints.file_io import atomic_file
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
 from ..data import TokenRing, open_text
 from ..models.attention import ATTENTION_NAME, keep_softmax_heads
-from ..models.families import LANGUAGE
+from ..models.families import ENCODERS, LANGUAGE
 from ..models.transformers_api import forward_cached, set_attention_function
 from ..nn.settings import MHLASettings, is_whole
-from .fit import GateFit, OutputFit, compared_positions, largest_gates, read_twice
+from .encoder import EmbeddingScores, read_encoder_rows
+from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, read_twice
 from .sizes import LayerSizes, sizes_of_conversion
-from .teacher import log_probabilities, mean_kl, mhla_layers, softmax_instead
+from .teacher import is_encoder, log_probabilities, mean_kl, mhla_layers, softmax_instead
 from .transformers_models import checked_settings, convert_in_place, convertible_family
 
 logger = logging.getLogger("mhla_hf")
@@ -35,11 +38,13 @@ def convert_with_text(
     model, settings, layers, overrides: dict, tokenizer, text, *, keep, context, effort: float, seed: int, checkpoint,
     progress: bool,
 ):  # fmt: skip
-    """The work of `convert` for a language model with text; arguments as there."""
+    """The work of `convert` for a language model or an encoder with text; arguments as there."""
     family = convertible_family(model)
-    if family not in LANGUAGE:
-        raise ValueError(f"text: came with {type(model).__name__}, expected a causal language model with it.")
-    if not hasattr(model, "lm_head") and model.get_output_embeddings() is None:
+    if family not in (*LANGUAGE, *ENCODERS):
+        what = "expected a causal language model or an encoder of text with it"
+        raise ValueError(f"text: came with {type(model).__name__}, {what}.")
+    encoder = family in ENCODERS
+    if not encoder and not hasattr(model, "lm_head") and model.get_output_embeddings() is None:
         raise ValueError(
             f"text: came with {type(model).__name__}, which predicts no tokens, expected a ...ForCausalLM."
         )
@@ -52,37 +57,32 @@ def convert_with_text(
         raise ValueError(f'text: came with {got}, expected local="softmax" and no softmax_heads, which it chooses.')
     if not isinstance(effort, int | float) or not 0 < effort < float("inf"):
         raise ValueError(f"effort: got {effort!r}, expected a number above 0.")
-    context = model.config.max_position_embeddings if context is None else context
-    sizes = sizes_of_conversion(model, chosen)
-    count, began, training = count_kept_heads(sizes, keep, context), time.monotonic(), model.training
+    if encoder and (keep or context):
+        name, value = ("keep", keep) if keep else ("context", context)
+        raise ValueError(f"{name}: got {value!r} with {type(model).__name__}, an encoder, expected none.")
+    sizes, count, began, training = None, 0, time.monotonic(), model.training
+    if not encoder:
+        sizes = sizes_of_conversion(model, chosen)
+        context = model.config.max_position_embeddings if context is None else context
+        count = count_kept_heads(sizes, 1 / 6 if keep is None else keep, context)
     model.eval()
     try:
-        rows = read_rows(model, tokenizer, text, seed, progress, effort)
+        rows = (read_encoder_rows if encoder else read_rows)(model, tokenizer, text, seed, progress, effort)
         least = (chosen.window + 1) * chosen.block_size
-        if not rows.gates or rows.fit[0].shape[1] <= least:
+        if not rows.held_out or rows.fit[0].shape[1] <= least:
             what = f"expected at least 6 rows of more than {least} tokens, the window and one block"
             got = f"{len(rows.fit)} rows of {rows.fit[0].shape[1]} tokens"
             raise ValueError(f"text: got {got}, {what}.")
         convert_in_place(model, settings, layers, overrides)
         gate_steps = max(1, round(GATE_STEPS * effort))
         report = learn_from_rows(model, rows, count, gate_steps, seed, checkpoint, progress)
-        report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"])
+        if sizes is not None:
+            report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"])
         model.config.mhla_measured = report | {"seconds": round(time.monotonic() - began)}
     finally:
         model.train(training)
-    kl = report["kept" if count else "fitted"]["kl"]
-    logger.info("convert: KL %s nats, softmax stays in %s KV heads", kl, count)
+    logger.info("convert: %s, softmax stays in %s KV heads", report["kept" if count else "fitted"], count)
     return model
-
-
-@dataclass
-class Rows:
-    """Token ids `[1, T]` each: to learn outputs from, to learn gates from, and those that nothing learned from."""
-
-    fit: list[torch.Tensor]
-    gates: list[torch.Tensor]
-    held_out: list[torch.Tensor]
-    name: str
 
 
 def read_rows(model, tokenizer, text, seed: int, progress: bool, effort: float = 1.0) -> Rows:
@@ -235,7 +235,7 @@ def learn_from_rows(model, rows: Rows, count: int, gate_steps: int, seed: int, c
 
     Args:
         model: in eval mode.
-        rows: of `read_rows`.
+        rows: of `read_rows` or `read_encoder_rows`.
         count: KV heads that keep softmax.
         gate_steps: steps in which gates choose them.
         checkpoint: file of `Checkpoint`, or None.
@@ -247,7 +247,7 @@ def learn_from_rows(model, rows: Rows, count: int, gate_steps: int, seed: int, c
     settings = MHLASettings.from_dict(model.config.mhla)
     identity = [[ids.tolist() for ids in (*rows.fit, *rows.gates)], settings.to_dict(), fingerprint_model(model)]
     checkpoint = Checkpoint(checkpoint, hash_json(identity))
-    teacher = TeacherScores(model, rows.held_out)
+    teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report = {"text": rows.name, "tokens": sum(x.numel() for x in (*rows.fit, *rows.gates)), "seed": seed}
     report |= {"original": teacher.scores, "converted": teacher.compare(model)}
     fit = OutputFit(model, steps=len(rows.fit))

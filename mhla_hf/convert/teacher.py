@@ -1,4 +1,4 @@
-"""The softmax original of a converted language model, which is in the model: its projections are the base's.
+"""The softmax original of a converted model of text, which is in the model: its projections are the base's.
 
 With softmax in the place of its MHLA cores a model that was just converted is its own teacher. No second model is held.
 """
@@ -11,10 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..models.attention import softmax_attentions
+from ..models.encoder_attention import encoder_attentions
+from ..models.families import ENCODERS
+from .families import family_of
 
 
 class SoftmaxCore(nn.Module):
-    """Causal softmax in the place of an MHLA core.
+    """Softmax in the place of an MHLA core, causal if the core is.
 
     Args:
         core: the core.
@@ -26,28 +29,49 @@ class SoftmaxCore(nn.Module):
         super().__init__()
         self.core, self.observe = core, observe
 
-    def forward(self, q, k, v, *, scale=None, hidden_states=None, angles=None, **unused):
-        """As `MHLA.forward`, of rows without padding."""
-        o = causal_softmax(q, k, v, scale)
+    def forward(self, q, k, v, **options):
+        """As the core's, of rows without padding."""
+        o = softmax_attention(q, k, v, options.get("scale"), self.core.causal)
         if self.observe is not None:
-            self.observe(self.core, q, k, v, o, {"scale": scale, "hidden_states": hidden_states, "angles": angles})
+            kept = ("scale", "hidden_states", "angles")
+            self.observe(self.core, q, k, v, o, {name: options[name] for name in kept if name in options})
         return o
 
 
-def causal_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+def softmax_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool
+) -> torch.Tensor:
     """Softmax attention `[B, T, H, V]` of q `[B, T, H, K]`, k `[B, T, G, K]` and v `[B, T, G, V]`."""
     heads = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(*heads, is_causal=causal, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
+def is_encoder(model) -> bool:
+    """Whether a model is an encoder of text of transformers."""
+    return family_of(model) in ENCODERS
 
 
 def mhla_layers(model) -> dict[int, nn.Module]:
-    """The attention modules of a language model that are MHLA, by layer index. TypeError, one sentence, without any."""
-    attentions = softmax_attentions(model) if isinstance(model, nn.Module) else {}
-    causal = {index: attention for index, attention in attentions.items() if getattr(attention, "is_causal", True)}
-    layers = {index: attention for index, attention in causal.items() if hasattr(attention, "mhla")}
+    """The attention modules of a language model or an encoder of text that are MHLA, by layer index.
+
+    Raises:
+        TypeError: there are none.
+    """
+    if is_encoder(model):
+        attentions = encoder_attentions(model)
+    else:
+        attentions = softmax_attentions(model) if isinstance(model, nn.Module) else {}
+        attentions = {index: x for index, x in attentions.items() if getattr(x, "is_causal", True)}
+    layers = {index: attention for index, attention in attentions.items() if hasattr(attention, "mhla")}
     if not layers:
-        raise TypeError(f"model: got {type(model).__name__}, expected a language model with MHLA layers.")
+        raise TypeError(f"model: got {type(model).__name__}, expected a model of text with MHLA layers.")
     return layers
+
+
+def run_body(model, ids: torch.Tensor) -> torch.Tensor:
+    """The last hidden states `[B, T, width]` of rows of token ids `[B, T]` without padding."""
+    options = {} if is_encoder(model) else {"use_cache": False}
+    return model.base_model(input_ids=ids.to(model.device), **options)[0]
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from ..models.families import ENCODERS, VISION, Family, family_of_type
 from ..models.grid_attention import grid_attentions, install_grid_mhla
 from ..models.overlay import attention_sizes, base_classes
 from ..models.rotation import rotation_layout
-from ..nn.core import check_causal
-from ..nn.sequence import check_encoder
+from ..nn.core import check_causal, check_encoder
 from ..nn.settings import MHLASettings
 from .families import mhla_class
 from .steps import chosen_settings, match_device_and_dtype

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
+from ..nn.local import TwoWayMHLA
 from ..nn.sequence import SequenceMHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
@@ -28,15 +29,15 @@ def mhla_encoder_attention(module, query, key, value, attention_mask, scaling=No
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, key_mask = kwargs.get("mhla_rows") or (None, None)
-    o = module.mhla(q, k, v, starts=starts, key_mask=key_mask, hidden_states=kwargs["mhla_hidden_states"])
-    return o, None
+    options = {"starts": starts, "key_mask": key_mask, "hidden_states": kwargs["mhla_hidden_states"], "scale": scaling}
+    return module.mhla(q, k, v, **options).contiguous(), None  # as some bases view it
 
 
 AttentionInterface.register(ENCODER_ATTENTION_NAME, mhla_encoder_attention)
 
 
 class MHLAEncoderMixer:
-    """Mixed into an encoder's attention class of transformers; the module has a child `mhla` (`SequenceMHLA`)."""
+    """Mixed into an encoder's attention class of transformers; the module has a child `mhla`."""
 
     def forward(self, hidden_states, *args, **kwargs):
         """As the base, with the layer's input for the gate."""
@@ -52,10 +53,10 @@ def encoder_attentions(model: nn.Module) -> dict[int, nn.Module]:
 def install_encoder_mhla(model: nn.Module, settings: MHLASettings) -> None:
     """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` is a body, or a head on one."""
     config = model.config
-    attentions = encoder_attentions(model)
+    attentions, core_class = encoder_attentions(model), TwoWayMHLA if settings.local else SequenceMHLA
     for index in settings.layers:
         attention = attentions[index]
-        core = SequenceMHLA(settings, hidden_size=config.hidden_size, **attention_sizes(attention, config))
+        core = core_class(settings, hidden_size=config.hidden_size, **attention_sizes(attention, config))
         mixed = overlay_class(type(attention), MHLAEncoderMixer, "models.converted_encoder")
         swap_attention(attention, mixed, core, ENCODER_ATTENTION_NAME)
     if len(settings.layers) == len(attentions):

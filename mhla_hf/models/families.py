@@ -99,7 +99,8 @@ SPELLED = {  # where the names of their classes do not begin as the type does
 }  # fmt: skip
 LANGUAGE = tuple(language_family(base) for base in LANGUAGE_TYPES.split())
 
-ENCODER_DEFAULTS = {"layers": "2/3"}
+ENCODER_DEFAULTS = {"layers": "2/3", "mixing_form": "decay", "local": "softmax", "window": 1, "sinks": 0}
+ENCODER_DEFAULTS |= {"num_decays": 1, "free_decay": True, "feature_map": "softmax"}
 ENCODER_PREFIXES = {
     "albert": "Albert", "bert": "Bert", "camembert": "Camembert", "data2vec-text": "Data2VecText",
     "distilbert": "DistilBert", "electra": "Electra", "ernie": "Ernie", "eurobert": "EuroBert", "gte": "Gte",

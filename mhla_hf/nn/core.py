@@ -140,6 +140,8 @@ class MHLACore(nn.Module):
         norm_eps: eps of the output norm.
     """
 
+    causal = False
+
     def __init__(
         self,
         settings: MHLASettings,
@@ -222,6 +224,21 @@ def check_causal(settings: MHLASettings, model: str = "a causal model") -> None:
             raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for {model}.")
 
 
+def check_encoder(settings: MHLASettings) -> None:
+    """Raise ValueError if the settings do not suit an encoder, which mixes by a matrix, or by decays with a window."""
+    check_causal(settings, "an encoder")
+    if settings.mixing_form != "decay":
+        return
+    if settings.local is None:
+        raise ValueError('local: got None with mixing_form="decay", expected "softmax" for an encoder.')
+    if settings.impl == "triton":
+        raise ValueError('impl: got "triton" with mixing_form="decay", expected "auto" or "torch" for an encoder.')
+    expected = {"rope": "before", "sinks": 0, "length_power": False, "window_dropout": 0}
+    for name, value in {**expected, "softmax_heads": None}.items():
+        if getattr(settings, name) != value:
+            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected {value!r} for an encoder.")
+
+
 class MHLA(MHLACore):
     """Causal multi-head linear attention (paper sections 4.1 and 4.2, appendix C).
 
@@ -230,6 +247,8 @@ class MHLA(MHLACore):
         num_heads: Number of query heads, H.
         widths: The other arguments of `MHLACore`.
     """
+
+    causal = True
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, **widths: Any):
         check_causal(settings)

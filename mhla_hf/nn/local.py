@@ -1,4 +1,4 @@
-"""The causal core of converted language models: mixing by decays, optionally with a local softmax."""
+"""Cores of converted models of text that mix by decays, with a local softmax: causal (`DecayMHLA`) and two-way."""
 
 from dataclasses import replace
 from math import log
@@ -7,9 +7,18 @@ from typing import Any
 import torch
 
 from ..ops.decays import Decays, LocalForm
-from ..ops.local import local_attention
+from ..ops.local import local_attention, two_way_attention
 from ..ops.local_state import KeyMap, LocalState, continue_local
-from .core import MHLACore, check_causal, check_no_gradients, move_tokens, padding_first, without_padding
+from ..ops.torch_layout import shift_to_start
+from .core import (
+    MHLACore,
+    check_causal,
+    check_encoder,
+    check_no_gradients,
+    move_tokens,
+    padding_first,
+    without_padding,
+)
 from .decay_mixing import DecayMixing
 from .heads import HeadSplit
 from .settings import MHLASettings
@@ -18,14 +27,14 @@ from .settings import MHLASettings
 HARMLESS_BALANCE = -4.0
 
 
-def start_balance(settings: MHLASettings, key_dim: int) -> float:
+def start_balance(settings: MHLASettings, key_dim: int, causal: bool) -> float:
     """Return the initial balance of the far part (`local_attention`).
 
     For random keys, <fq, fk> is about 2 / K with Hedgehog features and of the order of K with features that do not sum to
-    one; the balance compensates for that. Features of real keys saturate: with `rope="near"` the far part starts so small
-    that a converted model is not worse than its window alone.
+    one; the balance compensates for that. Features of real keys saturate: with `rope="near"`, and in encoders, the far part
+    starts so small that a converted model is not worse than its window alone.
     """
-    if settings.rope == "near":
+    if settings.rope == "near" or not causal:
         sums_to_one = settings.feature_map in ("hedgehog", "softmax")
         return HARMLESS_BALANCE if sums_to_one else HARMLESS_BALANCE - log(key_dim)
     return log(key_dim / 2) if settings.feature_map == "hedgehog" else -log(key_dim)
@@ -36,8 +45,8 @@ def keep_rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class DecayMHLA(MHLACore):
-    """Causal attention whose far part is MHLA by decays (`ops/local.py` has the formula).
+class DecayCore(MHLACore):
+    """Base of the causal core and that of encoders: mixing by decays, and which tokens are near.
 
     It has the parameters of all heads even if some of them keep softmax, so these can still be chosen after training.
 
@@ -56,13 +65,16 @@ class DecayMHLA(MHLACore):
     mixing: DecayMixing
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths: Any):
-        check_causal(settings)
+        if self.causal:
+            check_causal(settings)
+        else:
+            check_encoder(settings)
         local = settings.local is not None
         mixing = DecayMixing(
             num_heads,
             num_kv_heads,
             settings.num_decays,
-            balance=start_balance(settings, key_dim) if local else None,
+            balance=start_balance(settings, key_dim, self.causal) if local else None,
             learn=settings.learn_mixing,
             free_decay=settings.free_decay,
             length_power=settings.length_power,
@@ -78,7 +90,19 @@ class DecayMHLA(MHLACore):
             normalize=settings.normalize is not False,
             impl=settings.impl,
             unrounded=settings.output_norm,
+            both_ways=not self.causal,
         )
+
+
+class DecayMHLA(DecayCore):
+    """Causal attention whose far part is MHLA by decays (`ops/local.py` has the formula).
+
+    Args:
+        settings: The settings.
+        widths: The other arguments of `DecayCore`.
+    """
+
+    causal = True
 
     def forward(
         self,
@@ -210,3 +234,47 @@ class DecayMHLA(MHLACore):
             starts=starts,
             angles=angles,
         )
+
+
+class TwoWayMHLA(DecayCore):
+    """The same over whole sequences where every token sees every other one of its row: a core of encoders.
+
+    The window has `window - 1` blocks on either side of a token's own. Blocks are counted from a row's first real token.
+    """
+
+    attend = staticmethod(two_way_attention)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        hidden_states: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Attend to all real tokens of each row.
+
+        Args:
+            q, k, v, hidden_states, starts, key_mask: As in `SequenceMHLA.forward`, for any number of tokens.
+            scale: Factor of q k^T in the softmax, which is that of the base model; None is K**-0.5.
+
+        Returns:
+            [B, T, H, V] in v's dtype.
+        """
+        form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
+        q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
+        if starts is not None and key_mask is not None:
+            source, inverse = shift_to_start(starts, q.shape[1])
+            q, k, v = (move_tokens(x, source, inverse) for x in (q, k, v))
+            key_mask = key_mask.gather(1, source.clamp_min(0)) & (source >= 0)
+        q_features = self.q_map(q, self.heads)
+        k_features = self.k_map(k, self.heads)
+        decays, balance = self.mixing(self.heads)
+        with torch.autocast(q.device.type, enabled=False):
+            o = self.attend(q, k, v, q_features, k_features, decays, balance, form, key_mask=key_mask)
+        if starts is not None:
+            o = move_tokens(o, inverse, source)
+        return self.finish_output(o, hidden_states, v.dtype)

@@ -1,4 +1,4 @@
-"""The MHLA core of encoders, over whole sequences where every token sees every other one of its row.
+"""A core of encoders: MHLA by a mixing matrix over whole sequences, where every token sees every other one of its row.
 
 Blocks have a fixed size and are counted from the first real token of each row, and a shorter row uses the leading part of
 the mixing matrix. So the result of a row does not depend on the other rows of its batch.
@@ -11,16 +11,9 @@ import torch
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.torch_layout import MoveTokens, shift_to_start
-from .core import MHLACore, check_causal, mixing_options
+from .core import MHLACore, check_encoder, mixing_options
 from .grid import GridMixing
 from .settings import MHLASettings
-
-
-def check_encoder(settings: MHLASettings) -> None:
-    """Raise ValueError if the settings do not suit an encoder."""
-    check_causal(settings, "an encoder")
-    if settings.mixing_form == "decay":
-        raise ValueError('mixing_form: got "decay", expected "softmax", "direct" or "free" for an encoder.')
 
 
 class SequenceMHLA(MHLACore):
@@ -48,6 +41,7 @@ class SequenceMHLA(MHLACore):
         hidden_states: torch.Tensor | None = None,
         starts: torch.Tensor | None = None,
         key_mask: torch.Tensor | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Attend to all real tokens of each row.
 
@@ -58,6 +52,7 @@ class SequenceMHLA(MHLACore):
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
             starts: int64 [B], first real token of each row, along with key_mask; None if rows begin with a real token.
             key_mask: bool [B, T], False for padding.
+            scale: The base's factor of q k^T; unused, because a constant cancels in the normalized form.
 
         Returns:
             [B, T, H, V] in v's dtype.

@@ -126,8 +126,8 @@ class MHLASettings:
             from it, and a is learned per head (with `local`).
         local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
             decays for all tokens between, under one normalizer (language models only; needs "decay").
-        window: Blocks in the window of `local`, the open block included.
-        sinks: Number of tokens at the start of a sequence that stay in the softmax of `local`.
+        window: Blocks in the window of `local`, the open block included; an encoder has as many on the other side, too.
+        sinks: Number of tokens at the start of a sequence that stay in the softmax of `local`; 0 for an encoder.
         window_dropout: Probability, in training, that a forward pass leaves all blocks before the open one to the far part.
         per_head: Whether every query head has its own mixing matrix, instead of one per layer.
         output_norm: Whether RMSNorm is applied to each head's output (section 4.1 for language and video).

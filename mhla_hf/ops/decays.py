@@ -35,19 +35,22 @@ class Decays:
         power = None if self.power is None else self.power.to(dtype)
         return Decays(self.weight.to(dtype), self.log_rate.to(dtype), power)
 
-    def matrix(self, num_blocks: int, lag: int = 1) -> torch.Tensor:
+    def matrix(self, num_blocks: int, lag: int = 1, both_ways: bool = False) -> torch.Tensor:
         """Materialize the mixing matrix, as the reference implementation and plots need it.
 
         Args:
             num_blocks: Number of rows and columns, M.
             lag: The smallest block distance that counts as far; matters only with a `power`.
+            both_ways: Whether later blocks count as earlier ones do, by their distance.
 
         Returns:
-            [H, M, M], lower triangular.
+            [H, M, M], lower triangular, or with `both_ways` symmetric.
         """
         log_rate = self.log_rate.repeat_interleave(len(self.weight) // len(self.log_rate), 0)
-        power = powers(log_rate, block_distances(num_blocks, log_rate).clamp(min=0))  # [H, R, M, M]
-        matrix = (self.weight[..., None, None] * power).sum(1).tril()
+        power = powers(log_rate, block_distances(num_blocks, log_rate).abs())  # [H, R, M, M]
+        matrix = (self.weight[..., None, None] * power).sum(1)
+        if not both_ways:
+            matrix = matrix.tril()
         block = torch.arange(num_blocks, device=matrix.device)
         return matrix if self.power is None else matrix * self.length_scale(block, lag).T[..., None]
 
@@ -70,6 +73,8 @@ class LocalForm:
         normalize: Whether outputs are divided by the sum of the weights.
         impl: "auto", "torch" or "triton", as in `mhla`. A single token after a state always takes "torch".
         unrounded: Whether outputs stay in the dtype of the sums. Otherwise the Triton kernel writes them in v's dtype.
+        both_ways: Whether later tokens are seen as earlier ones are; the window then has `lag - 1` blocks on either side of
+            the open one.
     """
 
     block_size: int
@@ -79,6 +84,7 @@ class LocalForm:
     normalize: bool = True
     impl: str = "auto"
     unrounded: bool = True
+    both_ways: bool = False
 
 
 def expand_query_features(q_features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .api import choose_implementation
-from .decays import Decays, LocalForm, decayed_sums
+from .decays import Decays, LocalForm, block_distances, decayed_sums, powers
 from .torch_layout import MoveTokens, align_sequences, shift_to_start
 from .torch_local import SinkTokens, by_block_and_group, near_and_far, resize_tokens, with_ones
 from .triton.local import local_fault, local_kind, triton_near_and_far
@@ -85,6 +85,44 @@ def local_attention(
     )
     o, _ = attend_local(inputs)
     return o if inverse is None else MoveTokens.apply(o, inverse, source)
+
+
+def two_way_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    k_features: torch.Tensor,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+    *,
+    key_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend to near tokens by softmax and to far tokens by MHLA, to later tokens as to earlier ones.
+
+    In the formula, |i - j| takes the place of i - j. The summaries of all blocks are mixed by a matrix per KV head, whose
+    cost grows with the square of the number of blocks.
+
+    Args:
+        form: The options, with `both_ways` and without sinks. All other arguments as in `local_attention`.
+
+    Returns:
+        [B, T, H, V] in the dtype of the sums (at least fp32).
+    """
+    size, num_tokens = form.block_size, q.shape[1]
+    num_blocks = (num_tokens + size - 1) // size
+    block_index = torch.arange(num_blocks, device=q.device)[None]
+    valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
+    is_token = torch.arange(num_blocks * size, device=q.device) < num_tokens
+    valid = resize_tokens(valid, num_blocks * size) & is_token
+    summaries = block_summaries(k_features, v, valid, block_index, form)  # [B, G, M, K, V + 1]
+    decays = decays.to(summaries.dtype)
+    distance = block_distances(num_blocks, summaries).abs()
+    mixing = powers(decays.log_rate, distance).masked_fill(distance < form.lag, 0).transpose(1, 2)  # [G, M, R, M]
+    far_sums = mixing.flatten(1, 2) @ summaries.flatten(3)
+    far_sums = far_sums.view(*summaries.shape[:3], -1, *summaries.shape[3:])  # [B, G, M, R, K, V + 1]
+    return near_and_far(q, k, v, q_features, far_sums, valid, decays.weight, balance, None, block_index, form)
 
 
 @dataclass

@@ -172,12 +172,15 @@ def local_reference(
     dtype = torch.promote_types(q.dtype, torch.float32)
     num_tokens, num_heads = q.shape[1], q.shape[2]
     blocks = Blocks.sequence(num_tokens, form.block_size)
-    query_block, key_block, visible = token_relations(q, k, blocks, blocks, True, key_mask, cu_seqlens, starts)
+    causal = not form.both_ways
+    query_block, key_block, visible = token_relations(q, k, blocks, blocks, causal, key_mask, cu_seqlens, starts)
     first = torch.zeros(1, dtype=torch.int64) if starts is None else starts
     position = (torch.arange(num_tokens, device=q.device) - first.to(q.device)[:, None]).clamp(min=0)
     if cu_seqlens is not None:
         position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position[0], right=True) - 1]
     block_distance = query_block[:, :, None] - key_block[:, None, :]
+    if form.both_ways:
+        block_distance = block_distance.abs()
     in_window_or_sink = (block_distance < form.lag) | (position < form.sinks)[:, None, :]
     # Both are [B, 1, T, S].
     near = (visible & in_window_or_sink)[:, None]

@@ -76,7 +76,7 @@ def near_and_far(
 
     far = expand_query_features(q_features, weight) @ far_sums.flatten(3, 4)
     visible = visible[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    has_far = (block_index >= form.lag)[:, None, :, None, None]
+    has_far = ((block_index >= form.lag) | form.both_ways)[:, None, :, None, None]
     total_weight = per_query(weight.sum(-1).to(sum_dtype))
     balance = None if balance is None else per_query(balance.to(sum_dtype))
     o = combine((q @ k.mT) * form.scale, visible, v, far, total_weight, balance, has_far, form)
@@ -120,22 +120,31 @@ def near_keys(
         form: The options.
 
     Returns:
-        k [B, G, M, lag * C, D], v [B, G, M, lag * C, V], and which query sees which key, bool [B, M, C, lag * C].
+        k [B, G, M, W * C, D], v [B, G, M, W * C, V], and which query sees which key, bool [B, M, C, W * C], where W is the
+        number of blocks in the window: `lag`, or `2 * lag - 1` if it goes both ways.
     """
-    pad = torch.nn.functional.pad
     keys = []
     values = []
     visible = []
-    size, num_blocks = form.block_size, block_index.shape[1]
+    size, lag = form.block_size, form.lag
     all_pairs = torch.ones(size, size, dtype=torch.bool, device=k.device)
-    for distance in reversed(range(form.lag)):
-        kept = max(num_blocks - distance, 0)
-        keys.append(pad(k[:, :, :kept], (0, 0, 0, 0, num_blocks - kept, 0)))
-        values.append(pad(v[:, :, :kept], (0, 0, 0, 0, num_blocks - kept, 0)))
+    for distance in reversed(range(1 - lag if form.both_ways else 0, lag)):
+        keys.append(shift_blocks(k, distance, 2))
+        values.append(shift_blocks(v, distance, 2))
         # A block at the start of its sequence has fewer than `lag - 1` blocks before it.
-        is_key = pad(valid[:, :kept], (0, 0, num_blocks - kept, 0)) & (block_index >= distance)[..., None]
-        visible.append(is_key[:, :, None] & (all_pairs.tril() if distance == 0 else all_pairs))
+        is_key = shift_blocks(valid, distance, 1) & (block_index >= distance)[..., None]
+        sees_all = distance != 0 or form.both_ways
+        visible.append(is_key[:, :, None] & (all_pairs if sees_all else all_pairs.tril()))
     return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*visible), 3)
+
+
+def shift_blocks(x: torch.Tensor, distance: int, dim: int) -> torch.Tensor:
+    """Return what is `distance` blocks before each block along `dim` of x, or after it if negative; zeros at the edge."""
+    num_blocks = x.shape[dim]
+    kept = max(num_blocks - abs(distance), 0)
+    padding = (num_blocks - kept, 0) if distance >= 0 else (0, num_blocks - kept)
+    x = x.narrow(dim, 0 if distance >= 0 else num_blocks - kept, kept)
+    return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - dim - 1), *padding))
 
 
 def with_sinks(

@@ -140,7 +140,7 @@ def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | N
 
 
 def plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mapping[str, Any]) -> str:
-    """Render the card of a saved model that was not evaluated, which contains no measurements.
+    """Render the card of a saved model that was not evaluated, with what its conversion measured.
 
     Args:
         folder: the model's folder.

@@ -20,7 +20,7 @@ from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings
 from ..evaluation.records import SPEED, Result, Results, speed_of_records
-from ..models.families import Family, auto_class_of, family_of_class
+from ..models.families import ENCODERS, Family, auto_class_of, family_of_class
 from ..models.transformers_api import config_class_of
 from ..nn.settings import MHLASettings
 
@@ -117,6 +117,11 @@ class Facts:
     def family(self) -> Family | None:
         """The `Family` of the base model; None for a model trained from scratch."""
         return family_of_class(_class_name(self.config))
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the base is an encoder of text."""
+        return self.family in ENCODERS
 
     @property
     def task(self) -> str | None:

@@ -71,7 +71,8 @@ def test_a_bundle_holds_nothing_of_other_models(bundles):
         language = bundles[f"models.converted_{form}"]
         for word in (*words, "GridMHLA", "PositionConv", "WanTransformer", "SanaTransformer", "ViTModel", "MHLAConfig"):
             assert not re.search(rf"(class|def) {word}\b", language), word
-    encoder = "GridMHLA MHLA Mixer DecayMixing GridConv mhla_step torch_step pass_padding GridCall"
+    encoder = "GridMHLA MHLA Mixer DecayMHLA LocalState continue_local attend_local GridConv mhla_step torch_step"
+    encoder += " pass_padding GridCall"
     for word in (*encoder.split(), "MHLACacheLayer", "mhla_attention", "MHLAConfig", "WanTransformer", "ViTModel"):
         assert not re.search(rf"(class|def) {word}\b", bundles["models.converted_encoder"]), word
     for word in ("MHLACacheLayer", "LlamaForCausalLM", "class MHLA(", "mhla_step("):

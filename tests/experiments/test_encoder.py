@@ -1,23 +1,52 @@
-"""What an encoder keeps: a model beside itself, a row made by tiny models, and the table."""
+"""What an encoder keeps: scores of a model beside itself, rows made by a tiny model, and the table."""
 
+import json
+
+import pytest
 import torch
-from transformers import EuroBertModel
+from small_encoders import softmax_encoder
+from small_scores import TRAINING, small_tokenizer
 
 from experiments import encoder
 
 
-def test_a_row_and_its_table(tmp_path, monkeypatch):
-    text = encoder.read_text()[0][:200_000]
-    monkeypatch.setattr(encoder, "read_text", lambda: (text, "text"))
-    monkeypatch.setattr(encoder, "SIZES", {**encoder.SIZES, "hidden_size": 16, "intermediate_size": 16})
-    monkeypatch.setattr(encoder, "STEPS", 2)
-    monkeypatch.setattr(encoder, "STUDENT_STEPS", 2)
-    rows = [encoder.make_row({"form": form, "seed": 0}, tmp_path) for form in list(encoder.FORMS)[:2]]
+@pytest.fixture
+def arguments(tmp_path):
+    """A tiny encoder in a folder, a text and pairs of sentences."""
+    tokenizer = small_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    softmax_encoder("bert", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TRAINING)
+    words = TRAINING.split()
+    pairs = [
+        {"sentence1": words[i], "sentence2": " ".join(words[i : i + 9]), "score": i % 5} for i in range(0, 200, 10)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    names = {"fit": "text.txt", "long": "text.txt", "sts": "pairs.jsonl", "model": "model"}
+    return {name: str(tmp_path / file) for name, file in names.items()} | {"folders": {}}
+
+
+def test_rows_and_their_table(arguments, monkeypatch):
+    monkeypatch.setattr(encoder, "LENGTHS", {32: 8, 64: 6})
+    monkeypatch.setattr(encoder, "KEYS", {"sts": "STS-B", "cosine 64": "cosine, 64", "rank 64": "rank, 64"})
+    monkeypatch.setattr(encoder, "SENTENCE_TOKENS", 60)
+    forms = {name: encoder.FORMS[name] for name in ("softmax", "window", "MHLA")}
+    small = {
+        name: (None if far is None else {**settings, "block_size": 8}, far) for name, (settings, far) in forms.items()
+    }
+    monkeypatch.setattr(encoder, "FORMS", small)
+    rows = {form: encoder.make_row(arguments, {"form": form, "seed": 0}) for form in small}
+    original = rows["softmax"]["scores"]
+    assert abs(original["cosine 64"] - 1) < 1e-6 and original["rank 64"] == pytest.approx(1)
+    losses = [1 - rows[form]["scores"]["cosine 64"] for form in ("MHLA", "window")]
+    assert 1e-6 < losses[0] < losses[1]
     run = {"command": "c", "hardware": "h", "versions": {"torch": "t", "transformers": "u"}}
-    table = encoder.render_encoder({"rows": rows, **run})
-    assert f"| MHLA | {rows[1]['before']['128']['cosine']:.4f} | " in table and "seed 0 alone" in table
-    teacher, ids = EuroBertModel.from_pretrained(tmp_path / "0").eval(), torch.load(tmp_path / "0" / "tokens.pt")[1]
-    for found in encoder.compare(teacher, teacher, ids).values():
-        assert abs(found["cosine"] - 1) < 1e-6 and abs(found["rank"] - 1) < 1e-6
-    for found in encoder.compare(EuroBertModel(teacher.config).eval(), teacher, ids).values():
-        assert found["cosine"] < 0.9 and found["rank"] < 0.9
+    table = encoder.render_encoder({"rows": list(rows.values()), **run})
+    assert f"| MHLA | 1 | {rows['MHLA']['scores']['sts']:.2f} | {rows['MHLA']['scores']['cosine 64']:.4f} |" in table
+
+
+def test_rank_correlation():
+    one, other = torch.tensor([1.0, 2.0, 2.0, 5.0]), torch.tensor([10.0, 30.0, 20.0, 40.0])
+    assert encoder.rank_correlation(one, one) == pytest.approx(1) == -encoder.rank_correlation(one, -one)
+    assert encoder.rank_correlation(one, other) == pytest.approx(0.9486833)  # of ranks 1, 2.5, 2.5, 4 and 1, 3, 2, 4

@@ -24,6 +24,8 @@ from mhla_hf.share.facts import read_model
 
 IDS = torch.randint(3, 60, (3, 29), generator=torch.Generator().manual_seed(1))
 LENGTHS, STARTS = (29, 11, 20), (0, 18, 5)  # whole, padded on the left, padded on both sides
+MATRIX = {"mixing_form": "softmax"}
+OTHER_FORMS = [("bert", MATRIX), ("eurobert", MATRIX), ("eurobert", {"window": 2, "num_decays": 2, "block_size": 4})]
 
 
 def padded(ids=IDS):
@@ -41,16 +43,16 @@ def hidden(model, ids, **arguments):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ENCODER_TYPES)
-def test_a_converted_encoder_of_this_type(model_type, tmp_path):
+@pytest.mark.parametrize(("model_type", "form"), [*((name, {}) for name in ENCODER_TYPES), *OTHER_FORMS])
+def test_a_converted_encoder_of_this_type(model_type, form, tmp_path):
     """Each row of a padded batch equals the row alone, all equals the definition, only MHLA is new, saved equals itself."""
     soft = softmax_encoder(model_type)
-    model = converted_encoder(model_type)
+    model = converted_encoder(model_type, **form)
     before, after = soft.state_dict(), model.state_dict()
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert all(".mhla." in key for key in after.keys() - before.keys())
     assert model.config.mhla["layers"] == [i for i in encoder_attentions(soft) if i != 1 or model_type not in SLIDING]
-    assert model.config.mhla["num_blocks"] == 8
+    assert model.config.mhla["num_blocks"] == 64 // form.get("block_size", 8)
 
     rows, mask = padded()
     assert inspect.signature(model.forward) == inspect.signature(soft.forward)
@@ -104,7 +106,8 @@ def test_bit_equal_where_the_package_is_not(tmp_path):
     rows, mask = padded()
     wanted = {}
     for name, head in itertools.product(("bert", "modernbert"), ("ForSequenceClassification", "ForMaskedLM")):
-        model, folder = converted_encoder(name, head, gate=True), f"{name}-{head}"
+        form = MATRIX if head == "ForMaskedLM" else {}
+        model, folder = converted_encoder(name, head, gate=True, **form), f"{name}-{head}"
         model.save_pretrained(tmp_path / folder)
         wanted[f"{folder}-{auto_class_of(head)}"] = model(rows, attention_mask=mask)[0]
         if head == "ForSequenceClassification":
@@ -115,7 +118,8 @@ def test_bit_equal_where_the_package_is_not(tmp_path):
 @pytest.mark.parametrize("model_type", ["bert", "distilbert", "modernbert"])
 def test_fine_tuning_a_classifier(model_type, tmp_path):
     """A step lowers the loss, reaches all that is new, is the same with checkpointed layers, and is saved bit for bit."""
-    model = converted_encoder(model_type, "ForSequenceClassification", per_head=True)
+    form = {**MATRIX, "per_head": True} if model_type == "distilbert" else {"num_decays": 2}
+    model = converted_encoder(model_type, "ForSequenceClassification", **form)
     rows, mask = padded()
     given = {"attention_mask": mask, "labels": torch.tensor([0, 1, 1])}
     for module in model.modules():
@@ -165,10 +169,15 @@ def test_no_mask_of_all_pairs_where_no_layer_is_softmax(monkeypatch):
 
 
 SETTINGS = {
-    "layout": ({"layout": [4]}, "expected none for an encoder"),
+    "layout": ({"layout": [4], **MATRIX}, "expected none for an encoder"),
     "cpe": ({"cpe": 3}, "expected none for an encoder"),
     "normalize": ({"normalize": "official"}, "for an encoder"),
-    "mixing_form": ({"mixing_form": "decay"}, "for an encoder"),
+    "local": ({"local": None}, 'expected "softmax" for an encoder'),
+    "sinks": ({"sinks": 4}, "expected 0 for an encoder"),
+    "length_power": ({"length_power": True}, "expected False for an encoder"),
+    "window_dropout": ({"window_dropout": 0.5}, "expected 0 for an encoder"),
+    "impl": ({"impl": "triton"}, 'expected "auto" or "torch" for an encoder'),
+    "softmax_heads": ({"softmax_heads": {0: [1]}}, "expected None for an encoder"),
     "rope": ({"rope": "after"}, 'expected "before"'),
     "layers": ({"layers": [3]}, "layer 3"),
 }
@@ -191,11 +200,6 @@ def test_what_would_be_lost_is_refused():
         mhla_hf.convert(transformers.BertLMHeadModel(BertConfig(**softmax_encoder("bert").config.to_diff_dict())))
 
 
-def test_what_is_for_decoders_refuses_an_encoder():
-    with refused("text: came with BertModel", "expected a causal language model"):
-        mhla_hf.convert(softmax_encoder("bert"), text=IDS.flatten())
-
-
 def test_what_a_layer_cannot_do_is_refused():
     model = converted_encoder("bert")
     for arguments, words in (
@@ -205,9 +209,10 @@ def test_what_a_layer_cannot_do_is_refused():
         with refused(*words):
             model(IDS, **arguments)
     embeds = torch.zeros(1, 65, 32)
-    model = converted_encoder("modernbert")
+    model = converted_encoder("modernbert", **MATRIX)
     with refused("65 tokens", "64"):
         model(inputs_embeds=embeds)
+    assert converted_encoder("modernbert")(inputs_embeds=embeds).last_hidden_state.isfinite().all()
 
 
 def test_a_sentence_encoder(tmp_path):

@@ -1,11 +1,15 @@
-"""The core of encoders against its definition, written out over all pairs of tokens."""
+"""The cores of encoders against their definitions, written out over all pairs of tokens."""
+
+import dataclasses
 
 import pytest
 import torch
 from ops_cases import distance
 
+from mhla_hf.nn.local import TwoWayMHLA
 from mhla_hf.nn.sequence import SequenceMHLA
 from mhla_hf.nn.settings import MHLASettings
+from mhla_hf.ops.reference import local_reference
 
 STARTS, ENDS, LENGTH, BLOCK = (0, 7, 3, 12), (19, 19, 11, 12), 19, 4  # the last row is all padding
 
@@ -45,3 +49,35 @@ def test_every_token_sees_its_own_row(settings):
     inputs = (q, k, v, core.mixing.weight)
     grads = [torch.autograd.grad((x * pull)[real].sum(), inputs) for x in (o, expected)]
     assert all(distance(found, wanted) < 1e-6 for found, wanted in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize(("window", "heads", "groups"), [(1, 4, 2), (2, 2, 2), (3, 4, 1), (6, 2, 1)])
+def test_near_by_softmax_and_far_by_decays(window, heads, groups):
+    settings = {"mixing_form": "decay", "local": "softmax", "window": window, "sinks": 0, "feature_map": "exp"}
+    core = TwoWayMHLA(
+        MHLASettings(block_size=BLOCK, num_decays=2, free_decay=True, **settings),
+        num_heads=heads, num_kv_heads=groups, key_dim=5, value_dim=3, hidden_size=6,
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        core.mixing.balance.uniform_(-1, 1)
+    shapes = ((heads, 5), (groups, 5), (groups, 3))
+    q, k, v = (torch.randn(4, LENGTH, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    place = torch.arange(LENGTH)
+    real = torch.stack([(place >= start) & (place < end) for start, end in zip(STARTS, ENDS, strict=True)])
+    o = core(q, k, v, starts=torch.tensor(STARTS), key_mask=real, scale=0.5)
+    expected, (decays, balance) = torch.zeros_like(o), core.mixing()
+    for row, (start, end) in enumerate(zip(STARTS, ENDS, strict=True)):
+        if start < end:
+            alone = [x[row : row + 1, start:end] for x in (q, k, v)]
+            matrix = decays.matrix(-(-(end - start) // BLOCK), window, both_ways=True)
+            given = *alone, core.q_map(alone[0]), core.k_map(alone[1]), matrix, balance
+            form = dataclasses.replace(core.form, scale=0.5)
+            expected[row, start:end] = local_reference(*given, form)[0]
+    assert distance(o[real], expected[real]) < 1e-7  # the mixing is fp32
+    pull, inputs = (
+        torch.randn(o.shape, dtype=o.dtype),
+        (q, k, v, core.mixing.weight, core.mixing.rate, core.k_map.weight),
+    )
+    grads = [torch.autograd.grad((x * pull)[real].sum(), inputs, allow_unused=True) for x in (o, expected)]
+    for found, defined in zip(*grads, strict=True):
+        assert distance(found, defined) < 1e-6 or float(found.abs().max()) == float(defined.abs().max()) == 0

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ...checkpoints.save import write_files
-from ...data import Reader, open_text
+from ...data import Reader, open_text, special_tokens, with_special_tokens
 from ...models.encoder_attention import first_position
 from ..recipe import EncoderStage
 from .base import LossAndLogs, Objective, Task
@@ -62,32 +62,29 @@ class EncoderTask(Task[EncoderStage]):
     def open(self, data: Any, stages: Sequence[EncoderStage]) -> Any:
         """Open text in any form of `open_text`; sequences leave room for the tokenizer's special tokens."""
         tokenizer = self.preprocessor
-        special = [] if tokenizer is None else tokenizer("")["input_ids"]
-        starts_with_special = special and special[0] in (tokenizer.cls_token_id, tokenizer.bos_token_id)
-        prefix_length = 1 if starts_with_special else 0
-        self.prefix, self.suffix = torch.tensor(special[:prefix_length]), torch.tensor(special[prefix_length:])
+        self.special_tokens = special_tokens(tokenizer)
+        num_special = sum(map(len, self.special_tokens))
         vocab_size = self.student.get_input_embeddings().weight.shape[0]
         source = open_text(data, tokenizer, text_field=self.text_field, vocab_size=vocab_size)
         limit = self.student.config.max_position_embeddings - first_position(self.student.base_model)
         for stage in stages:
-            if not len(special) < stage.seq_len <= limit:
+            if not num_special < stage.seq_len <= limit:
                 raise ValueError(
                     f"seq_len: got {stage.seq_len} in stage {stage.name!r}, expected "
-                    f"more than {len(special)} tokens and at most the {limit} positions of the student."
+                    f"more than {num_special} tokens and at most the {limit} positions of the student."
                 )
-            source.reader(stage.seq_len - len(special), 0, 0).take(1)  # fails now if the text is too short
+            source.reader(stage.seq_len - num_special, 0, 0).take(1)  # fails now if the text is too short
         return source
 
     def reader(self, source: Any, stage: EncoderStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
         """Return a reader of sequences without special tokens."""
-        num_special = len(self.prefix) + len(self.suffix)
+        num_special = sum(map(len, self.special_tokens))
         return source.reader(stage.seq_len - num_special, seed, number, state)
 
     def take(self, reader: Any, stage: EncoderStage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
         """Return the arguments of `EncoderObjective.forward`, with special tokens."""
         ids = reader.take(stage.batch_size)[0][rows]
-        prefix, suffix = (special.long().expand(len(ids), -1) for special in (self.prefix, self.suffix))
-        return (torch.cat([prefix, ids, suffix], 1),), (1 / stage.batch_size,)
+        return (with_special_tokens(ids, self.special_tokens),), (1 / stage.batch_size,)
 
     def units_per_step(self, stage: EncoderStage) -> int:
         """Return the number of tokens, including special ones."""
