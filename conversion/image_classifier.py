@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 import mhla_hf
 from mhla_hf.cli import script
 from mhla_hf.models.families import VISION, family_of_type
-from mhla_hf.training.pictures import open_pictures
+from mhla_hf.training.datasets.images import open_images
 from mhla_hf.training.recipe import read_recipe
 
 
@@ -71,7 +71,7 @@ def main(arguments=None):
     if recipe.task != "images":
         parser.error(f"--recipe: {given.recipe} is for {recipe.task}, expected task: images")
     torch.manual_seed(given.seed)
-    pictures = open_pictures(data)
+    pictures = open_images(data)
     if "preset" in recipe.settings:
         student, teacher, processor = from_scratch(recipe.settings, pictures), None, None
     elif name is None:

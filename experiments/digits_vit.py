@@ -29,7 +29,7 @@ from mhla_hf.checkpoints.file_io import atomic_folder, write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 from mhla_hf.share.card import check_card, write_card
-from mhla_hf.training.pictures import open_pictures, share_right
+from mhla_hf.training.datasets.images import open_images, top1_accuracy
 from mhla_hf.training.recipe import ImageStage
 
 SIDE = 32
@@ -68,7 +68,7 @@ def run(out, seeds, steps, distill_steps, command):
     options = {"data": train, "test": test, "processor": processor, "command": command, "log_every": 25}
 
     def accuracy(model):
-        return share_right(model, open_pictures(test), processor)
+        return top1_accuracy(model, open_images(test), processor)
 
     stage = ImageStage(
         "train", "labels", steps, 1.5e-3, warmup=min(50, steps // 5), weight_decay=0.05, smoothing=0.05, **COMMON

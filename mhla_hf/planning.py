@@ -34,7 +34,7 @@ from .models.configuration import MHLAConfig
 from .models.families import ENCODERS, VISION
 from .models.language import MHLAForCausalLM
 from .nn.settings import is_whole
-from .training.costs import active_parameters, work_of
+from .training.costs import active_parameters, estimate_costs
 from .training.recipe import read_recipe, recipe_names
 
 TIMED_LENGTHS = tuple(256 << n for n in range(10))
@@ -112,7 +112,7 @@ def plan(
         "attention": products / (products + 2 * active),
         "cache": compare_caches(softmax_caches, cache_of_mhla(student), context),
         "timing": time_layer(core, student.dtype, device, progress, command) if timing else None,
-        "distillation": work_of(student, loaded_recipe, parameters, active, tflops),
+        "distillation": estimate_costs(student, loaded_recipe, parameters, active, tflops),
     }
     return record | {"advice": advise(record)}
 
@@ -183,7 +183,7 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
             student = model_without_weights(copy.deepcopy(config))
             sizes = student.num_parameters(), active_parameters(student)
             student = convert(student, **settings)
-        work = {} if student is None else work_of(student, recipe, *sizes, tflops)
+        work = {} if student is None else estimate_costs(student, recipe, *sizes, tflops)
         recipes.append({
             "name": name,
             "task": recipe.task,

@@ -4,7 +4,7 @@ import sys
 
 import torch
 from tiny_pipelines import PIPELINES
-from training.test_images import GRAY, classifier, squares
+from training.tasks.test_images import GRAY, classifier, squares
 
 import mhla_hf
 from mhla_hf.training.recipe import DiffusionStage, ImageStage

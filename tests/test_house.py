@@ -15,11 +15,11 @@ def floor_of(name):
     return next((number for number, rooms in enumerate(FLOORS) if name in rooms), None)
 
 
-def imported_modules(path, everywhere=True):
-    """Dotted modules of the package that a file imports, inside functions too if `everywhere`."""
+def imported_modules(path):
+    """Dotted modules of the package that a file imports, inside functions too."""
     place = path.relative_to(PACKAGE).with_suffix("").parts
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree) if everywhere else tree.body:
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             above = [*place[: len(place) - node.level], *([node.module] if node.module else [])]
             yield from [".".join(above)] if node.module else [".".join([*above, alias.name]) for alias in node.names]
@@ -55,7 +55,7 @@ def test_no_module_imports_itself_in_a_circle():
     graph = {}
     for path in PACKAGE.rglob("*.py"):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-        graph[name] = set(imported_modules(path, everywhere=False)) - {name}
+        graph[name] = set(imported_modules(path)) - {name}
     done, open_names = set(), []
 
     def visit(name):

@@ -19,8 +19,8 @@ from mhla_hf.checkpoints.load import no_progress_bars
 from mhla_hf.checkpoints.values import at_least, checked, checked_field, read_settings
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
+from mhla_hf.training.datasets.images import open_images, preprocess
 from mhla_hf.training.loop import distill
-from mhla_hf.training.pictures import open_pictures, prepare
 from mhla_hf.training.recipe import ImageStage
 from mhla_hf.training.run_folder import RECORD
 
@@ -93,21 +93,21 @@ def folder_of(out, row: str, seed: int) -> Path:
 
 
 def open_data(data, size: int):
-    """(train, test, name) of labeled images: the digits at `size` pixels, or what `open_pictures` takes.
+    """(train, test, name) of labeled images: the digits at `size` pixels, or what `open_images` takes.
 
     ValueError: there is no test split, or it has classes that are not trained.
     """
     if data is None:
         train, test = load_digits(size)
-        return open_pictures(train), open_pictures(test), DIGITS
-    train, test = open_pictures(data), open_pictures(data, split="test")
+        return open_images(train), open_images(test), DIGITS
+    train, test = open_images(data), open_images(data, split="test")
     if train.describe() == test.describe():
         raise ValueError(
             f"data: {str(data)!r} has no split to test on, expected the folder above train and test, or both splits "
             "(mhla_hf.evaluate takes a folder of classes)"
         )
-    if train.names and test.names:
-        test = test.numbered_as(train.names, train.name)
+    if train.class_names and test.class_names:
+        test = test.renumber_as(train.class_names, train.name)
     classes = train.classes()["num_labels"]
     for own in (train, test):
         own.check_labels(classes)
@@ -181,6 +181,6 @@ def _look(folder, test):
     with no_progress_bars():
         model = MHLAForImageClassification.from_pretrained(folder)
     images = [test.image(index, model.config.num_channels) for index in range(min(LOOKED_AT, len(test)))]
-    pixels = prepare(ViTImageProcessorPil.from_dict(model.config.preprocessing()), images)
+    pixels = preprocess(ViTImageProcessorPil.from_dict(model.config.preprocessing()), images)
     found = measure_calls(record_model(model, {"pixel_values": pixels}))
     write_json(folder / ANALYSIS, found | {"mixing": describe_mixing(model)})

@@ -28,6 +28,10 @@ LOCK_FILE = ".mhla_hf.lock"  # marks, in each temporary folder, that this packag
 REPLACED = "old"  # where a temporary folder holds the folder that it is about to replace
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PIPELINE_INDEX = "model_index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
+)  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -33,8 +33,16 @@ from ..models.overlay import base_classes
 from ..models.saving import check_whole_files
 from ..models.transformers_api import config_class_of
 from ..nn.settings import is_whole
-from .file_io import HUB_ID, PIPELINE_INDEX, PathLike, read_json, resolve_model_name, summarize_error, wrap_errors
-from .save import TOKENIZER_FILES
+from .file_io import (
+    HUB_ID,
+    PIPELINE_INDEX,
+    TOKENIZER_FILES,
+    PathLike,
+    read_json,
+    resolve_model_name,
+    summarize_error,
+    wrap_errors,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_LAYERS = 10_000  # refuse absurd configurations before transformers spends minutes building the model

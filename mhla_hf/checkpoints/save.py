@@ -12,15 +12,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .file_io import PIPELINE_INDEX, SHARD_SIZE, PathLike, atomic_folder, read_json, wrap_errors, write_json
+from .file_io import (
+    PIPELINE_INDEX,
+    SHARD_SIZE,
+    TOKENIZER_FILES,
+    PathLike,
+    atomic_folder,
+    read_json,
+    wrap_errors,
+    write_json,
+)
 
 CARD_FILE = "README.md"
 RECORDS = ("results.json", "train.json", "card.json")  # what mhla_hf itself writes about a model
 LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
-TOKENIZER_FILES = (
-    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
-    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
-)  # fmt: skip
 CONFIG_FILES = (
     "config.json", "generation_config.json", "scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoints.file_io import find_yaml
 from ..checkpoints.save import check_new_folder, read_sentence_files
-from ..training.recipe import FOLDER, read_recipe
+from ..training.recipe import RECIPE_FOLDER, read_recipe
 from .values import (
     AddArgument,
     add_device_option,
@@ -222,7 +222,7 @@ def plan_options(add: AddArgument) -> None:
 
 def run_plan(model: str, recipe: str, layers: str | None, settings: list[str], as_json: bool, **options: Any) -> None:
     parsed_layers, parsed_settings = parse_layers(layers), parse_settings(settings)
-    find_yaml(recipe, FOLDER, "recipe")
+    find_yaml(recipe, RECIPE_FOLDER, "recipe")
     check_model(model, options["revision"], weights=False)
     load_libraries()
 

@@ -18,8 +18,8 @@ from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import choose_device, load_classifier, wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
 from ..data import load_split
-from ..training.latents import prompt_lines
-from ..training.pictures import Pictures, open_pictures, share_right
+from ..training.datasets.images import LabeledImages, open_images, top1_accuracy
+from ..training.datasets.latents import prompt_lines
 from .image_scores import (
     PICTURES,
     Moments,
@@ -241,9 +241,9 @@ def judge_classifiers(models, asked):
                 model, own = load_classifier(model, dtype=asked.dtype, device=asked.device, **subject.where)
             elif processor is None:
                 raise ValueError(f"settings: processor is None; a loaded model such as {subject.name!r} needs one")
-            numbered = pictures.numbered_for(model.config)
+            numbered = pictures.renumber_for(model.config)
             bar = subject.name if asked.progress else None
-            share = share_right(model, numbered, processor or own, asked.batch_size, bar)
+            share = top1_accuracy(model, numbered, processor or own, asked.batch_size, bar)
             scores = {"acc": (share, share_error(share, count), True, count)}
             subject.keep(task, scores, task_hash, started, model.device)
         compared[subject.name] = Results(r for r in subject.kept if r.task == task and r.limit == asked.limit)
@@ -251,15 +251,15 @@ def judge_classifiers(models, asked):
 
 
 def _read_examples(protocol, asked):
-    """(`Pictures` to judge, names of the classes, hash of the bytes of a folder's images or of a data set by itself)."""
+    """(`LabeledImages` to judge, names of classes, hash of the bytes of a folder's images or of a data set by itself)."""
     if not protocol.data:
         raise ValueError("settings: data is None; expected a folder with one folder of images per class, or a data set")
     folder = Path(protocol.data)
-    pictures = open_pictures(folder if folder.is_dir() else load_split(str(folder), split=protocol.split), "test")
+    pictures = open_images(folder if folder.is_dir() else load_split(str(folder), split=protocol.split), "test")
     names, size = list(pictures.classes()["id2label"].values()), len(pictures)
     if asked.limit and asked.limit < size:
         chosen = [index * size // asked.limit for index in range(asked.limit)]  # spread over the classes
         items = [pictures.items[number] for number in chosen]
-        pictures = Pictures(items, pictures.labels[chosen], pictures.name, names, pictures.identity)
+        pictures = LabeledImages(items, pictures.labels[chosen], pictures.name, names, pictures.identity)
     data = hash_files(pictures.items, folder, asked.progress) if folder.is_dir() else pictures.identity
     return pictures, names, data

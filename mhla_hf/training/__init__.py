@@ -1,1 +1,1 @@
-"""Training: one Accelerate loop (`loop.distill`); stages are losses and parameter groups, not copies of the loop."""
+"""Training: `loop.distill`, one loop for all models, in which a stage is a loss and the parameters that it trains."""

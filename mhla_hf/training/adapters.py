@@ -1,4 +1,4 @@
-"""A conversion as a small PEFT adapter: the MHLA modules whole, and LoRA on the base's projections, without the base.
+"""A conversion as a small PEFT adapter: the MHLA modules, and LoRA on the base's projections, without the base.
 
     mhla_hf.convert(model, tokenizer=tokenizer, text="notes.txt")
     mhla_hf.save_adapter(model, "llama-mhla-adapter")                          # the MHLA modules alone
@@ -7,11 +7,11 @@
     peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=8))     # with LoRA; train it with anything
     mhla_hf.save_adapter(peft_model, "llama-mhla-adapter")
 
-What is loaded is a `PeftModel`: `set_adapter`, `merge_and_unload` and several adapters side by side are PEFT's.
+A loaded adapter is a `PeftModel`, so `set_adapter`, `merge_and_unload` and several adapters side by side work as in PEFT.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -28,30 +28,44 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 SETTINGS_FILE = "mhla.json"
-NO_LORA = "dummy-target-modules"  # of PEFT: no module is targeted
-FILES = (SETTINGS_FILE, "adapter_config.json", "adapter_model.safetensors")
-# two bases of a type differ in one of these
+WEIGHTS_FILE = "adapter_model.safetensors"
+FILES = (SETTINGS_FILE, "adapter_config.json", WEIGHTS_FILE)
+NO_LORA = "dummy-target-modules"  # PEFT's name for no target modules
+# Entries of a configuration, at least one of which differs between two bases of the same model type.
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
-def import_peft(base=None):
-    """PEFT, which knows the default LoRA targets of the converted model `base`; ImportError in one sentence."""
+def import_peft(model: Any = None) -> Any:
+    """Import PEFT.
+
+    Args:
+        model: a converted model, for which PEFT's default LoRA targets are registered.
+
+    Raises:
+        ImportError: PEFT is not installed.
+    """
     with require_extra("an adapter", "peft", "peft"):
         import peft
-    if base is not None:
-        register_family(family_of(base))
+    family = family_of(model) if model is not None else None
+    if family is not None:
+        register_family(family)
     return peft
 
 
-def adapter_config(model: torch.nn.Module, **lora: object) -> "LoraConfig":
-    """A `peft.LoraConfig` for a converted language model: LoRA, and every MHLA module trained and saved whole.
+def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
+    """Return a `peft.LoraConfig` for a converted language model: LoRA, and every MHLA module trained and saved in full.
 
-    lora: arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: PEFT's for the base). TypeError: the
-    model has no MHLA layers.
+    Args:
+        model: a converted language model.
+        **lora: arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: PEFT's for the base).
+
+    Raises:
+        TypeError: the model has no MHLA layers.
+        ImportError: PEFT is not installed.
     """
     mhla_layers(model)
-    saved = [*(lora.pop("modules_to_save", None) or ()), "mhla"]
-    return import_peft(model).LoraConfig(modules_to_save=saved, **{"task_type": None, **lora})
+    modules_to_save = [*(lora.pop("modules_to_save", None) or ()), "mhla"]
+    return import_peft(model).LoraConfig(modules_to_save=modules_to_save, **{"task_type": None, **lora})
 
 
 def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> None:
@@ -59,83 +73,117 @@ def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> No
 
     Args:
         model: a converted language model, whose MHLA modules are saved; or the `PeftModel` that
-            `get_peft_model(model, adapter_config(model))` made, whose active adapters are saved.
-        folder: where to write; the files are those of a PEFT adapter, and mhla.json.
+            `get_peft_model(model, adapter_config(model))` returned, whose active adapters are saved.
+        folder: where to write the files of a PEFT adapter and mhla.json.
 
     Raises:
         TypeError: the model is neither.
     """
-    mounted = hasattr(model, "peft_config")
-    config = getattr(getattr(model, "base_model", None) if mounted else model, "config", None)
+    saved: Any = model
+    is_peft_model = hasattr(saved, "peft_config")
+    base = getattr(saved, "base_model", None) if is_peft_model else saved
+    config: Any = getattr(base, "config", None)
     if getattr(config, "mhla", None) is None:
         raise TypeError(f"model: got {type(model).__name__}, expected a converted model or a PeftModel of one.")
-    if mounted:
-        model.save_pretrained(folder)
+    if is_peft_model:
+        saved.save_pretrained(folder)
     else:
-        lora = adapter_config(model, target_modules=NO_LORA, base_model_name_or_path=config.name_or_path or None)
+        lora: Any = adapter_config(saved, target_modules=NO_LORA, base_model_name_or_path=config.name_or_path or None)
         lora.inference_mode = True
         lora.save_pretrained(folder)
-        weights = {name: x.contiguous() for name, x in model.state_dict().items() if ".mhla." in name}
-        file = Path(folder, FILES[-1])
-        save_file({f"base_model.model.{name}": x for name, x in weights.items()}, file, {"format": "pt"})
-    noted = {"base_model_type": config.base_model_type, "sizes": sizes_of(config), "mhla": config.mhla}
-    noted["measured"] = getattr(config, "mhla_measured", None)
-    write_json(Path(folder, SETTINGS_FILE), noted)
+        weights = {
+            f"base_model.model.{name}": x.contiguous() for name, x in saved.state_dict().items() if ".mhla." in name
+        }
+        save_file(weights, Path(folder, WEIGHTS_FILE), {"format": "pt"})
+    record = {
+        "base_model_type": config.base_model_type,
+        "sizes": get_sizes(config),
+        "mhla": config.mhla,
+        "measured": getattr(config, "mhla_measured", None),
+    }
+    write_json(Path(folder, SETTINGS_FILE), record)
 
 
-def sizes_of(config) -> dict[str, int]:
-    """By which an adapter knows its base among the others of its model type."""
+def get_sizes(config: Any) -> dict[str, int]:
+    """Return the sizes by which an adapter recognizes its base among others of the same model type."""
     return {name: size for name in SIZES if (size := getattr(config, name, None)) is not None}
 
 
 def load_adapter(
-    model: torch.nn.Module, source: str | Path, adapter_name: str = "default", *, revision: str | None = None,
-    is_trainable: bool = False,
+    model: "torch.nn.Module | PeftModel", source: str | Path, adapter_name: str = "default", *,
+    revision: str | None = None, is_trainable: bool = False,
 ) -> "PeftModel":  # fmt: skip
-    """Mount a saved adapter on its base or a fine-tune of it, which is converted on the way, in place.
+    """Load a saved adapter onto its base, or a fine-tune of it.
 
     Args:
-        model: a softmax language model, one that was converted with the same settings, or a `PeftModel` of one, which gets
-            one more adapter.
-        source: folder or Hub id of what `save_adapter` wrote. revision: of the Hub's.
-        adapter_name: by which PEFT knows it. is_trainable: whether its weights go on learning.
+        model: a softmax language model, which is converted in place; a model that was converted with the same settings; or a
+            `PeftModel` of one, which gets one more adapter.
+        source: folder or Hub id of what `save_adapter` wrote.
+        adapter_name: name of the adapter in PEFT.
+        revision: branch, tag or commit on the Hub.
+        is_trainable: whether the adapter's weights will be trained.
 
-    Returns the `PeftModel`, in eval mode unless trainable. ValueError: the adapter is none of MHLA, or another base's, or
-    its name is taken; the model is then unchanged.
+    Returns:
+        the `PeftModel`, in eval mode unless it is trainable.
+
+    Raises:
+        ValueError: the adapter is not an MHLA adapter or belongs to another base, or its name is taken. The model is
+            unchanged then.
+        TypeError: the model is not a language model of transformers.
+        ImportError: PEFT is not installed.
     """
     peft = import_peft()
+    folder = _fetch_adapter(source, revision)
+    with wrap_errors(f"source: got {str(source)!r}, expected an adapter that can be read"):
+        record: Any = read_json(folder / SETTINGS_FILE)
+        peft.PeftConfig.from_pretrained(folder)
+        peft.load_peft_weights(str(folder), device="cpu")
+    peft_model: Any = model if isinstance(model, peft.PeftModel) else None
+    if peft_model is not None and adapter_name in peft_model.peft_config:
+        raise ValueError(f"adapter_name: got {adapter_name!r}, which the model already has, expected another name.")
+    base: Any = model if peft_model is None else peft_model.get_base_model()
+    if not hasattr(getattr(base, "config", None), "model_type"):
+        raise TypeError(
+            f"model: got {type(base).__name__}, expected a language model of transformers or its PeftModel."
+        )
+    _check_base(base.config, record, source)
+    settings = MHLASettings.from_dict(record["mhla"])
+    if getattr(base.config, "mhla", None) is None:
+        convert(base, settings)
+        if record.get("measured"):
+            base.config.mhla_measured = record["measured"]
+    elif MHLASettings.from_dict(base.config.mhla) != settings:
+        raise ValueError(f"model: got one converted with other settings than {str(source)!r}, expected the same ones.")
+    if peft_model is not None:
+        peft_model.load_adapter(str(folder), adapter_name, is_trainable=is_trainable)
+        return peft_model
+    return peft.PeftModel.from_pretrained(base, str(folder), adapter_name, is_trainable=is_trainable)
+
+
+def _fetch_adapter(source: str | Path, revision: str | None) -> Path:
+    """Return the folder of an adapter, downloaded from the Hub if it is not local. `ValueError` if a file is missing."""
     folder = Path(source)
     if not folder.is_dir():
-        with wrap_errors(f"adapter {str(source)!r}: is no folder here and cannot be loaded from the Hub"):
+        with wrap_errors(f"source: got {str(source)!r}, expected a folder or an adapter on the Hub"):
             for name in FILES:
                 folder = Path(hf_hub_download(str(source), name, revision=revision)).parent
     if missing := [name for name in FILES if not (folder / name).is_file()]:
-        raise ValueError(f"adapter {str(source)!r}: has no {missing[0]}, expected one that save_adapter wrote.")
-    with wrap_errors(f"adapter {str(source)!r}: cannot be read"):
-        noted = read_json(folder / SETTINGS_FILE)
-        peft.PeftConfig.from_pretrained(folder)
-        peft.load_peft_weights(str(folder), device="cpu")
-    mounted = isinstance(model, peft.PeftModel)
-    if mounted and adapter_name in model.peft_config:
-        raise ValueError(f"adapter_name: got {adapter_name!r}, which the model has already; expected another name.")
-    base = model.get_base_model() if mounted else model
-    if not hasattr(getattr(base, "config", None), "model_type"):
-        wanted = "a language model of transformers or its PeftModel"
-        raise TypeError(f"model: got {type(base).__name__}, expected {wanted}.")
-    own = getattr(base.config, "base_model_type", base.config.model_type)
-    if own != noted["base_model_type"]:
-        raise ValueError(f"model: got a {own}, expected a {noted['base_model_type']}, the base of {str(source)!r}.")
-    if wrong := {name: size for name, size in noted["sizes"].items() if getattr(base.config, name, None) != size}:
-        sizes = {name: getattr(base.config, name, None) for name in wrong}
-        raise ValueError(f"model: has the sizes {sizes}, expected {wrong}, the base of {str(source)!r}.")
-    settings = MHLASettings.from_dict(noted["mhla"])
-    if getattr(base.config, "mhla", None) is None:
-        convert(base, settings)
-        if noted.get("measured"):
-            base.config.mhla_measured = noted["measured"]
-    elif MHLASettings.from_dict(base.config.mhla) != settings:
-        raise ValueError(f"model: was converted with other settings than {str(source)!r}, expected the same.")
-    if mounted:
-        model.load_adapter(str(folder), adapter_name, is_trainable=is_trainable)
-        return model
-    return peft.PeftModel.from_pretrained(base, str(folder), adapter_name, is_trainable=is_trainable)
+        raise ValueError(
+            f"source: got {str(source)!r}, which has no {missing[0]}, expected an adapter that save_adapter wrote."
+        )
+    return folder
+
+
+def _check_base(config: Any, record: dict[str, Any], source: str | Path) -> None:
+    """Raise `ValueError` unless the configuration is that of the adapter's base, converted or not."""
+    model_type = getattr(config, "base_model_type", config.model_type)
+    if model_type != record["base_model_type"]:
+        raise ValueError(
+            f"model: got the model type {model_type!r}, expected "
+            f"{record['base_model_type']!r}, the base of {str(source)!r}."
+        )
+    for name, size in record["sizes"].items():
+        if getattr(config, name, None) != size:
+            raise ValueError(
+                f"model: got {name} {getattr(config, name, None)}, expected {size}, as the base of {str(source)!r} has."
+            )

@@ -1,103 +1,145 @@
-"""What the stages of a recipe take: memory and operations, counted without weights."""
+"""Estimates of the memory and FLOPs of a recipe's stages, from the sizes of a model, without its weights."""
+
+from typing import Any
 
 from torch import nn
 
-from .output_head import CHUNK, GPU_CHUNK
-from .trainable import choose_trainable
+from .output_head import CPU_CHUNK, GPU_CHUNK
+from .recipe import Recipe
+from .trainable import set_trainable
+
+FP32_BYTES = 4
 
 
-def active_parameters(model):
-    """The parameters that a token meets: of experts as many as it is sent to."""
-    config = model.config
-    sent = getattr(config, "num_experts_per_tok", None)
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = {getattr(config, name, None) for name in names if sent}
-    sizes = ((value.numel(), value.ndim == 3 and value.shape[0] in experts, len(value)) for value in model.parameters())
-    return sum(size * sent // count if routed else size for size, routed, count in sizes)
+def active_parameters(model: Any) -> int:
+    """Return the number of parameters that are active for a token, which is routed to some of the experts only.
 
-
-def work_of(student, recipe, parameters, active, tflops):
-    """Memory of each stage of a recipe, in a single process, and its operations except attention's own products.
-
-    student: converted, on the meta device. parameters, active: of its original, and those that a token meets.
+    Args:
+        model: of transformers, may be on the meta device.
     """
-    number = (
-        2 if recipe.run.get("mixed_precision") == "bf16" else 4
-    )  # bytes of the arithmetic and of the teacher's weights
+    config = model.config
+    experts_per_token = getattr(config, "num_experts_per_tok", None)
+    count_entries = ("num_local_experts", "num_experts", "n_routed_experts")
+    expert_counts = {getattr(config, entry, None) for entry in count_entries if experts_per_token}
+    active = 0
+    for parameter in model.parameters():
+        if parameter.ndim == 3 and parameter.shape[0] in expert_counts:  # the stacked matrices of all experts
+            active += parameter.numel() * experts_per_token // len(parameter)
+        else:
+            active += parameter.numel()
+    return active
+
+
+def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, tflops: float | None) -> dict[str, Any]:
+    """Estimate the memory, FLOPs and hours that the stages of a recipe take in a single process.
+
+    Args:
+        student: the converted language model, on the meta device. Its `requires_grad` flags are changed.
+        recipe: its stages have `seq_len`.
+        parameters: number of parameters of the softmax original.
+        active: those that one token uses, from `active_parameters`.
+        tflops: speed of the machine in TFLOP/s, or None.
+
+    Returns:
+        `stages`, with `name`, `tokens`, `trained` (parameters), `memory` (bytes by purpose) and `flops` each; the largest
+        `memory` of a stage in bytes; `flops` of all stages, without attention's own products; `tflops`; and `hours`, None
+        without `tflops`.
+    """
+    element_size = (
+        2 if recipe.run.get("mixed_precision") == "bf16" else FP32_BYTES
+    )  # in matrix products, and the teacher's
     checkpointed = recipe.run.get("gradient_checkpointing", False)
     converted = [module for module in student.modules() if hasattr(module, "mhla")]
-    worked = {"transfer": sum(x.numel() for module in converted for x in module.parameters())}
+    attention_parameters = sum(x.numel() for module in converted for x in module.parameters())
     stages = []
     for stage in recipe.stages:
-        choose_trainable(student, stage, {})
+        set_trainable(student, stage, {})
         trained = sum(x.numel() for x in student.parameters() if x.requires_grad)
         tokens = stage.steps * stage.batch_size * stage.seq_len
-        taught = active if stage.needs_teacher else 0
+        activations = activation_bytes(student, stage, element_size, checkpointed)
+        if element_size == 2:  # autocast keeps bfloat16 copies of the trained weights
+            activations += 2 * trained
         memory = {
-            "weights": 4 * student.num_parameters(),
-            "gradients": 4 * trained,
-            "moments": 8 * trained,
-            "teacher": number * parameters * stage.needs_teacher,
-            "activations": activations_of(student, stage, number, checkpointed) + (number == 2) * 2 * trained,
-            "logits": logits_of(student, stage, number),
+            "weights": FP32_BYTES * student.num_parameters(),
+            "gradients": FP32_BYTES * trained,
+            "moments": 2 * FP32_BYTES * trained,
+            "teacher": element_size * parameters * stage.needs_teacher,
+            "activations": activations,
+            "logits": logit_bytes(student, stage, element_size),
         }
-        flops = (6 * worked.get(stage.loss, active + student.num_parameters() - parameters) + 2 * taught) * tokens
+        # Multiply and add per weight and token: once in the forward pass, twice in the backward pass.
+        if stage.loss == "transfer":
+            student_weights = attention_parameters
+        else:
+            student_weights = active + student.num_parameters() - parameters
+        teacher_weights = active if stage.needs_teacher else 0
+        flops = (6 * student_weights + 2 * teacher_weights) * tokens
         stages.append({"name": stage.name, "tokens": tokens, "trained": trained, "memory": memory, "flops": flops})
-    flops = sum(stage["flops"] for stage in stages)
-    most = max(sum(stage["memory"].values()) for stage in stages)
-    hours = None if tflops is None else flops / (tflops * 1e12) / 3600
-    return {"stages": stages, "memory": most, "flops": flops, "tflops": tflops, "hours": hours}
+    total_flops = sum(stage["flops"] for stage in stages)
+    peak_memory = max(sum(stage["memory"].values()) for stage in stages)
+    hours = None if tflops is None else total_flops / (tflops * 1e12) / 3600
+    return {"stages": stages, "memory": peak_memory, "flops": total_flops, "tflops": tflops, "hours": hours}
 
 
-def activations_of(student, stage, number, checkpointed) -> int:
-    """Bytes that the student's layers keep for the backward pass of one part of a batch, with PyTorch's own operators.
+def activation_bytes(student: Any, stage: Any, element_size: int, checkpointed: bool) -> int:
+    """Return the bytes of activations that the student's layers keep for the backward pass of one part of a batch.
 
-    number: bytes of a number in matrix products. checkpointed: with gradient checkpointing.
+    The estimate is for PyTorch's own operators, not for MHLA's Triton kernels.
+
+    Args:
+        student: the converted model.
+        stage: decides loss, batch and sequence length.
+        element_size: bytes per number in matrix products.
+        checkpointed: whether gradient checkpointing is on.
     """
-    config, tokens = student.config, stage.batch_size // stage.grad_accum * stage.seq_len
+    config = student.config
+    tokens = stage.batch_size // stage.grad_accum * stage.seq_len
     cores = [module.mhla for module in student.modules() if hasattr(module, "mhla")]
     core, width, layers = cores[0], config.hidden_size, config.num_hidden_layers
-    heads = core.num_heads * core.q_map.head_dim + core.num_kv_heads * (core.k_map.head_dim + core.value_dim)
-    if stage.loss == "transfer":  # the attentions alone: q, k and v, and the error of each output
-        gradients = 3 * 4 * scores_in_window(core)  # of one core's scores, on their way back
-        return tokens * (gradients + sum(mhla_activations(one) + number * heads + 12 * width for one in cores))
-    inner = getattr(config, "intermediate_size", None) or 4 * width
-    inner *= getattr(config, "num_experts_per_tok", None) or 1
-    # what two norms and the projections behind them read; an MLP's gate, up, activation and product; q, k and v
-    layer = 28 * width + number * (4 * inner + heads)
-    if checkpointed:  # the input of each layer, and one layer's own
-        return tokens * (4 * width * layers + layer + max(map(mhla_activations, cores)))
-    return tokens * (layer * layers + sum(map(mhla_activations, cores)))
+    qkv_width = core.num_heads * core.q_map.head_dim + core.num_kv_heads * (core.k_map.head_dim + core.value_dim)
+    if stage.loss == "transfer":  # attention alone: q, k and v, and the error of each output
+        score_gradients = 3 * FP32_BYTES * window_scores(core)  # only of the core that runs backward
+        per_core = (mhla_activation_bytes(core) + element_size * qkv_width + 12 * width for core in cores)
+        return tokens * (score_gradients + sum(per_core))
+    mlp_width = getattr(config, "intermediate_size", None) or 4 * width
+    mlp_width *= getattr(config, "num_experts_per_tok", None) or 1
+    # The inputs of two norms and of the projections behind them; an MLP's gate, up, activation and product; q, k and v.
+    layer = 28 * width + element_size * (4 * mlp_width + qkv_width)
+    if checkpointed:  # the input of each layer, and all of the one layer that is recomputed
+        return tokens * (FP32_BYTES * width * layers + layer + max(map(mhla_activation_bytes, cores)))
+    return tokens * (layer * layers + sum(map(mhla_activation_bytes, cores)))
 
 
-def mhla_activations(core) -> int:
-    """The same, of one MHLA core for one token, beside its q, k and v: in fp32."""
-    heads, groups, features, value = core.num_heads, core.num_kv_heads, core.k_map.num_features, core.value_dim
-    decays, block = core.settings.num_decays, core.settings.block_size
-    kept = (2 + decays) * heads * features + 2 * groups * features + (3 * heads + groups) * value
-    kept += 4.5 * decays * groups * features * (value + 1) / block  # states at the ends of blocks
+def mhla_activation_bytes(core: Any) -> int:
+    """Return the bytes per token that one MHLA core keeps for the backward pass, in fp32, besides its q, k and v."""
+    heads, kv_heads, features, value_dim = core.num_heads, core.num_kv_heads, core.k_map.num_features, core.value_dim
+    decays, block_size = core.settings.num_decays, core.settings.block_size
+    kept = (2 + decays) * heads * features + 2 * kv_heads * features + (3 * heads + kv_heads) * value_dim
+    kept += 4.5 * decays * kv_heads * features * (value_dim + 1) / block_size  # states at the ends of blocks
     if hasattr(core, "form"):  # scores within the window and their mask, and its keys and values
-        scores = scores_in_window(core)
-        kept += 1.25 * scores + scores * 2 * groups * value / block / heads
-    return round(4 * kept)
+        scores = window_scores(core)
+        kept += 1.25 * scores + scores * 2 * kv_heads * value_dim / block_size / heads
+    return round(FP32_BYTES * kept)
 
 
-def scores_in_window(core) -> int:
-    """Scores of the softmax window of an MHLA core, for one token."""
+def window_scores(core: Any) -> int:
+    """Return the number of attention scores per token in a core's softmax window, over all heads; 0 without a window."""
     form = getattr(core, "form", None)
     return 0 if form is None else core.num_heads * (form.lag * form.block_size + form.sinks)
 
 
-def logits_of(student, stage, number) -> int:
-    """Bytes of the logits that exist at a time and of what the loss makes of them; "transfer" makes none.
+def logit_bytes(student: Any, stage: Any, element_size: int) -> int:
+    """Return the peak bytes of logits and of the tensors that the loss computes from them.
 
-    Behind a linear head they are those of a chunk, in fp32; else those of one part of a batch.
+    With a linear output head, only the logits of one chunk exist at a time, in fp32 (see `output_head`), else those of one
+    part of a batch. The loss "transfer" has none.
     """
     if stage.loss == "transfer":
         return 0
-    tokens, vocab = stage.batch_size // stage.grad_accum * stage.seq_len, student.config.vocab_size
-    whole = stage.loss == "logits" and not stage.top_k
+    tokens, vocab_size = stage.batch_size // stage.grad_accum * stage.seq_len, student.config.vocab_size
+    whole_distribution = stage.loss == "logits" and not stage.top_k
     if type(student.get_output_embeddings()) is not nn.Linear:
-        return (4 if whole else 3) * tokens * vocab * number
-    rows = min(tokens, max(1, (CHUNK["cpu"] if number == 4 else GPU_CHUNK) // vocab))
-    return (12 if whole else 9) * 4 * rows * vocab
+        return (4 if whole_distribution else 3) * tokens * vocab_size * element_size
+    chunk = CPU_CHUNK if element_size == FP32_BYTES else GPU_CHUNK
+    rows = min(tokens, max(1, chunk // vocab_size))
+    return (12 if whole_distribution else 9) * FP32_BYTES * rows * vocab_size

@@ -1,147 +1,162 @@
-"""What a diffusion transformer does: its call, the noise process of its scheduler, the teacher's own trajectories, losses.
+"""Building blocks of diffusion: a transformer's prediction, the scheduler's noise process, and sampling.
 
-The noise process is read from the pipeline's scheduler, so that what is trained is what is sampled.
+The noise process is read from the pipeline's scheduler, so that training and sampling agree.
 """
 
 import copy
 import inspect
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from .tasks import Objective
+PIXELS_PER_LATENT = 8  # of the VAE of PixArt, whose size conditions are in pixels
 
-PIXELS_PER_LATENT = 8  # of PixArt's VAE, for its size conditions
+Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, `[B, ...]` each
 
 
-def predict(transformer, noisy, times, condition):
-    """What the transformer says of `noisy`: its velocity, noise or clean sample, as it was trained to.
+def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Return a transformer's prediction, which is velocity, noise or clean sample, depending on its training.
 
-    noisy: `[B, C, (F,) h, w]`. times: `[B]`, on the scheduler's scale (0 to 1,000). condition: dict, of the family's
-    `conditions`. Returns float32, the shape of `noisy`; a learned variance (DiT, PixArt) is left out.
+    Args:
+        transformer: of diffusers.
+        noisy: `[B, C, (F,) h, w]`, noisy latents.
+        times: `[B]`, on the scheduler's scale (0 to 1,000).
+        conditions: keyword arguments of the transformer, those of `Family.conditions`.
+
+    Returns:
+        the shape of `noisy`, fp32; a learned variance (of DiT and PixArt) is left out.
     """
     dtype = transformer.dtype
-    arguments = {key: value.to(dtype) if value.is_floating_point() else value for key, value in condition.items()}
+    arguments: dict[str, Any] = {
+        key: value.to(dtype) if value.is_floating_point() else value for key, value in conditions.items()
+    }
     if scale := transformer.config.get("timestep_scale"):
         times = times * scale
-    if getattr(transformer, "use_additional_conditions", False):  # PixArt's own, of the image's size
+    if getattr(transformer, "use_additional_conditions", False):  # of PixArt, about the size of the image
         height, width = (side * PIXELS_PER_LATENT for side in noisy.shape[-2:])
-        rows = torch.ones(len(noisy), 1, device=noisy.device, dtype=dtype)
-        sizes = {"resolution": rows * rows.new_tensor([height, width]), "aspect_ratio": rows * height / width}
-        arguments["added_cond_kwargs"] = sizes
+        ones = torch.ones(len(noisy), 1, device=noisy.device, dtype=dtype)
+        arguments["added_cond_kwargs"] = {
+            "resolution": ones * ones.new_tensor([height, width]),
+            "aspect_ratio": ones * height / width,
+        }
     output = transformer(noisy.to(dtype), timestep=times, return_dict=False, **arguments)[0]
     return output[:, : noisy.shape[1]].float()
 
 
 class NoiseProcess:
-    """How clean latents become noisy ones, and what the transformer is asked for: read from a scheduler of diffusers.
+    """The noise process of a scheduler: how clean latents become noisy, and what the transformer predicts from them.
 
-    Flow: x_t = (1 - s) x_0 + s noise, velocity = noise - x_0, time = 1,000 s. DDPM: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t)
-    noise, asked for noise, sample or velocity as the scheduler's `prediction_type` says.
+    In flow matching, with s = time / 1,000: x_t = (1 - s) x_0 + s noise, and the prediction is the velocity noise - x_0. In
+    DDPM: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction is the noise, the sample or the velocity, by the
+    scheduler's `prediction_type`.
+
+    Args:
+        scheduler: of diffusers.
+
+    Raises:
+        ValueError: the scheduler is of neither kind.
     """
 
-    def __init__(self, scheduler):
+    def __init__(self, scheduler: Any) -> None:
         config = scheduler.config
-        self.length, self.shift = config.num_train_timesteps, 1.0
-        self.prediction = config.get("prediction_type", "epsilon")
-        if hasattr(scheduler, "scale_noise") or config.get("use_flow_sigmas"):  # flow matching's own, or told to be one
+        self.num_times: int = config.num_train_timesteps
+        self.shift = 1.0
+        self.prediction: str = config.get("prediction_type", "epsilon")
+        # A scheduler made for flow matching, or one that was configured for it.
+        if hasattr(scheduler, "scale_noise") or config.get("use_flow_sigmas"):
             self.prediction = "flow_prediction"
-        if self.flow:
+        if self.is_flow:
             self.shift = config.get("flow_shift") or config.get("shift") or 1.0
         elif hasattr(scheduler, "alphas_cumprod"):
-            self.kept = scheduler.alphas_cumprod.double().cpu()
+            self.alphas_cumprod = scheduler.alphas_cumprod.double().cpu()
         else:
-            raise ValueError(f"scheduler: {type(scheduler).__name__} has neither betas nor a flow; expected one")
+            raise ValueError(
+                f"scheduler: got {type(scheduler).__name__}, expected one with flow sigmas or alphas_cumprod."
+            )
 
     @property
-    def flow(self):
-        """Whether this is a flow; otherwise it is DDPM."""
+    def is_flow(self) -> bool:
+        """Whether this is flow matching; otherwise it is DDPM."""
         return self.prediction == "flow_prediction"
 
-    def draw_time(self, generator, distribution, shift):
-        """One time on the scheduler's scale, by `distribution` ("logit-normal" or "uniform"), then shifted (flow only)."""
-        draw, shape = (torch.randn, torch.sigmoid) if distribution == "logit-normal" else (torch.rand, torch.clone)
-        share = shape(draw((), generator=generator, dtype=torch.float64)).item()
-        if not self.flow:
-            return float(min(int(share * self.length), self.length - 1))
-        shift = self.shift if shift is None else shift
-        return self.length * shift * share / (1 + (shift - 1) * share)
+    def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
+        """Draw a random time on the scheduler's scale.
 
-    def mix(self, clean, noise, time):
-        """(noisy, what the transformer should say) for `clean` and `noise` of one shape and one `time`."""
-        if self.flow:
-            share = time / self.length
-            return (1 - share) * clean + share * noise, noise - clean
-        kept = self.kept[int(time)].item()
-        signal, rest = math.sqrt(kept), math.sqrt(1 - kept)
-        velocity = signal * noise - rest * clean
+        Args:
+            generator: of random numbers.
+            distribution: "logit-normal" or "uniform".
+            shift: shift towards noise, for flow matching only; None: the scheduler's.
+        """
+        if distribution == "logit-normal":
+            fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
+        else:
+            fraction = torch.rand((), generator=generator, dtype=torch.float64).item()
+        if not self.is_flow:
+            return float(min(int(fraction * self.num_times), self.num_times - 1))
+        shift = self.shift if shift is None else shift
+        return self.num_times * shift * fraction / (1 + (shift - 1) * fraction)
+
+    def mix(self, clean: torch.Tensor, noise: torch.Tensor, time: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add noise to clean latents, and return them with the target of the transformer's prediction.
+
+        Args:
+            clean: latents.
+            noise: the same shape.
+            time: on the scheduler's scale.
+
+        Returns:
+            two tensors of the same shape.
+        """
+        if self.is_flow:
+            sigma = time / self.num_times
+            return (1 - sigma) * clean + sigma * noise, noise - clean
+        alpha = self.alphas_cumprod[int(time)].item()
+        signal_scale, noise_scale = math.sqrt(alpha), math.sqrt(1 - alpha)
+        velocity = signal_scale * noise - noise_scale * clean
         target = {"epsilon": noise, "sample": clean, "v_prediction": velocity}[self.prediction]
-        return signal * clean + rest * noise, target
+        return signal_scale * clean + noise_scale * noise, target
 
 
 @torch.no_grad()
-def trajectory(transformer, scheduler, noise, condition, nothing, *, steps, guidance, generators=None, each=None):
-    """Sample as the pipeline does: the latents after `steps` steps of `scheduler`, which is left as it is, float32.
+def trajectory(
+    transformer: Any, scheduler: Any, noise: torch.Tensor, conditions: Conditions, unconditional: Conditions | None, *,
+    steps: int, guidance: float, generators: Sequence[torch.Generator] | None = None,
+    on_step: Callable[[torch.Tensor, float], None] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Sample clean latents from noise, as the pipeline does.
 
-    noise: float32 `[B, C, (F,) h, w]`. condition, nothing: with and without what is wished for, dicts of `[B, ...]`.
-    guidance: scale of classifier-free guidance; 1: none. generators: one per row, for schedulers that add noise.
-    each: called with (model input, time) before every step.
+    Args:
+        transformer: of diffusers.
+        scheduler: of diffusers; a copy of it is used.
+        noise: `[B, C, (F,) h, w]`, fp32.
+        conditions: keyword arguments of the transformer, `[B, ...]` each.
+        unconditional: the same without text or class, for guidance; not used if `guidance` is 1.
+        steps: number of sampling steps.
+        guidance: scale of classifier-free guidance; 1: none.
+        generators: one per row, for schedulers that add noise.
+        on_step: called with the transformer's input and the time before every step.
+
+    Returns:
+        latents, the shape of `noise`, fp32.
     """
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device=noise.device)
-    noisy = "generator" in inspect.signature(scheduler.step).parameters
-    extra = {"generator": generators} if noisy else {}
+    takes_generator = "generator" in inspect.signature(scheduler.step).parameters
+    step_options = {"generator": generators} if takes_generator else {}
     latents = noise * getattr(scheduler, "init_noise_sigma", 1.0)
     for time in scheduler.timesteps:
-        seen = scheduler.scale_model_input(latents, time) if hasattr(scheduler, "scale_model_input") else latents
-        if each is not None:
-            each(seen, float(time))
+        model_input = latents
+        if hasattr(scheduler, "scale_model_input"):
+            model_input = scheduler.scale_model_input(latents, time)
+        if on_step is not None:
+            on_step(model_input, float(time))
         times = torch.full((len(noise),), float(time), device=noise.device)
-        said = predict(transformer, seen, times, condition)
+        prediction = predict(transformer, model_input, times, conditions)
         if guidance != 1:
-            without = predict(transformer, seen, times, nothing)
-            said = without + guidance * (said - without)
-        latents = scheduler.step(said, time, latents, return_dict=False, **extra)[0]
+            assert unconditional is not None
+            baseline = predict(transformer, model_input, times, unconditional)
+            prediction = baseline + guidance * (prediction - baseline)
+        latents = scheduler.step(prediction, time, latents, return_dict=False, **step_options)[0]
     return latents
-
-
-class DiffusionStep(Objective):
-    """A diffusion transformer with the loss "transfer", "prediction" or "denoising".
-
-    names: gives what the tensors of a batch are, in order: "noisy", "times", the conditions, perhaps "target".
-    """
-
-    def __init__(self, student, teacher, stage, names):
-        super().__init__(student, teacher, stage)
-        self.names = names
-
-    def forward(self, *values):
-        """One part of a batch: the tensors that `names` names, then 1 / number of samples in the whole batch."""
-        *tensors, row_share = values
-        batch = dict(zip(self.names(), tensors, strict=True))
-        noisy, times, target = batch.pop("noisy"), batch.pop("times"), batch.pop("target", None)
-        if self.stage.loss == "transfer":
-            loss = self._transfer(noisy, times, batch) * row_share
-            return loss, {"loss": loss.detach()}
-        loss, logs, said = 0.0, {}, predict(self.student, noisy, times, batch)
-        if self.stage.loss == "prediction":
-            with torch.no_grad():
-                wanted = predict(self.teacher, noisy, times, batch)
-            loss = (said - wanted).square().flatten(1).mean(1).sum() * row_share
-            logs["match"] = loss.detach()
-        if target is not None:
-            own = (said - target).square().flatten(1).mean(1).sum() * row_share
-            loss = loss + (self.stage.data_weight if self.stage.loss == "prediction" else 1.0) * own
-            logs["denoise"] = own.detach()
-        return loss, {"loss": loss.detach(), **logs}
-
-    def _transfer(self, noisy, times, condition):
-        grid, state = self.student.token_grid(noisy), self.student.mhla_state
-
-        def attend(attention, *args, **kwargs):
-            if self.student.is_gradient_checkpointing:
-                return checkpoint(state.run, grid, attention, *args, use_reentrant=False, **kwargs)
-            return state.run(grid, attention, *args, **kwargs)
-
-        return self.transfer(lambda: predict(self.teacher, noisy, times, condition), attend, torch.abs)

@@ -1,135 +1,181 @@
-"""The output head of a causal language model apart from its body, so that a loss never needs all logits of a batch."""
+"""The output head of a causal language model, apart from its body, so that a loss never needs all logits of a batch.
+
+The logits of a batch are often the largest tensor of a training step. Where the head is a linear layer, the loss and its
+gradients are computed here chunk by chunk from the hidden states, and only the logits of one chunk exist at a time.
+"""
 
 import contextlib
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-PROBE = 4  # tokens
-RANGE = 100.0  # logits up to this size show what the model does with them
-CHUNK = {"cpu": 1 << 22}  # logits at a time
+NUM_PROBE_TOKENS = 4
+PROBE_RANGE = 100.0  # the made-up logits reach this far to both sides, so that a soft cap shows
+CPU_CHUNK = 1 << 22  # logits per chunk
 GPU_CHUNK = 1 << 25
+
+ChunkLoss = Callable[..., torch.Tensor]
 
 
 class OutputHead(NamedTuple):
-    """Logits of hidden states x: cap * tanh(scale * layer(x) / cap), or without a cap scale * layer(x)."""
+    """A linear output head whose logits may be scaled and soft-capped.
+
+    The logits of hidden states x are cap * tanh(scale * layer(x) / cap), or scale * layer(x) without a cap.
+    """
 
     layer: nn.Linear
     scale: float
     cap: float | None
 
-    def shape(self, logits):
-        """What the model makes of its linear layer's output."""
+    def transform(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scale and soft-cap the output of the linear layer, as the model does."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
-    def __call__(self, hidden):
-        return self.shape(self.layer(hidden))
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits `[..., vocab]` of hidden states `[..., width]`."""
+        return self.transform(self.layer(hidden))
 
 
 @torch.no_grad()
-def find_head(model, ids) -> OutputHead | str:
-    """The output head of `model`, or in a few words why it cannot be taken apart.
+def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
+    """Return the output head of a model, if it can be separated from the body.
 
-    Tried on a few of the tokens `ids` `[B, L]`: the model runs with made-up logits in the place of its linear layer's, and
-    what it gives back has to be what `OutputHead.shape` makes of them. Random generators stay as they are.
+    This is tested and not assumed: the model runs on a few tokens with made-up logits in place of the output of its linear
+    layer, and has to return what `OutputHead.transform` makes of them. Random generators are left as they were.
+
+    Args:
+        model: a causal language model of transformers.
+        ids: int64 `[B, L]`, any tokens; a few of them are used.
+
+    Returns:
+        the head, or the reason in a few words why there is none.
     """
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
         return f"its output head is a {type(layer).__name__}, not a torch.nn.Linear"
     if type(layer.weight.data) is not torch.Tensor:
         return f"its output head's weight is a {type(layer.weight.data).__name__}"
-    config, ids, inputs = model.config, ids[:1, :PROBE], []
+    config, ids = model.config, ids[:1, :NUM_PROBE_TOKENS]
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
     head = OutputHead(layer, float(scale), getattr(config, "final_logit_softcapping", None))
-    made = torch.linspace(-RANGE, RANGE, ids.numel() * layer.out_features, device=ids.device)
-    made = made.view(layer.out_features, *ids.shape).movedim(0, -1)
+    probe = torch.linspace(-PROBE_RANGE, PROBE_RANGE, ids.numel() * layer.out_features, device=ids.device)
+    probe = probe.view(layer.out_features, *ids.shape).movedim(0, -1)
+    input_shapes: list[torch.Size] = []
 
-    def answer(hidden):
-        inputs.append(hidden.shape)
-        return made
+    def return_probe(hidden: torch.Tensor) -> torch.Tensor:
+        input_shapes.append(hidden.shape)
+        return probe
 
-    with torch.random.fork_rng([ids.device] if ids.is_cuda else []), _replaced(layer, answer):
+    with torch.random.fork_rng([ids.device] if ids.is_cuda else []), _replaced_forward(layer, return_probe):
         logits = model(input_ids=ids, use_cache=False).logits
-    if inputs != [(*ids.shape, layer.in_features)]:
+    if input_shapes != [(*ids.shape, layer.in_features)]:
         return "its output head does not read one hidden state of each token"
-    if logits.shape != made.shape or not torch.allclose(logits.float(), head.shape(made), rtol=1e-5, atol=1e-5):
+    if logits.shape != probe.shape or not torch.allclose(logits.float(), head.transform(probe), rtol=1e-5, atol=1e-5):
         return "its logits are more than a scaled or soft-capped output of its linear layer"
     return head
 
 
-def run_body(model, head, ids):
-    """The output of `model` for ids `[B, L]`, its logits left out, and what its head reads, `[B, L, width]`."""
-    inputs = []
+def run_body(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Run a model without its output head.
 
-    def keep(hidden):
+    Args:
+        model: a causal language model of transformers.
+        head: what `find_head` returned for it.
+        ids: int64 `[B, L]`.
+
+    Returns:
+        the model's output, whose logits have no meaning, and the hidden states `[B, L, width]` that the head would read.
+    """
+    inputs: list[torch.Tensor] = []
+
+    def keep_input(hidden: torch.Tensor) -> torch.Tensor:
         inputs.append(hidden)
         return hidden[:, :1].detach()
 
-    with _replaced(head.layer, keep):
+    with _replaced_forward(head.layer, keep_input):
         output = model(input_ids=ids, use_cache=False)
     return output, inputs[0]
 
 
 @contextlib.contextmanager
-def _replaced(module, forward):
-    before = vars(module).get("forward")
-    module.forward = forward
+def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Replace the `forward` of `module` within the context."""
+    instance: Any = module
+    previous = vars(module).get("forward")  # Accelerate sets one on the instance
+    instance.forward = forward
     try:
         yield
     finally:
-        del module.forward
-        if before is not None:  # accelerate's
-            module.forward = before
+        del instance.forward
+        if previous is not None:
+            instance.forward = previous
 
 
 class _SumInChunks(torch.autograd.Function):
-    """Sums of a loss over tokens, and in the same pass its gradients, so that the logits of a chunk are let go at once."""
+    """Sums a loss over tokens, chunk by chunk.
+
+    The forward pass also computes the gradients, so that the logits of a chunk can be freed before the next one.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, head, loss, others, learns):
-        """See `sum_in_chunks`. weight, bias: those of `head`, which autograd has to see."""
-        vocab = hidden.shape[-1] if head is None else head.layer.out_features
-        rows = max(1, CHUNK.get(hidden.device.type, GPU_CHUNK) // vocab)
-        of_hidden, of_weight, of_bias = (need and learns for need in ctx.needs_input_grad[:3])
-        learns = of_hidden or of_weight or of_bias
-        d_hidden = torch.empty_like(hidden) if of_hidden else None
-        d_weight = torch.zeros_like(weight) if of_weight else None
-        d_bias = torch.zeros_like(bias) if of_bias else None
-        sums = 0
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
+        loss: ChunkLoss, others: Sequence[torch.Tensor], grad_enabled: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute the sums, see `sum_in_chunks`. `weight` and `bias` are the head's, passed so that autograd sees them."""
+        vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
+        rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
+        need_hidden, need_weight, need_bias = (needs and grad_enabled for needs in ctx.needs_input_grad[:3])
+        need_any = need_hidden or need_weight or need_bias
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros_like(weight) if weight is not None and need_weight else None
+        d_bias = torch.zeros_like(bias) if bias is not None and need_bias else None
+        sums: Any = 0
         for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
-            raw = (hidden[part] if head is None else head.layer(hidden[part])).detach().requires_grad_(learns)
+            chunk = slice(start, start + rows)
+            raw = (hidden[chunk] if head is None else head.layer(hidden[chunk])).detach().requires_grad_(need_any)
             with torch.enable_grad():
-                parts = loss(raw if head is None else head.shape(raw), *(x[part] for x in others))
-                learned = parts[0]
-            sums = sums + parts.detach()
-            if not learns:
+                logits = raw if head is None else head.transform(raw)
+                chunk_sums = loss(logits, *(x[chunk] for x in others))
+                differentiable = chunk_sums[0]
+            sums = sums + chunk_sums.detach()
+            if not need_any:
                 continue
-            (d_raw,) = torch.autograd.grad(learned, raw)
-            if of_hidden:
-                d_hidden[part] = d_raw if head is None else d_raw @ weight.to(d_raw.dtype)
-            if of_weight:
-                d_weight.addmm_(d_raw.to(weight.dtype).T, hidden[part].to(weight.dtype))
-            if of_bias:
+            (d_raw,) = torch.autograd.grad(differentiable, raw)
+            if d_hidden is not None:
+                d_hidden[chunk] = d_raw if weight is None else d_raw @ weight.to(d_raw.dtype)
+            if d_weight is not None:
+                d_weight.addmm_(d_raw.to(d_weight.dtype).T, hidden[chunk].to(d_weight.dtype))
+            if d_bias is not None:
                 d_bias += d_raw.sum(0)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         return sums
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_sums):
+    def backward(ctx: Any, d_sums: torch.Tensor) -> Any:
+        """Scale the gradients that `forward` computed."""
         gradients = (x if x is None else d_sums[0].to(x.dtype) * x for x in ctx.saved_tensors)
         return *gradients, None, None, None, None
 
 
-def sum_in_chunks(hidden, head, loss, others=()):
-    """Sum over tokens of what `loss` gives; only its first element has a gradient, to the hidden states and the head.
+def sum_in_chunks(
+    hidden: torch.Tensor, head: OutputHead | None, loss: ChunkLoss, others: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """Sum a loss over tokens, without ever holding the logits of all tokens.
 
     Args:
-        hidden: `[N, width]`, which `head` makes logits of; with None they are the logits `[N, vocabulary]`.
-        loss: called with the logits of a chunk and the same rows of `others`, tensors `[N, ...]`; gives a vector of sums.
+        hidden: `[N, width]`, the hidden states that `head` reads; without a head, the logits `[N, vocab]`.
+        head: the output head, or None.
+        loss: called as `loss(logits, *rows)` with the logits of a chunk and the same rows of `others`; returns sums over
+            the chunk's tokens, `[S]`.
+        others: tensors `[N, ...]`.
+
+    Returns:
+        `[S]`, the sums over all tokens. Only the first of them has a gradient, with respect to hidden states and head.
     """
     weight, bias = (None, None) if head is None else (head.layer.weight, head.layer.bias)
     return _SumInChunks.apply(hidden, weight, bias, head, loss, others, torch.is_grad_enabled())

@@ -1,34 +1,47 @@
-"""Stages and recipes: what a training run does, as values that are checked, saved and compared. Unknown keys are refused."""
+"""Stages and recipes: what a training run does, as dataclasses that check their values and refuse unknown keys."""
 
 import copy
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ..checkpoints import values
 from ..checkpoints.file_io import find_yaml, read_yaml
 from ..checkpoints.values import Number, checked, read_settings
 
-FOLDER = Path(__file__).parent / "recipes"
+RECIPE_FOLDER = Path(__file__).parent / "recipes"
 
 
 @checked
 class CommonStage:
-    """What a stage of every task has: a loss, the parameters it trains, and how.
+    """The fields that stages of all tasks share: a loss, the parameters that it trains, and how.
 
-    name: in logs and records; no two stages share one. loss: one of the task's, see the subclass.
-    steps: optimizer steps. lr: peak learning rate. lr_mhla: that of the parameters under `.mhla.`; None: `lr`.
-    batch_size: samples of one optimizer step, over all processes and accumulation.
-    grad_accum: the number of parts each process works its share of the batch off in; changes memory, not the result.
-    trainable: "mhla" (only what conversion added), "attention" (the converted attention modules whole), "all".
-    warmup: steps of linear warmup. schedule: "cosine", "linear" or "constant" from there on, down to `lr_end` times lr.
-    weight_decay: AdamW's, on matrices outside `.mhla.` only. beta1, beta2, eps: AdamW's.
-    max_grad_norm: gradients are clipped to this norm; 0 leaves them.
-    ema: decay, from (1 + step) / (10 + step) up, of the moving average of the weights with which the stage ends; 0: none.
+    Args:
+        name: identifies the stage in logs and records; unique within a run.
+        loss: one of the losses of the task, see the subclass.
+        steps: number of optimizer steps.
+        lr: peak learning rate.
+        batch_size: samples per optimizer step, over all processes and accumulation steps.
+        grad_accum: number of equal parts in which each process computes its share of the batch, one after another. Changes
+            the memory, not the result.
+        trainable: "mhla" (only what the conversion added), "attention" (the converted attention modules with their
+            projections) or "all".
+        lr_mhla: peak learning rate of the parameters under `.mhla.`; None: `lr`.
+        warmup: steps of linear warmup.
+        schedule: of the learning rate after the warmup: "cosine", "linear" or "constant".
+        lr_end: final learning rate, as a fraction of `lr`. Not used by the constant schedule.
+        weight_decay: of AdamW; applies to matrices outside of `.mhla.` only.
+        beta1: of AdamW.
+        beta2: of AdamW.
+        eps: of AdamW.
+        max_grad_norm: norm to which gradients are clipped; 0: no clipping.
+        ema: decay of an exponential moving average of the weights, with which the stage ends; 0: no average. At step n the
+            decay is at most (1 + n) / (10 + n), so that early weights are forgotten.
     """
 
-    WITHOUT_TEACHER: ClassVar = ()
+    WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ()  # losses that need no teacher
 
     name: str
     loss: str
@@ -48,37 +61,47 @@ class CommonStage:
     max_grad_norm: Number = values.not_negative(1.0)
     ema: Number = values.fraction_below_one(0.0)
 
-    def validate_trainable(self):
+    def validate_trainable(self) -> None:
+        """Refuse trainable="all" with the loss "transfer", which only depends on attention."""
         if self.loss == "transfer" and self.trainable not in ("mhla", "attention"):
-            raise ValueError(f"trainable is {self.trainable!r} with loss 'transfer'; expected 'mhla' or 'attention'")
+            raise ValueError(f"trainable: got {self.trainable!r} with loss 'transfer', expected 'mhla' or 'attention'.")
 
     @property
     def needs_teacher(self) -> bool:
+        """Whether the loss compares the student with a teacher."""
         return self.loss not in self.WITHOUT_TEACHER
 
     def lr_factor(self, step: int) -> float:
-        """What the learning rates of `step` (0-based) are multiplied by; a function of the step alone."""
+        """Return the factor of the peak learning rates at `step` (0-based). It depends on the step alone."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.schedule == "constant":
             return 1.0
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        falling = 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1 - done
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        falling = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
         return self.lr_end + (1 - self.lr_end) * falling
 
 
 @checked
 class Stage(CommonStage):
-    """A stage of a language model's run.
+    """A stage that trains a language model. All other fields are those of `CommonStage`.
 
-    loss: "transfer" (each MHLA layer's attention output against the softmax original's, on the teacher's inputs),
-        "logits" (KL to the teacher's next-token distribution, plus `ce_weight` of cross-entropy), "stored" (the same with
-        what `teach` wrote, and no teacher), "lm" (cross-entropy).
-    seq_len: tokens in a sequence. temperature: of the KL, scaled by its square; 1 with `top_k`. top_k: the KL is over that
-        many of the teacher's likeliest tokens and all others as one; 0: over all. The rest: `CommonStage`.
+    Args:
+        loss: one of
+            - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
+              from the teacher's hidden states;
+            - "logits": KL divergence from the teacher's next-token distribution, plus `ce_weight` times cross-entropy;
+            - "stored": as "logits", with the teacher's most likely tokens that `mhla-hf teach` wrote, and no teacher;
+            - "lm": cross-entropy.
+        seq_len: tokens per sequence.
+        ce_weight: weight of the cross-entropy in "logits" and "stored".
+        temperature: of both distributions in the KL divergence, which is multiplied by its square. It has to be 1 with
+            `top_k` or "stored".
+        top_k: compute the KL divergence over this many of the teacher's most likely tokens and the sum of all others, which
+            takes less memory; 0: over the whole vocabulary.
     """
 
-    WITHOUT_TEACHER: ClassVar = ("lm", "stored")
+    WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("lm", "stored")
 
     loss: Literal["transfer", "logits", "stored", "lm"]
     seq_len: int = values.at_least(2, 512)
@@ -86,31 +109,42 @@ class Stage(CommonStage):
     temperature: Number = values.positive(1.0)
     top_k: int = values.at_least(0, 0)
 
-    def validate_top_k(self):
+    def validate_top_k(self) -> None:
+        """Refuse a temperature if only the probabilities of the most likely tokens are known."""
         if (self.top_k or self.loss == "stored") and self.temperature != 1:
-            raise ValueError(f"temperature is {self.temperature} with a KL over the likeliest tokens; expected 1")
+            raise ValueError(
+                f"temperature: got {self.temperature} with a KL divergence over the most likely tokens, expected 1."
+            )
 
 
 @checked
 class DiffusionStage(CommonStage):
-    """A stage of a diffusion transformer's run.
+    """A stage that trains a diffusion transformer. All other fields are those of `CommonStage`.
 
-    loss: "transfer" (each MHLA layer's attention output against the softmax original's, L1, on the teacher's inputs),
-        "prediction" (the teacher's velocity or noise, plus `data_weight` of the flow or DDPM loss), "denoising" (the flow
-        or DDPM loss alone).
-    trainable: also "lora": what conversion added, and adapters of rank `lora_rank` on the projections of the converted
-        attentions, which the stage merges into the weights at its end.
-    size: pixels per axis, [rows, columns] or [frames, rows, columns]; None: the data's, or the model's own size.
-    timesteps: "logit-normal" or "uniform"; None: logit-normal for a flow, uniform for DDPM. shift: of the times of a flow;
-        None: the scheduler's. drop_condition: share of samples that are trained without their text or class.
-    sampling_steps, guidance: of the teacher's trajectories, which are the data where there are none.
-    The rest: `CommonStage`.
+    Args:
+        loss: one of
+            - "transfer": L1 error of each MHLA layer's attention output against the softmax original's, both computed from
+              the teacher's hidden states;
+            - "prediction": squared error against the teacher's prediction (velocity, noise or clean sample), plus
+              `data_weight` times the loss "denoising";
+            - "denoising": the usual flow-matching or DDPM loss on data.
+        trainable: also "lora": what the conversion added, and LoRA of rank `lora_rank` on the projections of the converted
+            attention modules, which is merged into their weights at the end of the stage.
+        data_weight: weight of the denoising loss in "prediction".
+        lora_rank: rank of LoRA.
+        size: size in pixels, [rows, columns] or [frames, rows, columns]; None: the data's size, or the model's own.
+        timesteps: distribution of the times, "logit-normal" or "uniform"; None: logit-normal for flow matching, uniform for
+            DDPM.
+        shift: shift of the times towards noise in flow matching; None: that of the scheduler.
+        drop_condition: fraction of samples that are trained without their text or class, for classifier-free guidance.
+        sampling_steps: steps of the teacher's trajectories, on which the student is trained when there is no data.
+        guidance: scale of the classifier-free guidance of these trajectories.
     """
 
-    WITHOUT_TEACHER: ClassVar = ("denoising",)
+    WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("denoising",)
 
     loss: Literal["transfer", "prediction", "denoising"]
-    trainable: Literal["mhla", "attention", "all", "lora"] = "all"
+    trainable: Literal["mhla", "attention", "all", "lora"] = "all"  # type: ignore[assignment]
     beta2: Number = values.fraction_below_one(0.999)
     data_weight: Number = values.not_negative(0.0)
     lora_rank: int = values.at_least(1, 16)
@@ -124,25 +158,33 @@ class DiffusionStage(CommonStage):
     sampling_steps: int = values.at_least(1, 25)
     guidance: Number = values.not_negative(4.0)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.size = self.size and list(self.size)
 
 
 @checked
 class ImageStage(CommonStage):
-    """A stage of an image classifier's or a vision tower's run.
+    """A stage that trains an image classifier or a vision tower. All other fields are those of `CommonStage`.
 
-    loss: "labels" (cross-entropy), "logits" (KL to the teacher's classes, plus `ce_weight` of cross-entropy), "features"
-        (the teacher's last hidden state), "transfer" (each MHLA layer's attention output against the softmax original's,
-        on the teacher's inputs).
-    temperature: of the KL, scaled by its square. smoothing: of labels.
-    crop: the least share of an image's area that a random crop keeps; 1: the whole image. flip: share of images mirrored.
-    shift: pixels that images are moved by at most, around the edges. erase: share of images of which a box becomes noise.
-    mixup, cutmix: of each image with another, Beta(a, a); with both, half of the batches each. 0: none.
-    The rest: `CommonStage`.
+    Args:
+        loss: one of
+            - "labels": cross-entropy;
+            - "logits": KL divergence from the teacher's class distribution, plus `ce_weight` times cross-entropy;
+            - "features": relative squared error against the teacher's last hidden state;
+            - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
+              from the teacher's hidden states.
+        ce_weight: weight of the cross-entropy in "logits".
+        temperature: of both distributions in the KL divergence, which is multiplied by its square.
+        smoothing: label smoothing, from 0 to 1.
+        crop: smallest fraction of an image's area that a random crop keeps; 1: no cropping.
+        flip: fraction of images that are mirrored.
+        shift: largest distance in pixels by which images are moved, wrapping around at the edges.
+        erase: fraction of images in which a random box is replaced by noise.
+        mixup: parameter a of the distribution Beta(a, a) of mixing weights; 0: no mixup.
+        cutmix: likewise for CutMix. With both, each batch uses one of them at random.
     """
 
-    WITHOUT_TEACHER: ClassVar = ("labels",)
+    WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("labels",)
 
     loss: Literal["labels", "logits", "features", "transfer"]
     beta2: Number = values.fraction_below_one(0.999)
@@ -158,16 +200,21 @@ class ImageStage(CommonStage):
 
     @property
     def reads_labels(self) -> bool:
+        """Whether the loss depends on the labels of the images."""
         return self.loss == "labels" or (self.loss == "logits" and self.ce_weight > 0)
 
 
 @checked
 class EncoderStage(CommonStage):
-    """A stage of a text encoder's run.
+    """A stage that trains a text encoder. All other fields are those of `CommonStage`.
 
-    loss: "transfer" (each MHLA layer's attention output against the softmax original's, on the teacher's inputs),
-        "embeddings" (1 - cosine to the teacher's last hidden state: of each token, of the first one, and of their mean).
-    seq_len: tokens in a sequence, special ones included. The rest: `CommonStage`.
+    Args:
+        loss: one of
+            - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
+              from the teacher's hidden states;
+            - "embeddings": cosine distance from the teacher's last hidden states: the sum of those of the tokens (averaged),
+              of the first token, and of the mean over tokens.
+        seq_len: tokens per sequence, including special tokens.
     """
 
     loss: Literal["transfer", "embeddings"]
@@ -176,7 +223,7 @@ class EncoderStage(CommonStage):
 
 @checked
 class Options:
-    """How a run is worked off: arguments of `distill` that a recipe may hold under `run`; see there."""
+    """How a run is executed: the arguments of `distill` that a recipe can set under `run`. They are described there."""
 
     mixed_precision: Literal["no", "bf16"] | None = None
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -186,16 +233,27 @@ class Options:
     tracker: str = ""
 
 
-STAGE_TYPES = {"language": Stage, "encoders": EncoderStage, "diffusion": DiffusionStage, "images": ImageStage}
+STAGE_TYPES: dict[str, type[CommonStage]] = {
+    "language": Stage,
+    "encoders": EncoderStage,
+    "diffusion": DiffusionStage,
+    "images": ImageStage,
+}
 
 
 @checked
 class Recipe:
-    """A whole recipe.
+    """Everything that a training run is made of, as read from a YAML file.
 
-    stages: in order, of the task's type. task: what is trained. about: one or two sentences. base: what a conversion starts
-    from (folder or Hub id). tokenizer: folder or Hub id; None: the base's. data: what to train on, as `distill` takes it.
-    settings: arguments of `convert`; or `preset` and arguments of `MHLAConfig`, from scratch. run: fields of `Options`.
+    Args:
+        stages: stages or mappings of their fields, in the order in which they run.
+        task: kind of model, a key of `STAGE_TYPES`.
+        about: one or two sentences about the recipe.
+        base: folder or Hub id of the softmax model that is converted.
+        tokenizer: folder or Hub id of the tokenizer; None: that of `base`.
+        data: what to train on, as `distill` takes it.
+        settings: arguments of `convert`; or, to train from scratch, `preset` and arguments of `MHLAConfig`.
+        run: fields of `Options`.
     """
 
     stages: list | tuple
@@ -207,61 +265,87 @@ class Recipe:
     settings: dict = dataclasses.field(default_factory=dict)
     run: dict = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.stages = make_stages(self.stages, STAGE_TYPES[self.task])
         read_settings(Options, self.run, "run: ")
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that come with this package."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    """Return the names of the recipes that come with this package."""
+    return sorted(path.stem for path in RECIPE_FOLDER.glob("*.yaml"))
 
 
-def read_recipe(name, changes=None) -> Recipe:
-    """A recipe by name, or from a YAML file. ValueError, one sentence, for whatever is wrong with it.
+def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = None) -> Recipe:
+    """Read a recipe, by its name or from a YAML file.
 
-    name: one of `recipe_names()` or a path; a `Recipe` is given back. changes: values that replace the recipe's, by
-    "STAGE.FIELD" ("*.FIELD": of every stage), "settings.FIELD", "run.FIELD", or the name of a field of `Recipe`.
+    Args:
+        name: one of `recipe_names()`, or the path of a YAML file. A `Recipe` is returned as it is.
+        changes: values that replace those of the recipe. Keys are "STAGE.FIELD", "*.FIELD" (in every stage),
+            "settings.FIELD", "run.FIELD", or the name of a field of `Recipe`.
+
+    Raises:
+        ValueError: there is no such recipe, or anything in it is not valid.
     """
     if isinstance(name, Recipe):
         return name
-    content = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe")
+    content = read_yaml(find_yaml(name, RECIPE_FOLDER, "recipe"), "recipe")
     if changes and isinstance(content, dict):
-        content = changed(content, changes)
+        content = apply_changes(content, changes)
     return read_settings(Recipe, content, f"recipe {str(name)!r}: ")
 
 
-def changed(content: dict, changes: dict) -> dict:
-    """A recipe as YAML has it with some values replaced, see `read_recipe`. ValueError: there is no such place."""
+def apply_changes(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a recipe's YAML content with some values replaced.
+
+    Args:
+        content: the recipe as read from YAML, not yet checked.
+        changes: as for `read_recipe`.
+
+    Raises:
+        ValueError: the recipe has no stage of that name.
+    """
     content = copy.deepcopy(content)
-    listed = content.get("stages") if isinstance(content.get("stages"), list) else []
-    stages = {stage.get("name"): stage for stage in listed if isinstance(stage, dict)}
-    for place, value in changes.items():
-        outer, dot, field = place.rpartition(".")
+    stage_list = content.get("stages")
+    mappings = [stage for stage in stage_list if isinstance(stage, dict)] if isinstance(stage_list, list) else []
+    stages = {stage.get("name"): stage for stage in mappings}
+    for key, value in changes.items():
+        section, dot, field = key.rpartition(".")
         if not dot:
             content[field] = value
-        elif outer == "*":
+        elif section == "*":
             for stage in stages.values():
                 stage[field] = value
-        elif outer in ("settings", "run"):
-            content[outer] = {**(content.get(outer) or {}), field: value}
-        elif outer in stages:
-            stages[outer][field] = value
+        elif section in ("settings", "run"):
+            content[section] = {**(content.get(section) or {}), field: value}
+        elif section in stages:
+            stages[section][field] = value
         else:
             known = ", ".join(f"{name}.*" for name in (*stages, "settings", "run"))
-            raise ValueError(f"set: got {place!r}, and the recipe has no {outer!r}; expected one of {known}")
+            raise ValueError(f"set: got {key!r}, expected one of {known}.")
     return content
 
 
-def make_stages(stages, kind=Stage) -> tuple[CommonStage, ...]:
-    """Stages of type `kind` from a list of them or of dicts, checked: at least one, names different, no unknown key."""
+def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[CommonStage, ...]:
+    """Create and check the stages of a run.
+
+    Args:
+        stages: a list of stages, or of mappings of their fields.
+        stage_type: the type of all stages.
+
+    Raises:
+        ValueError: there is no stage, a field is unknown or not valid, or names are missing or not unique.
+    """
     if not isinstance(stages, (list, tuple)) or not stages:
-        raise ValueError(f"stages: got {stages!r:.80}; expected a list of {kind.__name__} or of mappings, at least one")
-    made = []
+        raise ValueError(
+            f"stages: got {stages!r:.80}, expected a list of {stage_type.__name__} or of mappings, at least one."
+        )
+    checked_stages: list[CommonStage] = []
     for number, stage in enumerate(stages, 1):
-        name = stage.get("name", number) if isinstance(stage, dict) else number
-        made.append(stage if isinstance(stage, kind) else read_settings(kind, stage, f"stage {name!r}: "))
-    names = [stage.name for stage in made]
+        if not isinstance(stage, stage_type):
+            name = stage.get("name", number) if isinstance(stage, dict) else number
+            stage = read_settings(stage_type, stage, f"stage {name!r}: ")
+        checked_stages.append(stage)
+    names = [stage.name for stage in checked_stages]
     if len(set(names)) < len(names) or not all(names):
-        raise ValueError(f"stages: their names are {', '.join(map(repr, names))}; expected different ones")
-    return tuple(made)
+        raise ValueError(f"stages: got the names {', '.join(map(repr, names))}, expected different ones.")
+    return tuple(checked_stages)

@@ -1,9 +1,15 @@
-"""The folder of a training run: what lies where, what run it is of, who may write, and how a stop leaves it whole.
+"""The folder of a training run: its layout, which run it belongs to, who may write to it, and how it survives a kill.
 
-While a run goes on, all of its state lies beside the output, in `<out>.state/`: `step-N/` (the last states), `runs/`
-(trackers), `unfinished/` (what is being written), a lock, and a mark that the folder is a run's; no other folder is written
-to or cleared. Each state says what run it is of and has a checksum of each of its files (`run.json`), and a run that is
-anything else is refused by name. `<out>` appears, by one rename, when everything in it is there.
+During a run, all of its state is beside the output, in `<out>.state/`:
+
+    step-N/                the latest states of the run, from which it resumes
+    runs/                  what trackers write
+    unfinished/            what is being written
+    lock                   locked by the process that trains
+    of_a_run_of_mhla_hf    marks the folder as that of a run; no other folder is written to or cleared
+
+Each state identifies its run and has a checksum of each of its files (`run.json`). Resuming anything else is refused with
+the name of what differs. `<out>` appears by one rename when everything in it is complete.
 """
 
 import contextlib
@@ -11,7 +17,9 @@ import json
 import os
 import shutil
 import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -22,149 +30,197 @@ from ..checkpoints.load import summarize_error
 
 RECORD = "train.json"
 IDENTITY = "run.json"
-MARK = "of_a_run_of_mhla_hf"
-STATES = "step-" + 9 * "[0-9]"
-KEPT_STATES = 2
-NAMES = {
+MARKER = "of_a_run_of_mhla_hf"
+STATE_PATTERN = "step-" + 9 * "[0-9]"
+NUM_KEPT_STATES = 2
+# how error messages call the entries of a run's identity, where the key alone would not help
+IDENTITY_NAMES = {
     "student": "student (its configuration or weights; one from scratch needs torch.manual_seed)",
     "data": "data or tokenizer",
     "stages": "recipe (its stages)",
     "sharded": "kind of launch (with or without FSDP)",
 }
-VOLATILE = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map")
-VOLATILE += ("_class_name", "_diffusers_version", "_use_default_values")
-# student -> {folder: what it was known by when the run into the folder began}: in a notebook, the same call comes again
-# with an object that the run has trained meanwhile
-BEGUN = weakref.WeakKeyDictionary()
+# entries of a configuration that do not change what a model computes
+VOLATILE_ENTRIES = {"_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map"}
+VOLATILE_ENTRIES |= {"_class_name", "_diffusers_version", "_use_default_values"}
+# student -> {folder: the student's hash when the run into this folder began}. In a notebook, the call that resumes a run
+# passes the same object, which the run has trained in the meantime.
+INITIAL_HASHES: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()
 
 
-def identify(model, frozen=()) -> str:
-    """A hash of configuration, weights and the names of what is `frozen`; a second per gigabyte or so."""
+def identify(model: Any, frozen: Sequence[str] = ()) -> str:
+    """Return a hash of a model's configuration, weights, and the names of its frozen parameters.
+
+    It reads all weights, which takes about a second per gigabyte.
+    """
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
-    config = {key: value for key, value in config.items() if key not in VOLATILE}
+    config = {key: value for key, value in config.items() if key not in VOLATILE_ENTRIES}
     return hash_json([config, fingerprint_model(model), *frozen], 32)
 
 
 class RunFolder:
-    """The paths of one run, and everything that is written to them. out: the folder to make; TypeError: it is no path."""
+    """The folders of one run, and everything that is written to them.
 
-    def __init__(self, out):
+    Args:
+        out: the folder that the run creates.
+
+    Raises:
+        TypeError: `out` is not a path.
+    """
+
+    def __init__(self, out: Any) -> None:
         if not isinstance(out, (str, os.PathLike)):
-            raise TypeError(f"out: got {type(out).__name__}; expected a folder to make")
+            raise TypeError(f"out: got {type(out).__name__}, expected the path of a folder to create.")
         self.out = Path(os.path.abspath(Path(out).expanduser()))
         self.state = self.out.with_name(self.out.name + ".state")
-        self.unfinished, self.lock = self.state / "unfinished", FileLock(self.state / "lock")
+        self.unfinished = self.state / "unfinished"
+        self.lock = FileLock(self.state / "lock")
+        self.identity: dict[str, Any] = {}
 
-    def find(self, identity, student):
-        """Look for the run: "finished", the newest state to go on from, or None when there is nothing yet.
+    def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
+        """Look for earlier work of this run.
 
-        identity: JSON-able, what makes the run this run. ValueError: there is another run, or what is there is none.
+        Args:
+            identity: JSON-serializable values that make this run different from others.
+            student: the model that is trained.
+
+        Returns:
+            "finished", the newest state to resume from, or None if there is nothing yet.
+
+        Raises:
+            ValueError: the folder belongs to another run, or is not that of a run.
         """
-        now, begun = json.loads(json.dumps(identity)), BEGUN.setdefault(student, {})
-        self.identity = now | {"student": begun.get(self.out, now["student"])}
-        found = self._find()
-        if found is None:
-            self.identity = now
-        begun[self.out] = self.identity["student"]
-        return found
+        current = json.loads(json.dumps(identity))
+        initial_hashes = INITIAL_HASHES.setdefault(student, {})
+        self.identity = current | {"student": initial_hashes.get(self.out, current["student"])}
+        latest = self._find_latest()
+        if latest is None:
+            self.identity = current
+        initial_hashes[self.out] = self.identity["student"]
+        return latest
 
-    def _find(self):
+    def _find_latest(self) -> Path | Literal["finished"] | None:
         if (self.out / RECORD).is_file():
-            self._compare(read_json(self.out / RECORD).get("fingerprint", {}))
+            self._check_identity((read_json(self.out / RECORD) or {}).get("fingerprint", {}))
             return "finished"
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
-            raise ValueError(f"out: {str(self.out)!r} is a file or holds other files; expected a new or empty folder")
-        if self.state.is_dir() and any(self.state.iterdir()) and not (self.state / MARK).is_file():
             raise ValueError(
-                f"out: {str(self.state)!r}, for the run's state, holds other files; expected no such folder"
+                f"out: got {str(self.out)!r}, which is a file or holds other files, expected a new or empty folder."
+            )
+        if self.state.is_dir() and any(self.state.iterdir()) and not (self.state / MARKER).is_file():
+            raise ValueError(
+                f"out: got {str(self.out)!r}, but {str(self.state)!r}, for the run's state, holds other files, "
+                "expected no such folder."
             )
         state = max(self._states(), default=None)
         if state is not None:
             known = read_json(state / IDENTITY)
             if known is None:
-                raise unreadable(state, f"{IDENTITY} is missing")
-            self._compare(known)
+                raise unreadable_state(state, f"{IDENTITY} is missing")
+            self._check_identity(known)
         return state
 
-    def begin(self):
-        """Make the state folder, lock it, and clear what a killed run left half done."""
-        with self._errors("the run's state"):
+    def begin(self) -> None:
+        """Create the state folder, lock it, and remove what a killed process left unfinished.
+
+        Raises:
+            ValueError: another process has locked it.
+            OSError: it cannot be written.
+        """
+        with self._explain_errors("the run's state"):
             self.state.mkdir(parents=True, exist_ok=True)
-            (self.state / MARK).touch()
+            (self.state / MARKER).touch()
             try:
                 self.lock.acquire(blocking=False)
             except Timeout:
-                raise ValueError(f"out: another process is training into {str(self.out)!r} now") from None
+                raise ValueError(
+                    f"out: got {str(self.out)!r}, into which another process is training now, expected another folder."
+                ) from None
             shutil.rmtree(self.unfinished, ignore_errors=True)
 
     @contextlib.contextmanager
-    def new_state(self, step):
-        """A folder aside for the state after `step` optimizer steps of the whole run; it becomes the newest one."""
-        with self._errors("a state"), atomic_folder(self.state / f"step-{step:09d}", parent=self.unfinished) as aside:
-            yield aside
-            write_json(aside / IDENTITY, self.identity | {"files": _checksums(aside)})
-        for old in sorted(self._states())[:-KEPT_STATES]:
+    def new_state(self, step: int) -> Iterator[Path]:
+        """Yield an empty folder that becomes the newest state when the block ends.
+
+        Args:
+            step: optimizer steps that the whole run has done.
+        """
+        target = self.state / f"step-{step:09d}"
+        with self._explain_errors("a state"), atomic_folder(target, parent=self.unfinished) as temporary:
+            yield temporary
+            write_json(temporary / IDENTITY, self.identity | {"files": _checksums(temporary)})
+        for old in sorted(self._states())[:-NUM_KEPT_STATES]:
             shutil.rmtree(old.rename(self.unfinished / old.name))
 
-    def damage_of(self, state):
-        """What makes the folder `state` another than was written, in a few words; "" if nothing does."""
-        known, found = read_json(state / IDENTITY).get("files") or {}, _checksums(state)
-        changed = [name for name in known if found.get(name) != known[name]]
-        if changed:
-            return f"{changed[0]} is {'damaged' if changed[0] in found else 'missing'}"
-        return "" if known else f"{IDENTITY} has no checksums"
+    def find_damage(self, state: Path) -> str:
+        """Compare a state with its checksums. Returns the first damage in a few words, or "" if it is intact."""
+        expected = (read_json(state / IDENTITY) or {}).get("files") or {}
+        if not expected:
+            return f"{IDENTITY} has no checksums"
+        checksums = _checksums(state)
+        for name, checksum in expected.items():
+            if name not in checksums:
+                return f"{name} is missing"
+            if checksums[name] != checksum:
+                return f"{name} is damaged"
+        return ""
 
     @contextlib.contextmanager
-    def result(self):
-        """A folder aside for the model and its record; it becomes `out`, and the state goes."""
-        with self._errors("the model"), atomic_folder(self.out, parent=self.unfinished) as aside:
-            yield aside
+    def result(self) -> Iterator[Path]:
+        """Yield an empty folder that becomes `out` when the block ends; the state is removed then."""
+        with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
+            yield temporary
             if (self.state / "runs").exists():
-                os.replace(self.state / "runs", aside / "runs")
+                os.replace(self.state / "runs", temporary / "runs")
         self.clear()
 
-    def clear(self):
-        """Remove the state of a finished run; what others put beside it stays, and so does the folder then."""
+    def clear(self) -> None:
+        """Remove the state of a finished run. Files that others put into its folder are kept, and then so is the folder."""
         self.lock.release()
-        if not (self.state / MARK).is_file():
+        if not (self.state / MARKER).is_file():
             return
         for folder in (self.unfinished, self.state / "runs", *self._states()):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (self.lock.lock_file, self.state / MARK):
+        for file in (self.lock.lock_file, self.state / MARKER):
             Path(file).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.state.rmdir()
 
     @contextlib.contextmanager
-    def _errors(self, what):
-        """Whatever goes wrong in writing is said in one sentence."""
+    def _explain_errors(self, content: str) -> Iterator[None]:
+        """Turn any error in writing `content` into an `OSError` that names the output folder."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or summarize_error(error)
             if "inline_container" in reason or "unexpected pos" in reason:  # torch.save does not say why
                 reason = "the disk is full, or a file exceeds its limit"
-            whole = "; the states before it are whole" if any(self._states()) else ""
-            raise OSError(f"out: {what} of {str(self.out)!r} cannot be written ({reason}){whole}") from error
+            intact = "; earlier states are intact" if any(self._states()) else ""
+            raise OSError(
+                f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact}), "
+                "expected a place with room to write."
+            ) from error
 
-    def _states(self):
-        return list(self.state.glob(STATES))
+    def _states(self) -> list[Path]:
+        return list(self.state.glob(STATE_PATTERN))
 
-    def _compare(self, before):
-        if changed := [key for key, new in self.identity.items() if before.get(key) != new]:
-            what = NAMES.get(changed[0], changed[0])
+    def _check_identity(self, earlier: dict[str, Any]) -> None:
+        if changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
+            name = IDENTITY_NAMES.get(changed[0], changed[0])
             raise ValueError(
-                f"out: {str(self.out)!r} was begun with another {what}; expected the same, or another folder"
+                f"out: got {str(self.out)!r}, begun with another {name}, expected the same, or another folder."
             )
 
 
-def unreadable(state, why):
-    """The error of a state that a run cannot go on from."""
-    what = f"the state {str(state)!r} cannot be read ({why})"
-    return ValueError(f"out: {what}; without it the run goes on from the one before")
+def unreadable_state(state: Path, reason: str) -> ValueError:
+    """Return the error for a state from which a run cannot resume."""
+    return ValueError(
+        f"out: got the state {str(state)!r}, which cannot be read ({reason}), "
+        "expected an intact one: delete it to resume from the state before it."
+    )
 
 
-def _checksums(folder):
-    """sha256 by name of every file in a state, but for the one that holds them."""
+def _checksums(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file in a state, by relative path, except for the file that holds them."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / IDENTITY)
     return {file.relative_to(folder).as_posix(): hash_file(file) for file in files}

@@ -1,14 +1,17 @@
-"""Sequence parallelism for causal language models: each process works on its share of the tokens of every sequence.
+"""Sequence parallelism for causal language models: each process computes its share of the tokens of every sequence.
 
-MHLA layers exchange their state, which does not grow with the sequence where they mix by decays (`ops/causal_shards.py`).
-Softmax layers of a hybrid gather the keys and values of all processes.
+MHLA layers exchange their states, whose size does not depend on the sequence length if they mix by decays (see
+`ops/causal_shards.py`). The softmax layers of a hybrid gather the keys and values of all processes.
 """
 
 import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -18,85 +21,100 @@ from ..nn.core import MHLA
 from ..nn.local import DecayMHLA
 from ..ops.causal_shards import RowShards, gather_parts, sharded_causal_mhla, sharded_local_attention, shards_of
 
-GATHERED = "mhla_gathered"
-TAKEN = {"input_ids", "labels", "position_ids", "seq_idx"}
-TAKEN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+GATHERED = "mhla_gathered"  # name of the attention function
+IGNORED_LABEL = -100
+BATCH_KEYS = {"input_ids", "labels", "position_ids", "seq_idx"}
+BATCH_KEYS |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+UNSUPPORTED_ROPE = ("dynamic", "longrope")
 
 
-def share_of_sequence(batch: dict, model, group=None) -> dict:
-    """What this process gives `model` of a batch that all processes have: `input_ids` `[B, T]`, and `labels` if training.
+def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> dict[str, Any]:
+    """Return the arguments with which this process calls `model`, within `sequence_parallel`.
 
-    Sequences packed into one row (B is 1) come with `position_ids`, `seq_idx` or `cu_seq_lens_q`, as for one process. Each
-    process gets T / P tokens, up to a block more or less. Returns `input_ids`, `position_ids` and the row's `cu_seq_lens_q`,
-    and with labels also `shift_labels` and `num_items_in_batch`, by which the losses of all processes add up to that of the
-    whole batch. ValueError, in all processes: fewer tokens than a block for each, padding, batches that are not the same.
+    Args:
+        batch: the same in all processes: `input_ids` `[B, T]`, without padding, and `labels` `[B, T]` to train. Sequences
+            that are packed into one row (B is 1) come with `position_ids`, `seq_idx` or `cu_seq_lens_q`, as for one process.
+        model: a converted language model.
+        group: the P processes that share sequences; None: all.
+
+    Returns:
+        `input_ids` and `position_ids` `[B, T / P]`, where T / P is up to a block more or less, and `cu_seq_lens_q` of the
+        whole row; with labels also `labels`, `shift_labels` and `num_items_in_batch`, with which the losses of all processes
+        add up to that of the whole batch.
+
+    Raises:
+        ValueError: in all processes, if there is less than a block for each, if there is padding, or if they have different
+            batches.
     """
-    if unknown := sorted(batch.keys() - TAKEN):
-        raise ValueError(f"batch: got {', '.join(unknown)}, expected {', '.join(sorted(TAKEN))} alone (no padding).")
-    ids, rank = batch["input_ids"], dist.get_rank(group)
-    what = torch.tensor([*ids.shape, int(ids.sum())], device=ids.device)
-    most = torch.stack([what, -what])
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    if not torch.equal(most[0], -most[1]):
+    if unknown := sorted(batch.keys() - BATCH_KEYS):
         raise ValueError(
-            f"input_ids: got {list(ids.shape)}, and another process other tokens; expected the same batch."
+            f"batch: got {', '.join(unknown)}, expected only {', '.join(sorted(BATCH_KEYS))} (no padding)."
         )
+    ids, rank = batch["input_ids"], dist.get_rank(group)
+    _check_same_batch(ids, group)
     borders = packed_borders(batch, len(ids), 0)
-    borders = torch.tensor([0, ids.shape[1]], dtype=torch.int32) if borders is None else borders
+    if borders is None:
+        borders = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
     shards = RowShards(borders, block_size(model), dist.get_world_size(group))
-    own = slice(*shards.token_borders[rank : rank + 2].tolist())
-    places = batch.get("position_ids")
-    if places is None:
-        places = packed_arguments({}, borders.to(ids.device), ids.shape[1])["position_ids"].expand_as(ids)
-    share = {"input_ids": ids[:, own], "position_ids": places[:, own], "cu_seq_lens_q": borders}
+    tokens = slice(*shards.token_borders[rank : rank + 2].tolist())
+    positions = batch.get("position_ids")
+    if positions is None:
+        positions = packed_arguments({}, borders.to(ids.device), ids.shape[1])["position_ids"].expand_as(ids)
+    share = {"input_ids": ids[:, tokens], "position_ids": positions[:, tokens], "cu_seq_lens_q": borders}
     if "labels" in batch:
-        following = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-        share |= {"labels": batch["labels"][:, own], "shift_labels": following[:, own].contiguous()}
-        share["num_items_in_batch"] = int((following != -100).sum())
+        shift_labels = F.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+        share["labels"] = batch["labels"][:, tokens]
+        share["shift_labels"] = shift_labels[:, tokens].contiguous()
+        share["num_items_in_batch"] = int((shift_labels != IGNORED_LABEL).sum())
     return share
 
 
-def block_size(model) -> int:
-    """Tokens per block of a model's MHLA layers."""
+def _check_same_batch(ids: torch.Tensor, group: Any) -> None:
+    """Raise `ValueError` in all processes if shapes or sums of the ids differ."""
+    summary = torch.tensor([*ids.shape, int(ids.sum())], device=ids.device)
+    maxima = torch.stack([summary, -summary])  # the second row: minima, negated
+    dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+    if not torch.equal(maxima[0], -maxima[1]):
+        raise ValueError(
+            f"input_ids: got {list(ids.shape)} with other tokens than another process, expected the same batch in all."
+        )
+
+
+def block_size(model: nn.Module) -> int:
+    """Return the number of tokens per block of a model's MHLA layers; 1 if it has none."""
     return max((core.settings.block_size for core in mhla_cores(model)), default=1)
 
 
-def mhla_cores(model) -> list:
-    """The causal MHLA cores of a model."""
+def mhla_cores(model: nn.Module) -> list[Any]:
+    """Return the causal MHLA cores of a model."""
     return [module for module in model.modules() if isinstance(module, (MHLA, DecayMHLA))]
 
 
 @contextlib.contextmanager
-def sequence_parallel(model, group=None):
-    """Within, `model` takes shares of sequences (`share_of_sequence`) in every process of `group`, None being all of them.
+def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
+    """Within the context, let `model` take shares of sequences, as `share_of_sequence` returns them.
 
-    Each process has the gradients that its tokens give to the weights: add them up over the group. There is no cache, pass
-    `use_cache=False`. ValueError: a layer that is neither MHLA nor softmax, window dropout, a cache, rotations that depend
-    on the length, a loss that balances experts.
+    Each process computes the gradients that its own tokens give to the weights, so the gradients have to be summed over the
+    group. Call the model with `use_cache=False`.
+
+    Args:
+        model: a converted language model, in every process of the group.
+        group: the processes that share sequences; None: all.
+
+    Raises:
+        ValueError: the model has layers that are neither MHLA nor softmax, window dropout, rotations that depend on the
+            length, or a loss that balances experts; or it is called with a cache.
     """
-    cores, layers = mhla_cores(model), softmax_attentions(model)
-    if len(layers) != model.config.get_text_config().num_hidden_layers:
-        raise ValueError(f"model: got {len(layers)} layers that are MHLA or softmax, expected all of them.")
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-            if kind in ("dynamic", "longrope"):
-                what = "whose rotations depend on the length, of which a share knows its own"
-                raise ValueError(f"rope_type: got {kind!r}, {what}; expected another.")
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        what = "expected False, as a loss that balances experts does not add up over shares"
-        raise ValueError(f"output_router_logits: got True, {what}.")
-    for core in cores:
-        if core.settings.window_dropout:
-            what = "expected 0 where sequences are shared by processes"
-            raise ValueError(f"window_dropout: got {core.settings.window_dropout}, {what}.")
-    softmax = [layer for layer in layers.values() if not hasattr(layer, "mhla")]
-    before = {id(layer.config): (layer.config, layer.config._attn_implementation) for layer in softmax}
+    cores: list[Any] = mhla_cores(model)
+    attentions: dict[int, Any] = softmax_attentions(model)
+    _check_model(model, cores, len(attentions))
+    softmax_layers = [attention for attention in attentions.values() if not hasattr(attention, "mhla")]
+    configs = {id(layer.config): (layer.config, layer.config._attn_implementation) for layer in softmax_layers}
     hooks = [core.register_forward_pre_hook(refuse_cache, with_kwargs=True) for core in cores]
     try:
         for core in cores:
-            core.attend = attend_shards(core, group)
-        for layer in softmax:
+            core.attend = sharded_attend(core, group)
+        for layer in softmax_layers:
             set_attention_function(layer.config, GATHERED)
             layer.mhla_shards = block_size(model), group
         yield
@@ -105,44 +123,92 @@ def sequence_parallel(model, group=None):
             hook.remove()
         for core in cores:
             del core.attend
-        for layer in softmax:
+        for layer in softmax_layers:
             del layer.mhla_shards
-        for config, implementation in before.values():
+        for config, implementation in configs.values():
             set_attention_function(config, implementation)
 
 
-def refuse_cache(core, args, kwargs) -> None:
-    """ValueError for a cache, behind which a share would attend as if it were alone."""
+def _check_model(model: Any, cores: list[Any], num_layers: int) -> None:
+    """Raise `ValueError` if the model has something that cannot be computed from shares of sequences."""
+    config = model.config.get_text_config()
+    if num_layers != config.num_hidden_layers:
+        raise ValueError(
+            f"model: got {num_layers} layers that are MHLA or softmax, expected {config.num_hidden_layers}."
+        )
+    for module in model.modules():
+        rope_types = getattr(module, "rope_type", None)
+        for rope_type in rope_types.values() if isinstance(rope_types, dict) else (rope_types,):
+            if rope_type in UNSUPPORTED_ROPE:
+                raise ValueError(
+                    f"rope_type: got {rope_type!r}, expected "
+                    "one whose rotations do not depend on the length, of which a process only knows its share."
+                )
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits: got True, expected "
+            "False, because a loss that balances experts does not add up over shares."
+        )
+    for core in cores:
+        if core.settings.window_dropout:
+            raise ValueError(
+                f"window_dropout: got {core.settings.window_dropout} with shares of sequences, expected 0."
+            )
+
+
+def refuse_cache(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` for a cache, with which a share would be computed as if it were a whole sequence."""
     if kwargs.get("cache") is not None:
         raise ValueError("use_cache: got a cache with a share of a sequence, expected False.")
 
 
-def attend_shards(core, group):
-    """The method `attend` of a core whose input is a share."""
+def sharded_attend(core: Any, group: Any) -> Callable[..., torch.Tensor]:
+    """Return a replacement for the method `attend` of an MHLA core, for inputs that are shares of sequences."""
     if isinstance(core, DecayMHLA):
         return lambda *inputs, **padding: sharded_local_attention(*inputs, group=group, **padding)
 
-    def attend(q, k, v, _blocks, **options):
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _blocks: Any, **options: Any) -> torch.Tensor:
         return sharded_causal_mhla(q, k, v, core.mixing, block_size=core.settings.block_size, group=group, **options)
 
     return attend
 
 
-def gathered_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """Causal softmax attention of a share, `[B, H, T, K]`, to the keys and values of all; o is `[B, T, H, V]`."""
+def gathered_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Compute causal softmax attention of this process's queries to the keys and values of all processes.
+
+    Args:
+        module: the attention module.
+        query: `[B, H, t, K]`, with t tokens in the share.
+        key: `[B, G, t, K]`.
+        value: `[B, G, t, V]`.
+        attention_mask: not read; there is no padding.
+        scaling: factor of the scores.
+        dropout: probability of dropout.
+        **kwargs: `cu_seq_lens_q`, the borders of the sequences in the whole row, and optionally `sliding_window`.
+
+    Returns:
+        the outputs `[B, t, H, V]`, and None.
+    """
     if any(kwargs.get(name) is not None for name in SOFTMAX_ONLY if name != "sliding_window"):
-        raise ValueError(f"model: a softmax layer came with one of {', '.join(SOFTMAX_ONLY)}, expected none of them.")
-    (size, group), borders = module.mhla_shards, kwargs.get("cu_seq_lens_q")
-    shards, rank = shards_of(borders, size, group)
+        raise ValueError(
+            f"model: got a softmax layer with one of {', '.join(SOFTMAX_ONLY)}, "
+            "expected none of them but sliding_window."
+        )
+    (block_tokens, group), borders = module.mhla_shards, kwargs.get("cu_seq_lens_q")
+    shards, rank = shards_of(borders, block_tokens, group)
+    assert borders is not None  # `shards_of` refuses None
     k, v = (gather_parts(x, shards.token_borders, 2, group) for x in (key, value))
-    token = torch.arange(k.shape[2], device=query.device)
-    sequence = torch.searchsorted(borders.to(token.device), token, right=True)
-    row = slice(*shards.token_borders[rank : rank + 2].tolist())
-    distance = token[row, None] - token
-    seen = (distance >= 0) & (sequence[row, None] == sequence)
+    position = torch.arange(k.shape[2], device=query.device)
+    sequence = torch.searchsorted(borders.to(position.device), position, right=True)
+    rows = slice(*shards.token_borders[rank : rank + 2].tolist())
+    distance = position[rows, None] - position
+    visible = (distance >= 0) & (sequence[rows, None] == sequence)
     if kwargs.get("sliding_window") is not None:
-        seen = seen & (distance < kwargs["sliding_window"])
-    o = F.scaled_dot_product_attention(query, k, v, seen, dropout, scale=scaling, enable_gqa=True)
+        visible = visible & (distance < kwargs["sliding_window"])
+    o = F.scaled_dot_product_attention(query, k, v, visible, dropout, scale=scaling, enable_gqa=True)
     return o.transpose(1, 2).contiguous(), None
 
 

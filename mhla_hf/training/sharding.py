@@ -1,33 +1,46 @@
-"""FSDP2 as `accelerate launch` sets it up: a stage trains sharded copies, and its end brings the whole weights back.
+"""Training with FSDP2, as `accelerate launch` sets it up.
 
-The student and the teacher that a caller gave stay whole and on the CPU, with weights on the main process alone if it
-likes. What is trained and asked are copies of them whose parameters every process holds a share of, layer by layer.
+The caller's student and teacher stay unsharded, on the CPU, and their weights may exist in the main process alone. Every
+stage works on copies whose parameters are sharded over all processes, layer by layer. At its end, the student's weights are
+gathered in the main process.
 """
 
 import contextlib
 import copy
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from .trainable import mhla_attentions
+from .tasks.base import Task
+from .trainable import find_mhla_attentions
 
-AVERAGE = "average.pt"
-CALLED_ALONE = {"CombinedTimestepLabelEmbeddings"}  # DiT asks its first block's once more, from outside the block
+AVERAGE_FILE = "average.pt"
+AVERAGE_FOLDER = "average"  # with FSDP, where each process writes its shard
+# Modules that are also called from outside of their block, and so have to be gathered on their own: DiT calls the
+# embeddings of its first block once more.
+CALLED_FROM_OUTSIDE = {"CombinedTimestepLabelEmbeddings"}
 
 
 def launched_with(engine: str) -> bool:
-    """Whether `accelerate launch` was told to use it: "FSDP" or another."""
+    """Return whether `accelerate launch` was told to use an engine, such as "FSDP" or "DEEPSPEED"."""
     return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
 
 
-def make_accelerator(**options):
-    """An `accelerate.Accelerator` with these options, for the processes that there are: GPUs, or else CPUs by gloo.
+def make_accelerator(**options: Any) -> Any:
+    """Create an `accelerate.Accelerator` for the launched processes, on GPUs, or else on CPUs with gloo.
 
-    ValueError, one sentence: the launcher asks for FSDP1, another engine, or to offload from a CPU.
+    Args:
+        **options: arguments of `Accelerator`.
+
+    Raises:
+        ValueError: the launcher asked for FSDP1, for another engine, or to offload where there is no GPU.
     """
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -35,99 +48,115 @@ def make_accelerator(**options):
 
     for engine in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if launched_with(engine):
-            raise ValueError(f"distributed_type: the launcher set {engine}; expected FSDP or data parallel")
-    alone = not torch.accelerator.is_available()
+            raise ValueError(f"distributed_type: got {engine} from the launcher, expected FSDP or data parallel.")
+    cpu_only = not torch.accelerator.is_available()
     if not launched_with("FSDP"):
-        return keep_names(accelerate.Accelerator(cpu=alone, **options))
+        return share_state_names(accelerate.Accelerator(cpu=cpu_only, **options))
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
-        raise ValueError(f"fsdp_version: the launcher set {version}; expected 2")
-    if alone and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        raise ValueError("fsdp_offload_params: the launcher set true; expected false where there is no GPU")
+        raise ValueError(f"fsdp_version: got {version} from the launcher, expected 2.")
+    if cpu_only and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        raise ValueError("fsdp_offload_params: got true from the launcher, expected false where there is no GPU.")
     plugin = FullyShardedDataParallelPlugin(
         auto_wrap_policy="transformer_based_wrap",
         mixed_precision_policy=MixedPrecisionPolicy(),  # autocast does it, as without sharding
         cpu_ram_efficient_loading=True,
         state_dict_type="SHARDED_STATE_DICT",
     )
-    accelerator = accelerate.Accelerator(cpu=alone, fsdp_plugin=plugin, **options)
-    if alone:  # Accelerate knows FSDP on accelerators only; torch shards over gloo as well
+    accelerator = accelerate.Accelerator(cpu=cpu_only, fsdp_plugin=plugin, **options)
+    if cpu_only:  # Accelerate supports FSDP on accelerators only, but torch also shards over gloo
         accelerator.state.fsdp_plugin = plugin
         for state in (accelerator.state, accelerate.PartialState()):
             state.distributed_type = DistributedType.FSDP
     return accelerator
 
 
-def judge_sharded(accelerator, task):
-    """`task.judge()` by all processes together, since each layer needs all of them."""
-    (root,) = accelerator._models
-    root.unshard()
-    scores = task.judge()
-    root.reshard()
-    return scores
+def share_state_names(accelerator: Any) -> Any:
+    """Use the same parameter names in states with and without data parallelism, so that each can resume the other.
 
+    Returns:
+        `accelerator`, with hooks that remove the prefix "module." of DistributedDataParallel.
+    """
 
-def keep_names(accelerator):
-    """States of a run by one process and by several in data parallel have the same names, so that either goes on."""
+    def remove_prefix(_models: Any, state_dicts: list[dict[str, Any]], _folder: str) -> None:
+        for state_dict in state_dicts:
+            consume_prefix_in_state_dict_if_present(state_dict, "module.")
 
-    def strip(_models, weights, _folder):
-        for state in weights:
-            consume_prefix_in_state_dict_if_present(state, "module.")
-
-    def unwrap(models, _folder):
+    def unwrap(models: list[nn.Module], _folder: str) -> None:
         models[:] = map(accelerator.unwrap_model, models)
 
-    accelerator.register_save_state_pre_hook(strip)
+    accelerator.register_save_state_pre_hook(remove_prefix)
     accelerator.register_load_state_pre_hook(unwrap)
     return accelerator
 
 
-def save_average(accelerator, average, folder):
-    """Write the state of an `EMAModel` into a run's state: by the main process, or each process its share."""
+def evaluate_sharded(accelerator: Any, task: Task) -> dict[str, float]:
+    """Run `task.evaluate()` in all processes with the student unsharded, and return its scores."""
+    (root,) = accelerator._models
+    root.unshard()
+    scores = task.evaluate()
+    root.reshard()
+    return scores
+
+
+def save_average(accelerator: Any, average: Any, folder: Path) -> None:
+    """Write an `EMAModel` into a state's folder: the main process writes all of it, or with FSDP each its shard."""
     if accelerator.is_fsdp2:
-        dcp.save(average.state_dict(), checkpoint_id=folder / "average")
+        save_shards(average.state_dict(), checkpoint_id=folder / AVERAGE_FOLDER)
     elif accelerator.is_main_process:
-        torch.save(average.state_dict(), folder / AVERAGE)
+        torch.save(average.state_dict(), folder / AVERAGE_FILE)
 
 
-def load_average(accelerator, average, folder):
-    """Read what `save_average` wrote."""
+def load_average(accelerator: Any, average: Any, folder: Path) -> None:
+    """Load what `save_average` wrote into the `EMAModel` `average`."""
     if accelerator.is_fsdp2:
         state = average.state_dict()
-        dcp.load(state, checkpoint_id=folder / "average")
+        load_shards(state, checkpoint_id=folder / AVERAGE_FOLDER)
         average.load_state_dict(state)
     else:
-        average.load_state_dict(torch.load(folder / AVERAGE, weights_only=True))
+        average.load_state_dict(torch.load(folder / AVERAGE_FILE, weights_only=True))
         average.to(accelerator.device)
 
 
 @contextlib.contextmanager
-def sharded(accelerator, task, needs_teacher):
-    """While it lasts, `task` has the copies: the student's, which `prepare` will shard, and the teacher's, sharded."""
-    given = task.student, task.teacher
+def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
+    """Within the context, replace the models of `task` by copies that FSDP shards. Without FSDP, they stay as they are.
+
+    Args:
+        accelerator: without FSDP, the teacher is only moved to its device.
+        task: its student becomes a copy that `Accelerator.prepare` will shard, its teacher a sharded copy.
+        needs_teacher: whether the stage uses the teacher.
+    """
+    student, teacher = task.student, task.teacher
     if not accelerator.is_fsdp2:
         if needs_teacher:
-            task.teacher.to(accelerator.device).eval()
+            teacher.to(accelerator.device).eval()
         yield
         return
     try:
         if needs_teacher:
-            task.teacher = _shard_teacher(accelerator, task.teacher, task.student)
-        task.student = _copy(task.student, accelerator.is_main_process)
+            task.teacher = _shard_teacher(accelerator, teacher, student)
+        task.student = _copy_model(student, accelerator.is_main_process)
         yield
     finally:
-        task.student, task.teacher = given
+        task.student, task.teacher = student, teacher
 
 
-def expose(accelerator, root, model, student):
-    """Give `root`, a module around `model`, what Accelerate looks for when it shards: units, embeddings, tied weights.
+def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
+    """Tell Accelerate how to shard `root`: which modules are units, and where its embeddings and tied weights are.
 
-    Attention that is MHLA in the student is a unit of its own, in the teacher too: the loss "transfer" has a layer of the
-    teacher without its attention and the student's attention at the same time.
+    Attention modules that are MHLA in the student are units of their own, also in the teacher: the loss "transfer" needs a
+    layer of the teacher without its attention and the student's attention at the same time.
+
+    Args:
+        accelerator: its plugin gets the names of the units' classes.
+        root: module around `model`; gets the methods of `model` that Accelerate looks for.
+        model: student or teacher.
+        student: decides which attention modules are MHLA.
     """
     modules = dict(model.named_modules())
-    units = {type(modules[name]).__name__ for name in mhla_attentions(student) if name in modules}
-    units |= CALLED_ALONE | set(getattr(model, "_no_split_modules", None) or ())
+    units = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}
+    units |= CALLED_FROM_OUTSIDE | set(getattr(model, "_no_split_modules", None) or ())
     present = {type(module).__name__ for module in modules.values()}
     accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(units & present)
     for name in ("get_input_embeddings", "get_output_embeddings", "tie_weights"):
@@ -136,45 +165,50 @@ def expose(accelerator, root, model, student):
 
 
 @torch.no_grad()
-def gather(accelerator, root, student):
-    """Put the weights of the sharded copy in `root` into the main process's `student`."""
-    state = accelerator.get_state_dict(root)
-    for name, value in state.items():
+def gather_weights(accelerator: Any, root: nn.Module, student: nn.Module) -> None:
+    """Copy the weights of the sharded student in `root` into the main process's `student`."""
+    state_dict = accelerator.get_state_dict(root)
+    for name, value in state_dict.items():
         student.get_parameter(name.removeprefix("student.")).copy_(value)
 
 
 class _Root(nn.Module):
-    """What FSDP takes for the top of a model, so that any part of the model can be called."""
+    """Root module of a sharded model. With it, any part of the model can be called, not only the whole."""
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self):
-        """Nothing, but FSDP begins with it."""
+    def forward(self) -> None:
+        """Do nothing. FSDP's hooks around this call gather the parameters that belong to no unit."""
 
 
-def _shard_teacher(accelerator, teacher, student):
+def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> nn.Module:
     from accelerate.utils import fsdp2_prepare_model
 
-    root = _Root(_copy(teacher, accelerator.is_main_process, frozen=True)).eval()
-    expose(accelerator, root, root.model, student)
+    root = _Root(_copy_model(teacher, accelerator.is_main_process, frozen=True)).eval()
+    attach_wrapping_hints(accelerator, root, root.model, student)
     accelerator.state.fsdp_plugin.set_auto_wrap_policy(root)
     fsdp2_prepare_model(accelerator, root)
-    root.set_reshard_after_forward(True)
-    root.set_reshard_after_forward(False, recurse=False)  # what no unit holds is needed by whatever part is called
+    sharded_root: Any = root
+    sharded_root.set_reshard_after_forward(True)
+    # Parameters that belong to no unit stay gathered, because any part of the model may be called.
+    sharded_root.set_reshard_after_forward(False, recurse=False)
     root()
     return root.model
 
 
-def _copy(model, main, frozen=False):
-    """A copy that shares the weights of the main process; elsewhere memory that is never touched stands for them."""
-    memo = {}
+def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:
+    """Return a copy that shares its weights with `model` in the main process, and has uninitialized ones elsewhere.
+
+    Memory that is never written to costs nothing. Buffers are made non-persistent, because they are not sharded.
+    """
+    memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        data = parameter.detach() if main else torch.empty_like(parameter, device="cpu")
+        data = parameter.detach() if is_main else torch.empty_like(parameter, device="cpu")
         memo[id(parameter)] = nn.Parameter(data, parameter.requires_grad and not frozen)
     copied = copy.deepcopy(model, memo)
-    for module in copied.modules():  # buffers are no part of what is sharded
+    for module in copied.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             module.register_buffer(name, buffer, persistent=False)
     return copied

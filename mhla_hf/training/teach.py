@@ -1,13 +1,14 @@
-"""A teacher's likeliest next tokens on a text, written once: `teach`, and what a stage with the loss "stored" reads.
+"""A teacher's most likely next tokens on a text, stored once by `teach`, for stages with the loss "stored".
 
-A folder holds ids.npy int32 `[N, L]`, tokens.npy int32 `[N, L, k]`, log_p.npy fp16 `[N, L, k]` and taught.json. A student
-then learns from the folder alone: no teacher in memory, no forward pass of one.
+A folder holds ids.npy, int32 `[N, L]`; tokens.npy, int32 `[N, L, k]`; log_p.npy, fp16 `[N, L, k]`; and taught.json. A
+student learns from the folder alone, without the teacher in memory and without its forward passes.
 """
 
 import dataclasses
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -22,12 +23,22 @@ from ..nn.settings import is_whole
 from .run_folder import identify
 
 RECORD = "taught.json"
-ARRAYS = {"ids": "int32", "tokens": "int32", "log_p": "float16"}
+ARRAYS = {"ids": "int32", "tokens": "int32", "log_p": "float16"}  # name -> dtype
 
 
 @checked
 class Record:
-    """What taught.json holds: the sizes of the arrays, how many rows are done, and hashes of the teacher and the text."""
+    """The content of taught.json.
+
+    Args:
+        text: what identifies the text.
+        teacher: hash of the teacher.
+        rows: number of sequences, N.
+        seq_len: tokens per sequence, L.
+        top_k: tokens stored per position, k.
+        vocab_size: number of tokens that the teacher knows.
+        done: number of sequences that are written.
+    """
 
     text: dict
     teacher: str
@@ -37,72 +48,103 @@ class Record:
     vocab_size: int = at_least(1)
     done: int = at_least(0)
 
-    def shape(self, name) -> tuple[int, ...]:
-        """That of one of ARRAYS."""
-        return (self.rows, self.seq_len, self.top_k)[: 2 if name == "ids" else 3]
+    def shape(self, array: str) -> tuple[int, ...]:
+        """Return the shape of one of `ARRAYS`."""
+        return (self.rows, self.seq_len) if array == "ids" else (self.rows, self.seq_len, self.top_k)
 
 
 @torch.no_grad()
-def teach(teacher, text, tokenizer, out, *, seq_len=512, top_k=256, batch_size=8, progress=True) -> dict:
-    """Write what `teacher` expects next at every token of a text; stopped, the same call goes on where it was.
+def teach(
+    teacher: Any, text: Any, tokenizer: Any, out: str | Path, *, seq_len: int = 512, top_k: int = 256,
+    batch_size: int = 8, progress: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Store a teacher's most likely next tokens at every position of a text.
+
+    If it was interrupted, the same call resumes it.
 
     Args:
-        teacher: a causal language model of transformers. text: as `data` of `distill`, a file, folder or tokens `[N]`.
-        out: folder to make. seq_len: tokens in a sequence; the text is cut into as many as it has, from its beginning.
-        top_k: likeliest tokens that are kept of each distribution; 6 bytes each.
+        teacher: a causal language model of transformers; switched to eval mode.
+        text: a file, folder, list of texts or tokens `[N]`, as `open_text` takes them; no stream.
+        tokenizer: of transformers; None for tokens.
+        out: folder to create.
+        seq_len: tokens per sequence. The text is cut into as many sequences as it has, from its beginning.
+        top_k: number of tokens to store per position; they take 6 bytes each.
+        batch_size: sequences per forward pass.
+        progress: whether to show a bar on stderr.
 
-    Returns what taught.json holds. ValueError: the text is a stream, or too short, or `out` was begun with something else or
-    holds other files. OSError: the disk has no room for all of it; nothing is written then.
+    Returns:
+        the content of taught.json.
+
+    Raises:
+        ValueError: a size or the text is not valid, or `out` was begun with other arguments or holds other files.
+        OSError: the disk has no room for all arrays; nothing is written then.
     """
     for name, value in (("seq_len", seq_len), ("top_k", top_k), ("batch_size", batch_size)):
         if not is_whole(value, 1):
             raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
     source = open_text(text, tokenizer, vocab_size=teacher.get_input_embeddings().weight.shape[0])
     if not isinstance(source, TokenRing):
-        raise ValueError(f"text: {source.name!r} is a stream; expected a text file, a folder of them or tokens [N]")
+        raise ValueError(f"text: got the stream {source.name!r}, expected a text file, a folder of them or tokens [N].")
     rows = len(source.tokens) // seq_len
     if not rows:
-        raise ValueError(f"seq_len is {seq_len}, and the text has {len(source.tokens)} tokens; expected fewer")
+        raise ValueError(f"seq_len: got {seq_len}, expected at most the {len(source.tokens)} tokens of the text.")
     out, vocab_size = Path(out), teacher.config.vocab_size
-    about = {"text": source.describe(), "teacher": identify(teacher), "vocab_size": vocab_size}
-    record = Record(rows=rows, seq_len=seq_len, top_k=min(top_k, vocab_size), done=0, **about)
-    if (out / RECORD).exists():
-        record.done = read_record(out).done
+    values = {
+        "text": source.describe(),
+        "teacher": identify(teacher),
+        "rows": rows,
+        "seq_len": seq_len,
+        "top_k": min(top_k, vocab_size),
+        "vocab_size": vocab_size,
+        "done": read_record(out).done if (out / RECORD).exists() else 0,
+    }
+    record: Record = read_settings(Record, values, "")
     if not can_resume(out, RECORD, dataclasses.asdict(record), "out"):
-        with atomic_folder(out) as aside:
-            make_arrays(aside, record)
-            write_json(aside / RECORD, dataclasses.asdict(record))
+        with atomic_folder(out) as temporary:
+            create_arrays(temporary, record)
+            write_json(temporary / RECORD, dataclasses.asdict(record))
     arrays = open_arrays(out, record, "r+")
     arrays["ids"][:] = source.tokens[: rows * seq_len].view(rows, seq_len).numpy()
     teacher.eval()
     with tqdm(total=rows, initial=record.done, desc="teach", unit="rows", disable=not progress) as bar:
-        for first in range(record.done, rows, batch_size):
-            part = slice(first, min(first + batch_size, rows))
-            given = torch.from_numpy(arrays["ids"][part].astype("int64")).to(teacher.device)
-            found = likeliest_tokens(teacher(input_ids=given, use_cache=False).logits, record.top_k)
-            arrays["tokens"][part], arrays["log_p"][part] = (x.cpu().numpy() for x in found)
+        for start in range(record.done, rows, batch_size):
+            batch = slice(start, min(start + batch_size, rows))
+            ids = torch.from_numpy(arrays["ids"][batch].astype("int64")).to(teacher.device)
+            tokens, log_p = most_likely_tokens(teacher(input_ids=ids, use_cache=False).logits, record.top_k)
+            arrays["tokens"][batch] = tokens.cpu().numpy()
+            arrays["log_p"][batch] = log_p.cpu().numpy()
             for array in arrays.values():
                 array.flush()
-            record.done = part.stop
+            record.done = batch.stop
             write_json(out / RECORD, dataclasses.asdict(record))
-            bar.update(part.stop - first)
+            bar.update(batch.stop - start)
     return dataclasses.asdict(record)
 
 
-def likeliest_tokens(logits, count):
-    """The `count` likeliest tokens `[.., k]` of logits `[.., vocabulary]`, and their log-probabilities, fp32."""
+def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most likely tokens of logits `[..., vocab]`.
+
+    Returns:
+        the tokens, int64 `[..., k]`, and their log-probabilities, fp32 `[..., k]`, with k the smaller of count and vocab.
+    """
     best = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
     return best.indices, best.values
 
 
-def read_record(folder) -> Record:
-    """What taught.json of a folder holds. ValueError, one sentence: it is no such record."""
+def read_record(folder: str | Path) -> Record:
+    """Return the `Record` in a folder that `teach` wrote. `ValueError` if it is not valid."""
     file = Path(folder) / RECORD
     return read_settings(Record, read_json(file), f"{file}: ")
 
 
-def make_arrays(folder, record):
-    """Arrays of zeros, with their room on the disk taken: to write to a mapped file without it kills the process."""
+def create_arrays(folder: Path, record: Record) -> None:
+    """Create arrays of zeros, and reserve their space on the disk.
+
+    Otherwise, writing to a memory-mapped file when the disk is full would kill the process.
+
+    Raises:
+        OSError: there is not enough room.
+    """
     for name, dtype in ARRAYS.items():
         file = folder / f"{name}.npy"
         try:
@@ -112,58 +154,96 @@ def make_arrays(folder, record):
                     os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
         except OSError as error:
             size = numpy.dtype(dtype).itemsize * math.prod(record.shape(name))
-            what = f"{file.name} of {size:,} bytes cannot be made in {str(folder.parent)!r} ({error.strerror})"
-            raise OSError(f"out: {what}") from None
+            raise OSError(
+                f"out: got {str(folder.parent)!r}, where {file.name} cannot be created ({error.strerror}), "
+                f"expected room for its {size:,} bytes."
+            ) from None
 
 
-def open_arrays(folder, record, mode):
-    """The arrays of a folder by name, on disk. ValueError, one sentence: one is missing, or is not what `record` says."""
-    found = {}
+def open_arrays(folder: str | Path, record: Record, mode: Any) -> dict[str, Any]:
+    """Map the arrays of a folder into memory.
+
+    Args:
+        folder: what `teach` wrote.
+        record: its record.
+        mode: "r" to read, "r+" to write.
+
+    Returns:
+        `numpy.memmap` by name.
+
+    Raises:
+        ValueError: an array is missing, or is not what `record` says.
+    """
+    arrays: dict[str, Any] = {}
     for name, dtype in ARRAYS.items():
-        file, wanted = Path(folder) / f"{name}.npy", f"{dtype} {list(record.shape(name))}"
+        file = Path(folder) / f"{name}.npy"
         if not file.is_file():
-            raise ValueError(f"{file} is missing; expected what `mhla-hf teach` wrote: delete the folder and repeat it")
-        with wrap_errors(f"{file} cannot be read"):
-            found[name] = numpy.load(file, mmap_mode=mode)
-        if (own := f"{found[name].dtype} {list(found[name].shape)}") != wanted:
-            raise ValueError(f"{file} holds {own}; expected {wanted}, as {RECORD} says")
-    return found
+            raise ValueError(
+                f"{file}: got no such file, expected what `mhla-hf teach` wrote: delete the folder and run it again."
+            )
+        with wrap_errors(f"{file}: got a file that cannot be read, expected an array of NumPy"):
+            arrays[name] = numpy.load(file, mmap_mode=mode)
+        actual = f"{arrays[name].dtype} {list(arrays[name].shape)}"
+        expected = f"{dtype} {list(record.shape(name))}"
+        if actual != expected:
+            raise ValueError(f"{file}: got {actual}, expected {expected} as {RECORD} says.")
+    return arrays
 
 
 class TaughtText:
-    """The folder that `teach` wrote, as the data of a run; its tokens must be below `vocab_size`."""
+    """The folder that `teach` wrote, as training data.
 
-    def __init__(self, folder, vocab_size):
-        self.name, self.record, self.vocab_size = str(folder), read_record(folder), vocab_size
-        done, rows, its = self.record.done, self.record.rows, self.record.vocab_size
-        if done < rows:
-            raise ValueError(f"data: {folder} holds {done} of {rows} rows; expected all: `mhla-hf teach` again goes on")
-        if its > vocab_size:
-            raise ValueError(f"data: {folder} is of {its} tokens; expected at most the student's {vocab_size}")
+    Args:
+        folder: what `teach` wrote, completely.
+        vocab_size: number of tokens that the student knows.
+
+    Raises:
+        ValueError: the folder is incomplete, damaged or has other tokens.
+    """
+
+    def __init__(self, folder: str | Path, vocab_size: int) -> None:
+        self.name, self.vocab_size = str(folder), vocab_size
+        self.record = read_record(folder)
+        if self.record.done < self.record.rows:
+            raise ValueError(
+                f"data: got {self.name!r} with {self.record.done} of {self.record.rows} rows, "
+                "expected all: run `mhla-hf teach` again to resume it."
+            )
+        if self.record.vocab_size > vocab_size:
+            raise ValueError(
+                f"data: got {self.name!r} for a vocabulary of {self.record.vocab_size} tokens, "
+                f"expected at most the student's {vocab_size}."
+            )
         self.arrays = open_arrays(folder, self.record, "r")
         check_token_ids(self.arrays["ids"], vocab_size, self.name)
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the data, as JSON-serializable values."""
         return {"kind": "taught", "rows": self.record.rows, "sha256": hash_json(dataclasses.asdict(self.record), 32)}
 
-    def reader(self, length, seed, stage, state=None):
-        """The sequences of one stage. ValueError where they have another length."""
+    def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
+        """Return a reader of one stage's sequences, which have to be as long as the stored ones."""
         if length != self.record.seq_len:
-            raise ValueError(f"seq_len: got {length}, expected that of {self.name}, {self.record.seq_len}")
+            raise ValueError(f"seq_len: got {length}, expected the {self.record.seq_len} of {self.name!r}.")
         return TaughtReader(self, (seed, stage), state)
 
 
 class TaughtReader(Reader):
-    """Every epoch takes all sequences in a new order."""
+    """Reads all sequences in every epoch, in a new random order."""
 
-    def __init__(self, source, key, state):
+    def __init__(self, source: TaughtText, key: tuple[int, int], state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
         self.source = source
 
-    def take(self, count):
-        """The next `count`: ids and labels int64 `[count, L]`, tokens int64 and log_p fp16 `[count, L, k]`."""
-        arrays, samples = self.source.arrays, range(self.next, self.next + count)
-        rows = [self.shuffled(sample, len(arrays["ids"])) for sample in samples]
+    def take(self, count: int) -> tuple[torch.Tensor, ...]:
+        """Return the next `count` sequences.
+
+        Returns:
+            ids and labels, int64 `[count, L]`; the teacher's most likely tokens, int64 `[count, L, k]`; and their
+            log-probabilities, fp16 `[count, L, k]`.
+        """
+        arrays = self.source.arrays
+        rows = [self.shuffled(sample, len(arrays["ids"])) for sample in range(self.next, self.next + count)]
         self.next += count
         ids, tokens, log_p = (torch.from_numpy(arrays[name][rows]) for name in ARRAYS)
         check_token_ids(tokens, self.source.vocab_size, self.source.name)

@@ -1,108 +1,188 @@
-"""What a stage trains: which parameters move, at which rate, and whether that can work at all.
+"""What a training stage trains: the parameters, their learning rates and dtypes, and checks that training can work.
 
-MHLA layers are found by name, so that models whose code came from the Hub are trained as well. What was frozen before the
-run stays so, whatever a stage names: plain linear attention, the yardstick, is a uniform, frozen mixing.
+MHLA layers are found by the names of their modules, not by class, so that models whose code came from the Hub can be
+trained too. Parameters that were frozen before the run stay frozen, whatever a stage trains. Plain linear attention, the
+baseline, relies on this: it is MHLA with a uniform, frozen mixing matrix.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
+from torch import nn
 
-HALVES = (torch.float16, torch.bfloat16)
-FLOATS = (*HALVES, torch.float32, torch.float64)
+from .recipe import CommonStage
 
-
-def mhla_attentions(model):
-    """Names of the attention modules with an MHLA core: the child `mhla` of the module, or in diffusers of its processor."""
-    names = (name for name, _ in model.named_modules() if name.endswith(".mhla"))
-    return [name.removesuffix(".mhla").removesuffix(".processor") for name in names]
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
-def check_student(student, stages):
-    """One sentence if the student is quantized, or if a stage would train nothing of it."""
-    names, given = mhla_attentions(student), dict(student.named_parameters())
-    for name, value in given.items():
-        if value.dtype not in FLOATS or type(value.data) is not torch.Tensor:
-            kind = f"{type(value.data).__name__} of {value.dtype}"
-            raise ValueError(f"student: {name!r} is a {kind}; expected float weights, loaded without quantization")
+def find_mhla_attentions(model: nn.Module) -> list[str]:
+    """Return the names of the attention modules that have an MHLA core.
+
+    The core is the child `mhla` of the attention module, or in diffusers of the attention's `processor`.
+    """
+    cores = (name for name, _ in model.named_modules() if name.endswith(".mhla"))
+    return [name.removesuffix(".mhla").removesuffix(".processor") for name in cores]
+
+
+def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
+    """Check that every stage has something to train.
+
+    Raises:
+        ValueError: the student is quantized or has no MHLA layer that a stage needs, or all that a stage trains is frozen.
+    """
+    attentions = find_mhla_attentions(student)
+    parameters = dict(student.named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.dtype not in FLOAT_DTYPES or type(parameter.data) is not torch.Tensor:
+            raise ValueError(
+                f"student: got a {type(parameter.data).__name__} of {parameter.dtype} for {name!r}, "
+                "expected float weights, loaded without quantization."
+            )
     for stage in stages:
-        if not names and (stage.loss == "transfer" or stage.trainable != "all"):
-            raise ValueError(f"student: has no MHLA layer, which stage {stage.name!r} trains; expected one of convert")
-        if not any(_moves(name, names, stage, value.requires_grad) for name, value in given.items()):
-            raise ValueError(f"student: all that stage {stage.name!r} would train ({stage.trainable!r}) is frozen")
+        if not attentions and (stage.loss == "transfer" or stage.trainable != "all"):
+            raise ValueError(
+                f"student: got no MHLA layer for stage {stage.name!r} to train, "
+                "expected a model that `convert` returned."
+            )
+        if not any(_is_trained(name, attentions, stage, value.requires_grad) for name, value in parameters.items()):
+            raise ValueError(
+                f"student: got only frozen parameters for stage {stage.name!r} (trainable {stage.trainable!r}), "
+                "expected some with requires_grad."
+            )
 
 
-def check_teacher(student, teacher, stages):
-    """One sentence if a stage needs a teacher that is missing, shares weights with the student, or is not its original."""
+def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequence[CommonStage]) -> None:
+    """Check that the teacher is what the stages need: present, separate from the student, and its softmax original.
+
+    Raises:
+        ValueError: the teacher is missing, shares weights with the student, or is not its softmax original.
+    """
     needing = [stage for stage in stages if stage.needs_teacher]
     if not needing:
         return
     if teacher is None:
-        raise ValueError(f"teacher: None was given, and stage {needing[0].name!r} (loss {needing[0].loss!r}) needs one")
-    own = {value.untyped_storage().data_ptr() for value in student.parameters()}
-    for name, value in teacher.named_parameters():
-        if value.untyped_storage().data_ptr() in own:
-            raise ValueError(f"teacher: shares {name!r} with the student; expected a copy, made before converting")
-    modules, mixed = dict(teacher.named_modules()), mhla_attentions(teacher)
-    for name in mhla_attentions(student) if any(stage.loss == "transfer" for stage in needing) else ():
-        if name not in modules:
-            raise ValueError(f"teacher: has no module {name!r}, which the student has; expected the student's original")
-        if name in mixed:
-            raise ValueError(f"teacher: {name!r} is an MHLA layer itself; expected the softmax original")
+        raise ValueError(
+            f"teacher: got None with stage {needing[0].name!r}, expected a model for its loss {needing[0].loss!r}."
+        )
+    student_storages = {parameter.untyped_storage().data_ptr() for parameter in student.parameters()}
+    for name, parameter in teacher.named_parameters():
+        if parameter.untyped_storage().data_ptr() in student_storages:
+            raise ValueError(
+                f"teacher: got a model that shares {name!r} with the student, "
+                "expected a copy made before the conversion."
+            )
+    if not any(stage.loss == "transfer" for stage in needing):
+        return
+    teacher_modules = dict(teacher.named_modules())
+    teacher_attentions = find_mhla_attentions(teacher)
+    for name in find_mhla_attentions(student):
+        if name not in teacher_modules:
+            raise ValueError(f"teacher: got a model without the module {name!r}, expected the student's original.")
+        if name in teacher_attentions:
+            raise ValueError(f"teacher: got an MHLA layer for {name!r}, expected the softmax original.")
 
 
-def dtypes_of(model):
-    """The dtype of every parameter and buffer, by name."""
+def get_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype of every parameter and buffer, by name."""
     return {name: value.dtype for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
-def dtypes_to_save(model, wanted):
-    """`wanted` for the weights, None: as they are now; float32 where the model's class never has them in less."""
-    kind = type(model)  # the object itself may have been made by another class, before it was converted
-    kept = getattr(kind, "_keep_in_fp32_modules_strict", getattr(kind, "_keep_in_fp32_modules", None)) or ()
-    dtypes = dtypes_of(model)
+def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return the dtypes in which parameters and buffers are saved, by name.
+
+    Args:
+        model: the student before training.
+        dtype: of the weights; None: each keeps the one it has. Weights that the model's class always keeps in float32
+            are saved in float32 instead of a half precision.
+    """
+    model_class = type(model)  # an attribute of the instance may come from the class before the conversion
+    if hasattr(model_class, "_keep_in_fp32_modules_strict"):  # of transformers
+        fp32_modules = model_class._keep_in_fp32_modules_strict
+    else:  # of diffusers
+        fp32_modules = getattr(model_class, "_keep_in_fp32_modules", None)
+    dtypes = get_dtypes(model)
     for name, _ in model.named_parameters():
-        dtype = wanted or dtypes[name]
-        dtypes[name] = torch.float32 if dtype in HALVES and set(kept) & set(name.split(".")) else dtype
+        saved = dtype or dtypes[name]
+        stays_fp32 = bool(set(fp32_modules or ()) & set(name.split(".")))
+        dtypes[name] = torch.float32 if saved in HALF_DTYPES and stays_fp32 else saved
     return dtypes
 
 
-def set_dtypes(model, dtypes, whole=True):
-    """Give parameters and buffers the named dtypes, in place; gradients are dropped, and unless `whole` the weights too."""
+def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights: bool = True) -> None:
+    """Convert parameters and buffers in place, and drop all gradients.
+
+    Args:
+        model: changed in place.
+        dtypes: by name; tensors that are not named keep theirs.
+        keep_weights: whether the values of parameters matter. Otherwise they become uninitialized memory, which costs
+            nothing where another process holds the weights.
+    """
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         dtype = dtypes.get(name, value.dtype)
-        kept = whole or not isinstance(value, torch.nn.Parameter)
-        value.data, value.grad = value.data.to(dtype) if kept else torch.empty_like(value.data, dtype=dtype), None
+        if keep_weights or not isinstance(value, nn.Parameter):
+            value.data = value.data.to(dtype)
+        else:
+            value.data = torch.empty_like(value.data, dtype=dtype)
+        value.grad = None
 
 
-def _moves(name, attentions, stage, flag):
-    if stage.trainable in ("mhla", "lora"):
-        return flag and (".mhla." in name or (stage.trainable == "lora" and ".lora_" in name))
-    return flag and (stage.trainable == "all" or any(name.startswith(f"{attention}.") for attention in attentions))
+def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowed: bool) -> bool:
+    """Return whether `stage` trains the parameter `name`, given whether the caller lets it be trained."""
+    if not allowed:
+        return False
+    trainable: str = stage.trainable
+    if trainable == "mhla":
+        return ".mhla." in name
+    if trainable == "lora":
+        return ".mhla." in name or ".lora_" in name
+    return trainable == "all" or any(name.startswith(f"{attention}.") for attention in attentions)
 
 
-def choose_trainable(student, stage, flags):
-    """Let move what `stage` names, of what `flags` (parameter -> whether it may, True if unknown) leaves free."""
-    names = mhla_attentions(student)
+def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Parameter, bool]) -> None:
+    """Set `requires_grad` for the parameters that `stage` trains, and clear it for all others.
+
+    Args:
+        student: changed in place.
+        stage: what to train.
+        allowed: whether the caller lets each parameter be trained; those that are not listed may be.
+    """
+    attentions = find_mhla_attentions(student)
     for name, parameter in student.named_parameters():
-        parameter.requires_grad_(_moves(name, names, stage, flags.get(parameter, True)))
+        parameter.requires_grad_(_is_trained(name, attentions, stage, allowed.get(parameter, True)))
 
 
-def parameter_groups(student, stage):
-    """AdamW's groups: MHLA's own rate for `.mhla.`, decay for matrices elsewhere."""
-    groups, rates = {}, (stage.lr, stage.lr if stage.lr_mhla is None else stage.lr_mhla)
+def parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
+    """Return the parameter groups of AdamW for what `stage` trains.
+
+    Parameters under `.mhla.` have the learning rate `lr_mhla`. Weight decay applies to matrices elsewhere only. A group's
+    `top_lr` is its peak learning rate, from which the loop sets `lr` at every step.
+    """
+    lr_mhla = stage.lr if stage.lr_mhla is None else stage.lr_mhla
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in student.named_parameters():
         if parameter.requires_grad:
-            added = ".mhla." in name
-            groups.setdefault((added, parameter.ndim > 1 and not added), []).append(parameter)
+            is_mhla = ".mhla." in name
+            decays = parameter.ndim > 1 and not is_mhla
+            groups.setdefault((is_mhla, decays), []).append(parameter)
     return [
-        {"params": parameters, "lr": 0.0, "top_lr": rates[added], "weight_decay": stage.weight_decay * decays}
-        for (added, decays), parameters in groups.items()
+        {
+            "params": parameters,
+            "lr": 0.0,
+            "top_lr": lr_mhla if is_mhla else stage.lr,
+            "weight_decay": stage.weight_decay * decays,
+        }
+        for (is_mhla, decays), parameters in groups.items()
     ]
 
 
-def direct_mixings(student):
-    """Mixing weights that are kept as they are, and so must be kept from going below zero."""
+def find_direct_mixings(student: nn.Module) -> list[nn.Parameter]:
+    """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative.
+
+    All other forms are nonnegative by their parametrization, or may have any sign.
+    """
+    mixings: list[Any] = [module for name, module in student.named_modules() if name.endswith(".mhla.mixing")]
     return [
-        module.weight
-        for name, module in student.named_modules()
-        if name.endswith(".mhla.mixing") and getattr(module, "form", None) == "direct" and module.weight.requires_grad
+        mixing.weight for mixing in mixings if getattr(mixing, "form", None) == "direct" and mixing.weight.requires_grad
     ]

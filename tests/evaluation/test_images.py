@@ -262,8 +262,8 @@ def test_a_classifier_of_one_channel_sees_gray_pictures(tmp_path, channels):
 
 
 def test_top_1_is_the_share_of_images_named_right_known_for_its_pictures_and_its_processor(tmp_path, monkeypatch):
-    runs, true, model = [], judging.share_right, small_vit()
-    monkeypatch.setattr(judging, "share_right", lambda *given: runs.append(1) or true(*given))
+    runs, true, model = [], judging.top1_accuracy, small_vit()
+    monkeypatch.setattr(judging, "top1_accuracy", lambda *given: runs.append(1) or true(*given))
     options = {"recipe": "table_2_imagenet", "progress": False, "batch_size": 5, "output": tmp_path / "vit.json"}
 
     def accuracy(mean=0.0, data=tmp_path / "data", **changes):

@@ -49,11 +49,11 @@ def test_convert_distill_share(here, monkeypatch):
     """The recipe that it names but for its length; for the tasks, which have to be fetched, recall stands in."""
     save_llama(here / BASE, dtype=torch.bfloat16, **LLAMA)
     (here / "train.txt").write_text(TRAINING)
-    recipe = yaml.safe_load((recipe_module.FOLDER / f"{RECIPE}.yaml").read_text(encoding="utf-8"))
+    recipe = yaml.safe_load((recipe_module.RECIPE_FOLDER / f"{RECIPE}.yaml").read_text(encoding="utf-8"))
     for stage in recipe["stages"]:
         stage |= {"steps": 3, "warmup": 1, "seq_len": 64}
     (here / f"{RECIPE}.yaml").write_text(yaml.safe_dump(recipe))
-    monkeypatch.setattr(recipe_module, "FOLDER", here)
+    monkeypatch.setattr(recipe_module, "RECIPE_FOLDER", here)
     evaluate = mhla_hf.evaluate
 
     def judge(folders, recipe):

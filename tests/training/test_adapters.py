@@ -127,7 +127,7 @@ def test_several_side_by_side(tmp_path):
     for name in ("second", "first"):
         both.set_adapter(name)
         assert torch.equal(both(ids).logits, models[name](ids).logits)
-    with refused("adapter_name: got 'first', which the model has already"):
+    with refused("adapter_name: got 'first', which the model already has"):
         mhla_hf.load_adapter(both, tmp_path / "second", "first")
 
 
@@ -142,19 +142,19 @@ def test_bad_input(tmp_path):
         mhla_hf.adapter_config(softmax_model())
     with refused("model: got LlamaForCausalLM", kind=TypeError):
         mhla_hf.save_adapter(softmax_model(), tmp_path)
-    with refused("has no mhla.json"):
+    with refused("which has no mhla.json, expected"):
         mhla_hf.load_adapter(softmax_model(), tmp_path)
-    with refused("'nobody/nothing': is no folder here"):
+    with refused("source: got 'nobody/nothing', expected a folder or an adapter"):
         mhla_hf.load_adapter(softmax_model(), "nobody/nothing")
     mhla_hf.save_adapter(trained_adapter(), tmp_path / "adapter")
     with refused("model: got NoneType, expected a language model", kind=TypeError):
         mhla_hf.load_adapter(None, tmp_path / "adapter")
-    sizes = "model: has the sizes {'num_hidden_layers': 5}, expected {'num_hidden_layers': 3}, "
+    sizes = "model: got num_hidden_layers 5, expected 3, as the base of "
     for model, said in (
-        (softmax_model("qwen3"), "model: got a qwen3, expected a llama, the base of "),
+        (softmax_model("qwen3"), "model: got the model type 'qwen3', expected 'llama', the base of "),
         (softmax_model(num_hidden_layers=5), sizes),
-        (mhla_hf.convert(softmax_model(), layers=[1]), "model: was converted with other settings than "),
-        (scratch_model(), "model: got a mhla, expected a llama"),
+        (mhla_hf.convert(softmax_model(), layers=[1]), "model: got one converted with other settings than "),
+        (scratch_model(), "model: got the model type 'mhla', expected 'llama'"),
     ):
         before = model.config.to_dict()
         with refused(said):
@@ -167,9 +167,11 @@ def test_a_damaged_adapter_leaves_the_model_as_it_was(file, tmp_path):
     mhla_hf.save_adapter(trained_adapter(), tmp_path)
     model = softmax_model()
     (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:60])
-    with pytest.raises(ValueError, match=rf"adapter '{tmp_path}': cannot be read \([^\n]+\)\.$"):
+    with pytest.raises(
+        ValueError, match=rf"source: got '{tmp_path}', expected an adapter that can be read \([^\n]+\)\.$"
+    ):
         mhla_hf.load_adapter(model, tmp_path)
     (tmp_path / file).unlink()
-    with refused(f"adapter '{tmp_path}': has no {file}"):
+    with refused(f"source: got '{tmp_path}', which has no {file}"):
         mhla_hf.load_adapter(model, tmp_path)
     assert getattr(model.config, "mhla", None) is None

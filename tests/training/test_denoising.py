@@ -7,9 +7,10 @@ from tiny_pipelines import CALLS, PIPELINES
 
 import mhla_hf
 from mhla_hf.convert.families import family_of
-from mhla_hf.training.denoising import DiffusionStep, NoiseProcess, trajectory
-from mhla_hf.training.latents import own_generator
+from mhla_hf.training.datasets.latents import make_generator
+from mhla_hf.training.denoising import NoiseProcess, trajectory
 from mhla_hf.training.recipe import DiffusionStage
+from mhla_hf.training.tasks.diffusion import DiffusionObjective
 
 UNIPC = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0)
 
@@ -37,7 +38,7 @@ def test_ddpm_is_the_schedulers(prediction):
 @pytest.mark.parametrize(("scheduler", "shift"), [(FlowMatchEulerDiscreteScheduler(shift=3.0), 3.0), (UNIPC, 5.0)])
 def test_flow_is_the_schedulers(scheduler, shift):
     process = NoiseProcess(scheduler)
-    assert (process.flow, process.shift) == (True, shift)
+    assert (process.is_flow, process.shift) == (True, shift)
     scheduler.set_timesteps(7)
     clean, noise = torch.randn(2, 1, 4, 8, 8)
     for time, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
@@ -50,14 +51,14 @@ def test_flow_is_the_schedulers(scheduler, shift):
 def test_times_are_logit_normal_and_shifted():
     """The median of a logit-normal is one half, which a shift of 3 moves to three quarters; DDPM's are whole numbers."""
     process = NoiseProcess(FlowMatchEulerDiscreteScheduler(shift=3.0))
-    draws = torch.tensor([process.draw_time(own_generator(0, i), "logit-normal", None) for i in range(2000)])
+    draws = torch.tensor([process.draw_time(make_generator(0, i), "logit-normal", None) for i in range(2000)])
     assert draws.median() == pytest.approx(750, abs=15)
     shares = (draws / 1000) / (3 - 2 * draws / 1000)
     assert shares.logit().mean() == pytest.approx(0.0, abs=0.07)
     assert shares.logit().std() == pytest.approx(1.0, abs=0.07)
-    draws = [process.draw_time(own_generator(0, i), "uniform", 1.0) for i in range(2000)]
+    draws = [process.draw_time(make_generator(0, i), "uniform", 1.0) for i in range(2000)]
     assert sum(draws) / 2000 == pytest.approx(500, abs=25)
-    draws = [NoiseProcess(DDIMScheduler()).draw_time(own_generator(0, i), "uniform", None) for i in range(2000)]
+    draws = [NoiseProcess(DDIMScheduler()).draw_time(make_generator(0, i), "uniform", None) for i in range(2000)]
     assert all(draw == int(draw) for draw in draws)
     assert (min(draws), max(draws)) == (pytest.approx(0, abs=5), pytest.approx(999, abs=5))
 
@@ -93,7 +94,7 @@ def test_trajectory_is_what_the_pipeline_samples(family, monkeypatch):
         names, half = family_of(pipe.transformer).conditions, len(given) // 2
         wished, nothing = (dict(zip(names, part, strict=True)) for part in (given[:half], given[half:]))
     points = []
-    options = {"steps": 4, "guidance": 3.0, "each": lambda *point: points.append(point)}
+    options = {"steps": 4, "guidance": 3.0, "on_step": lambda *point: points.append(point)}
     got = trajectory(pipe.transformer, pipe.scheduler, start.float(), wished, nothing, **options)
     torch.testing.assert_close(got, wanted.float(), rtol=1e-4, atol=1e-4)
     assert len(points) == 4
@@ -104,7 +105,7 @@ def test_prediction_loss_by_hand():
     teacher, student, batch = dits([1])
     stage = DiffusionStage("m", "prediction", 1, 1e-3, data_weight=0.25)
     batch["target"] = torch.randn(6, 4, 16, 16)
-    loss, logs = DiffusionStep(student, teacher, stage, lambda: tuple(batch))(*batch.values(), 1 / 6)
+    loss, logs = DiffusionObjective(student, teacher, stage, lambda: tuple(batch))(*batch.values(), 1 / 6)
     arguments = {"timestep": batch["times"], "class_labels": batch["class_labels"]}
     said, wanted = (model(batch["noisy"], **arguments).sample[:, :4] for model in (student, teacher))
     match, own = (said - wanted).square().mean(), (said - batch["target"]).square().mean()

@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState, debug_launcher
 from safetensors.torch import load_file
 
-from mhla_hf.training import language
+from mhla_hf.training.tasks import language
 
 
 def run(lab, out, parts):
@@ -57,7 +57,7 @@ def test_parts_and_processes_equal_the_big_batch(lab, runs, name):
 
 def stop(lab, out):
     """The run, stopped in its seventh step by Ctrl-C in the second process."""
-    real, calls = language.DistillStep.forward, []
+    real, calls = language.LanguageObjective.forward, []
 
     def forward(self, *arguments):
         calls.append(1)
@@ -65,10 +65,10 @@ def stop(lab, out):
             os.kill(os.getpid(), signal.SIGINT)
         return real(self, *arguments)
 
-    language.DistillStep.forward = forward
+    language.LanguageObjective.forward = forward
     with pytest.raises(KeyboardInterrupt):
         run(lab, out, 2)
-    language.DistillStep.forward = real
+    language.LanguageObjective.forward = real
 
 
 def test_two_processes_go_on_exactly(lab, runs, tmp_path):

@@ -13,10 +13,10 @@ import mhla_hf
 from mhla_hf.models.transformers_api import set_gradient_checkpointing
 from mhla_hf.training import output_head
 from mhla_hf.training.adapters import adapter_config
-from mhla_hf.training.language import DistillStep
 from mhla_hf.training.loop import Stage
 from mhla_hf.training.output_head import find_head, run_body
-from mhla_hf.training.teach import likeliest_tokens
+from mhla_hf.training.tasks.language import LanguageObjective
+from mhla_hf.training.teach import most_likely_tokens
 
 VOCAB, LENGTH = 64, 24
 STAGES = [
@@ -54,16 +54,16 @@ def results(student, teacher, values, chunked, monkeypatch):
     labels = ids.clone()
     labels[0, :7] = labels[2, 15:] = -100
     with torch.no_grad():
-        known = likeliest_tokens(teacher(input_ids=ids).logits, 8) if stage.loss == "stored" else ()
-    step = DistillStep(student, teacher, stage)
+        known = most_likely_tokens(teacher(input_ids=ids).logits, 8) if stage.loss == "stored" else ()
+    step = LanguageObjective(student, teacher, stage)
     if not chunked:
-        step.found = (None, None)
+        step.heads = (None, None)
     else:
-        monkeypatch.setitem(output_head.CHUNK, "cpu", 7 * VOCAB)  # the last chunk is ragged
+        monkeypatch.setattr(output_head, "CPU_CHUNK", 7 * VOCAB)  # the last chunk is ragged
     student.zero_grad()
     loss, logs = step(ids, labels, *known, 1 / 50, 1 / 3)
     (3 * loss).backward()
-    assert (step.found[0] is not None) == chunked
+    assert (step.heads[0] is not None) == chunked
     gradients = {name: x.grad.clone() for name, x in student.named_parameters() if x.grad is not None}
     return {"loss": loss.detach(), **logs}, gradients
 
@@ -138,7 +138,7 @@ class Doubled(nn.Linear):
 def test_other_heads_are_taken_whole_and_the_log_says_why(lab, caplog, change, words):
     student = lab.student(lab.teacher())
     change(student)
-    step, ids = DistillStep(student, None, lab.lm()[0]), lab.tokens()[:96].view(2, 48)
+    step, ids = LanguageObjective(student, None, lab.lm()[0]), lab.tokens()[:96].view(2, 48)
     caplog.set_level(logging.INFO, "mhla_hf")
     losses = [step(ids, ids, 1 / 94, 1 / 2)[0] for _ in range(2)]
     torch.testing.assert_close(losses[0], student(input_ids=ids, labels=ids).loss)

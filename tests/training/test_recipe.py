@@ -26,14 +26,18 @@ def test_a_recipe(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        (Stage, {"name": ""}, "their names are ''; expected different ones"),
+        (Stage, {"name": ""}, "stages: got the names '', expected different ones"),
         (Stage, {"batch_size": 10**12}, "batch_size: got 1000000000000, expected a whole number from 1 to 1000000"),
-        (Stage, {"loss": "transfer"}, "expected 'mhla' or 'attention'"),
-        (Stage, {"loss": "stored", "temperature": 2}, "temperature is 2 with a KL over the likeliest tokens"),
+        (Stage, {"loss": "transfer"}, "trainable: got 'all' with loss 'transfer', expected 'mhla' or 'attention'"),
+        (
+            Stage,
+            {"loss": "stored", "temperature": 2},
+            "temperature: got 2 with a KL divergence over the most likely tokens, expected 1",
+        ),
         (DiffusionStage, {"size": [0, 4]}, r"size: got \[0, 4\], expected \[rows, columns\] or"),
         (ImageStage, {"crop": 1.5}, "crop: got 1.5, expected a number from 0 to 1"),
-        (Stage, [], "stages: got ..; expected a list of Stage or of mappings, at least one"),
-        (Stage, [GOOD, GOOD], "their names are 'a', 'a'; expected different ones"),
+        (Stage, [], "stages: got .., expected a list of Stage or of mappings, at least one"),
+        (Stage, [GOOD, GOOD], "stages: got the names 'a', 'a', expected different ones"),
     ],
 )
 def test_bad_stage(kind, change, words):
@@ -66,7 +70,7 @@ def test_a_recipe_by_name_with_some_values_changed():
     ("place", "words"),
     [
         ("distil.lr",
-            r"set: got 'distil.lr', and the recipe has no 'distil'; expected one of transfer.\*, distill.\*, set"),
+            r"set: got 'distil.lr', expected one of transfer.\*, distill.\*, settings.\*, run"),
         ("distill.rate", "stage 'distill': rate: got an unknown name, expected one of name, loss"),
         ("run.speed", "run: speed: got an unknown name"),
         ("colour", "colour: got an unknown name, expected one of stages, task"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mhla_hf.training import loop, run_folder
+from mhla_hf.training import run_folder
+from mhla_hf.training.run import Run
 
 
 @pytest.fixture
@@ -25,10 +26,10 @@ def go_on(lab, out, **changes):
 @pytest.fixture(scope="module")
 def runs(lab, tmp_path_factory):
     """A run of ten steps, `whole`, and one that was stopped with two states, those after step 6 and step 8."""
-    place, real = tmp_path_factory.mktemp("runs"), loop._Run._log
+    place, real = tmp_path_factory.mktemp("runs"), Run._log
     go_on(lab, place / "whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._Run, "_log", lambda run, *rest: real(run, *rest) or run.at["total"] == 8)
+        patch.setattr(Run, "_log", lambda run, *rest: real(run, *rest) or run.progress["total"] == 8)
         with pytest.raises(KeyboardInterrupt, match="stopped after step 8"):
             go_on(lab, place / "stopped")
     assert sorted(path.name[-1] for path in place.glob("stopped.state/step-*")) == ["6", "8"]
@@ -46,7 +47,7 @@ def test_finished_twice_does_nothing_and_says_so(lab, finished, capsys):
     out, trained = finished
     stamp, fresh = {path: path.stat().st_mtime_ns for path in out.rglob("*")}, lab.student()
     (out.parent / "out.state").mkdir()  # as after a kill between the rename and the end
-    for name in ("lock", run_folder.MARK):
+    for name in ("lock", run_folder.MARKER):
         (out.parent / "out.state" / name).touch()
     assert lab.train(out, fresh, progress=True) is fresh
     torch.testing.assert_close(fresh.state_dict(), trained.state_dict(), rtol=0, atol=0)
@@ -103,7 +104,7 @@ def test_a_state_folder_that_is_not_the_runs_is_refused_and_what_is_put_in_it_la
     go_on(lab, out)
     assert list(stopped.iterdir()) == [note] and (out / "model.safetensors").exists()
     shutil.rmtree(out)
-    with pytest.raises(ValueError, match=r"out: '.*out.state', for the run's state, holds other files"):
+    with pytest.raises(ValueError, match=r"but '.*out.state', for the run's state, holds other files"):
         go_on(lab, out)
     assert list(stopped.iterdir()) == [note]
 
@@ -113,7 +114,7 @@ def test_two_at_once_are_refused(lab, tmp_path):
     process = lab.start(lambda: lab.train(out, stages=lab.lm(200), save_every=1), lambda: lab.newest(out) > 0)
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        with pytest.raises(ValueError, match="another process is training into"):
+        with pytest.raises(ValueError, match="into which another process is training now"):
             lab.train(out, stages=lab.lm(200))
     finally:
         process.kill()
@@ -139,7 +140,9 @@ def test_a_state_that_cannot_be_read_is_named_and_without_it_the_run_goes_on(lab
     out, newest = stopped.with_name("out"), stopped / "step-000000008"
     damage(newest / file)
     before = sorted(stopped.glob("step-*/*"))
-    with pytest.raises(ValueError, match=rf"'.*step-000000008' cannot be read \({why}\); without it the run goes on"):
+    with pytest.raises(
+        ValueError, match=rf"'.*step-000000008', which cannot be read \({why}\), expected .*: delete it to resume"
+    ):
         go_on(lab, out)
     assert sorted(stopped.glob("step-*/*")) == before
     shutil.rmtree(newest)
@@ -150,7 +153,7 @@ def test_a_state_that_cannot_be_read_is_named_and_without_it_the_run_goes_on(lab
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("out/letter.txt", "mine", "holds other files; expected a new or empty folder"),
+        ("out/letter.txt", "mine", "holds other files, expected a new or empty folder"),
         ("out/train.json", "", "train.json: got invalid JSON"),
     ],
 )
@@ -166,7 +169,9 @@ def test_out_that_is_something_else(lab, tmp_path, file, content, words):
 
 def test_a_place_that_cannot_be_written(lab, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"out: the run's state of '.*' cannot be written \(Not a directory\)$"):
+    with pytest.raises(
+        OSError, match=r"out: got '.*', where the run's state cannot be written \(Not a directory\), expected"
+    ):
         lab.train(tmp_path / "file" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -176,7 +181,9 @@ def test_disk_full_on_the_way(lab, stopped):
     before, out = resource.getrlimit(resource.RLIMIT_FSIZE), stopped.with_name("out")
     resource.setrlimit(resource.RLIMIT_FSIZE, (110_000, before[1]))
     try:
-        said = r"out: a state of '.*out' cannot be written \(the disk is full, or .*\); the states before"
+        said = (
+            r"out: got '.*out', where a state cannot be written \(the disk is full, or .*; earlier states are intact\)"
+        )
         with pytest.raises(OSError, match=said) as caught:
             go_on(lab, out)
     finally:

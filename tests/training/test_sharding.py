@@ -105,11 +105,14 @@ def test_accelerate_reads_the_setups(name, processes, offload):
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
-        ("DEEPSPEED", "distributed_type: the launcher set DEEPSPEED; expected FSDP or data parallel"),
-        ("MEGATRON_LM", "the launcher set MEGATRON_LM"),
-        ("PARALLELISM_CONFIG", "the launcher set PARALLELISM_CONFIG"),
-        ("FSDP FSDP_VERSION=1", "fsdp_version: the launcher set 1; expected 2"),
-        ("FSDP FSDP_VERSION=2 FSDP_OFFLOAD_PARAMS=true", "fsdp_offload_params: the launcher set true; expected false"),
+        ("DEEPSPEED", "distributed_type: got DEEPSPEED from the launcher, expected FSDP or data parallel"),
+        ("MEGATRON_LM", "got MEGATRON_LM from the launcher"),
+        ("PARALLELISM_CONFIG", "got PARALLELISM_CONFIG from the launcher"),
+        ("FSDP FSDP_VERSION=1", "fsdp_version: got 1 from the launcher, expected 2"),
+        (
+            "FSDP FSDP_VERSION=2 FSDP_OFFLOAD_PARAMS=true",
+            "fsdp_offload_params: got true from the launcher, expected false",
+        ),
     ],
 )
 def test_other_engines_are_refused_and_nothing_is_written(lab, tmp_path, monkeypatch, engine, says):
@@ -126,10 +129,10 @@ def test_other_engines_are_refused_and_nothing_is_written(lab, tmp_path, monkeyp
 def test_a_batch_that_three_processes_cannot_share(place):
     (place / "odd.yaml").write_text(RECIPE.replace("batch_size: 12", "batch_size: 10"))
     code, text = launch(place, "fsdp2_8gpu", 3, *line("odd", "odd.yaml"))
-    said = set(re.findall("mhla-hf distill: .*? each", text))
+    said = set(re.findall(r"mhla-hf distill: .*? grad_accum 1\.", text))
     assert code != 0 and not list(place.glob("odd.state")) and not (place / "odd").exists()
     assert said == {
-        "mhla-hf distill: stage 'transfer': batch_size 10 cannot be shared by 3 processes in grad_accum 1 equal parts each"
+        "mhla-hf distill: batch_size: got 10 in stage 'transfer', expected a multiple of 3 processes times grad_accum 1."
     }
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import PIPELINES, generate, tiny_transformer
 
 import mhla_hf
-from mhla_hf.training import denoising
-from mhla_hf.training.latents import open_latents
+from mhla_hf.training.datasets.latents import open_latents
 from mhla_hf.training.recipe import DiffusionStage
+from mhla_hf.training.tasks import diffusion
 
 SIZES = {"wan": [9, 64, 80], "sana-video": [9, 64, 96], "sana": [32, 32], "dit": None, "pixart": None}
 COMMON = {"batch_size": 2, "sampling_steps": 3}
@@ -132,7 +132,7 @@ def lora_run(out, data=None):
 def test_stopped_run_ends_as_the_whole_one(lab, tmp_path, monkeypatch, data):
     """In a LoRA stage with a moving average, in the middle of a window of trajectories."""
     lora_run(tmp_path / "whole", data)
-    real, calls = denoising.DiffusionStep.forward, []
+    real, calls = diffusion.DiffusionObjective.forward, []
 
     def forward(self, *arguments):
         calls.append(1)
@@ -140,7 +140,7 @@ def test_stopped_run_ends_as_the_whole_one(lab, tmp_path, monkeypatch, data):
             os.kill(os.getpid(), signal.SIGINT)
         return real(self, *arguments)
 
-    monkeypatch.setattr(denoising.DiffusionStep, "forward", forward)
+    monkeypatch.setattr(diffusion.DiffusionObjective, "forward", forward)
     with pytest.raises(KeyboardInterrupt):
         lora_run(tmp_path / "out", data)
     lora_run(tmp_path / "out", data)
@@ -194,20 +194,21 @@ def stage(loss="prediction", size=(9, 64, 80), **values):
 
 OWN = stage("denoising")
 BAD = {
-    "another VAE": ({**OWN, "data": wan_latents(8, 3, 8, 10)}, r"are \[8, 3, 8, 10\]; expected \[16, frames"),
+    "another VAE": ({**OWN, "data": wan_latents(8, 3, 8, 10)}, r"got latents \[8, 3, 8, 10\] .*, expected \[16, frames"),
     "odd sides": ({**OWN, "data": wan_latents(16, 3, 7, 10)}, r"expected sides that the patches \[1, 2, 2\] divide"),
-    "no prompts": ({"data": None}, "data: got None, and the model knows texts, expected latents or prompts"),
-    "no latents": ({"data": {"pixels": torch.zeros(2, 3)}}, "has no 'latents'; it has pixels"),
-    "weight on data": (stage(data_weight=0.5), "stage 'v' has a loss on data"),
+    "no prompts": ({"data": None}, "data: got None with a model of texts, expected latents or a list"),
+    "no latents": ({"data": {"pixels": torch.zeros(2, 3)}}, "with the columns pixels, expected 'latents'"),
+    "weight on data": (stage(data_weight=0.5), "data: got no latents, expected some for the loss on data in stage 'v'"),
     "no pipeline": ({"student": lambda: converted("wan").transformer, "teacher": lambda: tiny_transformer("wan")},
-        "neither student nor teacher is a pipeline"),
-    "another family": ({"teacher": PIPELINES["sana"]}, "teacher: student and teacher are a Sana.* and a Wan"),
+        "teacher: got no pipeline as student or teacher, expected one"),
+    "another family": ({"teacher": PIPELINES["sana"]},
+        "teacher: got a Sana.* of 4 channels, expected a Wan.* of 16 channels"),
     "converted teacher": ({**stage("transfer", trainable="mhla"), "teacher": lambda: converted("wan")},
-        "is an MHLA layer itself"),
-    "image to video": ({"student": lambda: tiny_transformer("wan-i2v")}, "student: is an image-to-video model"),
-    "two transformers": ({"teacher": two_transformers}, "the pipeline has two transformers, each for its own times"),
-    "no text encoder": ({"student": silent_wan, "teacher": silent_wan}, "has no text encoder"),
-    "language recipe": ({"stages": None, "recipe": "r.yaml"}, "it is for language, and the student is a model for diff"),
+        "teacher: got an MHLA layer for .*, expected the softmax original"),
+    "image to video": ({"student": lambda: tiny_transformer("wan-i2v")}, "student: got an image-to-video model"),
+    "two transformers": ({"teacher": two_transformers}, "student: got a pipeline with two transformers for different times"),
+    "no text encoder": ({"student": silent_wan, "teacher": silent_wan}, "got a pipeline without text encoder"),
+    "language recipe": ({"stages": None, "recipe": "r.yaml"}, "recipe: got one for language, expected one for diffusion"),
 }  # fmt: skip
 
 

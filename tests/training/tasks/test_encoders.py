@@ -12,8 +12,8 @@ from transformers import AutoModel, AutoTokenizer
 
 import mhla_hf
 from mhla_hf.cli import main
-from mhla_hf.training.encoders import EncoderTask
 from mhla_hf.training.recipe import EncoderStage
+from mhla_hf.training.tasks.encoders import EncoderTask
 
 SIZES = {"seq_len": 24, "batch_size": 4}
 STAGES = [
@@ -70,7 +70,9 @@ def test_sequences_have_the_special_tokens_and_as_many_tokens_as_the_stage_says(
     assert ids.shape == (2, 24) and shares == (1 / 4,)
     assert set(ids[:, 0].tolist()) == {tokenizer.cls_token_id} and set(ids[:, -1].tolist()) == {tokenizer.sep_token_id}
     longer = EncoderStage(**{**STAGES[1], "seq_len": 65})
-    with pytest.raises(ValueError, match="seq_len is 65; expected more than 2 tokens and at most the 64 positions"):
+    with pytest.raises(
+        ValueError, match="seq_len: got 65 in stage 'distill', expected more than 2 tokens and at most the 64 positions"
+    ):
         task.open(torch.arange(5, 300), [longer])
 
 
@@ -89,4 +91,4 @@ def test_distill_converts_an_encoder_and_trains_it(tmp_path, tokenizer, monkeypa
         type(AutoModel.from_pretrained("out")).__name__ == "MHLABertModel" and (tmp_path / "out/modules.json").is_file()
     )
     assert main(["distill", "encoder", "--recipe", "language_cpu", "--data", "text.txt", "--out", "new"]) == 2
-    assert "recipe: it is for language, and the student is a model for encoders" in capsys.readouterr().err
+    assert "recipe: got one for language, expected one for encoders" in capsys.readouterr().err

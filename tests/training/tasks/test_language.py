@@ -13,9 +13,9 @@ from transformers import GenerationConfig
 
 import mhla_hf
 from mhla_hf.training import output_head
-from mhla_hf.training.language import DistillStep, next_token
 from mhla_hf.training.loop import Stage, distill
-from mhla_hf.training.teach import likeliest_tokens
+from mhla_hf.training.tasks.language import LanguageObjective, next_token_loss
+from mhla_hf.training.teach import most_likely_tokens
 
 STAGE = {"seq_len": 48, "batch_size": 4}
 LM = [Stage("lm", "lm", 4, 1e-3, **STAGE)]
@@ -39,27 +39,28 @@ def shared(lab):
 
 TWO = [*LM, Stage("b", "lm", 1, 1e-3, seq_len=64)]
 CASES = {
-    "no stages": ({"stages": None}, "stages: expected either stages or recipe"),
-    "no data": ({"data": None}, "data: None w"),
+    "no stages": ({"stages": None}, "stages: got None and no recipe, expected one of the two"),
+    "no data": ({"data": None}, "data: got None, here and in the recipe"),
     "no name": ({"data": " "}, "data: got ' ', expected a file"),
     "short for the second stage": (lambda lab: {"data": lab.tokens(60), "stages": TWO},
         "60 tokens, expected at least one sequence .seq_len 64."),
     "positions": (lambda lab: {"student": mhla_hf.convert(small_model_of("gpt2")), "stages": [Stage("a", "lm", 1, 1e-3,
-        seq_len=129)]}, "seq_len is 129; expected at most the 128 positions of the student"),
+        seq_len=129)]}, "seq_len: got 129, expected at most the 128 positions of the student"),
     "vocabulary": ({"data": torch.arange(90)}, "with tokens 0 to 89, expected 0 to 63"),
     "precision": ({"mixed_precision": "fp16"}, "mixed_precision: got 'fp16', expected one of .'no', 'bf16'"),
-    "tracker": ({"tracker": "wandb"}, "tracker: got 'wandb'; expected one that is installed"),
+    "tracker": ({"tracker": "wandb"}, "tracker: got 'wandb', expected one that is installed"),
     "option": ({"processor": 1}, "unexpected keyword argument 'processor'"),
-    "student": ({"student": nn.Linear(2, 2)}, "student: got Linear; expected a causal language"),
-    "no model": ({"stages": LOGITS, "teacher": GenerationConfig()}, "teacher: got GenerationConfig; expected a causal"),
-    "quantized": (quantized, "student: 'model.*weight' is a WeightQBytesTensor of torch.float32; expected float"),
-    "frozen": (lambda lab: {"student": lab.student().requires_grad_(False)}, "'all'. is frozen"),
+    "student": ({"student": nn.Linear(2, 2)}, "student: got Linear, expected a causal language"),
+    "no model": ({"stages": LOGITS, "teacher": GenerationConfig()}, "teacher: got GenerationConfig, expected a causal"),
+    "quantized": (quantized, "student: got a WeightQBytesTensor of torch.float32 for 'model.*weight', expected float"),
+    "frozen": (lambda lab: {"student": lab.student().requires_grad_(False)},
+        "only frozen parameters for stage 'lm' .trainable 'all'."),
     "unconverted": (lambda lab: {"student": lab.teacher(), "stages": TRANSFER},
-        "student: has no MHLA layer, which stage 'transfer' trains"),
-    "no teacher": ({"stages": LOGITS}, "teacher: None was given, and stage 'logits'"),
+        "student: got no MHLA layer for stage 'transfer' to train"),
+    "no teacher": ({"stages": LOGITS}, "teacher: got None with stage 'logits', expected a model"),
     "teacher's vocabulary": (lambda lab: {"stages": LOGITS, "teacher": lab.teacher(vocab_size=72)},
-        "teacher: its vocab_size is 72, and the student's is 64"),
-    "shared weights": (shared, "teacher: shares 'model.embed_tokens.weight' with the student"),
+        "teacher: got vocab_size 72, expected 64"),
+    "shared weights": (shared, "teacher: got a model that shares 'model.embed_tokens.weight' with the student"),
 }  # fmt: skip
 
 
@@ -87,13 +88,13 @@ def test_missing_extra_is_named_with_its_command(lab, tmp_path, monkeypatch, mis
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize(("kl", "ce"), [(1.0, 0.0), (1.0, 0.3), (0.0, 1.0)])
 def test_next_token_against_autograd(temperature, kl, ce, monkeypatch):
-    monkeypatch.setitem(output_head.CHUNK, "cpu", 50)  # 3 rows of 11 at a time, the last chunk ragged
+    monkeypatch.setattr(output_head, "CPU_CHUNK", 50)  # 3 rows of 11 at a time, the last chunk ragged
     student = torch.randn(11, 13, requires_grad=True)
     teacher = torch.randn(11, 13) if kl else None
     targets = torch.randint(0, 13, (11,))
     targets[[2, 10]] = -100
     options = {"temperature": temperature, "ce_weight": ce}
-    loss, kl_sum, ce_sum = next_token(student, targets, (teacher,) if kl else (), **options)
+    loss, kl_sum, ce_sum = next_token_loss(student, targets, (teacher,) if kl else (), **options)
     (grad,) = torch.autograd.grad(3 * loss, student)
 
     log_q, live = (student / temperature).log_softmax(-1), (targets != -100)
@@ -106,7 +107,7 @@ def test_next_token_against_autograd(temperature, kl, ce, monkeypatch):
     torch.testing.assert_close((kl_sum, ce_sum), (want_kl, want_ce), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad, want_grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(loss, kl_sum + ce * ce_sum)
-    nothing = next_token(student, torch.full((11,), -100), (teacher,) if kl else (), **options)[0]
+    nothing = next_token_loss(student, torch.full((11,), -100), (teacher,) if kl else (), **options)[0]
     assert nothing == 0 and not torch.autograd.grad(nothing, student)[0].any()
 
 
@@ -114,7 +115,10 @@ def test_likeliest_tokens_with_all_others_as_one():
     """Where the others are one token, that is the whole KL."""
     student, teacher = torch.randn(11, 13, requires_grad=True), torch.randn(11, 13)
     targets = torch.randint(0, 13, (11,)).index_fill(0, torch.tensor([2]), -100)
-    sums = [next_token(student, targets, known, ce_weight=1.0) for known in ([teacher], likeliest_tokens(teacher, 12))]
+    sums = [
+        next_token_loss(student, targets, known, ce_weight=1.0)
+        for known in ([teacher], most_likely_tokens(teacher, 12))
+    ]
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
     grads = [torch.autograd.grad(both[0], student)[0] for both in sums]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
@@ -129,7 +133,7 @@ def test_lm_loss_is_the_models_own_with_its_routers_share(lab, make):
     model, ids = (make or lab.teacher)(), lab.tokens()[: 3 * 20].view(3, 20)
     labels = ids.clone()
     labels[0, :7] = labels[2, 15:] = -100
-    loss, _ = DistillStep(model, None, lab.lm()[0])(ids, labels, 1 / int((labels[:, 1:] != -100).sum()), 1 / 3)
+    loss, _ = LanguageObjective(model, None, lab.lm()[0])(ids, labels, 1 / int((labels[:, 1:] != -100).sum()), 1 / 3)
     torch.testing.assert_close(loss, model(input_ids=ids, labels=labels).loss, rtol=1e-5, atol=1e-6)
 
 
@@ -137,7 +141,7 @@ def test_transfer_loss_by_hand(lab):
     teacher = lab.teacher()
     student = lab.student(teacher, layers=[1])
     ids = lab.tokens()[:96].view(2, 48)
-    loss, _ = DistillStep(student, teacher, lab.stages()[0])(ids, ids, 1.0, 0.5)
+    loss, _ = LanguageObjective(student, teacher, lab.stages()[0])(ids, ids, 1.0, 0.5)
 
     caught, attention = {}, teacher.model.layers[1].self_attn
     handle = attention.register_forward_hook(
@@ -157,7 +161,7 @@ def test_distillation_learns(lab, tmp_path):
     student = lab.student(teacher)
     stages = lab.stages(30)
     ids = lab.tokens(480, seed=5).view(10, 48)
-    transfer, logits = (DistillStep(student, teacher, stage) for stage in stages)
+    transfer, logits = (LanguageObjective(student, teacher, stage) for stage in stages)
 
     def judge():
         return transfer(ids, ids, 1.0, 0.1)[1]["loss"].item(), logits(ids, ids, 1 / 470, 0.1)[1]["kl"].item()

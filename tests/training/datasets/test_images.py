@@ -1,4 +1,4 @@
-"""Pictures as the model's processor and the model's labels want them: sources, numbering of classes, folders in halves."""
+"""Images as the model's processor and the model's labels want them: sources, numbering of classes, folders in halves."""
 
 import copy
 
@@ -11,9 +11,9 @@ from small_towers import softmax_tower
 from transformers import CLIPImageProcessorPil, ViTImageProcessorPil
 
 import mhla_hf
-from mhla_hf.training.images import ImageTask
-from mhla_hf.training.pictures import PictureReader, Pictures, open_pictures, sides_of
+from mhla_hf.training.datasets.images import ImageReader, LabeledImages, open_images, output_size
 from mhla_hf.training.recipe import ImageStage
+from mhla_hf.training.tasks.images import ImageTask
 
 BOTH = ViTImageProcessorPil(size={"height": 32, "width": 32})
 CROP = {"height": 32, "width": 32}
@@ -45,43 +45,45 @@ def test_tensors_a_folder_and_a_dataset_are_the_same_images(tmp_path, monkeypatc
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list("abc"))})
     table, asked = datasets.Dataset.from_dict({"image": rows, "label": labels.tolist()}, features=features), []
     monkeypatch.setattr(datasets, "load_dataset", lambda *place, **more: asked.append((*place, more["split"])) or table)
-    opened = [open_pictures(data) for data in ((images, labels), tmp_path / "data", table, "owner/name:small")]
-    open_pictures("owner/name", split="test")
+    opened = [open_images(data) for data in ((images, labels), tmp_path / "data", table, "owner/name:small")]
+    open_images("owner/name", split="test")
     assert asked == [("owner/name", "small", "train"), ("owner/name", None, "test")]
     for pictures in opened:
-        assert pictures.labels.tolist() == labels.tolist() and pictures.names in (None, ["a", "b", "c"])
+        assert pictures.labels.tolist() == labels.tolist() and pictures.class_names in (None, ["a", "b", "c"])
         for number in range(4):
             assert numpy.array_equal(pictures.image(number, 3), rows[number])
             assert pictures.image(number, 1).mode == "L"
     with pytest.raises(ValueError, match="expected one of images and one of labels"):
-        open_pictures(datasets.Dataset.from_dict({"text": ["a"]}))
+        open_images(datasets.Dataset.from_dict({"text": ["a"]}))
 
 
 @pytest.mark.parametrize("processor", PROCESSORS, ids=lambda processor: type(processor).__name__)
 def test_whole_images_are_what_the_processor_makes_of_them(processor, tmp_path):
-    pictures = open_pictures(photos(tmp_path, {"a": 3, "b": 2}))
+    pictures = open_images(photos(tmp_path, {"a": 3, "b": 2}))
     wanted = processor(images=[Image.open(path) for path in pictures.items], return_tensors="pt")["pixel_values"]
-    assert sides_of(processor, 3) == wanted.shape[2:]
+    assert output_size(processor, 3) == wanted.shape[2:]
     for changes in ({}, {"crop": 0.3}):
-        reader = PictureReader(pictures, stage(**changes), (0, 0), processor, 3, 2)
+        reader = ImageReader(pictures, stage(**changes), (0, 0), processor, 3, 2)
         order = [reader.shuffled(number, 5) for number in range(5)]
-        pixels, _ = reader.take(5, slice(0, 5))
+        pixels, _ = reader.take_rows(5, slice(0, 5))
         assert pixels.shape == wanted.shape and torch.equal(pixels, wanted[order]) is not bool(changes)
         reader.close()
 
 
 def test_what_is_refused_of_files_and_processors(tmp_path):
-    with pytest.raises(ValueError, match="processor: does not give images of one height and width"):
-        sides_of(CLIPImageProcessorPil(size={"shortest_edge": 32}, do_center_crop=False), 3)
-    with pytest.raises(ValueError, match="holds no folders of images"):
-        open_pictures(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"processor: got CLIP.*, expected one that makes images of one height and width"
+    ):
+        output_size(CLIPImageProcessorPil(size={"shortest_edge": 32}, do_center_crop=False), 3)
+    with pytest.raises(ValueError, match="which holds no folders of images, expected one"):
+        open_images(tmp_path)
     data = photos(tmp_path / "pets", {"a": 1, "b": 1}, "test")
-    with pytest.raises(ValueError, match="pets' has 'test' and none to train on; expected train/CLASS"):
-        open_pictures(data)
-    assert open_pictures(data, split="test").names == ["a", "b"]
+    with pytest.raises(ValueError, match="pets' with 'test' and nothing to train on, expected train/CLASS"):
+        open_images(data)
+    assert open_images(data, split="test").class_names == ["a", "b"]
     (data / "test" / "a" / "0.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"the image '.*0\.png' cannot be read"):
-        open_pictures(data, split="test").image(0, 3)
+    with pytest.raises(ValueError, match=r"the image '.*0\.png', expected one that can be read"):
+        open_images(data, split="test").image(0, 3)
 
 
 def always_the_first(names):
@@ -107,17 +109,21 @@ def test_folders_are_numbered_as_the_model_numbers_its_labels(tmp_path):
     model = always_the_first(["dog", "cat"])
     task, pictures = opened(model, data, test=data)
     assert pictures.labels.tolist() == [1] + [0] * 8
-    assert task.judge()["test_accuracy"] == pytest.approx(8 / 9)
+    assert task.evaluate()["test_accuracy"] == pytest.approx(8 / 9)
     settings = {"data": str(data), "processor": BOTH}
     scores = mhla_hf.evaluate({"dogs": model}, recipe="table_2_imagenet", settings=settings, progress=False)
     (score,) = scores["dogs"]
     assert score.value == pytest.approx(8 / 9)
-    with pytest.raises(ValueError, match="no label 'emu', though it has others"):
+    with pytest.raises(
+        ValueError, match="data: got the class 'emu', which the model does not know, though it knows others"
+    ):
         opened(model, photos(tmp_path / "other", {"cat": 1, "emu": 1}))
     with pytest.raises(ValueError, match="3 classes for a model with 2 labels"):
         opened(model, photos(tmp_path / "third", {"x": 1, "y": 1, "z": 1}))
-    hidden = Pictures(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), [-1, 1], "hidden", ["cat", "dog"])  # as on the Hub
-    with pytest.raises(ValueError, match="'hidden' has labels -1 to 1; expected 0 to 1"):
+    hidden = LabeledImages(
+        torch.zeros(2, 3, 8, 8, dtype=torch.uint8), [-1, 1], "hidden", ["cat", "dog"]
+    )  # as on the Hub
+    with pytest.raises(ValueError, match="'hidden' with labels -1 to 1, expected 0 to 1"):
         opened(model, hidden)
 
 
@@ -129,9 +135,9 @@ def test_classes_do_not_matter_where_no_label_is_read(tmp_path):
     mhla_hf.convert(model)
     task, pictures = opened(model, data, teacher, test, loss="logits")
     reader = task.reader(pictures, stage(loss="logits"), 0, 0, None)
-    assert len(reader.take(3, slice(0, 3))[0]) == 3
+    assert len(reader.take_rows(3, slice(0, 3))[0]) == 3
     reader.close()
-    assert task.pictures_of_test.labels.tolist() == [1, 0, 0, 0]
+    assert task.test_images.labels.tolist() == [1, 0, 0, 0]
     with pytest.raises(ValueError, match="3 classes for a model with 2 labels"):
         opened(model, data, teacher, loss="logits", ce_weight=0.1)
 
@@ -141,7 +147,7 @@ def test_test_classes_have_the_numbers_of_the_training_classes(tmp_path):
     photos(data, {"b": 2, "c": 1}, "test")
     model = softmax_tower("ViTForImageClassification", num_labels=3)
     task, pictures = opened(model, data, test=data)
-    assert pictures.labels.tolist() == [0, 0, 1, 2] and task.pictures_of_test.labels.tolist() == [1, 1, 2]
+    assert pictures.labels.tolist() == [0, 0, 1, 2] and task.test_images.labels.tolist() == [1, 1, 2]
     other = photos(tmp_path / "other", {"b": 1, "d": 1}, "test")
-    with pytest.raises(ValueError, match="'other' has the class 'd'; expected some of the 3 that 'photos' trains"):
+    with pytest.raises(ValueError, match="'other' with the class 'd', expected some of the 3 of 'photos'"):
         opened(model, data, test=other)

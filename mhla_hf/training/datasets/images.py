@@ -1,0 +1,381 @@
+"""Labeled images to train and evaluate on: from tensors, a folder with one folder per class, or a dataset.
+
+Which images a step reads, and how each is cropped, moved, erased and mixed, depends on (seed, stage, number of the sample)
+alone. The model's own image processor makes the pixels, one batch ahead, in a few threads.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from ...checkpoints.load import wrap_errors
+from ...data import Reader, check_data_path, load_split
+from ..recipe import ImageStage
+
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+SPLIT_FOLDERS = {"train": ("train", "training"), "test": ("test", "val", "validation")}
+NUM_THREADS = 4
+MAX_ASPECT = 4 / 3  # of random boxes; the smallest is its inverse
+ERASED_AREA = (0.02, 1 / 3)  # smallest and largest fraction of an image that `erase` replaces
+
+Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 `[C, H, W]`, class probabilities fp32 `[classes]`
+Box = tuple[float, float, float, float]  # left, top, right, bottom, as fractions of an image
+
+
+class LabeledImages:
+    """Images with labels.
+
+    Args:
+        items: uint8 `[N, C, H, W]`, or a sequence of paths or PIL images.
+        labels: whole numbers `[N]`.
+        name: what error messages call the data.
+        class_names: names of the classes in the order of their numbers, or None.
+        identity: hash that identifies the images; None: computed from `items`, which has to be a tensor then.
+
+    Raises:
+        ValueError: there are no images, or not as many labels.
+    """
+
+    def __init__(
+        self, items: Any, labels: Any, name: str, class_names: Sequence[str] | None = None, identity: str | None = None
+    ) -> None:
+        self.items, self.labels = items, torch.as_tensor(labels).long()
+        self.name, self.class_names, self.identity = name, class_names, identity
+        if not len(self.labels) or len(self.labels) != len(items):
+            raise ValueError(
+                f"data: got {name!r} with {len(items)} images and {len(self.labels)} labels, "
+                "expected as many, at least one."
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the data, as JSON-serializable values."""
+        if self.identity is None:
+            content = self.items.numpy().tobytes() + self.labels.numpy().tobytes()
+            self.identity = hashlib.sha256(content).hexdigest()[:32]
+        return {"kind": "images", "images": len(self), "sha256": self.identity}
+
+    def classes(self) -> dict[str, Any]:
+        """Return the configuration entries that describe these classes, for a model from scratch."""
+        names = self.class_names or [str(label) for label in range(int(self.labels.max()) + 1)]
+        label2id = {name: label for label, name in enumerate(names)}
+        return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": label2id}
+
+    def renumber_as(self, class_names: Sequence[str], training_name: str) -> "LabeledImages":
+        """Return these test images with the class numbers of the training data.
+
+        Args:
+            class_names: of the training data, in the order of their numbers.
+            training_name: what error messages call the training data.
+
+        Raises:
+            ValueError: the training data lack a class.
+        """
+        names = self.class_names or ()
+        for name in names:
+            if name not in class_names:
+                raise ValueError(
+                    f"test: got {self.name!r} with the class {name!r}, expected "
+                    f"some of the {len(class_names)} of {training_name!r}, the training data."
+                )
+        return self._renumber([list(class_names).index(name) for name in names], class_names)
+
+    def renumber_for(self, config: Any, argument: str = "data") -> "LabeledImages":
+        """Return these images with the class numbers of a model.
+
+        Classes are matched by name if the model knows the names. If it knows none of them, but has as many classes, they are
+        matched by order.
+
+        Args:
+            config: the model's configuration.
+            argument: what error messages begin with.
+
+        Raises:
+            ValueError: the model knows only some of the names, has another number of classes, or a label is out of range.
+        """
+        names = self.class_names or ()
+        model_numbers = {str(label): int(number) for number, label in config.id2label.items()}
+        unknown = [name for name in names if name not in model_numbers]
+        if unknown and len(unknown) < len(names):
+            raise ValueError(
+                f"{argument}: got the class {unknown[0]!r}, which the model does not know, though it knows others, "
+                "expected the model's labels."
+            )
+        if unknown and len(names) != len(model_numbers):
+            raise ValueError(
+                f"{argument}: got {len(names)} classes for a model with {len(model_numbers)} labels, expected as many."
+            )
+        images = self
+        if names:
+            images = self._renumber(range(len(names)) if unknown else [model_numbers[name] for name in names])
+        images.check_labels(config.num_labels, argument)
+        return images
+
+    def _renumber(self, numbers: Sequence[int], class_names: Sequence[str] | None = None) -> "LabeledImages":
+        """Return these images with every label i replaced by numbers[i]."""
+        self.check_labels(len(numbers))
+        labels = torch.tensor(numbers)[self.labels]
+        return LabeledImages(self.items, labels, self.name, class_names, self.describe()["sha256"])
+
+    def check_labels(self, num_classes: int, argument: str = "data") -> None:
+        """Raise `ValueError` for a label out of range, such as -1, with which test splits on the Hub hide their labels."""
+        lowest, highest = int(self.labels.min()), int(self.labels.max())
+        if lowest < 0 or highest >= num_classes:
+            raise ValueError(
+                f"{argument}: got {self.name!r} with labels {lowest} to {highest}, expected 0 to {num_classes - 1}."
+            )
+
+    def image(self, index: int, channels: int) -> Image.Image:
+        """Return one image in color, or in gray for a model with one channel."""
+        item = self.items[index]
+        if isinstance(item, torch.Tensor):
+            item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
+        start = f"data: got the image {str(item)!r}, expected one that can be read"
+        with wrap_errors(start), Image.open(item) if isinstance(item, (str, Path)) else item as image:
+            return image.convert("L" if channels == 1 else "RGB")
+
+
+def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) -> torch.Tensor:
+    """Apply an image processor to PIL images, and return the pixels, fp32 `[N, C, H, W]`.
+
+    Args:
+        processor: an image processor of transformers.
+        images: PIL images.
+        **changes: options that replace the processor's.
+    """
+    return processor(images=images, return_tensors="pt", **changes)["pixel_values"].float()
+
+
+def output_size(processor: Any, channels: int) -> tuple[int, int]:
+    """Return the height and width of an image processor's output.
+
+    `ValueError` if they depend on the input, or if the output has another number of channels.
+    """
+    blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
+    expected = f"one that makes images of one height and width and {channels} channels"
+    with wrap_errors(f"processor: got {type(processor).__name__}, expected {expected}"):
+        height, width = preprocess(processor, blanks).shape[2:]
+    return height, width
+
+
+def open_images(data: Any, split: str = "train") -> LabeledImages:
+    """Open labeled images in any of the forms that users have.
+
+    Args:
+        data: one of
+            - a pair of tensors, images uint8 `[N, C, H, W]` and labels `[N]`;
+            - a folder with one folder of images per class, optionally below a folder named after the split;
+            - the id of a dataset on the Hub, "id" or "id:configuration", or a `datasets.Dataset`, with columns of images and
+              class labels.
+        split: "train", or "test", whose folder may also be called "val" or "validation".
+
+    Raises:
+        ValueError, TypeError, ImportError: the data cannot be opened.
+    """
+    if isinstance(data, LabeledImages):
+        return data
+    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(x, torch.Tensor) for x in data):
+        images, labels = data
+        if images.ndim != 4 or images.dtype != torch.uint8 or labels.ndim != 1:
+            raise ValueError(
+                f"data: got tensors {tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}, "
+                "expected images uint8 [N, C, H, W] and labels [N]."
+            )
+        return LabeledImages(images, labels, "a pair of tensors")
+    if isinstance(data, (str, Path)):
+        path = check_data_path(data)
+        if path.is_dir():
+            return _open_folder(path, split)
+        return _open_table(load_split(str(data), split=split), str(data))
+    if hasattr(data, "features") and hasattr(data, "__len__"):
+        return _open_table(data, "a dataset")
+    raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset or a pair of tensors.")
+
+
+def _open_folder(folder: Path, split: str) -> LabeledImages:
+    split_folders = (folder / name for name in SPLIT_FOLDERS[split])
+    root = next((path for path in split_folders if path.is_dir()), folder)
+    if root is folder:
+        for name in SPLIT_FOLDERS["test" if split == "train" else "train"]:
+            if any((folder / name).glob("*/")):
+                raise ValueError(
+                    f"data: got {str(folder)!r} with {name!r} and nothing to {split} on, expected {split}/CLASS in it."
+                )
+    class_folders = sorted(path for path in root.iterdir() if path.is_dir())
+    files = [(path, label) for label, each in enumerate(class_folders) for path in sorted(each.rglob("*"))]
+    files = [(path, label) for path, label in files if path.suffix.lower() in IMAGE_ENDINGS]
+    if not files:
+        raise ValueError(f"data: got {str(folder)!r}, which holds no folders of images, expected one folder per class.")
+    listing = "\n".join(f"{path.relative_to(root)} {path.stat().st_size}" for path, _ in files)
+    identity = hashlib.sha256(listing.encode()).hexdigest()[:32]
+    paths, labels = zip(*files, strict=True)
+    return LabeledImages(paths, labels, folder.name, [path.name for path in class_folders], identity)
+
+
+def _open_table(table: Any, name: str) -> LabeledImages:
+    types = {column: type(feature).__name__ for column, feature in table.features.items()}
+    image_columns = [column for column, kind in types.items() if kind == "Image"]
+    label_columns = [column for column, kind in types.items() if kind == "ClassLabel" or column in ("label", "labels")]
+    if not image_columns or not label_columns:
+        raise ValueError(
+            f"data: got {name!r} with the columns {list(types)}, expected one of images and one of labels."
+        )
+    class_names = getattr(table.features[label_columns[0]], "names", None)
+    images, labels = table[image_columns[0]], list(table[label_columns[0]])
+    return LabeledImages(images, labels, name, class_names, table._fingerprint)
+
+
+class ImageReader(Reader):
+    """Reads and augments the batches of an `ImageStage`. Every epoch takes all images, in a new random order.
+
+    Args:
+        images: labeled images, numbered as the model numbers classes.
+        stage: decides the augmentation.
+        key: (seed, number of the stage).
+        processor: the model's image processor.
+        channels: the model's channels.
+        num_classes: the model's classes.
+        state: what `state()` returned, to resume from there.
+    """
+
+    def __init__(
+        self, images: LabeledImages, stage: ImageStage, key: tuple[int, int], processor: Any, channels: int,
+        num_classes: int, state: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(key, state)
+        self.images, self.stage, self.processor, self.channels = images, stage, processor, channels
+        self.num_classes, self.size = num_classes, output_size(processor, channels)
+        self.pool = ThreadPoolExecutor(NUM_THREADS)
+        self.next_samples: Iterator[Sample] | None = None  # of the next batch, being made by the pool
+
+    def take_rows(self, count: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Advance to the next batch, and return the rows of it that this process computes.
+
+        Args:
+            count: images in the batch.
+            rows: which of them to return.
+
+        Returns:
+            pixels, fp32 `[rows, C, H, W]`, and class probabilities, fp32 `[rows, classes]`.
+        """
+        row_numbers = list(range(count))[rows]
+        is_mixed = bool(self.stage.mixup or self.stage.cutmix)
+        partners = [row ^ 1 if (row ^ 1) < count else row for row in row_numbers] if is_mixed else []
+        needed = sorted({*row_numbers, *partners})
+        made = self.next_samples or self.pool.map(self._make_sample, [self.next + row for row in needed])
+        self.next_samples = self.pool.map(self._make_sample, [self.next + count + row for row in needed])
+        samples = dict(zip(needed, made, strict=True))
+        pixels, targets = _stack(samples[row] for row in row_numbers)
+        if is_mixed:
+            pixels, targets = self._mix(pixels, targets, *_stack(samples[row] for row in partners))
+        self.next += count
+        return pixels, targets
+
+    def _make_sample(self, number: int) -> Sample:
+        """Return one augmented image and its smoothed label."""
+        stage, index = self.stage, self.shuffled(number, len(self.images))
+        random, image = numpy.random.default_rng((*self.key, number, 1)), self.images.image(index, self.channels)
+        changes: dict[str, Any] = {}
+        if stage.crop < 1:
+            box = _scale_box(random_box(random, stage.crop), *image.size)
+            image = image.resize(self.size[::-1], self.processor.resample, box=box)
+            changes = {"do_resize": False, "do_center_crop": False}
+        pixels = preprocess(self.processor, [image], **changes)[0]
+        if stage.flip and random.random() < stage.flip:
+            pixels = pixels.flip(-1)
+        if stage.shift:
+            pixels = pixels.roll(tuple(random.integers(-stage.shift, stage.shift + 1, 2).tolist()), (1, 2))
+        if stage.erase and random.random() < stage.erase:
+            box = _scale_box(random_box(random, *ERASED_AREA), *self.size[::-1])
+            left, top, right, bottom = map(round, box)
+            erased = pixels[:, top:bottom, left:right]
+            erased.copy_(torch.from_numpy(random.standard_normal(erased.shape)))
+        target = torch.full((self.num_classes,), stage.smoothing / self.num_classes)
+        target[self.images.labels[index]] += 1 - stage.smoothing
+        return pixels, target
+
+    def _mix(
+        self, pixels: torch.Tensor, targets: torch.Tensor, other_pixels: torch.Tensor, other_targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply mixup or CutMix to each image and its neighbor in the batch, with one proportion for the whole batch."""
+        random, (height, width) = numpy.random.default_rng((*self.key, self.next, 2)), self.size
+        use_cutmix = bool(self.stage.cutmix)
+        if self.stage.mixup and self.stage.cutmix:
+            use_cutmix = random.random() < 0.5
+        alpha = self.stage.cutmix if use_cutmix else self.stage.mixup
+        share = random.beta(alpha, alpha)  # that the image keeps
+        if use_cutmix:
+            side = (1 - share) ** 0.5
+            center_row, center_column = random.random() * height, random.random() * width
+            top = max(0, round(center_row - side * height / 2))
+            bottom = min(height, round(center_row + side * height / 2))
+            left = max(0, round(center_column - side * width / 2))
+            right = min(width, round(center_column + side * width / 2))
+            pixels[:, :, top:bottom, left:right] = other_pixels[:, :, top:bottom, left:right]
+            share = 1 - max(0, bottom - top) * max(0, right - left) / (height * width)
+        else:
+            pixels = share * pixels + (1 - share) * other_pixels
+        return pixels, share * targets + (1 - share) * other_targets
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _stack(samples: Iterable[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    pixels, targets = zip(*samples, strict=True)
+    return torch.stack(pixels), torch.stack(targets)
+
+
+def random_box(random: numpy.random.Generator, min_area: float, max_area: float = 1.0) -> Box:
+    """Return a random box with an aspect ratio between 3/4 and 4/3, unless it is as wide or as high as the image.
+
+    Args:
+        random: generator of random numbers.
+        min_area: smallest fraction of the image's area.
+        max_area: largest fraction of the image's area.
+    """
+    area = random.uniform(min_area, max_area)
+    aspect = numpy.exp(random.uniform(-numpy.log(MAX_ASPECT), numpy.log(MAX_ASPECT)))
+    width, height = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)
+    left, top = random.uniform(0, 1 - width), random.uniform(0, 1 - height)
+    return left, top, left + width, top + height
+
+
+def _scale_box(box: Box, width: int, height: int) -> Box:
+    """Convert a box from fractions of an image to pixels."""
+    left, top, right, bottom = box
+    return left * width, top * height, right * width, bottom * height
+
+
+@torch.no_grad()
+def top1_accuracy(
+    model: Any, images: LabeledImages, processor: Any, batch_size: int = 128, bar: str | None = None
+) -> float:
+    """Return the top-1 accuracy of an image classifier in eval mode, from 0 to 1.
+
+    Args:
+        model: an image classifier of transformers; its mode is restored.
+        images: labeled images, numbered as the model numbers classes.
+        processor: its image processor.
+        batch_size: images per forward pass.
+        bar: label of a progress bar on stderr; None: no bar.
+    """
+    was_training, num_correct = model.training, 0
+    model.eval()
+    for indices in tqdm(torch.arange(len(images)).split(batch_size), bar, unit="batch", disable=bar is None):
+        batch = [images.image(index, getattr(model.config, "num_channels", 3)) for index in indices.tolist()]
+        pixels = preprocess(processor, batch).to(model.device, model.dtype)
+        predicted = model(pixel_values=pixels).logits.argmax(-1).cpu()
+        num_correct += int((predicted == images.labels[indices]).sum())
+    model.train(was_training)
+    return num_correct / len(images)

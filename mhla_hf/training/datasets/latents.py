@@ -1,0 +1,353 @@
+"""Latents to train diffusion models on: from a folder, a dataset, tensors, or the teacher's own trajectories.
+
+Every random choice about a sample comes from its own generator, seeded by (seed, stage, number of the sample). So a batch
+does not depend on the process that reads it, nor on where a run was interrupted.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import ConcatDataset, StackDataset
+from tqdm import tqdm
+
+from ...checkpoints.load import wrap_errors
+from ...data import Reader, check_data_path, identify_files, load_split, read_text_file
+from ..denoising import Conditions, NoiseProcess, trajectory
+from ..recipe import DiffusionStage
+
+# column beside the latents -> the transformer's argument that it is
+CONDITION_COLUMNS = {
+    "class_labels": "class_labels",
+    "label": "class_labels",
+    "prompt_embeds": "encoder_hidden_states",
+    "prompt_attention_mask": "encoder_attention_mask",
+}
+
+Condition = Any  # of one sample: a dict of tensors, a prompt as text, or None for neither text nor class
+Batch = dict[str, torch.Tensor]
+Key = tuple[int, int]  # (seed, number of the stage)
+Trajectory = tuple[
+    int, list[tuple[torch.Tensor, float]], Condition
+]  # number, [(latents, time)] in random order, condition
+
+
+class ConditionEncoder(Protocol):
+    """Interface of `ClassConditions` and `TextConditions`, which combine the conditions of samples into those of a batch."""
+
+    def draw(self, generator: torch.Generator) -> Condition:
+        """Return a random condition."""
+
+    def batch(self, samples: Sequence[Condition]) -> Conditions:
+        """Return the conditions of a batch, `[B, ...]` each."""
+
+
+class Latents:
+    """Latents with their conditions, one sample per row.
+
+    Args:
+        rows: index -> mapping with `latents` `[C, (F,) h, w]` and some of `CONDITION_COLUMNS`, or a text `prompt`.
+        name: what error messages call the data.
+        identity: JSON-serializable value that identifies the data.
+
+    Raises:
+        ValueError: there are no rows, or they have no latents.
+    """
+
+    def __init__(self, rows: Any, name: str, identity: Any) -> None:
+        self.rows, self.name, self.identity = rows, name, identity
+        if not len(rows):
+            raise ValueError(f"data: got {name!r}, which is empty, expected latents.")
+        first = rows[0]
+        if "latents" not in first:
+            raise ValueError(f"data: got {name!r} with the columns {', '.join(first)}, expected 'latents' among them.")
+        self.shape = tuple(torch.as_tensor(first["latents"]).shape)
+        self.columns = tuple(column for column in (*CONDITION_COLUMNS, "prompt") if column in first)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the data, as JSON-serializable values."""
+        return {"kind": "latents", "samples": len(self.rows), "shape": list(self.shape), "source": self.identity}
+
+    def sample(self, index: int) -> tuple[torch.Tensor, Condition]:
+        """Return the latents of one sample, fp32 `[C, (F,) h, w]`, and its condition."""
+        row = self.rows[index]
+        latents = torch.as_tensor(row["latents"]).float()
+        columns = (column for column in self.columns if column in CONDITION_COLUMNS)
+        condition = {CONDITION_COLUMNS[column]: torch.as_tensor(row[column]) for column in columns}
+        return latents, condition or row.get("prompt")
+
+
+class LatentReader(Reader):
+    """Reads batches of noisy latents. Every epoch takes all samples, in a new random order.
+
+    Args:
+        source: clean latents.
+        conditions: encodes the conditions of a batch.
+        process: adds the noise.
+        stage: decides times and dropped conditions.
+        key: (seed, number of the stage).
+        state: what `state()` returned, to resume from there.
+    """
+
+    def __init__(
+        self, source: Latents, conditions: ConditionEncoder, process: NoiseProcess, stage: DiffusionStage, key: Key,
+        state: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(key, state)
+        self.source, self.conditions, self.process, self.stage = source, conditions, process, stage
+
+    def take_rows(self, count: int, rows: slice) -> Batch:
+        """Advance to the next batch, and return the rows of it that this process computes.
+
+        Args:
+            count: samples in the batch.
+            rows: which of them to return.
+
+        Returns:
+            "noisy" and "target" `[rows, C, (F,) h, w]`, "times" `[rows]` and the conditions `[rows, ...]`.
+        """
+        samples = [self._make_sample(self.next + row) for row in range(*rows.indices(count))]
+        self.next += count
+        noisy, times, conditions, targets = zip(*samples, strict=True)
+        return _collate(noisy, times, conditions, self.conditions) | {"target": torch.stack(targets)}
+
+    def _make_sample(self, number: int) -> tuple[torch.Tensor, float, Condition, torch.Tensor]:
+        latents, condition = self.source.sample(self.shuffled(number, len(self.source.rows)))
+        generator = make_generator(*self.key, number)
+        noise = torch.randn(latents.shape, generator=generator)
+        distribution = self.stage.timesteps or ("logit-normal" if self.process.is_flow else "uniform")
+        time = self.process.draw_time(generator, distribution, self.stage.shift)
+        if torch.rand((), generator=generator).item() < self.stage.drop_condition:
+            condition = None
+        noisy, target = self.process.mix(latents, noise, time)
+        return noisy, time, condition, target
+
+
+class TrajectoryReader(Reader):
+    """Reads points on trajectories that the teacher samples.
+
+    There is one trajectory per row of the batch. Its points serve as many steps as it has, in random order; then new
+    trajectories are sampled. A process samples those of its own rows only, and samples the current ones again when a run
+    resumes.
+
+    Args:
+        teacher: (transformer, scheduler).
+        shape: of the latents of one sample.
+        conditions: draws and encodes what is sampled.
+        stage: decides steps, guidance and dropped conditions.
+        key: (seed, number of the stage).
+        state: what `state()` returned, to resume from there.
+        show_bar: whether to show a progress bar while trajectories are sampled.
+    """
+
+    def __init__(
+        self, teacher: tuple[Any, Any], shape: tuple[int, ...], conditions: ConditionEncoder, stage: DiffusionStage,
+        key: Key, state: dict[str, Any] | None, show_bar: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(key, state)
+        self.teacher, self.shape, self.conditions, self.stage = teacher, shape, conditions, stage
+        self.show_bar = show_bar
+        self.round: int | None = None  # of trajectories: how many sets of them came before the current one
+        self.trajectories: list[Trajectory] = []
+
+    def take_rows(self, count: int, rows: slice) -> Batch:
+        """Advance to the next batch, and return rows of it as `LatentReader.take_rows` does, without "target"."""
+        current_round, position = divmod(self.next, self.stage.sampling_steps)
+        if current_round != self.round:
+            numbers = [current_round * count + row for row in range(*rows.indices(count))]
+            # A batch that is trained in parts may be too large to sample at once.
+            part_size = -(-len(numbers) // self.stage.grad_accum)
+            parts = [numbers[start : start + part_size] for start in range(0, len(numbers), part_size)]
+            self.trajectories = [sampled for part in parts for sampled in self._sample(part)]
+            self.round = current_round
+        self.next += 1
+        samples = []
+        for number, points, condition in self.trajectories:
+            chance = torch.rand((), generator=make_generator(*self.key, number, position)).item()
+            latents, time = points[position]
+            samples.append((latents, time, None if chance < self.stage.drop_condition else condition))
+        noisy, times, conditions = zip(*samples, strict=True)
+        return _collate(noisy, times, conditions, self.conditions)
+
+    def _sample(self, numbers: Sequence[int]) -> list[Trajectory]:
+        """Sample one trajectory for each sample number, on the teacher's device."""
+        transformer, scheduler = self.teacher
+        device = next(transformer.parameters()).device
+        generators = [make_generator(*self.key, number) for number in numbers]
+        noise = torch.stack([torch.randn(self.shape, generator=generator) for generator in generators])
+        drawn = [self.conditions.draw(generator) for generator in generators]
+        conditions, unconditional = (
+            {key: value.to(device) for key, value in self.conditions.batch(samples).items()}
+            for samples in (drawn, [None] * len(drawn))
+        )
+        device_generators = [torch.Generator(device).manual_seed(generator.initial_seed()) for generator in generators]
+        points: list[tuple[torch.Tensor, float]] = []
+        steps = self.stage.sampling_steps
+        with tqdm(total=steps, desc="teacher's trajectories", leave=False, delay=2, disable=not self.show_bar) as bar:
+
+            def keep_point(latents: torch.Tensor, time: float) -> None:
+                points.append((latents.cpu(), time))
+                bar.update()
+
+            trajectory(
+                transformer,
+                scheduler,
+                noise.to(device),
+                conditions,
+                unconditional,
+                steps=steps,
+                guidance=self.stage.guidance,
+                generators=device_generators,
+                on_step=keep_point,
+            )
+        trajectories = []
+        for row, (number, condition) in enumerate(zip(numbers, drawn, strict=True)):
+            order = numpy.random.default_rng((*self.key, number)).permutation(len(points))
+            shuffled = [(points[step][0][row], points[step][1]) for step in order]
+            trajectories.append((number, shuffled, condition))
+        return trajectories
+
+
+def _collate(
+    noisy: Sequence[torch.Tensor], times: Sequence[float], conditions: Sequence[Condition], encoder: ConditionEncoder
+) -> Batch:
+    return {"noisy": torch.stack(list(noisy)), "times": torch.tensor(times)} | encoder.batch(conditions)
+
+
+class ClassConditions:
+    """Class labels as conditions. The index after the last class stands for no label.
+
+    Args:
+        num_classes: number of classes.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+
+    def draw(self, generator: torch.Generator) -> Condition:
+        """Return a random class."""
+        return {"class_labels": torch.randint(self.num_classes, (), generator=generator)}
+
+    def batch(self, samples: Sequence[Condition]) -> Conditions:
+        """Return the labels of a batch, int64 `[B]`."""
+        labels = torch.tensor([self.num_classes if row is None else int(row["class_labels"]) for row in samples])
+        if not 0 <= labels.min() <= labels.max() <= self.num_classes:
+            raise ValueError(
+                f"data: got the classes {labels.tolist()}, expected 0 to {self.num_classes - 1} as the model has."
+            )
+        return {"class_labels": labels}
+
+
+class TextConditions:
+    """Texts as conditions, encoded by the pipeline batch by batch. The empty prompt stands for no text.
+
+    Args:
+        encode: returns the conditions of texts, `[B, ...]` each, and those of the empty prompt, `[1, ...]`.
+        prompts: texts for which trajectories are sampled.
+    """
+
+    def __init__(
+        self, encode: Callable[[list[str]], tuple[Conditions, Conditions]], prompts: Iterable[str] = ()
+    ) -> None:
+        self.encode, self.prompts = encode, list(prompts)
+        self.empty: Conditions | None = None  # known after the first call of `encode`
+
+    def draw(self, generator: torch.Generator) -> Condition:
+        """Return a random prompt."""
+        return self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
+
+    def batch(self, samples: Sequence[Condition]) -> Conditions:
+        """Return the conditions of a batch, `[B, ...]` each.
+
+        Args:
+            samples: texts, dicts of encoded conditions, or None for the empty prompt.
+        """
+        texts = [sample for sample in samples if isinstance(sample, str)]
+        encoded: Conditions = {}
+        if texts or (self.empty is None and any(sample is None for sample in samples)):
+            encoded, self.empty = self.encode(texts or [""])
+        rows: list[Conditions] = []
+        text_numbers = itertools.count()
+        for sample in samples:
+            if sample is None:
+                sample = {key: value[0] for key, value in (self.empty or {}).items()}
+            elif isinstance(sample, str):
+                number = next(text_numbers)
+                sample = {key: value[number] for key, value in encoded.items()}
+            rows.append(sample)
+        shared_keys = [key for key in rows[0] if all(key in row for row in rows)]
+        return {key: torch.stack([row[key].cpu() for row in rows]) for key in shared_keys}
+
+
+def make_generator(*key: int) -> torch.Generator:
+    """Return a random generator that is seeded by the whole numbers `key`."""
+    seed = numpy.random.SeedSequence(key).generate_state(1, numpy.uint64)[0]
+    return torch.Generator().manual_seed(int(seed >> 1))
+
+
+def open_latents(data: Any) -> Latents:
+    """Open latents in any of the forms that users have.
+
+    Args:
+        data: one of
+            - a folder of safetensors files, each with `latents` `[N, C, (F,) h, w]`, scaled as the model sees them, and
+              `class_labels` `[N]`, or `prompt_embeds` `[N, L, D]` and optionally `prompt_attention_mask` `[N, L]`;
+            - a dict of such tensors;
+            - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), or a Dataset of `datasets`, with
+              such columns, or with texts in the column `prompt`.
+
+    Raises:
+        ValueError, TypeError, ImportError: the data cannot be opened.
+    """
+    if isinstance(data, dict):
+        tensors: dict[str, Any] = {key: value.detach() for key, value in data.items()}
+        hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in tensors.items()}
+        return Latents(StackDataset(**tensors), "a dict of tensors", hashes)
+    if isinstance(data, (str, Path)):
+        path, name = check_data_path(data), str(data)
+        if path.is_dir():
+            return _open_folder(path, name)
+        return Latents(load_split(name), name, name)
+    if hasattr(data, "column_names") and hasattr(data, "__getitem__"):
+        return Latents(data, "a dataset", getattr(data, "_fingerprint", None))
+    raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset, or a dict of tensors.")
+
+
+def _open_folder(path: Path, name: str) -> Latents:
+    """Open a folder of safetensors files. They are memory-mapped, so a row is only read when it is used."""
+    files = sorted(path.rglob("*.safetensors"))
+    if not files:
+        raise ValueError(f"data: got the folder {name!r} without latents, expected .safetensors files.")
+    parts = []
+    for file in files:
+        with wrap_errors(f"data: got {str(file)!r}, expected latents that can be read"):
+            tensors: dict[str, Any] = load_file(file)
+            parts.append(StackDataset(**tensors))
+    return Latents(ConcatDataset(parts), name, identify_files(files))
+
+
+def prompt_lines(path: Path) -> list[str]:
+    """Return the lines of a text file that are not empty."""
+    return [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
+
+
+def read_prompts(data: Any) -> list[str] | None:
+    """Return the prompts in a list, or in a .txt file with one per line; None if `data` is anything else.
+
+    `ValueError` if there is no such file, no prompt, or a prompt that is not text.
+    """
+    if isinstance(data, (str, Path)) and Path(data).suffix.lower() == ".txt":
+        path = check_data_path(data)
+        if not path.is_file():
+            raise ValueError(f"data: got {str(data)!r}, which does not exist, expected a file of prompts.")
+        data = prompt_lines(path)
+    if not isinstance(data, (list, tuple)):
+        return None
+    if not data or any(not isinstance(prompt, str) for prompt in data):
+        raise ValueError(f"data: got {data!r:.80}, expected prompts, at least one, all texts.")
+    return list(data)

@@ -1,0 +1,434 @@
+"""One training run: stages, steps, states, history and record, from its folder to its result."""
+
+import dataclasses
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from ..checkpoints.file_io import read_json, write_json
+from ..checkpoints.load import summarize_error
+from ..checkpoints.provenance import describe_run
+from .recipe import CommonStage, Options
+from .run_folder import RECORD, RunFolder, identify, unreadable_state
+from .sharding import attach_wrapping_hints, evaluate_sharded, gather_weights, load_average, save_average, sharded
+from .tasks.base import DataSource, Task
+from .trainable import (
+    HALF_DTYPES,
+    find_direct_mixings,
+    get_dtypes,
+    get_saved_dtypes,
+    parameter_groups,
+    set_dtypes,
+    set_trainable,
+)
+
+logger = logging.getLogger("mhla_hf")
+Sums = dict[str, torch.Tensor]  # what is logged, by name: scalars on the device, summed since the last entry
+
+
+class Run:
+    """One call of `distill`, from its folder to its record.
+
+    Attributes:
+        progress: the state that the loop itself keeps, saved as progress.json:
+            - "stage": number of the current stage, 0-based;
+            - "step", "total": optimizer steps done in this stage, and in the run;
+            - "tokens", "images" or "samples": units processed;
+            - "seconds": time spent in steps;
+            - "resumed": how often the run was resumed;
+            - "reader": state of the data reader;
+            - "history": what was logged, one entry every `log_every` steps;
+            - "sums", "since": sums of losses that are not logged yet, and the number of steps in them.
+    """
+
+    def __init__(
+        self, accelerator: Any, task: Task, source: DataSource, stages: Sequence[CommonStage], options: Options, seed: int,
+        folder: RunFolder, progress: bool, command: str | None,
+    ) -> None:  # fmt: skip
+        self.accelerator, self.task, self.source, self.stages = accelerator, task, source, stages
+        self.options, self.seed, self.folder, self.command = options, seed, folder, command
+        self.student, self.teacher = task.student, task.teacher
+        self.is_main = accelerator.is_main_process
+        self.interrupt = Interrupt()
+        self.average: Any = None  # of the weights, in a stage with ema
+        self.reports = progress and self.is_main
+        self.show_bars = self.reports and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+        task.show_bars = self.show_bars
+        task.has_weights = self.is_main or not accelerator.is_fsdp2
+        self.total_steps = sum(stage.steps for stage in stages)
+        self.progress: dict[str, Any] = {
+            "stage": 0,
+            "step": 0,
+            "total": 0,
+            task.unit: 0,
+            "seconds": 0.0,
+            "resumed": 0,
+            "reader": None,
+            "sums": {},
+            "since": 0,
+            "history": [],
+        }
+
+    def execute(self) -> Any:
+        """Do the run: check or resume the folder, train, and save. Returns what `distill` returns."""
+        from accelerate.utils import broadcast_object_list
+
+        dtypes = get_dtypes(self.student)
+        save_dtype = self.options.save_dtype
+        saved_dtypes = get_saved_dtypes(self.student, getattr(torch, save_dtype) if save_dtype else None)
+        identity = broadcast_object_list([self._identity() if self.is_main else None])[0]  # others may lack the weights
+        latest = self.folder.find(identity, self.student)
+        self.accelerator.wait_for_everyone()
+        if self.is_main:
+            self.folder.clear() if latest == "finished" else self.folder.begin()
+        self.accelerator.wait_for_everyone()
+        if latest == "finished":
+            set_dtypes(self.student, saved_dtypes)
+            self.task.load(self.folder.out)
+            self._report(f"{self.folder.out} is finished already: nothing to do")
+            return self.task.returned
+        requires_grad = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
+        was_training = self.student.training
+        try:
+            with self.interrupt:
+                training_dtypes = {name: torch.float32 for name, dtype in dtypes.items() if dtype in HALF_DTYPES}
+                set_dtypes(self.student, training_dtypes, self.task.has_weights)
+                self._train(latest, requires_grad)
+                set_dtypes(self.student, saved_dtypes)
+                self._save_result()
+                dtypes = saved_dtypes
+        finally:
+            set_dtypes(self.student, dtypes)
+            for parameter, flag in requires_grad.items():
+                parameter.requires_grad_(flag)
+            self.student.train(was_training)
+            self.folder.lock.release()
+        return self.task.returned
+
+    def _train(self, latest: Path | None, requires_grad: Mapping[nn.Parameter, bool]) -> None:
+        """Train all stages, or those that remain after the state `latest`."""
+        import accelerate
+
+        if latest is not None:
+            damage = self.folder.find_damage(latest) if self.is_main else ""
+            if damage := accelerate.utils.broadcast_object_list([damage])[0]:
+                raise unreadable_state(latest, damage)
+            self.progress = read_json(latest / "progress.json") or {}
+            self.progress["resumed"] += 1
+            self._report(f"resuming from step {self.progress['total']} of {self.total_steps} ({latest})")
+        accelerate.utils.set_seed(self.seed, device_specific=True)
+        if self.options.tracker:
+            tensorboard_options = {"purge_step": self.progress["total"] + 1}
+            self.accelerator.init_trackers("runs", init_kwargs={"tensorboard": tensorboard_options})
+        self.student.train()
+        if self.options.gradient_checkpointing:
+            self.task.set_gradient_checkpointing(True)
+        try:
+            for number in range(self.progress["stage"], len(self.stages)):
+                stage = self.stages[number]
+                with self.task.prepare(stage):
+                    set_trainable(self.student, stage, requires_grad)
+                    with sharded(self.accelerator, self.task, stage.needs_teacher):
+                        self._train_stage(number, latest)
+                latest = None
+        finally:
+            for tracker in self.accelerator.trackers:  # end_training would also destroy the process group
+                tracker.finish()
+            if self.options.gradient_checkpointing:
+                self.task.set_gradient_checkpointing(False)
+
+    def _train_stage(self, number: int, latest: Path | None) -> None:
+        """Train one stage, from its start or from the state `latest`, to its end, which is saved."""
+        stage, accelerator, progress = self.stages[number], self.accelerator, self.progress
+        accelerator.free_memory()
+        groups, betas = parameter_groups(self.task.student, stage), (stage.beta1, stage.beta2)
+        optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
+        objective = self.task.objective(stage)
+        if accelerator.is_fsdp2:
+            attach_wrapping_hints(accelerator, objective, objective.student, objective.student)
+        objective, optimizer = accelerator.prepare(objective, optimizer)
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.average = self._make_average(trained, stage)
+        if latest is None:
+            progress.update(stage=number, step=0, sums={}, since=0)
+        else:
+            self._restore(latest)
+        reader = self.task.reader(self.source, stage, number, self.seed, progress["reader"])
+        sums = {key: torch.tensor(value, device=accelerator.device) for key, value in progress["sums"].items()}
+        direct_mixings = find_direct_mixings(self.task.student)
+        label = f"{stage.name} ({number + 1}/{len(self.stages)})"
+        bar = tqdm(total=stage.steps, initial=progress["step"], desc=label, unit="step", disable=not self.show_bars)
+        last_time = time.monotonic()
+        try:
+            while progress["step"] < stage.steps:
+                grad_norm = self._step(objective, optimizer, trained, reader, stage, sums)
+                for mixing in direct_mixings:
+                    mixing.data.clamp_(min=0.0)
+                if self.average:
+                    self.average.step(trained)
+                last_time = self._count_step(stage, last_time)
+                bar.update()
+                stop = self.interrupt.requested and accelerator.num_processes == 1
+                is_last = progress["step"] == stage.steps
+                if is_last or progress["step"] % self.options.log_every == 0:
+                    stop = self._log(stage, sums, grad_norm, optimizer.param_groups[-1]["lr"], bar)
+                    sums.clear()
+                if is_last or stop or progress["step"] % self.options.save_every == 0:
+                    self._save_state(reader, sums, grad_norm, stage)
+                if stop and progress["total"] < self.total_steps:
+                    step = f"step {progress['total']} of {self.total_steps}, saved in {self.folder.state}"
+                    raise KeyboardInterrupt(f"stopped after {step}; the same command resumes the run")
+            progress["reader"] = reader.handover()
+            if self.average:
+                self.average.copy_to(trained)
+            if accelerator.is_fsdp2:
+                gather_weights(accelerator, objective, self.student)
+        finally:
+            bar.close()
+            reader.close()
+
+    def _make_average(self, trained: Sequence[nn.Parameter], stage: CommonStage) -> Any:
+        if not stage.ema:
+            return None
+        from diffusers.training_utils import EMAModel
+
+        return EMAModel(trained, decay=stage.ema)
+
+    def _restore(self, latest: Path) -> None:
+        """Load weights, optimizer, average and, if the number of processes is the same, random generators from a state."""
+        from accelerate.utils import load
+
+        try:
+            self.accelerator.load_state(str(latest))
+            processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+            if self.progress.get("processes", processes) == processes:
+                random_states = load(latest / f"random_states_{rank}.pkl")  # load_state would ignore a bad file
+                if not torch.equal(random_states["torch_manual_seed"], torch.get_rng_state()):
+                    raise ValueError("its random states do not fit these versions")
+            if self.average:
+                load_average(self.accelerator, self.average, latest)
+        except Exception as error:  # a damaged file can raise anything
+            raise unreadable_state(latest, summarize_error(error)) from error
+
+    def _step(
+        self,
+        objective: Any,
+        optimizer: Any,
+        trained: Sequence[nn.Parameter],
+        reader: Any,
+        stage: CommonStage,
+        sums: Sums,
+    ) -> torch.Tensor | None:
+        """Do one optimizer step.
+
+        Args:
+            objective: the prepared `Objective`.
+            optimizer: the prepared optimizer of `trained`.
+            trained: all trained parameters.
+            reader: reads the stage's batches.
+            stage: the current stage.
+            sums: what the objective logs is added to it.
+
+        Returns:
+            the norm of the gradient before clipping, or None without clipping.
+        """
+        accelerator, grad_norm = self.accelerator, None
+        for group in optimizer.param_groups:
+            group["lr"] = group["top_lr"] * stage.lr_factor(self.progress["step"])
+        processes, rank = accelerator.num_processes, accelerator.process_index
+        rows_per_process = stage.batch_size // processes
+        rows = slice(rank * rows_per_process, (rank + 1) * rows_per_process)
+        tensors, weights = self.task.take(reader, stage, rows)
+        weights = tuple(processes * weight for weight in weights)
+        parts = list(zip(*(tensor.chunk(stage.grad_accum) for tensor in tensors), strict=True))
+        for part in parts:
+            # Without synchronization FSDP would keep the gradients of all earlier parts unsharded.
+            synchronize = part is parts[-1] or accelerator.is_fsdp2
+            with nullcontext() if synchronize else accelerator.no_sync(objective):
+                with accelerator.autocast():
+                    loss, logs = objective(*(tensor.to(accelerator.device) for tensor in part), *weights)
+                accelerator.backward(loss)
+            for key, value in logs.items():
+                sums[key] = sums[key] + value if key in sums else value
+        if stage.max_grad_norm:
+            # Accelerate recognizes an FSDP model by the list of all of its parameters.
+            clipped = list(objective.parameters()) if accelerator.is_fsdp2 else trained
+            grad_norm = accelerator.clip_grad_norm_(clipped, stage.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return grad_norm
+
+    def _count_step(self, stage: CommonStage, last_time: float) -> float:
+        """Count a step and the seconds since `last_time`; return the current time."""
+        now = time.monotonic()
+        self.progress["step"] += 1
+        self.progress["total"] += 1
+        self.progress["since"] += 1
+        self.progress[self.task.unit] += self.task.units_per_step(stage)
+        self.progress["seconds"] += now - last_time
+        return now
+
+    def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
+        """Log an entry of the history, and return whether any process was asked to stop. Synchronizes with the device."""
+        progress, unit, device = self.progress, self.task.unit, self.accelerator.device
+        requested = torch.tensor(float(self.interrupt.requested), device=device)
+        *means, requests = self.accelerator.reduce(torch.stack([*sums.values(), requested]), reduction="mean").tolist()
+        entry = {"stage": stage.name, "step": progress["step"], "total": progress["total"], unit: progress[unit]}
+        for key, mean in zip(sums, means, strict=True):
+            entry[key] = mean / progress["since"]
+        entry["lr"] = lr
+        entry["seconds"] = round(progress["seconds"], 3)
+        if grad_norm is not None:
+            entry["grad_norm"] = float(grad_norm)
+        self._check_finite(stage, entry["loss"], grad_norm)
+        if self.accelerator.is_fsdp2:
+            entry.update(evaluate_sharded(self.accelerator, self.task))
+        elif self.is_main:
+            entry.update(self.task.evaluate())
+        progress["history"].append(entry)
+        progress["since"] = 0
+        tracked = (key for key in (*sums, "lr", "grad_norm") if key in entry)
+        self.accelerator.log({f"{stage.name}/{key}": entry[key] for key in tracked}, step=progress["total"])
+        units_per_second = progress[unit] / max(progress["seconds"], 1e-9)
+        shown = {"loss": f"{entry['loss']:.4g}", f"{unit}/s": f"{units_per_second:,.0f}"}
+        bar.set_postfix(shown, refresh=False)
+        if not self.show_bars:
+            label = f"{stage.name} ({progress['stage'] + 1}/{len(self.stages)})"
+            values = ", ".join(f"{name} {value}" for name, value in shown.items())
+            self._report(f"{label}: step {progress['step']} of {stage.steps}, {values}")
+        return requests > 0
+
+    def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
+        norm = 0.0 if grad_norm is None else float(grad_norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise ValueError(
+                f"lr: got {stage.lr}, with which loss {loss} and gradient norm {norm} are not finite in stage "
+                f"{stage.name!r} by step {self.progress['step']}, expected a smaller lr."
+            )
+
+    def _save_state(self, reader: Any, sums: Sums, grad_norm: torch.Tensor | None, stage: CommonStage) -> None:
+        """Write a state from which the run can resume."""
+        from accelerate.utils import broadcast_object_list
+
+        progress, accelerator = self.progress, self.accelerator
+        progress["reader"] = reader.state()
+        progress["processes"] = accelerator.num_processes
+        progress["sums"] = {key: accelerator.reduce(value, reduction="mean").item() for key, value in sums.items()}
+        self._check_finite(stage, progress["sums"].get("loss", 0.0), grad_norm)
+        with self.folder.new_state(progress["total"]) if self.is_main else nullcontext() as main_folder:
+            (state,) = broadcast_object_list([main_folder])
+            accelerator.save_state(str(state), safe_serialization=False)
+            accelerator.wait_for_everyone()
+            if self.average:
+                save_average(accelerator, self.average, state)
+            if self.is_main:
+                write_json(state / "progress.json", progress)
+        accelerator.wait_for_everyone()
+
+    def _save_result(self) -> None:
+        """Write the trained model with all that belongs to it, and the record."""
+        self.accelerator.wait_for_everyone()
+        if self.is_main:
+            with self.folder.result() as temporary:
+                self.task.save(temporary)
+                write_json(temporary / RECORD, self._record())
+            steps, seconds = self.progress["total"], self.progress["seconds"]
+            self._report(f"{self.folder.out} is finished: {steps} steps in {seconds:.0f} s")
+        self.accelerator.wait_for_everyone()
+
+    def _record(self) -> dict[str, Any]:
+        """Return the content of train.json."""
+        progress, unit = self.progress, self.task.unit
+        return {
+            "format_version": 1,
+            "seed": self.folder.identity["seed"],
+            "mixed_precision": self.folder.identity["mixed_precision"],
+            "processes": self.accelerator.num_processes,
+            "task": self.task.name,
+            "student": type(self.student).__name__,
+            "parameters": self.student.num_parameters(),
+            "teacher": self.teacher and _public_name(getattr(self.teacher.config, "_name_or_path", None)),
+            "stages": self._stage_records(),
+            "steps": progress["total"],
+            unit: progress[unit],
+            "resumed": progress["resumed"],
+            "history": progress["history"],
+            "seconds": round(progress["seconds"], 3),
+            "data": self.source.describe() | {"name": _public_name(self.source.name)},
+            "gradient_checkpointing": self.options.gradient_checkpointing,
+            **describe_run(self.command, self.accelerator.device),
+            "fingerprint": self.folder.identity,
+        }
+
+    def _stage_records(self) -> list[dict[str, Any]]:
+        records, previous_seconds = [], 0.0
+        for stage in self.stages:
+            entries = [entry for entry in self.progress["history"] if entry["stage"] == stage.name]
+            record = dataclasses.asdict(stage)
+            record[self.task.unit] = stage.steps * self.task.units_per_step(stage)
+            record["seconds"] = round(entries[-1]["seconds"] - previous_seconds, 3)
+            record["first_loss"] = entries[0]["loss"]
+            record["last_loss"] = entries[-1]["loss"]
+            records.append(record)
+            previous_seconds = entries[-1]["seconds"]
+        return records
+
+    def _identity(self) -> dict[str, Any]:
+        """Return all that determines the trained weights. The first entry that differs is the one that an error names."""
+        needs_teacher = any(stage.needs_teacher for stage in self.stages)
+        frozen = [name for name, parameter in self.student.named_parameters() if not parameter.requires_grad]
+        return {
+            "seed": self.seed,
+            "mixed_precision": self.accelerator.mixed_precision,
+            "save_dtype": self.options.save_dtype,
+            "sharded": self.accelerator.is_fsdp2 or None,
+            "stages": [dataclasses.asdict(stage) for stage in self.stages],
+            "data": self.source.describe(),
+            "student": identify(self.student, frozen),
+            "teacher": identify(self.teacher) if needs_teacher else None,
+        }
+
+    def _report(self, text: str) -> None:
+        """Print a message once: to the log if its level shows it, else to stderr."""
+        if self.is_main and logger.isEnabledFor(logging.INFO):
+            logger.info(text)
+        elif self.reports:
+            tqdm.write(text, file=sys.stderr)
+
+
+class Interrupt:
+    """Context manager that defers the first Ctrl-C by setting `requested`, so that a step can finish; the second raises."""
+
+    requested = False
+
+    def __enter__(self) -> None:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self.previous_handler = signal.signal(signal.SIGINT, self._handle) if in_main_thread else None
+
+    def __exit__(self, error_type: type[BaseException] | None, _error: Any, _traceback: Any) -> None:
+        if self.previous_handler is not None:  # SIG_DFL is 0
+            signal.signal(signal.SIGINT, self.previous_handler)
+        if self.requested and error_type is None:
+            raise KeyboardInterrupt("stopped; the run had just finished and is saved")
+
+    def _handle(self, _number: int, _frame: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt("stopped at once; the same command resumes from the last saved state")
+        self.requested = True
+
+
+def _public_name(name: str | None) -> str | None:
+    """Return a Hub id as it is, and only the last part of a local path, since records are published."""
+    return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name

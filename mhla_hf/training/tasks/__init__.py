@@ -1,0 +1,36 @@
+"""One task per kind of model, and `find_task`, which selects the task of a given model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...convert.families import family_of, is_of_diffusers
+from ...models.families import ENCODERS
+from .base import Task
+from .diffusion import DiffusionTask
+from .encoders import EncoderTask
+from .images import ImageTask
+from .language import LanguageTask
+
+
+def find_task(student: Any, teacher: Any, options: Mapping[str, Any]) -> Task:
+    """Return the task that trains `student`.
+
+    Args:
+        student: as for `distill`.
+        teacher: as for `distill`.
+        options: arguments of the task, such as a tokenizer.
+
+    Raises:
+        TypeError: the task has no such option.
+    """
+    return _task_type(student)(student, teacher, **options)
+
+
+def _task_type(student: Any) -> type[Task]:
+    if is_of_diffusers(student):
+        return DiffusionTask
+    if getattr(student, "main_input_name", None) == "pixel_values":
+        return ImageTask
+    if family_of(student) in ENCODERS:
+        return EncoderTask
+    return LanguageTask

@@ -1,0 +1,96 @@
+"""The task of text encoders: their data, sequences with special tokens, and losses against the original's embeddings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...checkpoints.save import write_files
+from ...data import Reader, open_text, special_tokens, with_special_tokens
+from ...models.encoder_attention import first_position
+from ..recipe import EncoderStage
+from .base import LossAndLogs, Objective, Task
+
+
+class EncoderObjective(Objective):
+    """A text encoder with the loss "transfer" or "embeddings", see `EncoderStage`."""
+
+    def forward(self, ids: torch.Tensor, sequence_weight: float) -> LossAndLogs:
+        """Return the loss of a part of a batch, and what is logged.
+
+        Args:
+            ids: int64 `[B, L]`.
+            sequence_weight: 1 / number of sequences in the whole batch.
+        """
+        if self.stage.loss == "transfer":
+            loss = sequence_weight * self.attention_transfer_loss(lambda: self.teacher.base_model(input_ids=ids))
+            return loss, {"loss": loss.detach()}
+        with torch.no_grad():
+            target = self.teacher.base_model(input_ids=ids).last_hidden_state.float()
+        output = self.student.base_model(input_ids=ids).last_hidden_state.float()
+        tokens = 1 - F.cosine_similarity(output, target, dim=-1).mean(1)
+        first = 1 - F.cosine_similarity(output[:, 0], target[:, 0], dim=-1)
+        pooled = 1 - F.cosine_similarity(output.mean(1), target.mean(1), dim=-1)
+        loss = sequence_weight * (tokens + first + pooled).sum()
+        return loss, {"loss": loss.detach(), "pooled": sequence_weight * pooled.sum().detach()}
+
+
+class EncoderTask(Task[EncoderStage]):
+    """The task of a text encoder of transformers. Only its body is trained, whatever head it has.
+
+    Args:
+        student: as for `distill`.
+        teacher: as for `distill`.
+        tokenizer: of transformers; required for data that are text, and saved with the model.
+        text_field: the column of a dataset that holds the text.
+        files: further files to save with the model, as `checkpoints.save.read_sentence_files` returns them.
+    """
+
+    name = "encoders"
+    objective_type = EncoderObjective
+    unit = "tokens"
+    expected_model = "a text encoder of transformers"
+    equal_sizes = (("embeddings", "hidden_size"), ("transfer", "hidden_size"))
+
+    def __init__(
+        self, student: Any, teacher: Any, tokenizer: Any = None, text_field: str = "text", files: Any = ()
+    ) -> None:
+        super().__init__(student, teacher)
+        self.preprocessor, self.text_field, self.files = tokenizer, text_field, files
+
+    def open(self, data: Any, stages: Sequence[EncoderStage]) -> Any:
+        """Open text in any form of `open_text`; sequences leave room for the tokenizer's special tokens."""
+        tokenizer = self.preprocessor
+        self.special_tokens = special_tokens(tokenizer)
+        num_special = sum(map(len, self.special_tokens))
+        vocab_size = self.student.get_input_embeddings().weight.shape[0]
+        source = open_text(data, tokenizer, text_field=self.text_field, vocab_size=vocab_size)
+        limit = self.student.config.max_position_embeddings - first_position(self.student.base_model)
+        for stage in stages:
+            if not num_special < stage.seq_len <= limit:
+                raise ValueError(
+                    f"seq_len: got {stage.seq_len} in stage {stage.name!r}, expected "
+                    f"more than {num_special} tokens and at most the {limit} positions of the student."
+                )
+            source.reader(stage.seq_len - num_special, 0, 0).take(1)  # fails now if the text is too short
+        return source
+
+    def reader(self, source: Any, stage: EncoderStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
+        """Return a reader of sequences without special tokens."""
+        num_special = sum(map(len, self.special_tokens))
+        return source.reader(stage.seq_len - num_special, seed, number, state)
+
+    def take(self, reader: Any, stage: EncoderStage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+        """Return the arguments of `EncoderObjective.forward`, with special tokens."""
+        ids = reader.take(stage.batch_size)[0][rows]
+        return (with_special_tokens(ids, self.special_tokens),), (1 / stage.batch_size,)
+
+    def units_per_step(self, stage: EncoderStage) -> int:
+        """Return the number of tokens, including special ones."""
+        return stage.batch_size * stage.seq_len
+
+    def save(self, folder: Any) -> None:
+        """Save as every task, and the further files."""
+        super().save(folder)
+        write_files(folder, self.files)

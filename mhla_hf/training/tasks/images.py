@@ -1,0 +1,147 @@
+"""The task of image models: classifiers learn from labels, a teacher's logits, or both; vision towers from its features."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import ViTImageProcessorPil
+
+from ...data import Reader
+from ...models.grid_attention import pass_grid
+from ..datasets.images import ImageReader, LabeledImages, open_images, output_size, top1_accuracy
+from ..recipe import ImageStage
+from .base import LossAndLogs, Objective, Task, relative_error
+
+
+def is_classifier(model: Any) -> bool:
+    """Return whether a model computes logits over classes of images."""
+    return "ForImageClassification" in type(model).__name__
+
+
+def get_tower(model: Any) -> Any:
+    """Return the body of a classifier, and any other model as it is.
+
+    Some vision towers have a `base_model` too, but one without the embeddings.
+    """
+    return model.base_model if is_classifier(model) else model
+
+
+class ImageObjective(Objective):
+    """An image model with the loss "labels", "logits", "features" or "transfer", see `ImageStage`."""
+
+    def forward(self, pixels: torch.Tensor, targets: torch.Tensor, image_weight: float) -> LossAndLogs:
+        """Return the loss of a part of a batch, and what is logged.
+
+        Args:
+            pixels: `[B, C, H, W]`.
+            targets: `[B, classes]`, class probabilities.
+            image_weight: 1 / number of images in the whole batch.
+        """
+        teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
+        if self.stage.loss == "transfer":
+            run_teacher = lambda: get_tower(self.teacher)(pixel_values=teacher_pixels)  # noqa: E731
+            loss = self.attention_transfer_loss(run_teacher, self._attention_caller(pixels)) * image_weight
+            return loss, {"loss": loss.detach()}
+        if self.stage.loss == "features":
+            with torch.no_grad():
+                target = get_tower(self.teacher)(pixel_values=teacher_pixels).last_hidden_state
+            output = get_tower(self.student)(pixel_values=pixels).last_hidden_state
+            loss = relative_error(output, target) * image_weight
+            return loss, {"loss": loss.detach()}
+        logs: dict[str, torch.Tensor] = {}
+        total: Any = 0.0
+        logits = self.student(pixel_values=pixels).logits.float()
+        if self.stage.reads_labels:
+            ce = F.cross_entropy(logits, targets, reduction="sum") * image_weight
+            accuracy = (logits.argmax(-1) == targets.argmax(-1)).sum() * image_weight
+            total = ce if self.stage.loss == "labels" else self.stage.ce_weight * ce
+            logs = {"ce": ce.detach(), "accuracy": accuracy.detach()}
+        if self.stage.loss == "logits":
+            with torch.no_grad():
+                teacher_logits = self.teacher(pixel_values=teacher_pixels).logits.float()
+            temperature = self.stage.temperature
+            log_q, log_p = ((x / temperature).log_softmax(-1) for x in (logits, teacher_logits))
+            kl = F.kl_div(log_q, log_p, reduction="sum", log_target=True) * temperature**2 * image_weight
+            total = kl + total
+            logs["kl"] = kl.detach()
+        return total, {"loss": total.detach(), **logs}
+
+    def _attention_caller(self, pixels: torch.Tensor) -> Callable[..., Any]:
+        """Return a function that calls the student's attention with the grid of tokens, which a teacher does not pass."""
+        grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
+
+        def call_attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
+            if "mhla_grid" in inspect.signature(attention.forward).parameters:  # of models from scratch
+                kwargs["mhla_grid"] = grid
+            return attention(*args, **kwargs)
+
+        return call_attention
+
+
+class ImageTask(Task[ImageStage]):
+    """The task of an image classifier or a vision tower of transformers.
+
+    Args:
+        student: as for `distill`.
+        teacher: as for `distill`.
+        processor: its image processor, saved with the model; None: the model's own, which classifiers from scratch have.
+        test: labeled images, as `open_images` takes them, on which the accuracy is logged as "test_accuracy".
+    """
+
+    name = "images"
+    objective_type = ImageObjective
+    unit = "images"
+    expected_model = "an image classifier or a vision tower of transformers"
+    equal_sizes = (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size"))
+
+    def __init__(self, student: Any, teacher: Any, processor: Any = None, test: Any = None) -> None:
+        super().__init__(student, teacher)
+        self.preprocessor, self.test = processor, test
+        self.test_images: LabeledImages | None = None
+
+    def check(self, stages: Sequence[ImageStage]) -> None:
+        """Check as every task, that models are classifiers where needed, and that the processor fits the student."""
+        super().check(stages)
+        losses = {stage.loss for stage in stages}
+        if losses & {"logits", "labels"} or self.test is not None:
+            self._check_classifier("student", self.student)
+        if "logits" in losses:
+            self._check_classifier("teacher", self.teacher)
+        config = self.student.config
+        if self.preprocessor is None and not hasattr(config, "preprocessing"):
+            raise ValueError(f"processor: got None for {type(self.student).__name__}, expected its image processor.")
+        self.processor = self.preprocessor or ViTImageProcessorPil.from_dict(config.preprocessing())
+        self.channels = getattr(config, "num_channels", 3)
+        output_size(self.processor, self.channels)
+
+    def _check_classifier(self, argument: str, model: Any) -> None:
+        if not is_classifier(model):
+            raise ValueError(f"{argument}: got {type(model).__name__}, expected an image classifier.")
+
+    def open(self, data: Any, stages: Sequence[ImageStage]) -> LabeledImages:
+        """Open labeled images, see `open_images`, with the student's class numbers; any images if no loss reads labels."""
+        config = self.student.config
+        reads_labels = any(stage.reads_labels for stage in stages)
+        images = open_images(data)
+        if self.test is not None:
+            test_images = open_images(self.test, split="test")
+            if test_images.class_names and reads_labels and images.class_names:
+                test_images = test_images.renumber_as(images.class_names, images.name)
+            self.test_images = test_images.renumber_for(config, "test")
+        self.num_classes = config.num_labels if reads_labels else 1
+        if reads_labels:
+            return images.renumber_for(config)
+        no_labels = torch.zeros(len(images))
+        return LabeledImages(images.items, no_labels, images.name, identity=images.describe()["sha256"])
+
+    def reader(self, source: Any, stage: ImageStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
+        """Return a reader of augmented images."""
+        return ImageReader(source, stage, (seed, number), self.processor, self.channels, self.num_classes, state)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the accuracy on the test images, if there are any."""
+        if self.test_images is None:
+            return {}
+        return {"test_accuracy": top1_accuracy(self.student, self.test_images, self.processor)}

@@ -1,0 +1,226 @@
+"""The task of causal language models: their data, text cut into sequences of full length, and their losses."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...data import Reader, max_positions, open_text
+from ..output_head import OutputHead, find_head, run_body, sum_in_chunks
+from ..recipe import Stage
+from ..teach import RECORD, TaughtText, most_likely_tokens
+from .base import LossAndLogs, Objective, Task
+
+logger = logging.getLogger("mhla_hf")
+IGNORED_LABEL = -100
+MIN_REST = 1e-8  # smallest probability of all tokens that are not among the most likely ones, for its logarithm
+
+Heads = tuple[OutputHead | None, OutputHead | None]
+Tensors = Sequence[torch.Tensor]
+
+
+class LanguageObjective(Objective):
+    """A causal language model with the loss "transfer", "logits", "stored" or "lm", see `Stage`."""
+
+    heads: Heads | None = None  # of student and teacher, once `_find_heads` has looked for them
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, *rest: Any) -> LossAndLogs:
+        """Return the loss of a part of a batch, and what is logged.
+
+        Args:
+            ids: int64 `[B, L]`.
+            labels: int64 `[B, L]`, not shifted; -100 marks tokens without a loss.
+            *rest: with "stored", the teacher's most likely tokens, int64 `[B, L, k]`, and their log-probabilities
+                `[B, L, k]`; then 1 / number of predicted tokens and 1 / number of sequences in the whole batch.
+        """
+        *stored, token_weight, sequence_weight = rest
+        if self.stage.loss == "transfer":
+            loss = sequence_weight * self.attention_transfer_loss(
+                lambda: self.teacher.base_model(input_ids=ids, use_cache=False), _call_without_mask
+            )
+            return loss, {"loss": loss.detach()}
+        student_head, teacher_head = self._find_heads(ids)
+        teacher_values: Tensors = [x.flatten(0, 1) for x in stored]
+        to_targets = None
+        if self.stage.loss == "logits":
+            with torch.no_grad():
+                teacher_values = [_run(self.teacher, teacher_head, ids)[1].flatten(0, 1)]
+            to_targets = self._teacher_targets(teacher_head)
+        output, hidden = _run(self.student, student_head, ids)
+        targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED_LABEL)], dim=1).flatten()
+        sums = next_token_loss(
+            hidden.flatten(0, 1),
+            targets,
+            teacher_values,
+            temperature=self.stage.temperature,
+            ce_weight=self.stage.ce_weight if teacher_values else 1.0,
+            head=student_head,
+            to_teacher_targets=to_targets,
+        )
+        loss, kl, ce = sums * token_weight
+        logs = {"ce": ce.detach()}
+        if teacher_values:
+            logs["kl"] = kl.detach()
+        if getattr(output, "aux_loss", None) is not None:  # balances experts; a mean over the part of the batch
+            loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * sequence_weight)
+        return loss, {"loss": loss.detach(), **logs}
+
+    def _teacher_targets(self, head: OutputHead | None) -> Callable[[torch.Tensor], Tensors]:
+        """Return a function that turns the teacher's hidden states, or without a head its logits, into targets."""
+        top_k = self.stage.top_k
+
+        def to_targets(x: torch.Tensor) -> Tensors:
+            logits = x if head is None else head(x)
+            return most_likely_tokens(logits, top_k) if top_k else [logits]
+
+        return to_targets
+
+    def _find_heads(self, ids: torch.Tensor) -> Heads:
+        """Return the heads of student and teacher if both can be separated, else (None, None). Log the choice once."""
+        if self.heads is None:
+            models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
+            found = [find_head(model, ids) for model in models]
+            heads = [head for head in found if isinstance(head, OutputHead)]
+            reasons = [
+                f"{type(model).__name__}: {reason}"
+                for model, reason in zip(models, found, strict=True)
+                if isinstance(reason, str)
+            ]
+            method = f"from the logits of whole batches. {'; '.join(reasons)}" if reasons else "in chunks of tokens"
+            logger.info("stage %r: computes its loss %s", self.stage.name, method)
+            self.heads = (None, None) if reasons else (heads[0], heads[-1])
+        return self.heads
+
+
+def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call MHLA attention without the mask, which is made for the teacher's attention. Sequences have no padding."""
+    return attention(*args, **{**kwargs, "attention_mask": None})
+
+
+def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Run a model; return its output, and the input of `head`, or without a head its logits."""
+    if head is not None:
+        return run_body(model, head, ids)
+    output = model(input_ids=ids, use_cache=False)
+    return output, output.logits
+
+
+def next_token_loss(
+    student: torch.Tensor, targets: torch.Tensor, teacher: Tensors = (), *, temperature: float = 1.0,
+    ce_weight: float = 0.0, head: OutputHead | None = None,
+    to_teacher_targets: Callable[..., Tensors] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the sums over tokens of the distillation loss, its KL divergence and its cross-entropy.
+
+    The loss is T^2 * KL(teacher / T || student / T) + ce_weight * cross-entropy. It is computed in chunks of tokens, so that
+    nothing of the size of all logits is allocated, apart from the logits themselves if there is no `head`.
+
+    Args:
+        student: `[N, width]`, the hidden states that `head` reads; without a head, the logits `[N, vocab]`.
+        targets: int64 `[N]`; -100 marks tokens without a loss.
+        teacher: the teacher's logits `[N, vocab]`; or its most likely tokens, int64 `[N, k]`, and their log-probabilities
+            `[N, k]`, where all other tokens count as one; or nothing, and the KL divergence is 0.
+        temperature: T.
+        ce_weight: weight of the cross-entropy.
+        head: the student's output head, or None.
+        to_teacher_targets: computes what is described under `teacher` from the rows of a chunk, if `teacher` is something
+            else, such as hidden states.
+
+    Returns:
+        `[3]`, fp32: loss, KL divergence and cross-entropy. Only the loss has a gradient.
+    """
+
+    def chunk_loss(logits: torch.Tensor, chunk_targets: torch.Tensor, *chunk_teacher: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            teacher_targets = to_teacher_targets(*chunk_teacher) if to_teacher_targets else chunk_teacher
+        kl, ce = _kl_and_cross_entropy(logits, chunk_targets, teacher_targets, temperature)
+        return torch.stack([kl + ce_weight * ce, kl, ce])
+
+    return sum_in_chunks(student, head, chunk_loss, (targets, *teacher))
+
+
+def _kl_and_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, teacher: Tensors, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return T^2 * KL and the cross-entropy, summed over the tokens with a target; arguments as in `next_token_loss`."""
+    log_q = logits.float().log_softmax(-1)
+    ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=IGNORED_LABEL)
+    if len(teacher) == 1:
+        if temperature != 1:
+            log_q = (logits.float() / temperature).log_softmax(-1)
+        log_p = (teacher[0].float() / temperature).log_softmax(-1)
+        kl = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
+    elif teacher:
+        tokens, log_p = teacher[0].long(), teacher[1].float()
+        log_q = log_q.gather(-1, tokens)
+        p, q = log_p.exp(), log_q.exp()
+        rest_p, rest_q = ((1 - x.sum(-1)).clamp_min(MIN_REST) for x in (p, q))
+        kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
+    else:
+        kl = torch.zeros_like(log_q[:, 0])
+    return (kl * (targets != IGNORED_LABEL)).sum(), ce
+
+
+class LanguageTask(Task[Stage]):
+    """The task of a causal language model of transformers.
+
+    Args:
+        student: as for `distill`.
+        teacher: as for `distill`.
+        tokenizer: of transformers; required for data that are text, and saved with the model.
+        text_field: the column of a dataset that holds the text.
+    """
+
+    name = "language"
+    objective_type = LanguageObjective
+    unit = "tokens"
+    expected_model = "a causal language model of transformers"
+    equal_sizes = (("logits", "vocab_size"), ("transfer", "hidden_size"))
+
+    def __init__(self, student: Any, teacher: Any, tokenizer: Any = None, text_field: str = "text") -> None:
+        super().__init__(student, teacher)
+        self.preprocessor, self.text_field = tokenizer, text_field
+
+    def check(self, stages: Sequence[Stage]) -> None:
+        """Check as every task, and that the student has an output head, unlike bodies and classifiers."""
+        head = getattr(self.student, "get_output_embeddings", lambda: self)()
+        if head is None:
+            raise TypeError(f"student: got {type(self.student).__name__}, expected {self.expected_model}.")
+        super().check(stages)
+
+    def open(self, data: Any, stages: Sequence[Stage]) -> Any:
+        """Open text in any form of `open_text`, or for the loss "stored" a folder that `teach` wrote."""
+        need_stored = [stage.loss == "stored" for stage in stages]
+        is_path = isinstance(data, (str, Path))
+        is_stored = is_path and (Path(data) / RECORD).is_file()
+        if any(need_stored) and not (all(need_stored) and is_stored):
+            given = repr(str(data)) if is_path else type(data).__name__
+            raise ValueError(f"data: got {given}, expected a folder that `mhla-hf teach` wrote, for all stages.")
+        vocab_size = self.student.get_input_embeddings().weight.shape[0]
+        if is_stored:
+            source: Any = TaughtText(data, vocab_size)
+        else:
+            source = open_text(data, self.preprocessor, text_field=self.text_field, vocab_size=vocab_size)
+        longest, limit = max(stage.seq_len for stage in stages), max_positions(self.student.config)
+        if longest > limit:
+            raise ValueError(f"seq_len: got {longest}, expected at most the {limit} positions of the student.")
+        source.reader(longest, 0, 0).take(1)  # fails now if the text is too short
+        return source
+
+    def reader(self, source: Any, stage: Stage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
+        """Return a reader of sequences of `seq_len` tokens."""
+        return source.reader(stage.seq_len, seed, number, state)
+
+    def take(self, reader: Any, stage: Stage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+        """Return the arguments of `LanguageObjective.forward`."""
+        ids, labels, *teacher = reader.take(stage.batch_size)
+        num_predicted = int((labels.numpy()[:, 1:] != IGNORED_LABEL).sum())
+        tensors = (ids, labels, *teacher) if stage.loss == "stored" else (ids, labels)
+        return tuple(x[rows] for x in tensors), (1 / max(1, num_predicted), 1 / stage.batch_size)
+
+    def units_per_step(self, stage: Stage) -> int:
+        """Return the number of tokens."""
+        return stage.batch_size * stage.seq_len
