@@ -118,10 +118,10 @@ def test_an_encoder_is_converted_with_its_head(tmp_path, monkeypatch, capsys, ki
     assert len(transformers.AutoTokenizer.from_pretrained("out")) == 400
     (tmp_path / "notes.txt").write_text(TRAINING)
     capsys.readouterr()
-    for source in ("encoder", "out"):
-        assert main(["convert", source, "new", "--text", "notes.txt"]) == 2
-        said = capsys.readouterr().err
-        assert "causal language model" in said and said.count("\n") == 1 and not (tmp_path / "new").exists()
+    options = ["--text", "notes.txt", "--set", "block_size=8", "--effort", "0.05", "--quiet"]
+    assert main(["convert", "out", "new", *options]) == 2 and not (tmp_path / "new").exists()
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["convert", "encoder", "new", *options]) == 0 and "cosine" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -336,8 +336,8 @@ def test_distill_takes_the_settings_of_a_recipe_from_the_command_line(shelf, tmp
     monkeypatch.chdir(shelf)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     given = "--max_steps 3 --batch-size 2 --learning-rate 2e-3 --device cpu --dtype bfloat16 --save-dtype float16"
-    given += " --report-to tensorboard --set *.seq_len=64 --set distill.lr=5e-4 --set settings.block_size=32"
-    given += f" --set run.log_every=1 --recipe language_cpu --data train.txt --seed 1 --out {tmp_path / 'out'}"
+    given += " --report-to tensorboard --set *.seq_len=64 --set distill.lr=5e-4 --set distill.grad_accum=1 --set settings.block_size=32"
+    given += f" --set run.log_every=1 --recipe language_llama_lite --data train.txt --seed 1 --out {tmp_path / 'out'}"
     assert main(["distill", "llama", *given.split()]) == 0
     again = f"mhla-hf evaluate {tmp_path / 'out'} llama --recipe recall"
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: trained; next, evaluate it: {again}\n"
