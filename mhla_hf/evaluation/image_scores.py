@@ -96,7 +96,7 @@ def inception(weights: str | Path | None = None, device: torch.device | str = "c
     version = INCEPTION_SHA256 if weights is None else hash_file(weights) if Path(weights).is_file() else ""
     genuine = version.startswith(INCEPTION_SHA256)
     with wrap_errors(f"weights is {weights!r}, of which no Inception can be made; expected its file of tensors"):
-        if version and not genuine:
+        if weights is not None and version and not genuine:
             # torch-fidelity unpickles the file without restrictions, so it must be a file of plain tensors.
             torch.load(weights, map_location="cpu", weights_only=True)
         outputs = ["2048", "logits_unbiased"]

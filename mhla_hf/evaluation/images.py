@@ -207,8 +207,15 @@ class _Judge(PipelineJudge):
         reference = self._reference(missing) if missing & COMPARED else None
         identity = {"plan": hash_json([dataclasses.astuple(sample) for sample in plan])}
         sampling = {"output_type": "pil", **self.protocol.sampling}
-        options = {"batch_size": self.asked.batch_size, "what": f"{name}: images"}
-        self.make(folder, plan, identity, sampling, lambda image, path: image.save(path, "PNG"), **options)
+        self.make(
+            folder,
+            plan,
+            identity,
+            sampling,
+            lambda image, path: image.save(path, "PNG"),
+            batch_size=self.asked.batch_size,
+            what=f"{name}: images",
+        )
         paths, features = [folder / sample.name for sample in plan], None
         if missing & set(NEEDS):
             features = self._features(paths, folder / f"features-{self.hash}", f"{name}: features")
@@ -232,7 +239,8 @@ class _Judge(PipelineJudge):
         Returns:
             Mapping from the metric's name in tables to (value, standard error, higher is better, number of images).
         """
-        scores, count = {}, self.count
+        scores: dict[str, tuple[Any, ...]] = {}
+        count = self.count
         for name in missing & {"FID", "sFID"}:
             part = NEEDS[name]
             scores[name] = frechet_distance(Moments.of(found[part]), reference[1][part]), None, False, count

@@ -279,7 +279,7 @@ def _judge(subject: Subject, missing: Sequence[Requested], asked: Any, state: An
     (model, tokenizer), was_training = loaded, loaded[0].training
     seeds = HARNESS_SEEDS if asked.seed is None else (asked.seed,) * 4
     sizes = {"batch_size": asked.batch_size, "max_length": asked.max_length}
-    shared_facts = {"seed": seed_of(asked), "dtype": str(model.dtype).removeprefix("torch.")}
+    shared_facts: dict[str, Any] = {"seed": seed_of(asked), "dtype": str(model.dtype).removeprefix("torch.")}
     shared_facts |= {"revision": getattr(model.config, "_commit_hash", None)}
     try:
         with quiet_harness(asked.progress):

@@ -224,7 +224,7 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
         samples = f"{first.samples}" if first.limit is None else f"{first.samples} (limit)"
         row = [first.task, first.metric + ARROWS[first.higher_is_better], str(first.shots), samples]
         for score in (records.get(identity) for records in by_model.values()):
-            stderr = score and (score.stderr or (None if short else score.stderr))
+            stderr: Any = score and (score.stderr or (None if short else score.stderr))
             row.append("" if score is None else format_score(score.value, stderr, places))
         rows.append(row)
     if short and not any(record.shots for record in by_identity.values()):
@@ -247,7 +247,7 @@ def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], style: str
         ruler = ["---"] * left + ["---:"] * (len(header) - left)
         return "\n".join("| " + " | ".join(row) + " |" for row in [escaped[0], ruler, *escaped[1:]])
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    align = [str.ljust] * left + [str.rjust] * (len(header) - left)
+    align: list[Any] = [str.ljust] * left + [str.rjust] * (len(header) - left)
     table = [header, ["-" * width for width in widths], *rows]
     return "\n".join(
         "  ".join(justify(*cell) for justify, *cell in zip(align, row, widths, strict=True)).rstrip() for row in table
@@ -267,7 +267,9 @@ def paper_values(
     Returns:
         Mapping from label to (value, standard error or None), without columns that have no score.
     """
-    scores = {(r.task, r.metric): (r.value, r.stderr) for r in reversed(list(records)) if r.value is not None}
+    scores: dict[Any, Any] = {
+        (r.task, r.metric): (r.value, r.stderr) for r in reversed(list(records)) if r.value is not None
+    }
     values_by_label: dict[str, Any] = {}
     for label, column in columns.items():
         if (score := scores.get((column.get("task"), column.get("metric")))) is not None:
@@ -329,9 +331,9 @@ class Comparison(dict[str, Results]):
             for label, score in paper_values(records, self.columns).items():
                 points.setdefault(_arrowed(label, self.columns), {})[name] = score
             for record in (record for record in records if record.value is not None):
-                score, mark, place = record.metric.rpartition("_" if record.task == SPEED else "_back_")
+                metric, mark, place = record.metric.rpartition("_" if record.task == SPEED else "_back_")
                 if mark and place.isdecimal():
-                    title = f"{record.task}\n{score}, by {'length ↓' if record.task == SPEED else 'depth'}"
+                    title = f"{record.task}\n{metric}, by {'length ↓' if record.task == SPEED else 'depth'}"
                     line = curves.setdefault(title, {}).setdefault(name, [])
                     line.append((int(place), record.value, record.stderr or 0.0))
                 else:
@@ -342,7 +344,7 @@ class Comparison(dict[str, Results]):
         if not points and not curves:
             raise ValueError("plot: no score is there to draw; expected at least one")
         colors = dict(zip(self, itertools.cycle(PALETTE), strict=False))
-        panels = [(_draw_points, *panel) for panel in points.items()]
+        panels: list[Any] = [(_draw_points, *panel) for panel in points.items()]
         panels += [(_draw_curves, *panel) for panel in curves.items()]
         num_columns, num_rows = min(4, len(panels)), math.ceil(len(panels) / 4)
         size = (3.4 * num_columns + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * num_rows + 0.5)

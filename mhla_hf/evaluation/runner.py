@@ -196,10 +196,14 @@ def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, A
         if settings:
             raise ValueError(f"settings is {settings!r} without a recipe; expected them with one")
         return ScoreRecipe("language", dict.fromkeys(tasks))
-    recipe = read_score_recipe(recipe).with_settings(settings or {})
-    if unknown := [name for name in tasks or () if name not in recipe.tasks]:
-        raise ValueError(f"task {unknown[0]!r} is not in recipe {recipe.name!r}; it has {', '.join(recipe.tasks)}")
-    return recipe if tasks is None else dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in tasks})
+    loaded_recipe = read_score_recipe(recipe).with_settings(settings or {})
+    if unknown := [name for name in tasks or () if name not in loaded_recipe.tasks]:
+        raise ValueError(
+            f"task {unknown[0]!r} is not in recipe {loaded_recipe.name!r}; it has {', '.join(loaded_recipe.tasks)}"
+        )
+    if tasks is None:
+        return loaded_recipe
+    return dataclasses.replace(loaded_recipe, tasks={name: loaded_recipe.tasks[name] for name in tasks})
 
 
 @checked

@@ -128,19 +128,19 @@ class Subject:
         facts = self.facts(device) | {"task": task, "shots": 0, "task_version": VERSION, "task_hash": task_hash}
         facts |= {"seed": self.asked.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
         names = ("value", "stderr", "higher_is_better", "samples")
-        scores = {metric: dict(zip(names, score, strict=True)) for metric, score in scores.items()}
-        self.store([Result(metric=metric, **score, **facts) for metric, score in scores.items()], beside)
+        fields = {metric: dict(zip(names, score, strict=True)) for metric, score in scores.items()}
+        self.store([Result(metric=metric, **values, **facts) for metric, values in fields.items()], beside)
 
 
 def command_of(subjects: Sequence[Subject], task: str | None = None) -> str:
     """Return the shell command that repeats the scores of a recipe, or of one of its tasks."""
     asked, recipe = subjects[0].asked, subjects[0].asked.recipe
-    models = [one.name if one.loaded else shown_path(one.source) for one in subjects]
+    models = [subject.name if subject.loaded else shown_path(subject.source) for subject in subjects]
     words = ["mhla-hf", "evaluate", *models, *(["--recipe", shown_path(recipe.name)] if recipe.name else [])]
     for name, value in recipe.changed.items():
         value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else getattr(value, "name", value)
         words += ["--set", f"{name}={shown_path(value) if isinstance(value, str) else value}"]
-    words += ["--tasks", task if task in recipe.tasks else ",".join(recipe.tasks)]
+    words += ["--tasks", str(task) if task in recipe.tasks else ",".join(recipe.tasks)]
     for path in paths_of(asked.include_path):
         words += ["--include-path", shown_path(path)]
     if asked.data_files is not None:
@@ -190,7 +190,7 @@ def named_models(models: Any) -> dict[str, Any]:
     """
     if not isinstance(models, dict):
         several = models if isinstance(models, (list, tuple)) else [models]
-        parts = [(type(model).__name__,) for model in several]
+        parts: list[tuple[str, ...]] = [(type(model).__name__,) for model in several]
         for index, model in enumerate(several):
             if isinstance(model, (str, Path)):
                 parts[index] = Path(model).resolve().parts if Path(model).exists() else (str(model),)
@@ -289,7 +289,7 @@ class Sample:
     """
 
     name: str
-    condition: object
+    condition: Any
     seed: int
 
 

@@ -143,9 +143,10 @@ class Bench:
     """
 
     def __init__(self, python: str | Path | None) -> None:
-        self.python = python and shutil.which(str(Path(python).resolve() if Path(python).is_file() else python))
-        if not self.python:
+        executable = python and shutil.which(str(Path(python).resolve() if Path(python).is_file() else python))
+        if not executable:
             raise ValueError(f"settings: python is {python!r}; expected the interpreter that has vbench installed")
+        self.python = str(executable)
         self.version, path = json.loads(self._run(ABOUT).splitlines()[-1])
         self.prompts, self.sha256 = json.loads(Path(path).read_text(encoding="utf-8")), hash_file(path)
 
@@ -224,9 +225,10 @@ class _Judge(PipelineJudge):
             for i in range(self.protocol.videos)
         ]
         sampling, fps = {"output_type": "np", **self.protocol.sampling}, self.protocol.fps
-        options = {"batch_size": 1, "what": f"{self.subject.name}: videos"}
         save = functools.partial(save_video, fps=fps)
-        self.make(self.folder / TASK, plan, {"seed": self.seed, "fps": fps}, sampling, save, **options)
+        identity = {"seed": self.seed, "fps": fps}
+        what = f"{self.subject.name}: videos"
+        self.make(self.folder / TASK, plan, identity, sampling, save, batch_size=1, what=what)
 
     def _judge(self, dimension: str) -> None:
         """Score the videos in one dimension, and keep the score."""
@@ -243,7 +245,7 @@ class _Judge(PipelineJudge):
         """Keep quality, semantic and total, unless the run is limited, incomplete, or has not five videos per prompt."""
         key = (TASK, self.hash, None, self.seed)
         by_metric = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == key}
-        averages = {
+        averages: dict[str, Any] = {
             name: by_metric[name].value
             for name in DIMENSIONS
             if name in by_metric and by_metric[name].value is not None
