@@ -67,7 +67,7 @@ def find_extractor(given: object, weights: str | Path | None = None, device: tor
     if given == "inception":
         return inception(weights, device)
     module, _, name = str(given).partition(":")
-    with wrap_errors(f"extractor is {given!r}; expected 'inception', 'module:function' or an Extractor"):
+    with wrap_errors(f"extractor: got {given!r}, expected 'inception', 'module:function' or an Extractor"):
         return getattr(importlib.import_module(module), name)()
 
 
@@ -95,7 +95,7 @@ def inception(weights: str | Path | None = None, device: torch.device | str = "c
         raise ImportError(f"FID needs {requirement}: pip install 'mhla_hf[images]'") from error
     version = INCEPTION_SHA256 if weights is None else hash_file(weights) if Path(weights).is_file() else ""
     genuine = version.startswith(INCEPTION_SHA256)
-    with wrap_errors(f"weights is {weights!r}, of which no Inception can be made; expected its file of tensors"):
+    with wrap_errors(f"weights: got {weights!r}, expected a file of Inception's weights"):
         if weights is not None and version and not genuine:
             # torch-fidelity unpickles the file without restrictions, so it must be a file of plain tensors.
             torch.load(weights, map_location="cpu", weights_only=True)
@@ -119,7 +119,7 @@ def read_image(image: Any) -> torch.Tensor:
     """Read an image file, or an array [H, W, 3], as a tensor, uint8 [3, H, W]."""
     if isinstance(image, numpy.ndarray):
         return torch.from_numpy(numpy.ascontiguousarray(image)).permute(2, 0, 1)
-    with wrap_errors(f"{image} is no image that can be read"), Image.open(image) as opened:
+    with wrap_errors(f"images: got {str(image)!r}, expected an image file"), Image.open(image) as opened:
         return torch.from_numpy(numpy.array(opened.convert("RGB"))).permute(2, 0, 1)
 
 
@@ -163,7 +163,7 @@ def extract_features(
             for start in range(0, len(chunk), batch_size):
                 batch = [read_image(image) for image in chunk[start : start + batch_size]]
                 if len({image.shape for image in batch}) > 1:
-                    raise ValueError(f"{what}: images of different sizes; expected all of one size")
+                    raise ValueError(f"{what}: got images of different sizes, expected one size.")
                 parts.append(extractor(torch.stack(batch)))
                 bar.update(len(batch))
             with atomic_file(file) as aside:
@@ -199,7 +199,7 @@ class Moments(NamedTuple):
     def of(cls, features: torch.Tensor) -> "Moments":
         """Compute the moments of features [N, D]; raise ValueError for fewer than two rows."""
         if features.ndim != 2 or features.shape[0] < 2:
-            raise ValueError(f"features: got shape {tuple(features.shape)}; expected [N, D] with N of at least 2")
+            raise ValueError(f"features: got shape {tuple(features.shape)}, expected [N, D] with N of at least 2.")
         features = features.double()
         return cls(features.mean(0), torch.cov(features.T).reshape(features.shape[1], features.shape[1]))
 
@@ -230,7 +230,7 @@ def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tu
         ValueError: There are fewer than two images per part.
     """
     if len(logits) < 2 * splits:
-        raise ValueError(f"images: {len(logits)} are too few for {splits} splits; expected at least {2 * splits}")
+        raise ValueError(f"images: got {len(logits)} for {splits} splits, expected at least {2 * splits}.")
     order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(seed))
     parts = [logits[numbers].double().log_softmax(-1) for numbers in order.chunk(splits)]
     scores = torch.stack([(part.exp() * (part - part.exp().mean(0).log())).sum(1).mean().exp() for part in parts])
@@ -256,7 +256,7 @@ def precision_recall(
     """
     if min(len(sample), len(reference)) <= neighbors:
         counts = f"{len(sample)} samples, {len(reference)} references"
-        raise ValueError(f"features: {counts}; expected {neighbors + 1} or more of each")
+        raise ValueError(f"features: got {counts}, expected at least {neighbors + 1} of each.")
 
     def covered(points: torch.Tensor, centers: torch.Tensor) -> float:
         radii = torch.cat([torch.cdist(part, centers).kthvalue(neighbors + 1).values for part in centers.split(chunk)])
@@ -282,7 +282,7 @@ def clip_scores(
     Returns:
         [N], fp64.
     """
-    with wrap_errors(f"clip: {clip!r} cannot be loaded"), no_code_prompts():
+    with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"), no_code_prompts():
         model, processor = CLIPModel.from_pretrained(clip).to(device).eval(), CLIPProcessor.from_pretrained(clip)
     cosines = []
     for start in range(0, len(paths), batch_size):

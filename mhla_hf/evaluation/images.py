@@ -79,18 +79,18 @@ class ImageProtocol:
     def validate_conditions(self) -> None:
         """Raise ValueError if there are both classes and prompts."""
         if self.classes is not None and self.prompts is not None:
-            raise ValueError(f"classes is {self.classes} and prompts {self.prompts!r}; expected one of them")
+            raise ValueError(f"prompts: got {self.prompts!r} and {self.classes} classes, expected one of the two.")
 
     def check(self, wanted: set[str]) -> None:
         """Raise ValueError if one of the metrics `wanted` lacks a file or folder that it needs."""
         if unknown := sorted(wanted - set(METRICS)):
-            raise ValueError(f"task {unknown[0]!r} is no image score; expected {', '.join(METRICS)}")
+            raise ValueError(f"tasks: got {unknown[0]!r}, expected some of {', '.join(METRICS)}.")
         path = Path(self.reference or "")
         if wanted & COMPARED and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
             expected = "a folder of images or ADM's .npz file"
-            raise ValueError(f"settings: reference is {self.reference!r}; expected {expected}")
+            raise ValueError(f"settings: reference: got {self.reference!r}, expected {expected}.")
         if "CLIP score" in wanted and self.prompts is None:
-            raise ValueError("settings: prompts is None; expected a file of prompts for the CLIP score")
+            raise ValueError("settings: prompts: got None, expected a file of prompts for the CLIP score.")
 
 
 def judge_image_pipelines(models: object, asked: Any) -> dict[str, Results]:
@@ -154,7 +154,9 @@ class _Judge(PipelineJudge):
         features = extract_features(images, self.extractor, cache, **options)
         for name, part in NEEDS.items():
             if name in self.asked.recipe.tasks and features is not None and part not in features:
-                raise ValueError(f"extractor {self.extractor.name!r} gives no {part}, which {name} needs")
+                raise ValueError(
+                    f"extractor: got {self.extractor.name!r}, expected one with {part} features for {name}."
+                )
         return features
 
     def _reference(self, missing: set[str]) -> tuple[torch.Tensor | None, dict[str, Moments]]:
@@ -167,7 +169,7 @@ class _Judge(PipelineJudge):
         if path.is_dir():
             images: Any = sorted(file for file in path.rglob("*") if file.suffix in PICTURES)
         else:
-            message = f"reference: {str(path)!r} is no .npz file that can be read"
+            message = f"reference: got {str(path)!r}, expected an .npz file"
             with wrap_errors(message), numpy.load(path, allow_pickle=False) as file:
                 stored = {part: names for part, names in MOMENTS.items() if set(names) <= set(file.files)}
                 for part, names in stored.items() if self.extractor.genuine else ():
@@ -177,7 +179,9 @@ class _Judge(PipelineJudge):
                     return None, moments
                 images = file["arr_0"] if "arr_0" in file.files else ()
         if not len(images):
-            raise ValueError(f"reference: {str(path)!r} holds no images, which {self.extractor.name!r} needs")
+            raise ValueError(
+                f"reference: got {str(path)!r}, expected it to contain images for {self.extractor.name!r}."
+            )
         cache = Path(self.protocol.samples) / f"reference-{hash_json(self.content)}"
         features = self._features(images, cache, "reference") or {}
         return features.get("features"), {
@@ -192,10 +196,12 @@ class _Judge(PipelineJudge):
             random = torch.Generator().manual_seed(self.seed)
             conditions = torch.randint(protocol.classes, (count,), generator=random).tolist()
         elif protocol.prompts is not None:
-            with wrap_errors(f"prompts: {str(protocol.prompts)!r} cannot be read"):
+            with wrap_errors(f"prompts: got {str(protocol.prompts)!r}, expected a text file"):
                 prompts = prompt_lines(Path(protocol.prompts))
             if not prompts:
-                raise ValueError(f"prompts: {str(protocol.prompts)!r} is empty; expected one prompt per line")
+                raise ValueError(
+                    f"prompts: got {str(protocol.prompts)!r}, which is empty, expected one prompt per line."
+                )
             conditions = [prompts[index % len(prompts)] for index in range(count)]
         return [Sample(f"{i:06d}.png", c, seed_of_sample(self.seed, i)) for i, c in enumerate(conditions)]
 
@@ -282,11 +288,11 @@ def judge_classifiers(models: object, asked: Any) -> dict[str, Results]:
     """
     protocol = read_settings(ClassificationProtocol, asked.recipe.settings)
     if list(asked.recipe.tasks) != ["acc"]:
-        raise ValueError(f"tasks: got {list(asked.recipe.tasks)}; expected ['acc'] for classifiers")
+        raise ValueError(f"tasks: got {list(asked.recipe.tasks)}, expected ['acc'] for classifiers.")
     subjects = find_subjects(models, asked)
     processor: Any = protocol.processor
     if isinstance(processor, (str, Path)):
-        with wrap_errors(f"settings: processor {str(processor)!r} cannot be loaded"):
+        with wrap_errors(f"settings: processor: got {str(processor)!r}, expected an image processor"):
             processor = AutoImageProcessor.from_pretrained(processor, trust_remote_code=asked.trust_remote_code)
     pictures, names, data = _read_examples(protocol, asked)
     processor_settings = processor and processor.to_json_string()  # that of a model is part of its fingerprint
@@ -298,7 +304,7 @@ def judge_classifiers(models: object, asked: Any) -> dict[str, Results]:
             if not subject.loaded:
                 model, model_processor = load_classifier(model, dtype=asked.dtype, device=asked.device, **subject.where)
             elif processor is None:
-                raise ValueError(f"settings: processor is None; a loaded model such as {subject.name!r} needs one")
+                raise ValueError(f"settings: processor: got None, expected one for the loaded model {subject.name!r}.")
             numbered = pictures.renumber_for(model.config)
             bar = subject.name if asked.progress else None
             accuracy = top1_accuracy(model, numbered, processor or model_processor, asked.batch_size, bar)
@@ -311,7 +317,9 @@ def judge_classifiers(models: object, asked: Any) -> dict[str, Results]:
 def _read_examples(protocol: ClassificationProtocol, asked: Any) -> tuple[LabeledImages, list[str], Any]:
     """Return the images to classify, the names of the classes, and a hash of a folder's files or the dataset's identity."""
     if not protocol.data:
-        raise ValueError("settings: data is None; expected a folder with one folder of images per class, or a data set")
+        raise ValueError(
+            "settings: data: got none, expected a folder with one folder of images per class, or a dataset."
+        )
     folder = Path(protocol.data)
     pictures = open_images(folder if folder.is_dir() else load_split(str(folder), split=protocol.split), "test")
     names, size = list(pictures.classes()["id2label"].values()), len(pictures)

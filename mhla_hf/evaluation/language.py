@@ -60,9 +60,9 @@ class LanguageProtocol:
         """Sort lengths, and raise ValueError for lengths that are too short and depths outside the text."""
         self.lengths = sorted({self.lengths} if isinstance(self.lengths, int) else set(self.lengths))
         if min(self.lengths, default=LEAST) < LEAST:
-            raise ValueError(f"lengths is {self.lengths}; expected whole numbers of at least {LEAST}")
+            raise ValueError(f"lengths: got {self.lengths}, expected whole numbers of at least {LEAST}.")
         if not 2 <= len(set(self.depths)) <= len(THINGS) or min(self.depths) < 0 or max(self.depths) > 100:
-            raise ValueError(f"depths is {self.depths}; expected between 2 and {len(THINGS)} numbers from 0 to 100")
+            raise ValueError(f"depths: got {self.depths}, expected 2 to {len(THINGS)} numbers from 0 to 100.")
 
 
 @dataclasses.dataclass
@@ -111,7 +111,7 @@ def judge_language_models(models: object, asked: Any) -> dict[str, Results]:
     subjects = find_subjects(models, asked)
     for subject in subjects:
         if subject.loaded and asked.tokenizer is None:
-            raise ValueError(f"tokenizer is None; a loaded model such as {subject.name!r} needs one")
+            raise ValueError(f"tokenizer: got None, expected one for the loaded model {subject.name!r}.")
     with quiet_harness(asked.progress):
         requested = _load_recipe(protocol, subjects[0], asked)
     shots = {(name, shots) for item in requested for name, (_, shots) in item.scored.items()}
@@ -168,7 +168,7 @@ def load_tasks(
     names = names if isinstance(names, dict) else dict.fromkeys(names)
     paths = paths_of(include_path)
     if missing := [path for path in paths if not Path(path).is_dir()]:
-        raise ValueError(f"include_path {missing[0]!r} is no folder; expected one that holds task files (.yaml)")
+        raise ValueError(f"include_path: got {missing[0]!r}, expected a folder with task files (.yaml).")
     if data_files is not None and not Path(data_files).is_dir():
         raise ValueError(f"data_files: got {str(data_files)!r}, expected a folder with files such as piqa.jsonl.")
     manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
@@ -180,8 +180,8 @@ def load_tasks(
         matches = manager.match_tasks([name])
         if not matches:
             close = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists all of them"
-            raise ValueError(f"task {name!r} does not exist; {hint}")
+            hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists all of them."
+            raise ValueError(f"tasks: got {name!r}, expected a task that exists; {hint}")
         for match in matches:
             shots_by_task.setdefault(match, num_fewshot if num_fewshot is not None else shots)
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-files-") as folder:
@@ -285,8 +285,8 @@ def _judge(subject: Subject, missing: Sequence[Requested], asked: Any, state: An
         with quiet_harness(asked.progress):
             judge = HFLM(pretrained=model, tokenizer=tokenizer, **sizes)
         if longest > judge.max_length:  # lm-eval would truncate the text, perhaps with what the question asks for
-            seen = f"the model sees {judge.max_length}; expected shorter ones, or max_length"
-            raise ValueError(f"settings: lengths has {longest} tokens, but {seen}")
+            expected = f"at most the {judge.max_length} tokens that the model sees, or a larger max_length"
+            raise ValueError(f"settings: lengths: got {longest}, expected {expected}.")
         for number, item in enumerate(missing, 1):
             logger.info("%s: %s (%d of %d)", subject.name, item.name, number, len(missing))
             # lm-eval distributes documents only for models that it loads itself. It loses metrics by depth that are

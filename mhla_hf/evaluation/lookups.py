@@ -32,9 +32,7 @@ def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     words = [token[1:] for token, _ in tokens if re.fullmatch("[Ġ▁][a-z]{3,}", token)][:FREQUENT][-WORDS:]
     if len(words) < FEWEST:
-        raise ValueError(
-            f"tokenizer: has {len(words)} lower-case words of one token; expected at least {FEWEST} for lookups"
-        )
+        raise ValueError(f"tokenizer: got {len(words)} lowercase words of one token, expected at least {FEWEST}.")
     random.Random("words").shuffle(words)
     return words[len(words) // 4 :], words[: len(words) // 4]
 

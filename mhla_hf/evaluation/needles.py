@@ -72,7 +72,7 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
         - 1
     )
     if fits < len(depths):
-        raise ValueError(f"settings: lengths: {length} tokens are too few for {len(depths)} depths")
+        raise ValueError(f"settings: lengths: got {length}, expected more tokens for {len(depths)} depths.")
     return [
         _question(noise[:fits], length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}"))
         for item in range(items)

@@ -135,7 +135,7 @@ class Results(list[Result]):
                 return cls(map(Result.from_dict, content["results"]))
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a results file: {type(error).__name__}: {error}") from None
-        raise ValueError(f"{path} has format_version {content['format_version']!r}; expected {FORMAT_VERSION}")
+        raise ValueError(f"{path}: got format_version {content['format_version']!r}, expected {FORMAT_VERSION}.")
 
     def merge(self, new: Sequence[Result], beside: bool = False) -> "Results":
         """Add records, each in place of an older one of the same task, metric, shots and limit.
@@ -241,7 +241,7 @@ def _natural(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
 def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], style: str = "text", left: int = 2) -> str:
     """Render a table of strings in the style "text" or "markdown", with the first `left` columns aligned left."""
     if style not in ("text", "markdown"):
-        raise ValueError(f'style is {style!r}; expected "text" or "markdown"')
+        raise ValueError(f'style: got {style!r}, expected "text" or "markdown".')
     if style == "markdown":
         escaped = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
         ruler = ["---"] * left + ["---:"] * (len(header) - left)
@@ -342,7 +342,7 @@ class Comparison(dict[str, Results]):
                     all_points.setdefault(title, {})[name] = (record.value, record.stderr)
         points = points or all_points
         if not points and not curves:
-            raise ValueError("plot: no score is there to draw; expected at least one")
+            raise ValueError("plot: got no score, expected at least one.")
         colors = dict(zip(self, itertools.cycle(PALETTE), strict=False))
         panels: list[Any] = [(_draw_points, *panel) for panel in points.items()]
         panels += [(_draw_curves, *panel) for panel in curves.items()]

@@ -61,7 +61,9 @@ class ScoreRecipe:
     def validate_tasks(self) -> None:
         """Raise ValueError if there is no task, or a negative number of examples."""
         if not self.tasks or min(shots or 0 for shots in self.tasks.values()) < 0:
-            raise ValueError(f"tasks is {self.tasks!r}; expected names, or names with the examples in the prompt")
+            raise ValueError(
+                f"tasks: got {self.tasks!r}, expected names, or a mapping from names to examples in the prompt."
+            )
 
     def with_settings(self, settings: Mapping[str, Any]) -> "ScoreRecipe":
         """Return the recipe with some settings replaced; "sampling.height" is the entry "height" of "sampling"."""
@@ -69,7 +71,7 @@ class ScoreRecipe:
         for name, value in settings.items():
             outer, dot, inner = name.partition(".")
             if dot and not isinstance(merged.get(outer, {}), dict):
-                raise ValueError(f"settings: {name!r} is given, but {outer} holds no values by name")
+                raise ValueError(f"settings: got {name!r}, expected {outer!r} to be a mapping.")
             merged[outer] = {**merged.get(outer, {}), inner: value} if dot else value
         return dataclasses.replace(self, settings=merged, changed={**self.changed, **settings})
 
@@ -114,14 +116,15 @@ class Asked:
     def validate_for_kind(self) -> None:
         """Raise ValueError for values that the recipe's kind does not allow, such as a tokenizer for image models."""
         is_language, limit, size = self.recipe.kind == "language", self.limit, self.batch_size
-        share_hint = " of documents, or a share below 1" if is_language else ""
+        fraction_hint = " of documents, or a fraction below 1" if is_language else ""
         if limit is not None and not (0 < limit < math.inf and (limit == int(limit) or (is_language and limit < 1))):
-            raise ValueError(f"limit is {limit!r}; expected a whole number{share_hint}")
+            raise ValueError(f"limit: got {limit!r}, expected a whole number{fraction_hint}.")
+        auto_hint = ' or "auto"' if is_language else ""
         if (size == "auto" and not is_language) or (size != "auto" and size < 1):
-            raise ValueError(f"batch_size is {size!r}; expected an integer of at least 1" + ' or "auto"' * is_language)
+            raise ValueError(f"batch_size: got {size!r}, expected an integer of at least 1{auto_hint}.")
         for name in () if is_language else LANGUAGE_ONLY:
             if getattr(self, name) is not None:
-                raise ValueError(f"{name} is given, which the recipe {self.recipe.name!r} does not take; expected None")
+                raise ValueError(f"{name}: got a value, expected None with the recipe {self.recipe.name!r}.")
 
 
 def evaluate(
@@ -186,21 +189,19 @@ def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, A
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
     if tasks is not None:
         if not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in tasks)):
-            raise TypeError(f"tasks is {tasks!r}; expected task names in a list or separated by commas")
+            raise TypeError(f"tasks: got {tasks!r}, expected task names in a list, or separated by commas.")
         tasks = list(dict.fromkeys(name.strip() for name in tasks))
     if recipe is None:
         if not tasks:
             raise ValueError(
-                f"tasks is {tasks} without a recipe; expected names, or a recipe: {', '.join(recipe_names())}"
+                f"tasks: got {tasks} without a recipe, expected names, or a recipe: {', '.join(recipe_names())}."
             )
         if settings:
-            raise ValueError(f"settings is {settings!r} without a recipe; expected them with one")
+            raise ValueError(f"settings: got {settings!r} without a recipe, expected a recipe, too.")
         return ScoreRecipe("language", dict.fromkeys(tasks))
     loaded_recipe = read_score_recipe(recipe).with_settings(settings or {})
     if unknown := [name for name in tasks or () if name not in loaded_recipe.tasks]:
-        raise ValueError(
-            f"task {unknown[0]!r} is not in recipe {loaded_recipe.name!r}; it has {', '.join(loaded_recipe.tasks)}"
-        )
+        raise ValueError(f"tasks: got {unknown[0]!r}, expected some of the recipe's: {', '.join(loaded_recipe.tasks)}.")
     if tasks is None:
         return loaded_recipe
     return dataclasses.replace(loaded_recipe, tasks={name: loaded_recipe.tasks[name] for name in tasks})
@@ -224,7 +225,7 @@ class SpeedProtocol:
         """Make `lengths` a list, and raise ValueError unless it has at least one length, each of at least one token."""
         self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
         if min(self.lengths, default=0) < 1:
-            raise ValueError(f"lengths is {self.lengths!r}; expected whole numbers of tokens")
+            raise ValueError(f"lengths: got {self.lengths!r}, expected whole numbers of tokens.")
 
 
 def judge_speed(models: object, asked: Any) -> dict[str, Results]:

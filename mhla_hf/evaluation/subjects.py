@@ -74,7 +74,7 @@ class Subject:
         local = measured_here(stored)
         num_foreign = len(stored) - len(local)
         if local and not self.asked.force:
-            logger.info("%s: what %s holds is read from it, not run again", self.name, self.target)
+            logger.info("%s: the scores in %s are read, not run again", self.name, self.target)
         trusted = self.asked.trust_scores
         if num_foreign:
             message = "%s: %d scores in %s were not measured here and " + ("are read" if trusted else "do not count")
@@ -172,7 +172,7 @@ def find_subjects(models: object, asked: Any, pipeline: bool = False) -> list[Su
     if output and output.suffix != ".json":
         files = {name: output / f"{name.replace('/', '--')}.json" for name in models}
     elif output and len(models) > 1:
-        raise ValueError(f"output {str(output)!r} is one file for {len(models)} models; expected a folder")
+        raise ValueError(f"output: got {str(output)!r} for {len(models)} models, expected a folder.")
     return [_subject(name, model, files[name], asked, pipeline) for name, model in models.items()]
 
 
@@ -198,11 +198,11 @@ def named_models(models: Any) -> dict[str, Any]:
         names = ["/".join(part[-2:]) if last.count(part[-1]) > 1 else part[-1] for part in parts]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
-                f"models: {duplicates[0]!r} is given twice; expected each once, or a dict of names and models"
+                f"models: got {duplicates[0]!r} twice, expected each once, or a dict from names to models."
             )
         models = dict(zip(names, several, strict=True))
     if not models:
-        raise ValueError("models is empty; expected at least one folder, Hub id or model")
+        raise ValueError("models: got none, expected at least one folder, Hub id or model.")
     return {str(name): model for name, model in models.items()}
 
 
@@ -211,20 +211,22 @@ def _subject(name: str, model: Any, target: Path | None, asked: Any, pipeline: b
     dtype = asked.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
-            raise ValueError(f"model {str(model)!r} is a pipeline; expected a recipe for images or videos with it")
+            raise ValueError(
+                f"models: got the pipeline {str(model)!r}, expected a recipe for images or videos with it."
+            )
         source = resolve_model_name(model, pipeline=pipeline)
         if isinstance(source, Path):
             fingerprint, target = fingerprint_folder(source), target or results_path(source)
             if dtype == "auto":
                 dtype = "float32" if pipeline else stored_dtype(source)
         else:
-            with wrap_errors(f"model {source!r} is no folder here, and the Hub does not give it"):
+            with wrap_errors(f"models: got {source!r}, expected a folder or a model on the Hub"):
                 fingerprint = f"hub:{HfApi().model_info(source, revision=asked.revision).sha}"
     else:
         if not (hasattr(model, "components") if pipeline else isinstance(model, torch.nn.Module)):
             expected = "diffusers pipeline" if pipeline else "model of transformers"
             raise TypeError(
-                f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {expected}"
+                f"models: got {name!r} of type {type(model).__name__}, expected a folder, a Hub id or a loaded {expected}."
             )
         fingerprint = fingerprint_model(model)
         dtype = str(model.dtype).removeprefix("torch.")
@@ -351,9 +353,7 @@ class PipelineJudge:
         pipeline, state = self.pipeline, self.state
         argument = {int: "class_labels", str: "prompt", type(None): None}[type(plan[0].condition)]
         if argument is not None and argument not in inspect.signature(pipeline.__call__).parameters:
-            raise ValueError(
-                f"model {type(pipeline).__name__} takes no {argument}; expected a pipeline for this recipe"
-            )
+            raise ValueError(f"models: got {type(pipeline).__name__}, expected a pipeline that takes {argument}.")
         if state.is_main_process:
             record = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
             if not can_resume(folder, IDENTITY, record | identity, "samples"):

@@ -130,12 +130,14 @@ def make_tasks(
             answer, or `folder` contains something that this function did not write.
     """
     if items < LEAST:
-        raise ValueError(f"items: got {items}; expected at least {LEAST}")
+        raise ValueError(f"items: got {items}, expected at least {LEAST}.")
     if window <= block + ANSWER_TOKENS:
-        raise ValueError(f"window: got {window}; expected more than {block + ANSWER_TOKENS} tokens")
+        raise ValueError(f"window: got {window}, expected more than {block + ANSWER_TOKENS} tokens.")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
-        raise ValueError(f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty one")
+        raise ValueError(
+            f"folder: got {str(folder)!r}, which has files but no {MANIFEST}, expected a new or an empty one."
+        )
 
     def count(piece: str) -> int:
         return len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
@@ -150,8 +152,8 @@ def make_tasks(
     for kind, rows in rows_by_kind.items():
         if kind != "bits_per_byte" and len(rows) < LEAST:
             raise ValueError(
-                f"text gives only {len(rows)} questions for {prefix}_{kind}; expected at least {LEAST}: "
-                f"give a longer text, or a window of more than {window} tokens"
+                f"text: got {len(rows)} questions for {prefix}_{kind}, expected at least {LEAST}: "
+                f"give a longer text, or a window of more than {window} tokens."
             )
     documents = {f"{prefix}_{kind}": (kind, rows) for kind, rows in rows_by_kind.items()}
     return write_tasks(folder, documents, {"prefix": prefix, **shape})

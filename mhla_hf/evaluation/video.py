@@ -89,7 +89,7 @@ class VideoProtocol:
     def validate_videos(self) -> None:
         """Raise ValueError for more than the five videos per prompt that VBench scores."""
         if self.videos > 5:
-            raise ValueError(f"videos is {self.videos}; expected 1 to 5, of which 5 is VBench's protocol")
+            raise ValueError(f"videos: got {self.videos}, expected 1 to 5, of which 5 is VBench's protocol.")
 
 
 def vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
@@ -120,7 +120,7 @@ def judge_video_pipelines(models: object, asked: Any) -> dict[str, Results]:
     """
     protocol = read_settings(VideoProtocol, asked.recipe.settings)
     if unknown := sorted(set(asked.recipe.tasks) - set(DIMENSIONS)):
-        raise ValueError(f"task {unknown[0]!r} is no dimension of VBench; expected {', '.join(DIMENSIONS)}")
+        raise ValueError(f"tasks: got {unknown[0]!r}, expected dimensions of VBench: {', '.join(DIMENSIONS)}.")
     bench = Bench(protocol.python)
     subjects = find_subjects(models, asked, pipeline=True)
     with joined_processes() as state:
@@ -145,7 +145,7 @@ class Bench:
     def __init__(self, python: str | Path | None) -> None:
         executable = python and shutil.which(str(Path(python).resolve() if Path(python).is_file() else python))
         if not executable:
-            raise ValueError(f"settings: python is {python!r}; expected the interpreter that has vbench installed")
+            raise ValueError(f"settings: python: got {python!r}, expected an interpreter that has vbench.")
         self.python = str(executable)
         self.version, path = json.loads(self._run(ABOUT).splitlines()[-1])
         self.prompts, self.sha256 = json.loads(Path(path).read_text(encoding="utf-8")), hash_file(path)
@@ -237,7 +237,7 @@ class _Judge(PipelineJudge):
         videos = [self.folder / TASK / "videos" / name for name in set(names)]
         average, values = self.bench.judge(dimension, entries, videos, self.device)
         if len(values) < len(names):
-            raise ValueError(f"vbench judged {len(values)} of {len(names)} videos for {dimension}")
+            raise ValueError(f"vbench scored {len(values)} of {len(names)} videos for {dimension}")
         scores = {dimension: (average, _spread(average, values), True, len(values))}
         self.subject.keep(TASK, scores, self.hash, started, self.device)
 
