@@ -106,6 +106,7 @@ def inception(weights: str | Path | None = None, device: torch.device | str = "c
     network.Mixed_6d.branch1x1.register_forward_hook(lambda module, given, output: hooked.update(spatial=output))
 
     def extract(images: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the outputs by name."""
         with torch.inference_mode():
             features, logits = network(images.to(device))
         # The first 7 channels, 17 x 17, of the 1x1 branch of the block that TensorFlow calls mixed_6, channels last.
@@ -259,6 +260,7 @@ def precision_recall(
         raise ValueError(f"features: got {counts}, expected at least {neighbors + 1} of each.")
 
     def covered(points: torch.Tensor, centers: torch.Tensor) -> float:
+        """Return the fraction of points that lie near some center."""
         radii = torch.cat([torch.cdist(part, centers).kthvalue(neighbors + 1).values for part in centers.split(chunk)])
         inside = [(torch.cdist(part, centers) <= radii).any(1) for part in points.split(chunk)]
         return torch.cat(inside).double().mean().item()

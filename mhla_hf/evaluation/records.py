@@ -177,10 +177,12 @@ def results_path(path: str | Path) -> Path:
 
 
 def _digest(record: Result) -> str:
+    """Return a digest of all fields of a record."""
     return hash_json(dataclasses.asdict(record))
 
 
 def _notes() -> Path:
+    """Return the file in Hugging Face's cache that lists the digests of the records measured here."""
     return Path(constants.HF_ASSETS_CACHE) / "mhla_hf" / "scores"
 
 
@@ -331,11 +333,11 @@ class Comparison(dict[str, Results]):
             for label, score in paper_values(records, self.columns).items():
                 points.setdefault(_arrowed(label, self.columns), {})[name] = score
             for record in (record for record in records if record.value is not None):
-                metric, mark, place = record.metric.rpartition("_" if record.task == SPEED else "_back_")
-                if mark and place.isdecimal():
+                metric, separator, position = record.metric.rpartition("_" if record.task == SPEED else "_back_")
+                if separator and position.isdecimal():
                     title = f"{record.task}\n{metric}, by {'length ↓' if record.task == SPEED else 'depth'}"
                     line = curves.setdefault(title, {}).setdefault(name, [])
-                    line.append((int(place), record.value, record.stderr or 0.0))
+                    line.append((int(position), record.value, record.stderr or 0.0))
                 else:
                     shots = f", {record.shots} shots" if record.shots else ""
                     title = f"{record.task}\n{record.metric}{shots}{ARROWS[record.higher_is_better]}"
@@ -358,6 +360,7 @@ class Comparison(dict[str, Results]):
 
 
 def _arrowed(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the label of a column with an arrow that points to better values."""
     return label + ARROWS[columns[label].get("higher_is_better", True)]
 
 
@@ -392,11 +395,12 @@ def speed_of_records(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] 
 def _draw_points(
     axes: Any, title: str, values: Mapping[str, tuple[float, float | None]], colors: Mapping[str, str]
 ) -> None:
+    """Draw one point with its standard error per model."""
     label = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
     for name, (value, error) in values.items():
-        place = list(colors).index(name)
-        axes.errorbar(value, place, xerr=error, fmt="o", color=colors[name], markersize=6, capsize=3, linewidth=1.6)
-        axes.annotate(f"{value:.4g}", (value, place), **label)
+        row = list(colors).index(name)
+        axes.errorbar(value, row, xerr=error, fmt="o", color=colors[name], markersize=6, capsize=3, linewidth=1.6)
+        axes.annotate(f"{value:.4g}", (value, row), **label)
     axes.set_yticks(range(len(colors)), list(colors))
     axes.set_ylim(len(colors) - 0.4, -0.8)
     axes.grid(True, axis="x")
@@ -406,10 +410,11 @@ def _draw_points(
 def _draw_curves(
     axes: Any, title: str, lines: Mapping[str, Sequence[tuple[int, float, float]]], colors: Mapping[str, str]
 ) -> None:
+    """Draw one curve of (position, value, standard error) per model."""
     for name, points in lines.items():
-        places, values, errors = zip(*sorted(points), strict=True)
-        look = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}
-        axes.errorbar(places, values, yerr=errors, **look)
+        positions, values, errors = zip(*sorted(points), strict=True)
+        style = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}
+        axes.errorbar(positions, values, yerr=errors, **style)
     axes.set(xlabel="tokens" if title.startswith(SPEED) else "tokens from the fact to the question", ylim=(0, None))
     axes.grid(True)
     axes.legend(fontsize=8)

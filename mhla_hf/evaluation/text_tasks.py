@@ -246,7 +246,7 @@ def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: i
 
 
 def _flat(ending: str) -> str:
-    """Return `ending` on one line, with single spaces."""
+    """Return `ending` on one line, with single spaces and one in front."""
     return " " + " ".join(ending.split())
 
 
