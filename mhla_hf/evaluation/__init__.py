@@ -1,1 +1,1 @@
-"""Judging: the one record of a score, and the harnesses that produce it."""
+"""Evaluation: records of scores, and the harnesses that measure them."""

@@ -1,16 +1,16 @@
-"""Features of images and the numbers made of them: FID, sFID, IS, precision, recall, CLIP score.
+"""Features of images, and the metrics computed from them: FID, sFID, IS, precision, recall, CLIP score.
 
-Inception is torch-fidelity's. The rest is a few lines each: torchmetrics' FID takes no moments, which ADM's reference files
-hold, it has no precision and recall (arXiv 1904.06991), its CLIP score does not run with transformers 5; torch-fidelity's
-scores need a torchvision. Only Inception with the published weights makes a Fréchet distance "FID"; another extractor gives
-a "Fréchet distance (<its name>)".
+Inception is torch-fidelity's. The metrics are implemented here, in a few lines each, because torchmetrics' FID takes no
+moments, which are what ADM's reference files contain, it has no precision and recall (arXiv 1904.06991), and its CLIP score
+does not run with transformers 5; torch-fidelity's metrics need torchvision. Only with Inception's published weights is a
+Fréchet distance called "FID"; with another extractor it is a "Fréchet distance (<its name>)".
 """
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -24,20 +24,24 @@ from ..checkpoints.fingerprint import hash_file, hash_json
 from ..checkpoints.load import no_code_prompts, summarize_error, wrap_errors
 from ..checkpoints.values import checked, checked_field
 
-CHUNK = 1000
+CHUNK = 1000  # images per file of cached features
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".JPEG")
 INCEPTION = "Inception"
-INCEPTION_SHA256 = "6726825d"  # of torch-fidelity's weights, the network of 2015: the digits that its file name has
+INCEPTION_SHA256 = "6726825d"  # first digits, as in the name of torch-fidelity's file; the network of 2015
+# metric -> its name with another network than Inception
 FOREIGN = {"FID": "Fréchet distance", "sFID": "spatial Fréchet distance", "IS": "classifier score"}
 
 
 @checked
 class Extractor:
-    """What turns images into features.
+    """A function that computes features of images.
 
-    name: plain words, as they stand in tables. function: images uint8 `[B, 3, H, W]` -> features `[B, D]`, or a dict with
-    "features" and perhaps "logits" `[B, C]` (for IS) and "spatial" `[B, S]` (for sFID). version: a text to change whenever
-    the function or its weights change, as scores are known by it. genuine: it is FID's own network.
+    Args:
+        name: Name in tables.
+        function: Maps images, uint8 [B, 3, H, W], to features [B, D], or to a dict with "features" and optionally
+            "logits", [B, C] (for IS), and "spatial", [B, S] (for sFID).
+        version: A text to change whenever the function or its weights change, so that old scores are not reused.
+        genuine: Whether it is FID's own network.
     """
 
     name: str
@@ -45,85 +49,122 @@ class Extractor:
     version: str = checked_field(bool, "a text that changes when what it computes does")
     genuine: bool = False
 
-    def label(self, metric):
-        """The metric's name in tables: FID only with FID's own network."""
+    def label(self, metric: str) -> str:
+        """Return the metric's name in tables, which is "FID" only with FID's own network."""
         return metric if self.genuine else f"{FOREIGN.get(metric, metric)} ({self.name})"
 
-    def __call__(self, images):
-        found = self.function(images)
-        found = found if isinstance(found, dict) else {"features": found}
-        return {name: values.detach().float().cpu().contiguous() for name, values in found.items()}
+    def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the features by name, fp32 on the CPU."""
+        outputs = self.function(images)
+        outputs = outputs if isinstance(outputs, dict) else {"features": outputs}
+        return {name: values.detach().float().cpu().contiguous() for name, values in outputs.items()}
 
 
-def find_extractor(given, weights=None, device="cpu"):
-    """An `Extractor`: the object itself, "inception", or what the function of "module:function" returns."""
+def find_extractor(given: object, weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
+    """Return an `Extractor`: the object itself, Inception for "inception", or the result of "module:function"."""
     if isinstance(given, Extractor):
         return given
     if given == "inception":
         return inception(weights, device)
     module, _, name = str(given).partition(":")
-    with wrap_errors(f"extractor is {given!r}; expected 'inception', 'module:function' or an Extractor"):
+    with wrap_errors(f"extractor: got {given!r}, expected 'inception', 'module:function' or an Extractor"):
         return getattr(importlib.import_module(module), name)()
 
 
-def inception(weights=None, device="cpu"):
-    """FID's Inception by torch-fidelity: features `[B, 2048]`, logits without bias `[B, 1008]`, spatial `[B, 2023]`.
+def inception(weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
+    """Load FID's Inception from torch-fidelity.
 
-    weights: a local file; None: torch-fidelity fetches it once. The spatial features are those of ADM's evaluator, in its
-    order, which the moments of its reference files have. Images may have any size.
+    Its outputs are "features", [B, 2048], "logits" without bias, [B, 1008], and "spatial", [B, 2023]. The spatial features
+    are those of ADM's evaluator, in its order, so that they match the moments in its reference files. Images may have any
+    size.
+
+    Args:
+        weights: Local file; None to let torch-fidelity download it once.
+        device: Where the network runs.
+
+    Raises:
+        ImportError: torch-fidelity or a matching torchvision is missing.
+        ValueError: The weights cannot be loaded.
     """
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that was made for another torch
-        lacks = f"torch-fidelity and a torchvision that fits torch, of which one is missing ({summarize_error(error)})"
-        raise ImportError(f"FID needs {lacks}: pip install 'mhla_hf[images]'") from error
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
+        requirement = (
+            f"torch-fidelity and a torchvision that fits torch, of which one is missing ({summarize_error(error)})"
+        )
+        raise ImportError(f"FID needs {requirement}: pip install 'mhla_hf[images]'") from error
     version = INCEPTION_SHA256 if weights is None else hash_file(weights) if Path(weights).is_file() else ""
     genuine = version.startswith(INCEPTION_SHA256)
-    with wrap_errors(f"weights is {weights!r}, of which no Inception can be made; expected its file of tensors"):
-        if version and not genuine:
-            torch.load(weights, map_location="cpu", weights_only=True)  # torch-fidelity unpickles whatever it is
+    with wrap_errors(f"weights: got {weights!r}, expected a file of Inception's weights"):
+        if weights is not None and version and not genuine:
+            # torch-fidelity unpickles the file without restrictions, so it must be a file of plain tensors.
+            torch.load(weights, map_location="cpu", weights_only=True)
         outputs = ["2048", "logits_unbiased"]
         network = FeatureExtractorInceptionV3("inception", outputs, feature_extractor_weights_path=weights)
     network = network.to(device).eval()
-    kept = {}
-    network.Mixed_6d.branch1x1.register_forward_hook(lambda module, given, output: kept.update(spatial=output))
+    hooked: dict[str, torch.Tensor] = {}
+    network.Mixed_6d.branch1x1.register_forward_hook(lambda module, given, output: hooked.update(spatial=output))
 
-    def extract(images):
+    def extract(images: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the outputs by name."""
         with torch.inference_mode():
             features, logits = network(images.to(device))
-        # the first 7 channels of the 1x1 branch of the block that TensorFlow calls mixed_6, 17 x 17, channels last
-        spatial = kept["spatial"][:, :7].permute(0, 2, 3, 1).flatten(1)
+        # The first 7 channels, 17 x 17, of the 1x1 branch of the block that TensorFlow calls mixed_6, channels last.
+        spatial = hooked["spatial"][:, :7].permute(0, 2, 3, 1).flatten(1)
         return {"features": features, "logits": logits, "spatial": spatial}
 
     return Extractor(INCEPTION if genuine else f"{INCEPTION}, other weights", extract, version, genuine)
 
 
-def read_image(image):
-    """uint8 `[3, H, W]` of an image file, or of an array `[H, W, 3]`."""
+def read_image(image: Any) -> torch.Tensor:
+    """Read an image file, or an array [H, W, 3], as a tensor, uint8 [3, H, W]."""
     if isinstance(image, numpy.ndarray):
         return torch.from_numpy(numpy.ascontiguousarray(image)).permute(2, 0, 1)
-    with wrap_errors(f"{image} is no image that can be read"), Image.open(image) as opened:
+    with wrap_errors(f"images: got {str(image)!r}, expected an image file"), Image.open(image) as opened:
         return torch.from_numpy(numpy.array(opened.convert("RGB"))).permute(2, 0, 1)
 
 
-def extract_features(images, extractor, cache, *, batch_size, state, progress, what):
-    """Features of images, kept in `cache` in chunks of 1,000: a stop loses less than one chunk.
+def extract_features(
+    images: Sequence[Any],
+    extractor: Extractor,
+    cache: Path,
+    *,
+    batch_size: int,
+    state: Any,
+    progress: bool,
+    what: str,
+) -> dict[str, torch.Tensor] | None:
+    """Compute the features of images, cached in chunks of 1,000, so that an interruption loses less than one chunk.
 
-    images: paths, or a uint8 array `[N, H, W, 3]`. state: accelerate's, of the processes that share the work. Returns a dict
-    name -> `[N, ...]`, in their order, on the main process; None on the others.
+    Args:
+        images: Paths, or an array, uint8 [N, H, W, 3].
+        extractor: Computes the features.
+        cache: Folder of the chunks.
+        batch_size: Images per call of the extractor.
+        state: Accelerate's `PartialState`, whose processes share the work.
+        progress: Whether to show a progress bar on stderr.
+        what: Label of the progress bar.
+
+    Returns:
+        Mapping from name to features, [N, ...], in the order of the images, on the main process; None on others.
+
+    Raises:
+        ValueError: The images have different sizes, or a file cannot be read.
     """
     cache.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(images), CHUNK)
     files = [cache / f"{number:05d}.safetensors" for number in range(len(starts))]
-    own = slice(state.process_index, None, state.num_processes)
-    mine = {file: start for file, start in zip(files[own], starts[own], strict=True) if not file.is_file()}
-    with tqdm(total=CHUNK * len(mine), desc=what, disable=not progress) as bar:
-        for file, first in mine.items():
+    local_chunks = slice(state.process_index, None, state.num_processes)
+    first_by_file = {
+        file: start for file, start in zip(files[local_chunks], starts[local_chunks], strict=True) if not file.is_file()
+    }
+    with tqdm(total=CHUNK * len(first_by_file), desc=what, disable=not progress) as bar:
+        for file, first in first_by_file.items():
             chunk, parts = images[first : first + CHUNK], []
             for start in range(0, len(chunk), batch_size):
                 batch = [read_image(image) for image in chunk[start : start + batch_size]]
                 if len({image.shape for image in batch}) > 1:
-                    raise ValueError(f"{what}: images of different sizes; expected all of one size")
+                    raise ValueError(f"{what}: got images of different sizes, expected one size.")
                 parts.append(extractor(torch.stack(batch)))
                 bar.update(len(batch))
             with atomic_file(file) as aside:
@@ -135,14 +176,14 @@ def extract_features(images, extractor, cache, *, batch_size, state, progress, w
     return {name: torch.cat([part[name] for part in loaded]) for name in loaded[0]}
 
 
-def hash_files(files, folder, progress=False):
-    """Of the paths of `files` below `folder` and their bytes; 16 hex digits. progress: a bar on stderr."""
-    shown = tqdm(sorted(files), desc=f"{folder}: reading", disable=not progress)
-    return hash_json([[file.relative_to(folder).as_posix(), hash_file(file)] for file in shown])
+def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> str:
+    """Return a hash, 16 hex digits, of the contents of files and of their paths relative to `folder`."""
+    bar = tqdm(sorted(files), desc=f"{folder}: reading", disable=not progress)
+    return hash_json([[file.relative_to(folder).as_posix(), hash_file(file)] for file in bar])
 
 
-def hash_place(place, progress=False):
-    """Of the bytes of a file, or of all files in a folder; what is neither is given back, as text."""
+def hash_place(place: Any, progress: bool = False) -> str | None:
+    """Return a hash of a file or of all files in a folder; anything else is returned as text, and None as None."""
     path = Path(place or "")
     if place is None or not path.exists():
         return place and str(place)
@@ -150,22 +191,22 @@ def hash_place(place, progress=False):
 
 
 class Moments(NamedTuple):
-    """mean `[D]` and covariance `[D, D]` (over n - 1), float64."""
+    """The mean, [D], and the covariance, [D, D] (divided by n - 1), of features, in fp64."""
 
     mean: torch.Tensor
     covariance: torch.Tensor
 
     @classmethod
-    def of(cls, features):
-        """Of features `[N, D]`; ValueError for fewer than two."""
+    def of(cls, features: torch.Tensor) -> "Moments":
+        """Compute the moments of features [N, D]; raise ValueError for fewer than two rows."""
         if features.ndim != 2 or features.shape[0] < 2:
-            raise ValueError(f"features: got shape {tuple(features.shape)}; expected [N, D] with N of at least 2")
+            raise ValueError(f"features: got shape {tuple(features.shape)}, expected [N, D] with N of at least 2.")
         features = features.double()
         return cls(features.mean(0), torch.cov(features.T).reshape(features.shape[1], features.shape[1]))
 
 
-def frechet_distance(sample, reference):
-    """Fréchet distance of two `Moments`: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), a float."""
+def frechet_distance(sample: Moments, reference: Moments) -> float:
+    """Compute the Fréchet distance |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) from two `Moments`."""
     first, second = sample.covariance.double(), reference.covariance.double()
     values, vectors = torch.linalg.eigh(first)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
@@ -175,27 +216,51 @@ def frechet_distance(sample, reference):
     return max(0.0, distance.item())
 
 
-def inception_score(logits, splits=10, seed=0):
-    """(mean, standard error) over `splits` parts of exp of the mean KL between p(y|x) and p(y); one part has no error."""
+def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float | None]:
+    """Compute the inception score: exp of the mean KL divergence of p(y|x) from p(y), averaged over parts of the images.
+
+    Args:
+        logits: [N, C].
+        splits: Number of parts.
+        seed: Seed of the permutation that assigns images to parts.
+
+    Returns:
+        (mean, standard error); one part has no standard error.
+
+    Raises:
+        ValueError: There are fewer than two images per part.
+    """
     if len(logits) < 2 * splits:
-        raise ValueError(f"images: {len(logits)} are too few for {splits} splits; expected at least {2 * splits}")
+        raise ValueError(f"images: got {len(logits)} for {splits} splits, expected at least {2 * splits}.")
     order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(seed))
     parts = [logits[numbers].double().log_softmax(-1) for numbers in order.chunk(splits)]
     scores = torch.stack([(part.exp() * (part - part.exp().mean(0).log())).sum(1).mean().exp() for part in parts])
     return scores.mean().item(), scores.std().item() / math.sqrt(splits) if splits > 1 else None
 
 
-def precision_recall(sample, reference, neighbors=3, chunk=2048):
-    """(precision, recall) of features `[N, D]` and `[R, D]`.
+def precision_recall(
+    sample: torch.Tensor, reference: torch.Tensor, neighbors: int = 3, chunk: int = 2048
+) -> tuple[float, float]:
+    """Compute precision and recall of generated images (arXiv 1904.06991).
 
-    precision: share of samples that lie within the distance of some reference to its `neighbors`-th nearest reference;
-    recall: the same with the roles exchanged (arXiv 1904.06991). chunk: rows compared at once.
+    Precision is the fraction of samples that lie near some reference: no farther from it than its `neighbors`-th nearest
+    other reference. Recall is the same with the roles exchanged.
+
+    Args:
+        sample: Features of the samples, [N, D].
+        reference: Features of the references, [R, D].
+        neighbors: The rank of the neighbor whose distance counts as near.
+        chunk: Rows compared at once.
+
+    Raises:
+        ValueError: There are not more than `neighbors` samples or references.
     """
     if min(len(sample), len(reference)) <= neighbors:
-        given = f"{len(sample)} samples, {len(reference)} references"
-        raise ValueError(f"features: {given}; expected {neighbors + 1} or more of each")
+        counts = f"{len(sample)} samples, {len(reference)} references"
+        raise ValueError(f"features: got {counts}, expected at least {neighbors + 1} of each.")
 
-    def covered(points, centers):
+    def covered(points: torch.Tensor, centers: torch.Tensor) -> float:
+        """Return the fraction of points that lie near some center."""
         radii = torch.cat([torch.cdist(part, centers).kthvalue(neighbors + 1).values for part in centers.split(chunk)])
         inside = [(torch.cdist(part, centers) <= radii).any(1) for part in points.split(chunk)]
         return torch.cat(inside).double().mean().item()
@@ -204,24 +269,34 @@ def precision_recall(sample, reference, neighbors=3, chunk=2048):
     return covered(sample, reference), covered(reference, sample)
 
 
-def clip_scores(paths, prompts, clip, device, batch_size):
-    """100 max(cos, 0) between each image and its prompt, a float64 tensor `[N]`.
+def clip_scores(
+    paths: Sequence[Path], prompts: Sequence[str], clip: str | Path, device: torch.device | str, batch_size: int
+) -> torch.Tensor:
+    """Compute the CLIP score, 100 max(cos, 0), of each image and its prompt.
 
-    paths: of the images. prompts: texts; what is longer than the model's window is cut. clip: folder or id of a CLIP model.
+    Args:
+        paths: Files of the images.
+        prompts: Texts, truncated to the model's window.
+        clip: Folder or id of a CLIP model.
+        device: Where the model runs.
+        batch_size: Images at once.
+
+    Returns:
+        [N], fp64.
     """
-    with wrap_errors(f"clip: {clip!r} cannot be loaded"), no_code_prompts():
+    with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"), no_code_prompts():
         model, processor = CLIPModel.from_pretrained(clip).to(device).eval(), CLIPProcessor.from_pretrained(clip)
     cosines = []
     for start in range(0, len(paths), batch_size):
         images = [Image.open(path).convert("RGB") for path in paths[start : start + batch_size]]
-        given = {"text": prompts[start : start + batch_size], "images": images, "padding": True, "truncation": True}
+        inputs = {"text": prompts[start : start + batch_size], "images": images, "padding": True, "truncation": True}
         with torch.inference_mode():
-            found = model(**processor(**given, return_tensors="pt").to(device))
-        pictures, texts = found.image_embeds.double(), found.text_embeds.double()
+            outputs = model(**processor(**inputs, return_tensors="pt").to(device))
+        pictures, texts = outputs.image_embeds.double(), outputs.text_embeds.double()
         cosines.append(torch.nn.functional.cosine_similarity(pictures, texts, dim=-1).cpu())
     return 100 * torch.cat(cosines).clamp(min=0)
 
 
-def share_error(share, count):
-    """Standard error of a share of `count` independent cases."""
+def share_error(share: float, count: int) -> float:
+    """Return the standard error of a fraction of `count` independent cases."""
     return math.sqrt(share * (1 - share) / count)

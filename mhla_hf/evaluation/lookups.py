@@ -1,43 +1,60 @@
-"""Lookups: lines such as "- method string" between those of a text; a name comes back with the value it last had.
+"""Lookups: lines such as "- method string" among those of a text. A name that comes back has the value it last had.
 
-No statistics of language tell the value: a model says it only if it attends to where it stood. `make_recall` asks for values
-by distance.
+Nothing but the earlier line tells the value, so that a model predicts it only if it attends there. `make_recall` asks for
+values by distance.
 """
 
 import itertools
 import random
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
-FREQUENT, WORDS, FEWEST = 400, 120, 8  # the last WORDS of a vocabulary's first: known, yet rare between the lookups
-LIVE, NEW = 8, 0.25  # names that may come back, and how often a line states a new value
-LEAD = 8  # tokens at least before a question's value: the first ones of all are sinks, which are always near
-DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.85)  # of the window
+# Words are the last WORDS of the FREQUENT first ones of a vocabulary: known to the model, yet rare in the text around.
+FREQUENT, WORDS, FEWEST = 400, 120, 8
+LIVE, NEW = 8, 0.25  # names that may come back, and the probability that a line gives a new value
+LEAD = 8  # tokens at least before the value of a question: the first tokens are sinks, which every token attends to
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.85)  # distances, as fractions of the window
 
 
-def choose_words(tokenizer):
-    """(names, values): words that are one token each with the space before them, and not the most frequent ones.
+def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Choose names and values: words that are one token with the space before them, without the most frequent ones.
 
-    ValueError: the tokenizer has too few of them.
+    Args:
+        tokenizer: A tokenizer of transformers.
+
+    Returns:
+        (names, values).
+
+    Raises:
+        ValueError: The tokenizer has too few such words.
     """
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     words = [token[1:] for token, _ in tokens if re.fullmatch("[Ġ▁][a-z]{3,}", token)][:FREQUENT][-WORDS:]
     if len(words) < FEWEST:
-        raise ValueError(
-            f"tokenizer: has {len(words)} lower-case words of one token; expected at least {FEWEST} for lookups"
-        )
+        raise ValueError(f"tokenizer: got {len(words)} lowercase words of one token, expected at least {FEWEST}.")
     random.Random("words").shuffle(words)
     return words[len(words) // 4 :], words[: len(words) // 4]
 
 
 class Lookups:
-    """Lines, one after the other. besides: a name that none of them says."""
+    """Generates lookup lines.
 
-    def __init__(self, words, rng, besides=None):
+    Args:
+        words: Names and values, see `choose_words`.
+        rng: Source of the random choices.
+        besides: A name that no line contains.
+    """
+
+    def __init__(
+        self, words: tuple[Sequence[str], Sequence[str]], rng: random.Random, besides: str | None = None
+    ) -> None:
         self.names, self.values = words
-        self.rng, self.besides, self.live = rng, besides, {}
+        self.rng, self.besides = rng, besides
+        self.live: dict[str, str] = {}  # name -> value, the oldest first
 
-    def line(self):
-        """The next one."""
+    def line(self) -> str:
+        """Return the next line."""
         if not self.live or self.rng.random() < NEW:
             free = [name for name in self.names if name != self.besides and name not in self.live]
             name = self.rng.choice(free)
@@ -49,30 +66,45 @@ class Lookups:
         return f"- {name} {self.live[name]}\n"
 
 
-def make_recall(text, count, words, *, window, items, seed):
-    """Questions of the form: a line; a name with its value; text, and lookups of others; the name. Which word is next?
+def make_recall(
+    text: str,
+    count: Callable[[str], int],
+    words: tuple[Sequence[str], Sequence[str]],
+    *,
+    window: int,
+    items: int,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Make questions: a line, a name with its value, text with lookups of other names, and the name. Which word is next?
 
-    text: str, which begins again where it is shorter than the window. count: from text to its number of tokens.
+    Args:
+        text: The text, which is repeated if it is shorter than the window.
+        count: Function that returns the number of tokens of a text.
+        words: Names and values, see `choose_words`.
+        window: Tokens in which context and word fit.
+        items: Maximum number of questions.
+        seed: Seed of the random choices.
 
-    Returns rows {"context", "word", "distance", "back"}; distance: tokens from the value to the end of the context; back:
-    the round number that it was meant to be. Context and word fit in `window` tokens.
+    Returns:
+        Rows {"context", "word", "distance", "back"}: "distance" is the number of tokens from the value to the end of the
+        context, "back" the round number that it was meant to be.
     """
     rng, rows = random.Random(f"recall {seed}"), []
     lines = [line for line in text.splitlines(keepends=True) if line.strip()]
-    reaches = [int(depth * window) for depth in DEPTHS]
+    target_distances = [int(depth * window) for depth in DEPTHS]
     for turn in range(2 * items):
-        reach, name, value = reaches[turn % len(reaches)], *map(rng.choice, words)
+        target_distance, name, value = target_distances[turn % len(target_distances)], *map(rng.choice, words)
         lookups, between, size, start = Lookups(words, rng, besides=name), "\n", 0, rng.randrange(len(lines))
         others = [line for line in lines[start:] + lines[:start] if not re.search(rf"\b{name}\b", line)]
         for line in itertools.cycle(others) if others else ():
             added = line + lookups.line()
             between, size = between + added, size + count(added)
-            if size >= reach and count(between) >= reach:
+            if size >= target_distance and count(between) >= target_distance:
                 break
         lead = next((line for line in others if count(line) >= LEAD), "")
         context, distance = f"{lead}- {name} {value}{between}- {name}", count(between) + 2
-        if lead and distance >= reach and count(context) < window:
-            rows.append({"context": context, "word": f" {value}", "distance": distance, "back": reach})
+        if lead and distance >= target_distance and count(context) < window:
+            rows.append({"context": context, "word": f" {value}", "distance": distance, "back": target_distance})
         if len(rows) == items:
             break
     return rows

@@ -1,8 +1,9 @@
-"""evaluate(): one call that judges language models, classifiers, image and video pipelines, one or several side by side.
+"""evaluate(): scores of language models, classifiers, image and video pipelines, one or several side by side.
 
-What is judged how stands in a score recipe, a YAML file; those of this package are in `recipes/` beside this file. Its kind
-decides who judges: `language.py` (lm-eval), `images.py`, `video.py` (VBench), or `judge_speed` below. All of them give
-`Result` records, run only what is missing, write after each task, and are imported with what they need when asked for.
+A score recipe, a YAML file, says what is measured and how; the recipes of this package are in `recipes/` beside this file.
+The recipe's kind decides who measures: `language.py` (lm-eval), `images.py`, `video.py` (VBench), or `judge_speed` below.
+Each of them returns `Result` records, runs only what is missing, writes after each task, and is imported, with the
+libraries it needs, only when it is used.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -36,11 +37,17 @@ LANGUAGE_ONLY = ("tokenizer", "include_path", "data_files", "num_fewshot", "max_
 
 @checked
 class ScoreRecipe:
-    """How to judge.
+    """What to measure, and how.
 
-    kind: of the models. tasks: task -> examples in the prompt, or None for the task's own number; for other kinds than
-    language the metrics, with None. settings: the protocol of this kind of model, such as `ImageProtocol`. columns: see
-    `paper_values`. name: of a recipe of this package, else its file's. changed: the settings that are not the file's.
+    Args:
+        kind: Kind of the models.
+        tasks: Mapping from task to the number of examples in the prompt; None for the task's own number. For other kinds
+            than language, from metric to None.
+        about: One sentence about the recipe.
+        settings: The protocol for this kind of model, such as `ImageProtocol`.
+        columns: The columns of the paper's table, see `paper_values`.
+        name: Name of the recipe, or path of its file.
+        changed: The settings that differ from the file.
     """
 
     kind: Literal["language", "classification", "image", "video", "speed"]
@@ -51,39 +58,41 @@ class ScoreRecipe:
     name: str = ""
     changed: dict = dataclasses.field(default_factory=dict)
 
-    def validate_tasks(self):
-        """At least one, none with fewer than no examples."""
+    def validate_tasks(self) -> None:
+        """Raise ValueError if there is no task, or a negative number of examples."""
         if not self.tasks or min(shots or 0 for shots in self.tasks.values()) < 0:
-            raise ValueError(f"tasks is {self.tasks!r}; expected names, or names with the examples in the prompt")
+            raise ValueError(
+                f"tasks: got {self.tasks!r}, expected names, or a mapping from names to examples in the prompt."
+            )
 
-    def with_settings(self, settings):
-        """The recipe with some settings replaced; "sampling.height" is one value of the setting "sampling"."""
+    def with_settings(self, settings: Mapping[str, Any]) -> "ScoreRecipe":
+        """Return the recipe with some settings replaced; "sampling.height" is the entry "height" of "sampling"."""
         merged = dict(self.settings)
         for name, value in settings.items():
             outer, dot, inner = name.partition(".")
             if dot and not isinstance(merged.get(outer, {}), dict):
-                raise ValueError(f"settings: {name!r} is given, but {outer} holds no values by name")
+                raise ValueError(f"settings: got {name!r}, expected {outer!r} to be a mapping.")
             merged[outer] = {**merged.get(outer, {}), inner: value} if dot else value
         return dataclasses.replace(self, settings=merged, changed={**self.changed, **settings})
 
 
-def recipe_names():
-    """Names of the recipes that come with this package."""
+def recipe_names() -> list[str]:
+    """Return the names of the recipes in this package."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def read_score_recipe(name):
-    """A recipe by name, or from a YAML file. ValueError, in one sentence, names what is wrong in it."""
-    content, what = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe"), f"recipe {str(name)!r}: "
+def read_score_recipe(name: str | Path) -> ScoreRecipe:
+    """Read a recipe of this package, by name, or a YAML file; raise ValueError if it is not valid."""
+    content, prefix = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe"), f"recipe {str(name)!r}: "
     if isinstance(content, dict):
         tasks = content.get("tasks")
         content |= {"name": str(name), **({"tasks": dict.fromkeys(tasks)} if isinstance(tasks, list) else {})}
-    return read_settings(ScoreRecipe, content, what)
+    return read_settings(ScoreRecipe, content, prefix)
 
 
 @checked
 class Asked:
-    """How the user wants it done; the fields are the arguments of `evaluate`."""
+    """The checked arguments of `evaluate`; the fields are those arguments, with the recipe read."""
 
     recipe: ScoreRecipe
     tokenizer: object
@@ -104,17 +113,18 @@ class Asked:
     seed: int | None = at_least(0, None)
     max_length: int | None = at_least(2, None)
 
-    def validate_for_kind(self):
-        """What only language models take is not given for others."""
-        language, limit, size = self.recipe.kind == "language", self.limit, self.batch_size
-        share = " of documents, or a share below 1" if language else ""
-        if limit is not None and not (0 < limit < math.inf and (limit == int(limit) or (language and limit < 1))):
-            raise ValueError(f"limit is {limit!r}; expected a whole number{share}")
-        if (size == "auto" and not language) or (size != "auto" and size < 1):
-            raise ValueError(f"batch_size is {size!r}; expected an integer of at least 1" + ' or "auto"' * language)
-        for name in () if language else LANGUAGE_ONLY:
+    def validate_for_kind(self) -> None:
+        """Raise ValueError for values that the recipe's kind does not allow, such as a tokenizer for image models."""
+        is_language, limit, size = self.recipe.kind == "language", self.limit, self.batch_size
+        fraction_hint = " of documents, or a fraction below 1" if is_language else ""
+        if limit is not None and not (0 < limit < math.inf and (limit == int(limit) or (is_language and limit < 1))):
+            raise ValueError(f"limit: got {limit!r}, expected a whole number{fraction_hint}.")
+        auto_hint = ' or "auto"' if is_language else ""
+        if (size == "auto" and not is_language) or (size != "auto" and size < 1):
+            raise ValueError(f"batch_size: got {size!r}, expected an integer of at least 1{auto_hint}.")
+        for name in () if is_language else LANGUAGE_ONLY:
             if getattr(self, name) is not None:
-                raise ValueError(f"{name} is given, which the recipe {self.recipe.name!r} does not take; expected None")
+                raise ValueError(f"{name}: got a value, expected None with the recipe {self.recipe.name!r}.")
 
 
 def evaluate(
@@ -126,40 +136,44 @@ def evaluate(
     max_length: int | None = None, revision: str | None = None, trust_remote_code: bool = False, force: bool = False,
     trust_scores: bool = False, progress: bool = True, command: str | None = None,
 ) -> Comparison:  # fmt: skip
-    """Judge models: language models on lm-eval tasks, image classifiers, image pipelines, video pipelines.
+    """Evaluate models: language models on lm-eval tasks, image classifiers, image pipelines, video pipelines.
 
     Args:
-        models: a folder, a Hub id or a loaded model or pipeline; or a list of them, or a dict name -> one of them.
-        tasks: names of lm-eval tasks, groups or tags, or patterns with *; a list or one text with commas. With a recipe:
-            only these of its tasks. Needed where there is no recipe.
-        recipe: name of a score recipe (see `recipe_names`, such as `table_6_language`) or a YAML file. It says of which kind
-            the models are; without one they are language models.
-        settings: replaces some of the recipe's settings, such as {"lengths": [256]} or {"reference": "imagenet.npz"}.
-        tokenizer: for loaded language models; else it comes with the model.
-        output: where the scores are kept: a .json file (one model) or a folder (one file per model). Default:
-            results.json in a local model's folder; nothing is written for Hub ids and loaded models.
+        models: folder, Hub id, or loaded model or pipeline; or a list of them, or a dict from names to them.
+        tasks: names of lm-eval tasks, groups or tags, or patterns with *; a list, or one string with commas. With a recipe,
+            only these of its tasks are run. Required without a recipe.
+        recipe: name of a score recipe (such as `table_6_language`, see `recipe_names`), or a YAML file, which also says
+            what kind the models are. Without a recipe they are language models.
+        settings: values that replace settings of the recipe, e.g. {"lengths": [256]} or {"reference": "imagenet.npz"}.
+        tokenizer: for loaded language models; others come with theirs.
+        output: where the scores are kept: a .json file (for one model) or a folder (one file per model). Default:
+            results.json in the folder of a local model; nothing is written for Hub ids and loaded models.
         include_path: folder, or list of folders, with further lm-eval tasks, such as `make_tasks` writes.
         data_files: folder from which lm-eval's tasks read their documents instead of the Hub: NAME.jsonl or NAME.jsonl.gz
             for each task, with the columns of its dataset; examples in the prompt come from NAME.train.jsonl if it exists.
-        num_fewshot: examples in the prompt; None: the recipe's or the task's own, and never more where a task says 0.
-        limit: documents, images or prompts, or a share of an lm-eval task below 1; for trying out.
-        batch_size: int, or "auto" for language models. seed: None gives lm-eval's own seeds, and 0 for sampling.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16". device: as torch names it; None: CUDA if any.
-        max_length: tokens a language model sees at once; None: the configuration's.
-        revision, trust_remote_code: as in transformers. MHLA language models need no remote code here, saved pipelines do.
-        force: run again what is known. trust_scores: read what the results file holds though another machine measured it, or
-            somebody wrote it there; by default only what this machine measured is read. progress: bars on stderr.
-        command: the shell line to keep with the scores; None: the `mhla-hf evaluate` line that gives them again.
+        num_fewshot: examples in the prompt; None: the recipe's or the task's own. Tasks that demand 0 always get 0.
+        limit: number of documents, images or prompts, or a fraction below 1 of an lm-eval task; for trying things out.
+        batch_size: int, or "auto" for language models.
+        seed: None: lm-eval's own seeds, and 0 for sampling.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        device: a device of torch; None: CUDA if available.
+        max_length: tokens a language model sees at once; None: as its configuration says.
+        revision, trust_remote_code: as in transformers. MHLA language models need no remote code here; saved pipelines do.
+        force: whether to run again what is known.
+        trust_scores: whether to reuse scores in the results file that another machine measured, or that somebody wrote
+            there. By default only what this machine measured is reused.
+        progress: whether to show progress bars on stderr.
+        command: shell command to keep with the scores; None: the `mhla-hf evaluate` command that repeats them.
 
     Returns:
-        `Comparison`: dict name -> `Results` with the scores asked for.
+        `Comparison`: a dict from name to `Results` with the requested scores.
 
     Raises:
-        ValueError, TypeError: one sentence; whatever can be checked is checked before a model runs. ImportError: a
-        library is missing; the text has the line that installs it.
+        ValueError, TypeError: an argument is not valid. Whatever can be checked is checked before a model runs.
+        ImportError: a library is missing; the message has the command that installs it.
     """
-    given = {**locals(), "recipe": _find_recipe(recipe, tasks, settings)}
-    asked = read_settings(Asked, {field.name: given[field.name] for field in dataclasses.fields(Asked)}, "")
+    arguments = {**locals(), "recipe": _find_recipe(recipe, tasks, settings)}
+    asked = read_settings(Asked, {field.name: arguments[field.name] for field in dataclasses.fields(Asked)}, "")
     choose_device(device)
     module, judge = JUDGES[asked.recipe.kind]
     try:
@@ -170,60 +184,78 @@ def evaluate(
     return compared
 
 
-def _find_recipe(recipe, tasks, settings):
-    """The recipe with the settings and the choice of tasks applied; language models on `tasks` where there is none."""
+def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, Any] | None) -> ScoreRecipe:
+    """Return the recipe with the settings and tasks applied, or one for language models if there is only `tasks`."""
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
     if tasks is not None:
         if not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in tasks)):
-            raise TypeError(f"tasks is {tasks!r}; expected task names in a list or separated by commas")
+            raise TypeError(f"tasks: got {tasks!r}, expected task names in a list, or separated by commas.")
         tasks = list(dict.fromkeys(name.strip() for name in tasks))
     if recipe is None:
         if not tasks:
             raise ValueError(
-                f"tasks is {tasks} without a recipe; expected names, or a recipe: {', '.join(recipe_names())}"
+                f"tasks: got {tasks} without a recipe, expected names, or a recipe: {', '.join(recipe_names())}."
             )
         if settings:
-            raise ValueError(f"settings is {settings!r} without a recipe; expected them with one")
+            raise ValueError(f"settings: got {settings!r} without a recipe, expected a recipe, too.")
         return ScoreRecipe("language", dict.fromkeys(tasks))
-    recipe = read_score_recipe(recipe).with_settings(settings or {})
-    if unknown := [name for name in tasks or () if name not in recipe.tasks]:
-        raise ValueError(f"task {unknown[0]!r} is not in recipe {recipe.name!r}; it has {', '.join(recipe.tasks)}")
-    return recipe if tasks is None else dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in tasks})
+    loaded_recipe = read_score_recipe(recipe).with_settings(settings or {})
+    if unknown := [name for name in tasks or () if name not in loaded_recipe.tasks]:
+        raise ValueError(f"tasks: got {unknown[0]!r}, expected some of the recipe's: {', '.join(loaded_recipe.tasks)}.")
+    if tasks is None:
+        return loaded_recipe
+    return dataclasses.replace(loaded_recipe, tasks={name: loaded_recipe.tasks[name] for name in tasks})
 
 
 @checked
 class SpeedProtocol:
-    """The settings of a recipe of kind "speed", as `measure_speed` takes them. lengths: in tokens."""
+    """The settings of a recipe of kind "speed", as `measure_speed` takes them.
+
+    Args:
+        lengths: One or several lengths in tokens.
+        decode_tokens: Number of tokens to decode.
+        rounds: Number of measurements of each time.
+    """
 
     lengths: list[int] | int
     decode_tokens: int = at_least(1, 64)
     rounds: int = at_least(1, 3)
 
-    def validate_lengths(self):
-        """At least one, each of a token or more."""
+    def validate_lengths(self) -> None:
+        """Make `lengths` a list, and raise ValueError unless it has at least one length, each of at least one token."""
         self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
         if min(self.lengths, default=0) < 1:
-            raise ValueError(f"lengths is {self.lengths!r}; expected whole numbers of tokens")
+            raise ValueError(f"lengths: got {self.lengths!r}, expected whole numbers of tokens.")
 
 
-def judge_speed(models, asked):
-    """name -> `Results` of the times. models: as `evaluate` takes them. asked: an `Asked`.
+def judge_speed(models: object, asked: Any) -> dict[str, Results]:
+    """Time language models, as far as the times are not known.
 
-    A time is worth something only next to another, so the models of one call are timed by turns, and the records of all of
-    them carry one hash of who took part; where it differs, the card does not put them side by side.
+    A time means something only next to another. The models of one call are therefore timed in turns, and all their records
+    carry one hash of the models that took part. A card shows models side by side only if that hash is equal.
+
+    Args:
+        models: As `evaluate` takes them.
+        asked: The checked arguments of `evaluate`, an `Asked`.
+
+    Returns:
+        Mapping from the name of each model to its times.
     """
     protocol = read_settings(SpeedProtocol, asked.recipe.settings)
     subjects = find_subjects(models, asked)
     asked.command = asked.command or command_of(subjects)
-    together = sorted(subject.fingerprint for subject in subjects)
-    task_hash = hash_json([together, *vars(protocol).values(), asked.device])
-    metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in protocol.lengths]
+    fingerprints = sorted(subject.fingerprint for subject in subjects)
+    task_hash = hash_json([fingerprints, *vars(protocol).values(), asked.device])
+    lengths = cast(list[int], protocol.lengths)  # a list since `validate_lengths`
+    metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in lengths]
     if not all(subject.knows(SPEED, metric, task_hash) for subject in subjects for metric in metrics):
         started = time.perf_counter()
-        how = {"dtype": asked.dtype, "device": asked.device}
+        load_options = {"dtype": asked.dtype, "device": asked.device}
         loaded = {
-            one.name: one.source if one.loaded else load_language_model(one.source, **how, **one.where)[0]
-            for one in subjects
+            subject.name: subject.source
+            if subject.loaded
+            else load_language_model(subject.source, **load_options, **subject.where)[0]
+            for subject in subjects
         }
         rows = measure_speed(loaded, **vars(protocol), progress=asked.progress)
         for subject in subjects:

@@ -1,11 +1,12 @@
-"""What is judged: folders, Hub ids and loaded objects, each checked, named and fingerprinted before anything is loaded.
+"""Models to evaluate: folders, Hub ids and loaded objects, each checked, named and fingerprinted before anything is loaded.
 
-A fingerprint covers what decides a model's numbers, so a score can be told from that of other weights. Scores are kept in
-the model's results file; what is known there for exactly this question is not run again.
+A fingerprint covers what decides a model's numbers, so that a score is never taken for that of other weights. Scores are
+kept in the model's results file, and a score that it has for exactly the same question is not measured again.
 
-Of pipelines also the images and videos that they make for a score: every sample has its own seed and its own file, and what
-is there is not made again. The batches are cut from the plan, not from what is left, and the global generator is seeded per
-batch (DDPM draws from it), so a run that was stopped gives the same files as one that was not, on any number of processes.
+For pipelines, this module also generates the images and videos that are scored. Every sample has its own seed and file, and
+existing files are not generated again. Batches are cut from the whole plan, not from what is left, and the global generator
+is seeded per batch (DDPM draws from it). A run that was stopped therefore gives the same files as one that was not, on any
+number of processes.
 """
 
 import contextlib
@@ -16,7 +17,9 @@ import logging
 import os
 import shlex
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -29,65 +32,71 @@ from ..checkpoints.provenance import describe_run
 from .records import Result, Results, measured_here, note_measured, results_path
 
 logger = logging.getLogger("mhla_hf")
-VERSION = "1"  # of our own metrics: part of every task hash
+VERSION = "1"  # of our own metrics; part of every task hash
 IDENTITY = "samples.json"
 
 
 @dataclasses.dataclass
 class Subject:
-    """One model to judge, and its scores.
+    """One model to evaluate, and its scores.
 
-    source: folder, Hub id or loaded object. target: its results file, or None to write none. asked: an `Asked`.
+    Args:
+        name: Name in tables.
+        source: Folder, Hub id or loaded object.
+        fingerprint: Of the weights.
+        dtype: Of the parameters, such as "float32"; "auto" for a model on the Hub.
+        target: The model's results file; None to write none.
+        asked: The checked arguments of `evaluate`, an `Asked`.
     """
 
     name: str
-    source: object
+    source: Any
     fingerprint: str
     dtype: str
     target: Path | None
-    asked: object
+    asked: Any
 
     @property
-    def loaded(self):
-        """Whether `source` is an object in memory."""
+    def loaded(self) -> bool:
+        """Return whether `source` is an object in memory."""
         return not isinstance(self.source, (str, Path))
 
     @property
-    def where(self):
-        """The options by which `from_pretrained` finds it: of a Hub model the commit that its fingerprint names."""
-        mark, _, commit = self.fingerprint.partition(":")
-        return {"revision": commit if mark == "hub" else None, "trust_remote_code": self.asked.trust_remote_code}
+    def where(self) -> dict[str, Any]:
+        """Return options for `from_pretrained`; the revision of a Hub model is the commit in its fingerprint."""
+        origin, _, commit = self.fingerprint.partition(":")
+        return {"revision": commit if origin == "hub" else None, "trust_remote_code": self.asked.trust_remote_code}
 
     @functools.cached_property
-    def kept(self):
-        """`Results` of these weights that need no second run: what this machine measured, or all if scores are trusted."""
-        found = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
-        mine = measured_here(found)
-        foreign = len(found) - len(mine)
-        if mine and not self.asked.force:
-            logger.info("%s: what %s holds is read from it, not run again", self.name, self.target)
+    def kept(self) -> Results:
+        """The scores of these weights that are not measured again: those of this machine, or all if scores are trusted."""
+        stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
+        local = measured_here(stored)
+        num_foreign = len(stored) - len(local)
+        if local and not self.asked.force:
+            logger.info("%s: the scores in %s are read, not run again", self.name, self.target)
         trusted = self.asked.trust_scores
-        if foreign:
-            said = "%s: %d scores in %s were not measured here and " + ("are read" if trusted else "do not count")
-            logger.log(logging.WARNING if trusted else logging.INFO, said, self.name, foreign, self.target)
-        return found if trusted else mine
+        if num_foreign:
+            message = "%s: %d scores in %s were not measured here and " + ("are read" if trusted else "do not count")
+            logger.log(logging.WARNING if trusted else logging.INFO, message, self.name, num_foreign, self.target)
+        return stored if trusted else local
 
-    def knows(self, task, metric, task_hash):
-        """Whether a score is kept for the same weights, protocol, number, seed and precision, and not to be run again."""
-        wanted = (task, metric, task_hash, self.asked.limit, self.asked.seed or 0, self.dtype)
-        known = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
-        return not self.asked.force and wanted in known
+    def knows(self, task: str, metric: str, task_hash: str) -> bool:
+        """Return whether a score is kept for the same weights, protocol, limit, seed and dtype; never with `force`."""
+        key = (task, metric, task_hash, self.asked.limit, self.asked.seed or 0, self.dtype)
+        kept_keys = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
+        return not self.asked.force and key in kept_keys
 
-    def store(self, records, beside=False):
-        """Keep records that were just measured, in the model's file too where it has one. beside: as in `Results.merge`."""
+    def store(self, records: Sequence[Result], beside: bool = False) -> None:
+        """Keep newly measured records, and write them to the results file; `beside` as in `Results.merge`."""
         self.kept.merge(records, beside)
         if self.target is not None:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             Results.read(self.target).of(self.fingerprint).merge(records, beside).write(self.target)
             note_measured(records)
 
-    def facts(self, device, task=None):
-        """The `Result` fields that do not depend on the numbers. task: the one of the recipe's to name in the command."""
+    def facts(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
+        """Return the `Result` fields that do not depend on the score; `task` is the only one that the command names."""
         return {
             **describe_run(self.asked.command or command_of([self], task), device),
             "model": self.name if self.loaded else shown_path(self.source),
@@ -97,27 +106,41 @@ class Subject:
             "limit": self.asked.limit,
         }
 
-    def keep(self, task, scores, task_hash, started, device, beside=False):
-        """Keep scores of a metric of ours: metric -> (value, standard error, higher is better, samples).
+    def keep(
+        self,
+        task: str,
+        scores: Mapping[str, tuple[Any, ...]],
+        task_hash: str,
+        started: float,
+        device: torch.device | str,
+        beside: bool = False,
+    ) -> None:
+        """Keep scores of our own metrics.
 
-        started: by time.perf_counter. beside: scores of other numbers of samples stay.
+        Args:
+            task: Name of the task.
+            scores: Mapping from metric to (value, standard error, higher is better, samples).
+            task_hash: Hash of the protocol and its data.
+            started: When the run started, by `time.perf_counter`.
+            device: The device of the model.
+            beside: Whether to keep older scores with another number of samples.
         """
         facts = self.facts(device) | {"task": task, "shots": 0, "task_version": VERSION, "task_hash": task_hash}
         facts |= {"seed": self.asked.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
         names = ("value", "stderr", "higher_is_better", "samples")
-        scores = {metric: dict(zip(names, score, strict=True)) for metric, score in scores.items()}
-        self.store([Result(metric=metric, **score, **facts) for metric, score in scores.items()], beside)
+        fields = {metric: dict(zip(names, score, strict=True)) for metric, score in scores.items()}
+        self.store([Result(metric=metric, **values, **facts) for metric, values in fields.items()], beside)
 
 
-def command_of(subjects, task=None):
-    """The shell line that gives the scores of a recipe, or of one of its tasks, again."""
+def command_of(subjects: Sequence[Subject], task: str | None = None) -> str:
+    """Return the shell command that repeats the scores of a recipe, or of one of its tasks."""
     asked, recipe = subjects[0].asked, subjects[0].asked.recipe
-    models = [one.name if one.loaded else shown_path(one.source) for one in subjects]
+    models = [subject.name if subject.loaded else shown_path(subject.source) for subject in subjects]
     words = ["mhla-hf", "evaluate", *models, *(["--recipe", shown_path(recipe.name)] if recipe.name else [])]
     for name, value in recipe.changed.items():
         value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else getattr(value, "name", value)
         words += ["--set", f"{name}={shown_path(value) if isinstance(value, str) else value}"]
-    words += ["--tasks", task if task in recipe.tasks else ",".join(recipe.tasks)]
+    words += ["--tasks", str(task) if task in recipe.tasks else ",".join(recipe.tasks)]
     for path in paths_of(asked.include_path):
         words += ["--include-path", shown_path(path)]
     if asked.data_files is not None:
@@ -128,60 +151,83 @@ def command_of(subjects, task=None):
     return shlex.join(words + ["--trust-remote-code"] * asked.trust_remote_code)
 
 
-def paths_of(given):
-    """One path, or a list of paths, or None, as a list of texts."""
+def paths_of(given: str | Path | Sequence[str | Path] | None) -> list[str]:
+    """Return one path, several paths or None as a list of strings."""
     return [str(path) for path in ([given] if isinstance(given, (str, Path)) else given or [])]
 
 
-def find_subjects(models, asked, pipeline=False):
-    """`models` of `evaluate` as a list of `Subject`. ValueError, TypeError: one sentence; nothing has been loaded then."""
+def find_subjects(models: object, asked: Any, pipeline: bool = False) -> list[Subject]:
+    """Check the models passed to `evaluate`, without loading them.
+
+    Args:
+        models: As `evaluate` takes them.
+        asked: The checked arguments of `evaluate`.
+        pipeline: Whether the models must be pipelines of diffusers.
+
+    Raises:
+        ValueError, TypeError: A model or `output` is not valid.
+    """
     models, output = named_models(models), asked.output and Path(asked.output)
     files = dict.fromkeys(models, output)
     if output and output.suffix != ".json":
         files = {name: output / f"{name.replace('/', '--')}.json" for name in models}
     elif output and len(models) > 1:
-        raise ValueError(f"output {str(output)!r} is one file for {len(models)} models; expected a folder")
+        raise ValueError(f"output: got {str(output)!r} for {len(models)} models, expected a folder.")
     return [_subject(name, model, files[name], asked, pipeline) for name, model in models.items()]
 
 
-def named_models(models):
-    """name -> model: a folder's name, with that of the folder above before it where two are alike; an id; or a class's.
+def named_models(models: Any) -> dict[str, Any]:
+    """Give every model a name.
 
-    models: one or a list of folders, ids and objects, or a dict. ValueError: none, or two of one name.
+    A folder gets its own name, with that of its parent in front if two are equal. A Hub id is its name, and a loaded model
+    gets that of its class.
+
+    Args:
+        models: One or a list of folders, ids and objects, or a dict from names to them.
+
+    Raises:
+        ValueError: There is no model, or two have the same name.
     """
     if not isinstance(models, dict):
         several = models if isinstance(models, (list, tuple)) else [models]
-        parts = [(type(model).__name__,) for model in several]
-        for place, model in enumerate(several):
+        parts: list[tuple[str, ...]] = [(type(model).__name__,) for model in several]
+        for index, model in enumerate(several):
             if isinstance(model, (str, Path)):
-                parts[place] = Path(model).resolve().parts if Path(model).exists() else (str(model),)
+                parts[index] = Path(model).resolve().parts if Path(model).exists() else (str(model),)
         last = [part[-1] for part in parts]
         names = ["/".join(part[-2:]) if last.count(part[-1]) > 1 else part[-1] for part in parts]
-        if alike := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"models: {alike[0]!r} is given twice; expected each once, or a dict of names and models")
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"models: got {duplicates[0]!r} twice, expected each once, or a dict from names to models."
+            )
         models = dict(zip(names, several, strict=True))
     if not models:
-        raise ValueError("models is empty; expected at least one folder, Hub id or model")
+        raise ValueError("models: got none, expected at least one folder, Hub id or model.")
     return {str(name): model for name, model in models.items()}
 
 
-def _subject(name, model, target, asked, pipeline):
+def _subject(name: str, model: Any, target: Path | None, asked: Any, pipeline: bool) -> Subject:
+    """Check one model, compute its fingerprint, and find its dtype and results file."""
     dtype = asked.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
-            raise ValueError(f"model {str(model)!r} is a pipeline; expected a recipe for images or videos with it")
+            raise ValueError(
+                f"models: got the pipeline {str(model)!r}, expected a recipe for images or videos with it."
+            )
         source = resolve_model_name(model, pipeline=pipeline)
         if isinstance(source, Path):
             fingerprint, target = fingerprint_folder(source), target or results_path(source)
             if dtype == "auto":
                 dtype = "float32" if pipeline else stored_dtype(source)
         else:
-            with wrap_errors(f"model {source!r} is no folder here, and the Hub does not give it"):
+            with wrap_errors(f"models: got {source!r}, expected a folder or a model on the Hub"):
                 fingerprint = f"hub:{HfApi().model_info(source, revision=asked.revision).sha}"
     else:
         if not (hasattr(model, "components") if pipeline else isinstance(model, torch.nn.Module)):
-            what = "diffusers pipeline" if pipeline else "model of transformers"
-            raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
+            expected = "diffusers pipeline" if pipeline else "model of transformers"
+            raise TypeError(
+                f"models: got {name!r} of type {type(model).__name__}, expected a folder, a Hub id or a loaded {expected}."
+            )
         fingerprint = fingerprint_model(model)
         dtype = str(model.dtype).removeprefix("torch.")
     if target is not None:
@@ -190,8 +236,8 @@ def _subject(name, model, target, asked, pipeline):
     return Subject(name, model, fingerprint, dtype, target, asked)
 
 
-def check_writable(target):
-    """ValueError when the file `target` cannot be written; nothing is made."""
+def check_writable(target: Path) -> None:
+    """Raise ValueError if the file `target` cannot be written; nothing is created."""
     folder = target.parent
     while not folder.exists():
         folder = folder.parent
@@ -199,8 +245,8 @@ def check_writable(target):
         raise ValueError(f"results cannot be written to {str(target)!r}; give another place as output")
 
 
-def shown_path(path):
-    """A path fit for records and cards: relative to the working folder, or the last part where it lies elsewhere."""
+def shown_path(path: Any) -> str:
+    """Return a path as records and cards show it: relative to the working folder, or its last part if outside."""
     path = Path(path)
     if not path.exists():
         return str(path)
@@ -209,9 +255,12 @@ def shown_path(path):
 
 
 @contextlib.contextmanager
-def joined_processes():
-    """accelerate's `PartialState`: alone, or with the others that the launcher started, who leave together. Alone it is
-    forgotten afterwards: processes forked later would take themselves for the only one."""
+def joined_processes() -> Iterator[Any]:
+    """Provide accelerate's `PartialState`, and wait for all processes at the end.
+
+    A single process resets the state afterwards: processes forked later would otherwise inherit it and each believe to be
+    the only one.
+    """
     from accelerate import PartialState
 
     fresh = not PartialState._shared_state
@@ -224,8 +273,8 @@ def joined_processes():
             PartialState._reset_state()
 
 
-def agree(subject, state):
-    """Every process goes by the scores that the main process knows."""
+def agree(subject: Subject, state: Any) -> None:
+    """Give every process the scores that the main process knows."""
     from accelerate.utils import broadcast_object_list
 
     subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
@@ -233,72 +282,103 @@ def agree(subject, state):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One file to make. name: of the file in the folder. condition: class label (int), prompt (str) or None. seed: int."""
+    """One file to generate.
+
+    Args:
+        name: Name of the file, relative to the folder.
+        condition: Class label (int), prompt (str) or None.
+        seed: Seed of this sample.
+    """
 
     name: str
-    condition: object
+    condition: Any
     seed: int
 
 
-def seed_of_sample(seed, index):
-    """The seed of sample `index` of a run with `seed`: different for every pair, below 2**63."""
+def seed_of_sample(seed: int, index: int) -> int:
+    """Return the seed of sample `index` of a run with `seed`: different for every pair, below 2**63."""
     return (seed % 2**31) * 2**32 + index
 
 
 class PipelineJudge:
-    """One pipeline under a protocol: the loaded pipeline, its samples, its scores."""
+    """Generates and scores the samples of one pipeline under a protocol.
 
-    def __init__(self, subject, asked, protocol, state):
+    Args:
+        subject: The pipeline.
+        asked: The checked arguments of `evaluate`.
+        protocol: `ImageProtocol` or `VideoProtocol`.
+        state: Accelerate's `PartialState`.
+    """
+
+    def __init__(self, subject: Subject, asked: Any, protocol: Any, state: Any) -> None:
         self.subject, self.asked, self.protocol, self.state = subject, asked, protocol, state
         self.seed, self.progress = asked.seed or 0, asked.progress and state.is_main_process
-        given = getattr(subject.source, "device", None) if subject.loaded else None
-        self.device = choose_device(given or asked.device or state.device)
+        source_device = getattr(subject.source, "device", None) if subject.loaded else None
+        self.device = choose_device(source_device or asked.device or state.device)
         self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # where this model's samples lie
         agree(subject, state)
 
     @functools.cached_property
-    def pipeline(self):
-        """Loaded when it is first needed; an object that was given stays where it is."""
+    def pipeline(self) -> Any:
+        """The pipeline, loaded on first use; a pipeline that was passed as an object stays on its device."""
         if self.subject.loaded:
             return self.subject.source
         return load_pipeline(self.subject.source, dtype=self.subject.dtype, device=self.device, **self.subject.where)
 
-    def make(self, folder, plan, identity, sampling, save, *, batch_size, what):
-        """Make the files of `plan` (list of `Sample`) in `folder` that are not there.
+    def make(
+        self,
+        folder: Path,
+        plan: Sequence[Sample],
+        identity: dict[str, Any],
+        sampling: Mapping[str, Any],
+        save: Callable[[Any, Path], object],
+        *,
+        batch_size: int,
+        what: str,
+    ) -> None:
+        """Generate those files of a plan that do not exist.
 
-        identity: dict of what decides the samples besides weights, precision and `sampling`, which are further arguments of
-        the pipeline. save: (image or frames, path) -> writes a file there. what: a word for the bar. ValueError: the folder
-        holds samples of something else, or the pipeline does not take the plan's conditions.
+        Args:
+            folder: Folder of the samples.
+            plan: All samples.
+            identity: What decides the samples besides weights, dtype and `sampling`, as JSON values.
+            sampling: Further arguments of the pipeline.
+            save: Function (image or frames, path) that writes a file.
+            batch_size: Samples per call of the pipeline.
+            what: Label of the progress bar.
+
+        Raises:
+            ValueError: The folder contains samples of something else, or the pipeline does not take the plan's conditions.
         """
         pipeline, state = self.pipeline, self.state
         argument = {int: "class_labels", str: "prompt", type(None): None}[type(plan[0].condition)]
         if argument is not None and argument not in inspect.signature(pipeline.__call__).parameters:
-            raise ValueError(
-                f"model {type(pipeline).__name__} takes no {argument}; expected a pipeline for this recipe"
-            )
+            raise ValueError(f"models: got {type(pipeline).__name__}, expected a pipeline that takes {argument}.")
         if state.is_main_process:
-            about = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
-            if not can_resume(folder, IDENTITY, about | identity, "samples"):
+            record = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
+            if not can_resume(folder, IDENTITY, record | identity, "samples"):
                 folder.mkdir(parents=True, exist_ok=True)
-                write_json(folder / IDENTITY, about | identity)
+                write_json(folder / IDENTITY, record | identity)
             logger.info("%s: %d in %s", what, len(plan), folder)
         state.wait_for_everyone()
         batches = [plan[start : start + batch_size] for start in range(0, len(plan), batch_size)]
-        mine = batches[state.process_index :: state.num_processes]
-        mine = [batch for batch in mine if not all((folder / sample.name).is_file() for sample in batch)]
-        bars = getattr(pipeline, "_progress_bar_config", {})
+        batches_here = batches[state.process_index :: state.num_processes]
+        batches_here = [
+            batch for batch in batches_here if not all((folder / sample.name).is_file() for sample in batch)
+        ]
+        bar_config = getattr(pipeline, "_progress_bar_config", {})
         pipeline.set_progress_bar_config(disable=True)
         try:
-            for batch in tqdm(mine, desc=what, unit="batch", disable=not self.progress):
+            for batch in tqdm(batches_here, desc=what, unit="batch", disable=not self.progress):
                 torch.manual_seed(batch[0].seed)
-                given = {} if argument is None else {argument: [sample.condition for sample in batch]}
+                conditions = {} if argument is None else {argument: [sample.condition for sample in batch]}
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in batch]
-                made = pipeline(**given, generator=generators, **sampling)
-                outputs = made.frames if hasattr(made, "frames") else made.images
+                result = pipeline(**conditions, generator=generators, **sampling)
+                outputs = result.frames if hasattr(result, "frames") else result.images
                 for sample, output in zip(batch, outputs, strict=True):
                     (folder / sample.name).parent.mkdir(parents=True, exist_ok=True)
                     with atomic_file(folder / sample.name) as aside:
                         save(output, aside)
         finally:
-            pipeline.set_progress_bar_config(**{"disable": False, **bars})
+            pipeline.set_progress_bar_config(**{"disable": False, **bar_config})
         state.wait_for_everyone()

@@ -1,15 +1,18 @@
-"""lm-eval tasks made from held-out text: bits per byte, a cloze, lookups of a value, copying in generation.
+"""lm-eval tasks made from held-out text: bits per byte, a cloze test, recall of a value, copying in generation.
 
-`make_tasks` writes a folder that unpatched lm-eval reads through `--include_path`: one YAML and one JSONL per task and a
-small loader, all found relative to the folder, so it can be moved and shared. Recall counts the lookups (`lookups.py`) whose
-value is the model's likeliest next token, also by depth: in `acc_back_256` the value stood about 256 tokens back.
+`make_tasks` writes a folder that unpatched lm-eval reads through `--include_path`: one YAML and one JSONL file per task and
+a small loader, all of which are found relative to the folder, so that it can be moved and shared. Recall counts the lookups
+(`lookups.py`) whose value is the model's likeliest next token, also by depth: in `acc_back_256` the value stood about 256
+tokens back.
 """
 
 import dataclasses
 import json
 import random
 import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -58,7 +61,7 @@ def answer(doc, results):
     return {"exact_match": right, f"exact_match_back_{doc['back']}": right}
 '''
 MANIFEST = "tasks.json"
-LEAST = 16  # questions of a task
+LEAST = 16  # minimum number of questions of a task
 _QUESTION = {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "answer"}
 _WRITING = {
     "output_type": "generate_until",
@@ -66,10 +69,11 @@ _WRITING = {
     "doc_to_target": "target",
     "generation_kwargs": {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS},
 }
-# kind of task -> (its part of the YAML, function of the loader that scores, metric -> aggregation, the first also by depth)
 _ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
 _LOOKUP = {"output_type": "loglikelihood", "doc_to_text": "context", "doc_to_target": "word"}
-KINDS = {
+# kind of task -> (settings in the YAML, scoring function of the loader, metric -> aggregation). The first metric is also
+# given by depth.
+KINDS: dict[str, tuple[dict[str, Any], str | None, dict[str, str]]] = {
     "bits_per_byte": (_ROLLING, None, {"bits_per_byte": "bits_per_byte"}),
     "cloze": (_QUESTION, None, {"acc": "mean", "acc_mutual_info": "mean"}),
     "recall": (_LOOKUP, "recall", {"acc": "mean"}),
@@ -81,55 +85,82 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class LocalTasks:
-    """What `make_tasks` wrote. folder: for `include_path`. names: the tasks. sizes: task -> documents."""
+    """The tasks that `make_tasks` wrote.
+
+    Args:
+        folder: The folder, for `include_path`.
+        names: Names of the tasks.
+        sizes: Mapping from task to number of documents.
+    """
 
     folder: str
     names: tuple
     sizes: dict
 
 
-def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=150, block=64, seed=0):
-    """Write the four tasks made from `text` into `folder` (aside, then renamed). Returns `LocalTasks`.
+def make_tasks(
+    text: str,
+    folder: str | Path,
+    tokenizer: Any,
+    *,
+    prefix: str = "heldout",
+    window: int = 512,
+    items: int = 150,
+    block: int = 64,
+    seed: int = 0,
+) -> LocalTasks:
+    """Write four tasks made from a text.
 
-    text: str, held out from training; some 20,000 characters of prose with paragraphs give good tasks.
-    tokenizer: a transformers tokenizer, for lengths in tokens and words of one token; the tasks themselves are plain text.
-    prefix: tasks are called `<prefix>_bits_per_byte`, `<prefix>_cloze`, `<prefix>_recall`, `<prefix>_generation`.
-    window: tokens a model sees at once; no document is longer. items: questions per task, fewer where the text has fewer.
-    block: a generation goes on with what was said at least this many tokens before. seed: of every choice.
+    The same arguments give the same bytes. The folder is written under a temporary name and then renamed.
 
-    The same arguments give the same bytes. ValueError: fewer than 16 `items`, a text too short for 16, a `window` that holds
-    no block and an answer, or a `folder` that holds something this function did not write.
+    Args:
+        text: Text that no model was trained on. Some 20,000 characters of prose with paragraphs give good tasks.
+        folder: The folder to create, or to replace if this function wrote it.
+        tokenizer: A tokenizer of transformers, for lengths in tokens and for words of one token. The tasks themselves are
+            plain text.
+        prefix: The tasks are called `<prefix>_bits_per_byte`, `<prefix>_cloze`, `<prefix>_recall` and
+            `<prefix>_generation`.
+        window: Tokens that a model sees at once; no document is longer.
+        items: Questions per task, fewer if the text has fewer.
+        block: A generation repeats what stood at least this many tokens back.
+        seed: Seed of every random choice.
+
+    Raises:
+        ValueError: `items` is below 16, the text is too short for 16 questions, `window` is too short for a block and an
+            answer, or `folder` contains something that this function did not write.
     """
     if items < LEAST:
-        raise ValueError(f"items: got {items}; expected at least {LEAST}")
+        raise ValueError(f"items: got {items}, expected at least {LEAST}.")
     if window <= block + ANSWER_TOKENS:
-        raise ValueError(f"window: got {window}; expected more than {block + ANSWER_TOKENS} tokens")
+        raise ValueError(f"window: got {window}, expected more than {block + ANSWER_TOKENS} tokens.")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
-        raise ValueError(f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty one")
+        raise ValueError(
+            f"folder: got {str(folder)!r}, which has files but no {MANIFEST}, expected a new or an empty one."
+        )
 
-    def count(piece):
+    def count(piece: str) -> int:
         return len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
 
     shape = {"window": window, "items": items, "block": block, "seed": seed}
-    made = {
+    rows_by_kind = {
         "bits_per_byte": [{"text": part} for part in split_text(text, window - 2, count)],
         "cloze": make_cloze(text, count, context=window // 3, items=items, seed=seed),
         "recall": make_recall(text, count, choose_words(tokenizer), window=window, items=items, seed=seed),
         "generation": make_generation(text, count, **shape),
     }
-    for kind, rows in made.items():
+    for kind, rows in rows_by_kind.items():
         if kind != "bits_per_byte" and len(rows) < LEAST:
             raise ValueError(
-                f"text gives only {len(rows)} questions for {prefix}_{kind}; expected at least {LEAST}: "
-                f"give a longer text, or a window of more than {window} tokens"
+                f"text: got {len(rows)} questions for {prefix}_{kind}, expected at least {LEAST}: "
+                f"give a longer text, or a window of more than {window} tokens."
             )
-    documents = {f"{prefix}_{kind}": (kind, rows) for kind, rows in made.items()}
+    documents = {f"{prefix}_{kind}": (kind, rows) for kind, rows in rows_by_kind.items()}
     return write_tasks(folder, documents, {"prefix": prefix, **shape})
 
 
-def split_text(text, tokens, count):
-    """Cut `text` into parts of at most `tokens` tokens, at line ends where there is one; joined they are `text` again."""
+def split_text(text: str, tokens: int, count: Callable[[str], int]) -> list[str]:
+    """Cut a text into parts of at most `tokens` tokens, at line ends if possible; joined, they are the text again."""
     parts, current = [], ""
     for line in text.splitlines(keepends=True):
         while count(line) > tokens:
@@ -144,38 +175,47 @@ def split_text(text, tokens, count):
     return parts + ([current] if current else [])
 
 
-def find_sentences(text):
-    """(start, end) of the prose sentences of `text`: 8 words or more, at most 300 characters, inside one paragraph."""
-    found = []
+def find_sentences(text: str) -> list[tuple[int, int]]:
+    """Return (start, end) of the sentences of prose: at least 8 words, at most 300 characters, in one paragraph."""
+    sentences = []
     for paragraph in re.finditer(r"\S(?:.|\n(?![ \t]*\n))*", text):
-        whole, offset = paragraph.group(), paragraph.start()
-        starts = [0] + [match.end() for match in re.finditer(r"[.!?]\s+(?=[A-Z])", whole)]
-        for start, after in zip(starts, [*starts[1:], len(whole)], strict=True):
-            sentence = whole[start:after].rstrip()
+        body, offset = paragraph.group(), paragraph.start()
+        starts = [0] + [match.end() for match in re.finditer(r"[.!?]\s+(?=[A-Z])", body)]
+        for start, next_start in zip(starts, [*starts[1:], len(body)], strict=True):
+            sentence = body[start:next_start].rstrip()
             letters = sum(character.isalpha() or character == " " for character in sentence)
-            prose = re.fullmatch(r"[A-Z].*[.!?]", sentence, re.DOTALL) and letters > 0.85 * len(sentence)
-            if prose and len(sentence.split()) >= 8 and len(sentence) <= 300:
-                found.append((offset + start, offset + start + len(sentence)))
-    return found
+            is_prose = re.fullmatch(r"[A-Z].*[.!?]", sentence, re.DOTALL) and letters > 0.85 * len(sentence)
+            if is_prose and len(sentence.split()) >= 8 and len(sentence) <= 300:
+                sentences.append((offset + start, offset + start + len(sentence)))
+    return sentences
 
 
-def _context_before(text, end, tokens, count):
-    """The last lines of `text[:end]` that fit in `tokens` tokens; the first is whole, the last ends at `end`."""
+def _context_before(text: str, end: int, tokens: int, count: Callable[[str], int]) -> str:
+    """Return the last lines of `text[:end]` that fit in `tokens` tokens, starting with a whole line."""
     start = max(0, end - 12 * tokens)
-    lines, taken = text[start:end].splitlines(keepends=True), ""
+    lines, context = text[start:end].splitlines(keepends=True), ""
     for line in reversed(lines[1:] if start else lines):
-        if count(line + taken) > tokens:
+        if count(line + context) > tokens:
             break
-        taken = line + taken
-    return taken.lstrip("\n")
+        context = line + context
+    return context.lstrip("\n")
 
 
-def make_cloze(text, count, *, context, items, seed):
-    """Questions of the form: the text up to the middle of a sentence; which of four sentence ends follows?
+def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: int, seed: int) -> list[dict[str, Any]]:
+    """Make questions: given the text up to the middle of a sentence, which of four sentence ends follows?
 
-    The other three are the ends of other sentences of the text with nearly the same number of characters, broken into
-    lines where the true one is, so that neither length nor layout gives it away. context: tokens before the gap.
-    Returns rows {"context", "choices", "answer"}; choices begin with the space that separates them from the context.
+    The other three are ends of other sentences of the text with nearly the same number of characters, broken into lines
+    where the true one is, so that neither length nor layout gives the answer away.
+
+    Args:
+        text: The text.
+        count: Function that returns the number of tokens of a text.
+        context: Tokens before the gap.
+        items: Maximum number of questions.
+        seed: Seed of the random choices.
+
+    Returns:
+        Rows {"context", "choices", "answer"}; choices begin with the space that separates them from the context.
     """
     rng, rows = random.Random(f"cloze {seed}"), []
     endings = []
@@ -188,11 +228,11 @@ def make_cloze(text, count, *, context, items, seed):
             gap = rng.choice(gaps)
             endings.append((gap, text[gap:end]))
     for gap, true in rng.sample(endings, len(endings)):
-        size = len(true)
-        others = {
-            _flat(ending) for other, ending in endings if other != gap and abs(len(ending) - size) <= size // 8 + 1
+        length = len(true)
+        alike = {
+            _flat(ending) for other, ending in endings if other != gap and abs(len(ending) - length) <= length // 8 + 1
         }
-        others = sorted(others - {_flat(true)})
+        others = sorted(alike - {_flat(true)})
         before = _context_before(text, gap, context, count)
         if len(others) < OPTIONS - 1 or not before:
             continue
@@ -205,54 +245,76 @@ def make_cloze(text, count, *, context, items, seed):
     return rows
 
 
-def _flat(ending):
+def _flat(ending: str) -> str:
+    """Return `ending` on one line, with single spaces and one in front."""
     return " " + " ".join(ending.split())
 
 
-def _broken_like(ending, true):
-    """`ending` (one line) with the line breaks, and the indentation after them, at the places where `true` has them."""
+def _broken_like(ending: str, true: str) -> str:
+    """Break `ending`, which is one line, near the places where `true` has line breaks, with the same indentation."""
     for match in re.finditer(r"[ \t]*\n[ \t]*", true):
-        gaps = [at for at in range(1, len(ending)) if ending[at] == " " and ending[at - 1] not in " \n"]
+        gaps = [
+            position
+            for position in range(1, len(ending))
+            if ending[position] == " " and ending[position - 1] not in " \n"
+        ]
         if gaps:
-            at = min(gaps, key=lambda gap: abs(gap - match.start()))
-            ending = ending[:at] + match.group() + ending[at + 1 :]
+            position = min(gaps, key=lambda gap: abs(gap - match.start()))
+            ending = ending[:position] + match.group() + ending[position + 1 :]
     return ending
 
 
-def _context_after(text, start, tokens, count):
-    """Whole lines of text from `start` on, as many as reach `tokens` tokens; shorter only where the text ends."""
-    taken = ""
+def _context_after(text: str, start: int, tokens: int, count: Callable[[str], int]) -> str:
+    """Return whole lines from `start` on until they have `tokens` tokens; less only at the end of the text."""
+    context = ""
     for line in text[start : start + 12 * tokens].splitlines(keepends=True):
-        taken += line
-        if count(taken) >= tokens:
+        context += line
+        if count(context) >= tokens:
             break
-    return taken.rstrip()
+    return context.rstrip()
 
 
-def make_generation(text, count, *, window, items, block, seed):
-    """Questions of the form: a sentence, at least a block of what follows it, the sentence's first half; go on.
+def make_generation(
+    text: str, count: Callable[[str], int], *, window: int, items: int, block: int, seed: int
+) -> list[dict[str, str]]:
+    """Make questions: a sentence, at least one block of the text after it, and its first half again, to be continued.
 
-    The model writes on its own, greedily, through its cache; the target is the rest of the sentence, word by word.
-    Returns rows {"context", "target"}; context and answer fit in `window` together.
+    The model generates greedily, through its cache. The target is the rest of the sentence, compared word by word.
+
+    Args:
+        text: The text.
+        count: Function that returns the number of tokens of a text.
+        window: Tokens in which context and answer fit together.
+        items: Maximum number of questions.
+        block: Tokens between the sentence and its repetition.
+        seed: Seed of the random choices.
+
+    Returns:
+        Rows {"context", "target"}.
     """
     rng, rows = random.Random(f"generation {seed}"), []
     sentences = find_sentences(text)
     for start, end in rng.sample(sentences, len(sentences)):
         words = [match.end() for match in re.finditer(r"\S+", text[start:end])]
         half = start + words[len(words) // 2 - 1]
-        followed = text[start:end] + _context_after(text, end, block, count)
-        row = {"context": followed + "\n\n" + text[start:half], "target": text[half:end]}
-        if count(followed[end - start :]) >= block and count(row["context"]) + ANSWER_TOKENS < window:
+        passage = text[start:end] + _context_after(text, end, block, count)
+        row = {"context": passage + "\n\n" + text[start:half], "target": text[half:end]}
+        if count(passage[end - start :]) >= block and count(row["context"]) + ANSWER_TOKENS < window:
             rows.append(row)
         if len(rows) == items:
             break
     return rows
 
 
-def write_tasks(folder, documents, arguments):
-    """Put tasks where lm-eval finds them, aside and renamed; an older folder written by this gives way.
+def write_tasks(
+    folder: str | Path, documents: Mapping[str, tuple[str, Sequence[Mapping[str, Any]]]], arguments: Mapping[str, Any]
+) -> LocalTasks:
+    """Write tasks for lm-eval, under a temporary name that is then renamed.
 
-    documents: task name -> (one of `KINDS`, rows). arguments: for the manifest. Returns `LocalTasks`.
+    Args:
+        folder: The folder to create, or to replace if this function wrote it.
+        documents: Mapping from task to (one of `KINDS`, rows).
+        arguments: Further entries of the manifest.
     """
     sizes = {name: len(rows) for name, (_, rows) in documents.items()}
     with atomic_folder(folder, replace=True) as aside:
@@ -265,13 +327,13 @@ def write_tasks(folder, documents, arguments):
     return LocalTasks(str(folder), tuple(documents), sizes)
 
 
-def _task_yaml(name, kind, rows):
-    """lm-eval's description of one task; the field names are given as such, so that no template touches the text."""
-    own, scoring, metrics = KINDS[kind]
+def _task_yaml(name: str, kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return lm-eval's YAML of one task. Documents are named by field, so that no template is applied to their text."""
+    kind_settings, scoring, metrics = KINDS[kind]
     functions = {"custom_dataset": "load"} | ({"process_results": scoring} if scoring else {})
     depths = sorted({row["back"] for row in rows if "back" in row})
     metrics = {**metrics, **{f"{next(iter(metrics))}_back_{depth}": "mean" for depth in depths}}
-    listed = [
+    metric_list = [
         {"metric": metric, "aggregation": aggregation, "higher_is_better": metric != "bits_per_byte"}
         for metric, aggregation in metrics.items()
     ]
@@ -282,8 +344,8 @@ def _task_yaml(name, kind, rows):
         "num_fewshot": 0,
         "output_type": "multiple_choice",
         "target_delimiter": "",
-        **own,
-        "metric_list": listed,
+        **kind_settings,
+        "metric_list": metric_list,
         "metadata": {"version": 1.0},
     }
     tags = "".join(f"{field}: !function local_data.{function}\n" for field, function in functions.items())

@@ -1,8 +1,8 @@
-"""Judging video pipelines with VBench 0.1.5: its prompts, its file names, its code in its own interpreter, its totals.
+"""Scores of video pipelines from VBench 0.1.5: its prompts, its file names, its code in its own interpreter, its totals.
 
-Videos are named by VBench's protocol, `<prompt>-<index>.mp4`, made resumably and on several processes. vbench needs
-an old stack of its own, so it runs in the interpreter that the recipe's `python` names, from which its prompts are read.
-A total needs all dimensions (upstream's script takes a missing one for zero).
+Videos are named by VBench's protocol, `<prompt>-<index>.mp4`, and generated resumably and on several processes. vbench needs
+old versions of its libraries, so it runs in the interpreter that the recipe's `python` names, and its prompts are read from
+there. A total needs all dimensions (VBench's own script counts a missing one as zero).
 """
 
 import dataclasses
@@ -16,14 +16,18 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ..checkpoints.file_io import write_json
 from ..checkpoints.fingerprint import hash_file, hash_json
 from ..checkpoints.load import wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
 from .records import Results
-from .subjects import PipelineJudge, Sample, find_subjects, joined_processes, seed_of_sample
+from .subjects import PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
 
 logger = logging.getLogger("mhla_hf")
 TASK = "vbench"
@@ -42,7 +46,7 @@ videos, info, out, dimension, device = sys.argv[1:]
 bench = VBench(torch.device(device), info, out)
 bench.evaluate(videos_path=videos, name=dimension, dimension_list=[dimension], mode="vbench_standard")
 """
-# dimension -> (weight, least, most): what upstream scales a dimension's average by, in upstream's order
+# dimension -> (weight, low, high): VBench scales each average from low..high to 0..1 and weights it; in VBench's order
 WHOLE = (1, 0.0, 1.0)
 QUALITY = {
     "subject_consistency": (1, 0.1462, 1.0),
@@ -66,10 +70,14 @@ TOTALS = ("quality", "semantic", "total")
 
 @checked
 class VideoProtocol:
-    """How videos are made and judged; the settings of a recipe of kind "video".
+    """How videos are generated and scored; the settings of a recipe of kind "video".
 
-    python: the interpreter that has vbench. videos: per prompt; VBench judges five. fps: of the files. sampling: further
-    arguments of the pipeline. samples: folder to make; each model has its own in it.
+    Args:
+        python: The interpreter that has vbench.
+        videos: Videos per prompt; VBench's protocol is five.
+        fps: Frames per second of the files.
+        sampling: Further arguments of the pipeline.
+        samples: Folder to create, in which each model has its own.
     """
 
     python: str | Path | None = None
@@ -78,29 +86,41 @@ class VideoProtocol:
     sampling: dict = dataclasses.field(default_factory=dict)
     samples: str | Path = "out/samples"
 
-    def validate_videos(self):
-        """At most what VBench judges."""
+    def validate_videos(self) -> None:
+        """Raise ValueError for more than the five videos per prompt that VBench scores."""
         if self.videos > 5:
-            raise ValueError(f"videos is {self.videos}; expected 1 to 5, of which 5 is VBench's protocol")
+            raise ValueError(f"videos: got {self.videos}, expected 1 to 5, of which 5 is VBench's protocol.")
 
 
-def vbench_totals(averages):
-    """{"quality", "semantic", "total"} from the sixteen averages, 0 to 1, as upstream's cal_final_score.py computes them.
+def vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
+    """Compute VBench's totals, as its cal_final_score.py does.
 
-    averages: of each dimension over its videos, all of them.
+    Args:
+        averages: Mapping from each of the sixteen dimensions to its average over videos, 0 to 1.
+
+    Returns:
+        {"quality", "semantic", "total"}.
     """
     parts = []
     for part in (QUALITY, SEMANTIC):
-        scaled = [(averages[name] - least) / (most - least) * weight for name, (weight, least, most) in part.items()]
+        scaled = [(averages[name] - low) / (high - low) * weight for name, (weight, low, high) in part.items()]
         parts.append(sum(scaled) / sum(weight for weight, _, _ in part.values()))
     return dict(zip(TOTALS, (*parts, (parts[0] * 4 + parts[1] * 1) / 5), strict=True))
 
 
-def judge_video_pipelines(models, asked):
-    """name -> `Results` of what was asked for. models: as `evaluate` takes them. asked: an `Asked`."""
+def judge_video_pipelines(models: object, asked: Any) -> dict[str, Results]:
+    """Score video pipelines, as far as the scores are not known.
+
+    Args:
+        models: As `evaluate` takes them.
+        asked: The checked arguments of `evaluate`, an `Asked`.
+
+    Returns:
+        Mapping from the name of each model to the requested scores, and the totals if all dimensions are known.
+    """
     protocol = read_settings(VideoProtocol, asked.recipe.settings)
     if unknown := sorted(set(asked.recipe.tasks) - set(DIMENSIONS)):
-        raise ValueError(f"task {unknown[0]!r} is no dimension of VBench; expected {', '.join(DIMENSIONS)}")
+        raise ValueError(f"tasks: got {unknown[0]!r}, expected dimensions of VBench: {', '.join(DIMENSIONS)}.")
     bench = Bench(protocol.python)
     subjects = find_subjects(models, asked, pipeline=True)
     with joined_processes() as state:
@@ -108,55 +128,82 @@ def judge_video_pipelines(models, asked):
 
 
 class Bench:
-    """The vbench of another interpreter: `version`, `prompts` (its list of dicts) and how to run it."""
+    """The vbench that another interpreter has.
 
-    def __init__(self, python):
-        self.python = python and shutil.which(str(Path(python).resolve() if Path(python).is_file() else python))
-        if not self.python:
-            raise ValueError(f"settings: python is {python!r}; expected the interpreter that has vbench installed")
+    Args:
+        python: The interpreter, a path or a command.
+
+    Attributes:
+        version: Version of vbench.
+        prompts: vbench's own list of prompts, as dicts.
+        sha256: Hash of the file of prompts.
+
+    Raises:
+        ValueError: There is no such interpreter, or it has no vbench.
+    """
+
+    def __init__(self, python: str | Path | None) -> None:
+        executable = python and shutil.which(str(Path(python).resolve() if Path(python).is_file() else python))
+        if not executable:
+            raise ValueError(f"settings: python: got {python!r}, expected an interpreter that has vbench.")
+        self.python = str(executable)
         self.version, path = json.loads(self._run(ABOUT).splitlines()[-1])
         self.prompts, self.sha256 = json.loads(Path(path).read_text(encoding="utf-8")), hash_file(path)
 
-    def _run(self, source, *arguments):
+    def _run(self, source: str, *arguments: object) -> str:
+        """Run Python source in the interpreter, without our environment, and return its stdout."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [self.python, "-c", source, *map(str, arguments)]
-        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as place:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=place)
-        if done.returncode:
-            complaint = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ValueError(f"python {self.python!r}: vbench failed: {complaint}")
-        return done.stdout
+        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as folder:
+            process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+        if process.returncode:
+            message = (process.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ValueError(f"python {self.python!r}: vbench failed: {message}")
+        return process.stdout
 
-    def judge(self, dimension, entries, videos, device):
-        """(average, values of the videos) of a dimension. videos: paths of those of `entries`."""
-        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as place:
-            folder = Path(place, "videos")  # of its own: vbench takes the ending of any file it meets for that of all
+    def judge(
+        self, dimension: str, entries: Sequence[Mapping[str, Any]], videos: Sequence[Path], device: torch.device | str
+    ) -> tuple[float, list[Any]]:
+        """Score videos in one dimension.
+
+        Args:
+            dimension: One of `DIMENSIONS`.
+            entries: The prompts, entries of `prompts`.
+            videos: The videos of these prompts.
+            device: Where vbench runs.
+
+        Returns:
+            The average, and the values of the videos.
+        """
+        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as workspace:
+            # A folder of links to these videos only: vbench takes the ending of any file there for that of all videos.
+            folder = Path(workspace, "videos")
             folder.mkdir()
             for video in videos:
                 (folder / video.name).symlink_to(video.resolve())
-            self._run(JUDGE, folder, write_json(Path(place, "info.json"), entries), place, dimension, device)
+            self._run(JUDGE, folder, write_json(Path(workspace, "info.json"), entries), workspace, dimension, device)
             with wrap_errors(f"vbench gave no results for {dimension}"):
-                results = Path(place, f"{dimension}_eval_results.json").read_text(encoding="utf-8")
-                average, found = json.loads(results)[dimension]
-                return float(average), [video["video_results"] for video in found]
+                results = Path(workspace, f"{dimension}_eval_results.json").read_text(encoding="utf-8")
+                average, video_scores = json.loads(results)[dimension]
+                return float(average), [video["video_results"] for video in video_scores]
 
 
 class _Judge(PipelineJudge):
-    """One model on VBench."""
+    """Scores one pipeline on VBench; arguments as in `PipelineJudge`, and a `Bench`."""
 
-    def __init__(self, subject, asked, protocol, state, bench):
+    def __init__(self, subject: Subject, asked: Any, protocol: Any, state: Any, bench: Bench) -> None:
         super().__init__(subject, asked, protocol, state)
         self.bench = bench
         self.hash = hash_json([bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
 
-    def entries(self, dimension):
-        """VBench's own list for a dimension, the first `limit` of it where there is a limit."""
+    def entries(self, dimension: str) -> list[dict[str, Any]]:
+        """Return VBench's prompts for a dimension, only the first `limit` if there is a limit."""
         return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.asked.limit]
 
-    def run(self):
-        """The scores asked for, and the totals when all dimensions are there."""
-        wanted = self.asked.recipe.tasks
-        missing = [name for name in wanted if not self.subject.knows(TASK, name, self.hash)]
+    def run(self) -> Results:
+        """Compute the scores that are not known, and return all that were requested and the totals."""
+        dimensions = self.asked.recipe.tasks
+        missing = [name for name in dimensions if not self.subject.knows(TASK, name, self.hash)]
         if missing:
             self._make(missing)
         if self.state.is_main_process:
@@ -164,11 +211,11 @@ class _Judge(PipelineJudge):
                 logger.info("%s: %s (%d of %d)", self.subject.name, dimension, number, len(missing))
                 self._judge(dimension)
             self._keep_totals()
-        shown = {(TASK, name, self.asked.limit) for name in (*wanted, *TOTALS)}
+        shown = {(TASK, name, self.asked.limit) for name in (*dimensions, *TOTALS)}
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.limit) in shown)
 
-    def _make(self, dimensions):
-        """Videos of all prompts of the dimensions that are missing."""
+    def _make(self, dimensions: Sequence[str]) -> None:
+        """Generate the videos of all prompts of these dimensions."""
         needed = {entry["prompt_en"] for dimension in dimensions for entry in self.entries(dimension)}
         prompts = dict.fromkeys(entry["prompt_en"] for entry in self.bench.prompts)
         plan = [
@@ -178,48 +225,56 @@ class _Judge(PipelineJudge):
             for i in range(self.protocol.videos)
         ]
         sampling, fps = {"output_type": "np", **self.protocol.sampling}, self.protocol.fps
-        how = {"batch_size": 1, "what": f"{self.subject.name}: videos"}
         save = functools.partial(save_video, fps=fps)
-        self.make(self.folder / TASK, plan, {"seed": self.seed, "fps": fps}, sampling, save, **how)
+        identity = {"seed": self.seed, "fps": fps}
+        what = f"{self.subject.name}: videos"
+        self.make(self.folder / TASK, plan, identity, sampling, save, batch_size=1, what=what)
 
-    def _judge(self, dimension):
+    def _judge(self, dimension: str) -> None:
+        """Score the videos in one dimension, and keep the score."""
         started, entries = time.perf_counter(), self.entries(dimension)
         names = [f"{entry['prompt_en']}-{i}.mp4" for entry in entries for i in range(self.protocol.videos)]
         videos = [self.folder / TASK / "videos" / name for name in set(names)]
         average, values = self.bench.judge(dimension, entries, videos, self.device)
         if len(values) < len(names):
-            raise ValueError(f"vbench judged {len(values)} of {len(names)} videos for {dimension}")
+            raise ValueError(f"vbench scored {len(values)} of {len(names)} videos for {dimension}")
         scores = {dimension: (average, _spread(average, values), True, len(values))}
         self.subject.keep(TASK, scores, self.hash, started, self.device)
 
-    def _keep_totals(self):
-        """Quality, semantic and total; none of them for a part of the prompts or with other than five videos each."""
-        wanted = (TASK, self.hash, None, self.seed)
-        found = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == wanted}
-        averages = {name: found[name].value for name in DIMENSIONS if name in found and found[name].value is not None}
+    def _keep_totals(self) -> None:
+        """Keep quality, semantic and total, unless the run is limited, incomplete, or has not five videos per prompt."""
+        key = (TASK, self.hash, None, self.seed)
+        by_metric = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == key}
+        averages: dict[str, Any] = {
+            name: by_metric[name].value
+            for name in DIMENSIONS
+            if name in by_metric and by_metric[name].value is not None
+        }
         if self.asked.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
             logger.info("%s: no total for a part of VBench's videos or dimensions", self.subject.name)
-        elif (totals := vbench_totals(averages)) != {name: found[name].value for name in TOTALS if name in found}:
-            samples = sum(found[name].samples for name in DIMENSIONS)
+        elif (totals := vbench_totals(averages)) != {
+            name: by_metric[name].value for name in TOTALS if name in by_metric
+        }:
+            samples = sum(by_metric[name].samples for name in DIMENSIONS)
             scores = {name: (value, None, True, samples) for name, value in totals.items()}
             self.subject.keep(TASK, scores, self.hash, time.perf_counter(), self.device)
 
 
-def _spread(average, values):
-    """Standard error of the mean of the videos' values, where vbench's average is that mean; else None."""
+def _spread(average: float, values: Sequence[Any]) -> float | None:
+    """Return the standard error of the mean of the videos' values; None if vbench's average is not that mean."""
     numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
     if len(numbers) < 2 or len(numbers) != len(values) or abs(statistics.fmean(numbers) - average) > 1e-6:
         return None
     return statistics.stdev(numbers) / len(numbers) ** 0.5
 
 
-def save_video(frames, path, fps):
-    """Frames (`[F, H, W, 3]`, 0 to 1, or PIL images) as an MP4 file (H.264) at `path`, whatever its ending."""
+def save_video(frames: Any, path: str | Path, fps: int) -> None:
+    """Save frames ([F, H, W, 3], 0 to 1, or PIL images) as an MP4 file (H.264), whatever the ending of `path`."""
     from diffusers.utils import export_to_video
 
     for library in ("imageio", "imageio_ffmpeg"):
         if importlib.util.find_spec(library) is None:
             raise ImportError(f"videos need {library}, which is missing: pip install 'mhla_hf[videos]'")
-    with tempfile.TemporaryDirectory(prefix="mhla_hf-video-") as place:
-        export_to_video(list(frames), os.path.join(place, "video.mp4"), fps=fps)
-        shutil.copyfile(os.path.join(place, "video.mp4"), path)
+    with tempfile.TemporaryDirectory(prefix="mhla_hf-video-") as folder:
+        export_to_video(list(frames), os.path.join(folder, "video.mp4"), fps=fps)
+        shutil.copyfile(os.path.join(folder, "video.mp4"), path)

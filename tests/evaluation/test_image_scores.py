@@ -85,7 +85,7 @@ def flat(images):
         (lambda: Extractor("judge", flat, ""), "version: got '', expected a text that changes when"),
         (lambda: find_extractor("digits"), "expected 'inception', 'module:function'"),
         (lambda: Moments.of(torch.zeros(1, 3)), "expected [N, D] with N of at least 2"),
-        (lambda: inception_score(torch.zeros(15, 3), splits=10), "15 are too few for 10 splits"),
+        (lambda: inception_score(torch.zeros(15, 3), splits=10), "images: got 15 for 10 splits"),
         (lambda: precision_recall(torch.zeros(3, 2), torch.zeros(9, 2)), "3 samples, 9 references"),
     ],
 )
@@ -203,6 +203,6 @@ def test_weights_that_would_run_code_are_refused(fidelity, tmp_path):
 
     torch.save({"fc.weight": Hostile()}, tmp_path / "weights.pth")
     for name in ("weights.pth", "absent.pth"):
-        with pytest.raises(ValueError, match=r"weights is .*, of which no Inception can be made"):
+        with pytest.raises(ValueError, match=r"weights: got .*, expected a file of Inception's weights"):
             inception(str(tmp_path / name))
     assert not (tmp_path / "it-ran").exists()

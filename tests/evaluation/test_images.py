@@ -213,12 +213,12 @@ TEXT = {"recipe": "table_4_text_to_image", "settings": {}}
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"settings": {"reference": "nowhere.npz"}}, "reference is 'nowhere.npz'"),
-        ({"settings": {"reference": "cut.npz"}}, "reference: 'cut.npz' is no .npz file that can be read"),
-        ({"settings": {"prompts": "list.txt"}}, "classes is 1000 and prompts 'list.txt'"),
-        ({"settings": {"extractor": FEATURES}, "tasks": ["sFID"]}, "gives no spatial, which sFID needs"),
-        ({"models": {"sana": Painter()}, "tasks": ["IS"]}, "Painter takes no class_labels"),
-        ({**TEXT, "tasks": ["CLIP score"]}, "prompts is None"),
+        ({"settings": {"reference": "nowhere.npz"}}, "reference: got 'nowhere.npz'"),
+        ({"settings": {"reference": "cut.npz"}}, "reference: got 'cut.npz', expected an .npz file"),
+        ({"settings": {"prompts": "list.txt"}}, "prompts: got 'list.txt' and 1000 classes"),
+        ({"settings": {"extractor": FEATURES}, "tasks": ["sFID"]}, "expected one with spatial features for sFID"),
+        ({"models": {"sana": Painter()}, "tasks": ["IS"]}, "got Painter, expected a pipeline that takes class_labels"),
+        ({**TEXT, "tasks": ["CLIP score"]}, "prompts: got None"),
     ],
 )
 def test_bad_arguments_are_one_sentence_and_no_image_is_made(pipeline, tmp_path, reference, changes, says, monkeypatch):
@@ -300,5 +300,5 @@ def test_top_1_is_the_share_of_images_named_right_known_for_its_pictures_and_its
     assert accuracy(limit=3)["vit"][0].samples == 3
     (tmp_path / "data" / "dog").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "data" / "dog" / "0.png")
-    with pytest.raises(ValueError, match="the model has no label 'dog'"):
+    with pytest.raises(ValueError, match="data: got the class 'dog', which the model does not know"):
         accuracy()

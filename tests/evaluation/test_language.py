@@ -166,7 +166,7 @@ def test_scores_that_this_machine_did_not_measure_are_read_only_when_asked(
     assert main(line) == 0
     assert f"scores in {file} were not measured here and do not count" in caplog.text
     assert main(line) == 0
-    assert f"what {file} holds is read from it, not run again" in caplog.text
+    assert f"the scores in {file} are read, not run again" in caplog.text
 
 
 def test_other_weights_and_other_questions_count_as_missing(fresh, runs):
@@ -322,10 +322,10 @@ def test_the_recipe_makes_needles_and_scores_them_once(tmp_path, runs):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"lengths": [64]}, r"settings: lengths is \[64\]; expected whole numbers of at least 128"),
-        ({"depths": [0, 101]}, r"depths is \[0, 101\]; expected between 2 and"),
-        ({"lengths": 128, "depths": list(range(0, 100, 10))}, "128 tokens are too few for 10 depths"),
-        ({"items": 1}, f"settings: lengths has 4096 tokens, but the model sees {WINDOW}"),
+        ({"lengths": [64]}, r"settings: lengths: got \[64\], expected whole numbers of at least 128"),
+        ({"depths": [0, 101]}, r"depths: got \[0, 101\], expected 2 to"),
+        ({"lengths": 128, "depths": list(range(0, 100, 10))}, "lengths: got 128, expected more tokens for 10 depths"),
+        ({"items": 1}, f"settings: lengths: got 4096, expected at most the {WINDOW} tokens that the model sees"),
     ],
 )
 def test_bad_settings_are_one_sentence(settings, says):

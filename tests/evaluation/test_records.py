@@ -97,7 +97,7 @@ def test_the_table_shows_models_side_by_side_with_errors():
     markdown = render_table(depths, style="markdown").splitlines()
     assert markdown[0] == "| task | metric | shots | samples | a\\|b |"
     assert markdown[2] == "| copa | acc_back_64 ↑ | 0 | 100 | 0.5000 ± 0.0500 |" and "_128" in markdown[3]
-    with pytest.raises(ValueError, match="style is 'html'"):
+    with pytest.raises(ValueError, match="style: got 'html'"):
         render_table(models, style="html")
 
 
@@ -107,7 +107,7 @@ def test_scores_and_depths_are_drawn(tmp_path):
     models.plot(tmp_path / "scores.png")
     with Image.open(tmp_path / "scores.png") as picture:
         assert picture.size[0] > 900 and len(picture.getcolors(1 << 24)) > 30
-    with pytest.raises(ValueError, match="no score is there to draw"):
+    with pytest.raises(ValueError, match="plot: got no score"):
         Comparison(mhla=[make_result(value=None)]).plot(tmp_path / "b.png")
     assert [path.name for path in tmp_path.iterdir()] == ["scores.png"]
 

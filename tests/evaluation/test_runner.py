@@ -35,18 +35,18 @@ SPEED = {"recipe": "speed", "tasks": None, "include_path": None}
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tasks": []}, "tasks is []"),
-        ({"tasks": None}, "tasks is None without a recipe; expected names, or a recipe: recall, ruler"),
-        ({"settings": {"lengths": 3}}, "settings is {'lengths': 3} without a recipe"),
-        ({"tasks": "here_close"}, "task 'here_close' does not exist; did you mean here_cloze"),
-        ({"include_path": "/nowhere"}, "include_path '/nowhere' is no folder"),
-        ({"limit": 0}, "limit is 0"),
+        ({"tasks": []}, "tasks: got []"),
+        ({"tasks": None}, "tasks: got None without a recipe, expected names, or a recipe: recall, ruler"),
+        ({"settings": {"lengths": 3}}, "settings: got {'lengths': 3} without a recipe"),
+        ({"tasks": "here_close"}, "tasks: got 'here_close', expected a task that exists; did you mean here_cloze"),
+        ({"include_path": "/nowhere"}, "include_path: got '/nowhere', expected a folder"),
+        ({"limit": 0}, "limit: got 0"),
         ({"batch_size": "many"}, "batch_size: got 'many'"),
         ({"dtype": "int8"}, "dtype: got 'int8', expected one of ['auto'"),
         ({"device": "tpu:9"}, "device: got 'tpu:9', expected one that is available"),
         ({"max_length": 1}, "max_length: got 1"),
-        ({**SPEED, "tasks": []}, "tasks is {}"),
-        ({**SPEED, "settings": {"lengths": []}}, "lengths is []"),
+        ({**SPEED, "tasks": []}, "tasks: got {}"),
+        ({**SPEED, "settings": {"lengths": []}}, "lengths: got []"),
     ],
 )
 def test_bad_arguments_are_one_sentence(world, monkeypatch, changes, says):

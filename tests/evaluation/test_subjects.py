@@ -22,7 +22,7 @@ def test_models_of_one_class_and_folders_of_one_name_are_told_apart(world, tmp_p
     assert list(judge(world, folders[:2], output=tmp_path / "out")) == ["a/llama", "b/llama"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"a--llama.json", "b--llama.json"}
     for alike in (folders[1:], [small_llama(), small_llama()]):
-        with pytest.raises(ValueError, match="is given twice; expected each once, or a dict of names and models"):
+        with pytest.raises(ValueError, match="twice, expected each once, or a dict from names to models"):
             judge(world, alike, tokenizer=small_tokenizer())
 
 
@@ -43,12 +43,12 @@ def test_output_goes_where_it_is_told(fresh, tmp_path):
 @pytest.mark.parametrize(
     ("models", "says"),
     [
-        (3, "model 'int' is int"),
-        ([], "models is empty"),
-        (small_llama(), "tokenizer is None"),
-        ("nobody/nothing", "the Hub does not give it"),
+        (3, "models: got 'int' of type int"),
+        ([], "models: got none"),
+        (small_llama(), "tokenizer: got None"),
+        ("nobody/nothing", "expected a folder or a model on the Hub"),
         ("llama/config.json", "which is not a folder"),
-        (["llama", "mhla"], "is one file for 2 models"),
+        (["llama", "mhla"], "for 2 models, expected a folder"),
     ],
 )
 def test_models_that_are_none_are_refused(world, monkeypatch, models, says):

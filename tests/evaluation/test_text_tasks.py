@@ -170,5 +170,5 @@ def test_a_text_that_is_too_short_is_one_sentence_and_nothing_is_written(tmp_pat
 
 @pytest.mark.parametrize("window", [1, 3, BLOCK + 32])
 def test_a_window_without_room_for_a_block_and_an_answer_is_refused(tmp_path, window):
-    with pytest.raises(ValueError, match=f"^window: got {window}; expected more than 64 tokens$"):
+    with pytest.raises(ValueError, match=rf"^window: got {window}, expected more than 64 tokens\.$"):
         make(tmp_path / "tasks", window=window)

@@ -104,9 +104,9 @@ def test_the_totals_come_when_all_dimensions_are_there_and_go_into_the_same_tabl
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"python": None}, "python is None; expected the interpreter that has vbench"),
+        ({"python": None}, "python: got None, expected an interpreter that has vbench"),
         ({"python": sys.executable}, "vbench is not installed for this interpreter"),
-        ({"videos": 6}, "videos is 6; expected 1 to 5"),
+        ({"videos": 6}, "videos: got 6, expected 1 to 5"),
     ],
 )
 def test_bad_settings_are_one_sentence(tmp_path, python, settings, says):

@@ -106,9 +106,9 @@ CASES = {
     "convert: keep": (lambda: mhla_hf.convert(softmax_model(), text="self", keep="64 MB"),
         "keep: got '64 MB', expected less than all 6 KV heads"),
     "push: nothing": (lambda: mhla_hf.push(None, "me/model"), "what: got NoneType, expected a folder, a model or a pipe"),
-    "tasks: items": (lambda: make_tasks("", "new", small_tokenizer(), items=8), "items: got 8; expected at least 16"),
+    "tasks: items": (lambda: make_tasks("", "new", small_tokenizer(), items=8), "items: got 8, expected at least 16"),
     "evaluate: limit": (lambda: mhla_hf.evaluate(["list"], tasks="copa", limit=-1),
-        "limit is -1; expected a whole number of documents, or a share below 1"),
+        "limit: got -1, expected a whole number of documents, or a fraction below 1"),
 }  # fmt: skip
 
 

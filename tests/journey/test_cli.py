@@ -149,7 +149,7 @@ def start(arguments, folder):
 BAD = {
     "no command": ("", "COMMAND"),
     "unknown option": ("convert llama new --layer all", "--layer"),
-    "no tasks": ("evaluate llama", "tasks is None without a recipe"),
+    "no tasks": ("evaluate llama", "tasks: got None without a recipe"),
     "model truncated": ("convert truncated new", "truncated/model.safetensors is no whole safetensors file"),
     "model converted already": ("convert mhla new", "is an MHLA model already"),
     "model not on the hub": ("convert nobody/nothing new", "model: got 'nobody/nothing', which is not a folder"),
