@@ -25,8 +25,7 @@ def family_of(model: Any) -> Family | None:
     if is_of_diffusers(model):
         return next((family for cls in type(model).__mro__ if (family := transformer_family(cls)) is not None), None)
     config = getattr(model, "config", None)
-    model_type: Any = getattr(config, "base_model_type", getattr(config, "model_type", None))
-    return family_of_type(model_type)
+    return family_of_type(getattr(config, "base_model_type", getattr(config, "model_type", None)))
 
 
 def transformer_family(cls: type) -> Family | None:

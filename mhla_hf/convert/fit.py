@@ -105,7 +105,7 @@ class OutputFit:
     ) -> None:
         """Update one core so that its output for q, k and v comes closer to o; see `SoftmaxCore` for the arguments."""
         if not self.done:
-            start_from_inputs(core, *(x[:, :START_TOKENS] for x in (q, k)), options)
+            start_from_inputs(core, q[:, :START_TOKENS], k[:, :START_TOKENS], options)
         energy = o.float().square().sum()
         for update in range(self.updates):
             with torch.enable_grad():

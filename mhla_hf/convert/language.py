@@ -50,7 +50,7 @@ def convert_with_text(
         `model`, in the mode, train or eval, that it was in.
 
     Raises:
-        TypeError, ValueError: An argument is not valid; the model is unchanged.
+        TypeError, ValueError: As in `convert`.
     """
     family = convertible_family(model)
     if family not in (*LANGUAGE, *ENCODERS):
@@ -411,7 +411,8 @@ def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
             del attention.mhla
         else:
             keep_softmax_heads(attention, config, heads)
-    settings.layers = [index for index in settings.layers if index not in softmax_layers]
+    mhla_indices: Any = settings.layers
+    settings.layers = [index for index in mhla_indices if index not in softmax_layers]
     partly_softmax = {str(index): heads for index, heads in chosen.items() if index not in softmax_layers}
     settings.softmax_heads = partly_softmax or None
     config.mhla = settings.to_dict()

@@ -112,7 +112,7 @@ def checked_settings(
         if settings.rope == "near":
             rotation_layout(attentions[index])
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
-            raise ValueError(f"model: layer {index} is offloaded, expected its weights on a device.")
+            raise ValueError(f"model: got offloaded weights in layer {index}, expected weights on a device.")
     return without_softmax_layers(settings, attentions, config)
 
 
@@ -222,7 +222,7 @@ def family_to_convert(model_type: str) -> Family:
 
 def choose_convertible(
     settings: MHLASettings, config: Any, attentions: dict[int, Any], both_ways: bool
-) -> Sequence[int]:
+) -> list[int] | tuple[int, ...]:
     """Choose the layers that become MHLA, among those that do nothing that MHLA cannot.
 
     Args:

@@ -53,7 +53,7 @@ def test_offloaded_layers_are_refused_and_hooked_ones_work():
     away = softmax_model()
     add_hook_to_module(away.model.layers[1].self_attn, AlignDevicesHook(execution_device="cpu", offload=True))
     away.model.layers[1].self_attn.to("meta")
-    with refused("layer 1 is offloaded"):
+    with refused("offloaded weights in layer 1"):
         mhla_hf.convert(away, layers="all")
 
 
