@@ -66,9 +66,9 @@ def _start() -> None:
 
     Importing the subpackage `convert` has bound the name to the subpackage.
     """
-    global convert  # type: ignore[name-defined]
+    global convert
     importlib.import_module("._register", __name__).register()
-    convert = importlib.import_module(".convert", __name__).convert
+    convert = importlib.import_module(".convert", __name__).convert  # type: ignore[name-defined]
 
 
 if "mhla_hf_command" not in sys.modules:  # in the console script, the command that runs registers

@@ -18,8 +18,8 @@ def register() -> None:
     """Register the models from scratch and those of the most common base models.
 
     Others are registered when a model of their type is converted or loaded, because it would take seconds to import the
-    modeling files of all bases. This also passes the function that makes a checkpoint's source file to `models`, which cannot
-    import it, because imports only point down.
+    modeling files of all bases. This also passes `models` the function that makes a checkpoint's source file, because
+    `models` cannot import it: imports only point down.
     """
     set_source_maker(make_source)
     register_classes(MHLAConfig, HEADS_FROM_SCRATCH)
