@@ -178,9 +178,8 @@ def balance_masses(
     distance = block[:, None] - block  # [T, T]
     is_far = ((distance.abs() if form.both_ways else distance) >= form.lag) & (token >= form.sinks)
     is_hidden = torch.zeros_like(is_far) if form.both_ways else token[:, None] < token
-    mixing = core.mixing()[0].matrix(int(block[-1]) + 1, form.lag, form.both_ways)[
-        :, block[:, None], block
-    ]  # [H, T, T]
+    mixing = core.mixing()[0].matrix(int(block[-1]) + 1, form.lag, form.both_ways)  # [H, M, M]
+    mixing = mixing[:, block[:, None], block]  # [H, T, T]
     scale = form.scale if scale is None else scale
     for head in range(q.shape[2]):
         kv_head = head * k.shape[2] // q.shape[2]

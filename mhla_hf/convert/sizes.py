@@ -98,12 +98,12 @@ def sizes_of_conversion(model: Any, settings: MHLASettings) -> dict[int, LayerSi
 
 
 class LayerCache(NamedTuple):
-    """What the cache of one layer holds for one sequence.
+    """The cache of one layer for one sequence.
 
     Attributes:
-        token_bytes: for each token that is kept.
-        max_tokens: how many tokens are kept at most.
-        fixed_bytes: independent of the length.
+        token_bytes: Bytes per token that is kept.
+        max_tokens: Number of tokens that are kept, at most; infinity for all.
+        fixed_bytes: Bytes that do not depend on the number of tokens.
     """
 
     token_bytes: int
@@ -150,12 +150,13 @@ def compare_caches(softmax: Sequence[LayerCache], mhla: Mapping[int, LayerCache]
     """Compare the cache of a model before and after its conversion.
 
     Args:
-        softmax: of each layer before.
-        mhla: of each converted layer, by index.
-        context: a length to report in addition to `CACHE_LENGTHS`.
+        softmax: Cache of each layer before.
+        mhla: Cache of each converted layer, by index.
+        context: A number of tokens to report in addition to `CACHE_LENGTHS`.
 
     Returns:
-        "rows", with bytes by length, and "smaller_from", the length from which the converted model's cache is smaller.
+        "rows", with bytes by number of tokens, and "smaller_from", the number of tokens from which the converted model's
+        cache is smaller.
     """
     converted = [mhla.get(index, layer) for index, layer in enumerate(softmax)]
     rows = [

@@ -273,7 +273,7 @@ def reason_to_keep_softmax(attention: torch.nn.Module, config: Any, both_ways: b
     model_window = None if kind == "full_attention" else getattr(config, "sliding_window", None)
     window = getattr(attention, "sliding_window", model_window) if getattr(attention, "is_sliding", True) else None
     if window is not None:
-        return f"it sees {'its neighbors' if both_ways else f'the last {window} tokens'} alone (sliding_window)"
+        return f"it sees only {'its neighbors' if both_ways else f'the last {window} tokens'} (sliding_window)"
     if kind not in (None, "full_attention"):
         return f"its kind is {kind!r}"
     shares_its_kv = getattr(attention, "store_full_length_kv", False) and getattr(config, "num_kv_shared_layers", 0)
@@ -282,7 +282,7 @@ def reason_to_keep_softmax(attention: torch.nn.Module, config: Any, both_ways: b
     if getattr(attention, "sinks", None) is not None:
         return "it has attention sinks"
     if both_ways:
-        return "it sees earlier tokens alone (is_decoder=True)" if getattr(config, "is_decoder", False) else None
+        return "it sees only earlier tokens (is_decoder=True)" if getattr(config, "is_decoder", False) else None
     if hasattr(attention, "layer_idx") and False in (getattr(x, "is_causal", True) for x in (attention, config)):
         return "it looks both ways (is_causal=False)"
     return None
