@@ -1,6 +1,7 @@
-"""The console script `mhla-hf`. While this module is imported first, `import mhla_hf` leaves registration to the commands.
+"""The console script `mhla-hf`.
 
-Registering the model types imports torch and transformers; `mhla-hf --help` needs neither.
+If this module is imported before `mhla_hf`, registering the model types is left to the command that runs, because it imports
+torch and transformers, which `mhla-hf --help` does not need.
 """
 
 from mhla_hf.cli import main

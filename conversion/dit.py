@@ -1,20 +1,23 @@
-"""DiT with MHLA, from scratch or from a pretrained one: load, convert, train, judge, card.
+"""Train a DiT with MHLA, from scratch or from a pretrained one: load, convert, train, evaluate, write the card.
 
     torchrun --nproc_per_node 8 conversion/dit.py --data LATENTS --out out/dit-s                       from scratch
     torchrun --nproc_per_node 8 conversion/dit.py --recipe dit_finetune --data LATENTS --out out/xl
     python conversion/dit.py --recipe dit_distill --out out/dit                 without any data
 
-From scratch the base gives VAE and noise schedule only. Latents stand beside `class_labels`; without them the softmax
-original samples its own classes. The steps are in `journey.py`; a small real one is `experiments/digits_dit.py`.
+From scratch, only the VAE and the noise schedule come from the base. LATENTS has `latents` and `class_labels`; without it,
+the softmax original samples images of random classes. The steps are in `journey.py`; `experiments/digits_dit.py` is a small
+but real example.
 """
+
+from typing import Any
 
 from journey import run
 
 from mhla_hf.cli import script
 
 
-def main(arguments=None):
-    """Run the script; returns the trained pipeline."""
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the script, and return the trained pipeline."""
     return run(__doc__, "dit_paper", arguments)
 
 

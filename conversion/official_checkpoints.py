@@ -1,19 +1,21 @@
-"""Checkpoints in the authors' naming become models of transformers and diffusers, every key accounted for.
+"""Convert checkpoints of the paper's authors to models of transformers and diffusers.
 
     python conversion/official_checkpoints.py checkpoint.pth --out out/deit
     python conversion/official_checkpoints.py wan.safetensors --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers --out out/wan
 
-With --base the result is a whole pipeline: the checkpoint in place of that pipeline's transformer. What a file holds is
-recognized by its keys. Nothing is skipped; a key that has no place, or a place without a key, is an error that
-names it (Wan and DiT: `official_diffusion.py`). The released vision code normalizes otherwise than the paper
-(`normalize="official"`), so that is what such a model gets.
+The model is recognized by the keys of its state dict. With --base, the result is a whole pipeline, with the checkpoint in
+place of its transformer. No key is skipped: an unknown key, or a weight without a key, is an error that names it. The
+released vision code normalizes in another way than the paper, so such a model gets `normalize="official"`. The part for Wan
+and DiT is in `official_diffusion.py`.
 """
 
 import argparse
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import DiTPipeline, WanPipeline
@@ -47,8 +49,14 @@ VIT_ENDS = {
 MIXING = "attn.piece_attn.conv.weight"
 
 
-def read_state(path) -> dict[str, torch.Tensor]:
-    """The weights in a .safetensors or PyTorch file, averaged ones (EMA) first, without the wrappings of training."""
+def read_state(path: str | Path) -> dict[str, torch.Tensor]:
+    """Read the state dict in a .safetensors or PyTorch file.
+
+    If training saved several, the averaged weights (EMA) are preferred. Prefixes of DDP and torch.compile are removed.
+
+    Raises:
+        ValueError: The file does not exist.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"checkpoint: got {str(path)!r}, expected a .safetensors or PyTorch file.")
@@ -59,31 +67,42 @@ def read_state(path) -> dict[str, torch.Tensor]:
     else:
         state = torch.load(path, map_location="cpu", weights_only=True)
     state = next((state[name] for name in WRAPPINGS if isinstance(state.get(name), dict)), state)
-    clean = {}
+    unwrapped = {}
     for key, value in state.items():
         while key.startswith(PREFIXES):
             key = key.split(".", 1)[1]
-        clean[key.replace("._orig_mod.", ".")] = value
-    return clean
+        unwrapped[key.replace("._orig_mod.", ".")] = value
+    return unwrapped
 
 
-def is_vit(state) -> bool:
-    """Whether these are the keys of the authors' image classifier."""
+def is_vit(state: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a state dict is that of the authors' image classifier."""
     return "pos_embed" in state and f"blocks.0.{MIXING}" in state
 
 
-def vit_config(state, *, num_heads=None, image_size=None) -> MHLAVisionConfig:
-    """The configuration of the authors' image classifier, read from the shapes of its weights.
+def vit_config(
+    state: Mapping[str, torch.Tensor], *, num_heads: int | None = None, image_size: int | None = None
+) -> MHLAVisionConfig:
+    """Read the configuration of the authors' image classifier from the shapes of its weights.
 
-    num_heads: default: heads of 64, as all released variants have. image_size: default: 224 for 256 positions, since the
-    authors pad 224 to 256, and else the side that the positions cover.
+    Args:
+        state: Its state dict.
+        num_heads: Number of heads. Default: heads are 64 wide, as in all released variants.
+        image_size: Width and height of an image in pixels. Default: 224 for 16 x 16 positions of patches of 16 pixels,
+            because the authors pad 224 to 256; else as many pixels as the positions cover.
+
+    Raises:
+        ValueError: Positions or blocks do not form a square, or blocks do not divide it.
     """
-    tokens, width = state["pos_embed"].shape[1:]
+    num_positions, width = state["pos_embed"].shape[1:]
     patch = state["patch_embed.proj.weight"].shape[-1]
-    count = len(state[f"blocks.0.{MIXING}"])
-    side, blocks = math.isqrt(tokens), math.isqrt(count)
-    if side**2 != tokens or blocks**2 != count or side % blocks:
-        raise ValueError(f"pos_embed: got {tokens} positions and {count} blocks, expected squares that divide.")
+    num_blocks = len(state[f"blocks.0.{MIXING}"])
+    side, blocks = math.isqrt(num_positions), math.isqrt(num_blocks)
+    if side**2 != num_positions or blocks**2 != num_blocks or side % blocks:
+        raise ValueError(
+            f"pos_embed: got {num_positions} positions and {num_blocks} blocks, "
+            "expected squares of which one divides the other."
+        )
     if image_size is None:
         image_size = 224 if (side, patch) == (16, 16) else side * patch
     kernel = state["blocks.0.attn.lepe.weight"].shape[-1]
@@ -105,12 +124,16 @@ def vit_config(state, *, num_heads=None, image_size=None) -> MHLAVisionConfig:
     )
 
 
-def rename_vit(state) -> dict[str, torch.Tensor]:
-    """The authors' names and shapes of an image classifier's weights as ours; ValueError for a key without a place."""
+def rename_vit(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Translate the state dict of the authors' image classifier to the names and shapes of `MHLAForImageClassification`.
+
+    Raises:
+        ValueError: A key is unknown.
+    """
     renamed = {}
     for key, value in state.items():
         block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", key)
-        end, _, kind = key.rpartition(".")
+        module, _, kind = key.rpartition(".")
         if key == "pos_embed":
             side = math.isqrt(value.shape[1])
             renamed["model.positions.weight"] = value.mT.unflatten(2, (side, side)).contiguous()
@@ -121,33 +144,43 @@ def rename_vit(state) -> dict[str, torch.Tensor]:
             renamed[f"model.stages.0.blocks.{block[1]}.attn.mhla.mixing.weight"] = value.float().flatten(1)
         elif block and block[2] in VIT_BLOCK:
             renamed[f"model.stages.0.blocks.{block[1]}.{VIT_BLOCK[block[2]]}.{block[3]}"] = value
-        elif end in VIT_ENDS and kind in ("weight", "bias"):
-            renamed[f"{VIT_ENDS[end]}.{kind}"] = value
+        elif module in VIT_ENDS and kind in ("weight", "bias"):
+            renamed[f"{VIT_ENDS[module]}.{kind}"] = value
         else:
-            raise ValueError(f"checkpoint: got the key {key!r}, which has no place in the authors' image classifier.")
+            raise ValueError(f"checkpoint: got the key {key!r}, expected only keys of the authors' image classifier.")
     return renamed
 
 
-def load_vit(state, **options) -> MHLAForImageClassification:
-    """The authors' image classifier as `MHLAForImageClassification`, in eval mode; strict on keys and shapes."""
-    for needed in ("patch_embed.proj.weight", "blocks.0.attn.lepe.weight", "blocks.0.mlp.fc1.weight"):
-        if needed not in state:
-            raise ValueError(f"checkpoint: misses the key {needed!r}, expected all of the authors' image classifier.")
+def load_vit(state: Mapping[str, torch.Tensor], **options: Any) -> MHLAForImageClassification:
+    """Make the authors' image classifier an `MHLAForImageClassification` in eval mode.
+
+    Args:
+        state: Its state dict.
+        **options: Arguments of `vit_config`.
+
+    Raises:
+        ValueError: A key is unknown or missing, or a shape differs.
+    """
+    for key in ("patch_embed.proj.weight", "blocks.0.attn.lepe.weight", "blocks.0.mlp.fc1.weight"):
+        if key not in state:
+            raise ValueError(f"checkpoint: got no key {key!r}, expected all of the authors' image classifier.")
     config, renamed = vit_config(state, **options), rename_vit(state)
     model = MHLAForImageClassification(config)
-    own = model.state_dict()
-    missing, surplus = sorted(set(own) - set(renamed)), sorted(set(renamed) - set(own))
-    if missing or surplus:
-        what = f"misses {missing[0]!r}" if missing else f"has {surplus[0]!r}, which the model has not"
-        raise ValueError(f"checkpoint: {what}, expected the weights of every layer and no others.")
+    weights = model.state_dict()
+    missing, unknown = sorted(set(weights) - set(renamed)), sorted(set(renamed) - set(weights))
+    if missing or unknown:
+        problem = (
+            f"no weight {missing[0]!r}" if missing else f"the weight {unknown[0]!r}, which the model does not have"
+        )
+        raise ValueError(f"checkpoint: got {problem}, expected the weights of every layer and no others.")
     for key, value in renamed.items():
-        if value.shape != own[key].shape:
-            raise ValueError(f"checkpoint: {key} is {tuple(value.shape)}, expected {tuple(own[key].shape)}.")
+        if value.shape != weights[key].shape:
+            raise ValueError(f"checkpoint: got {key} of {tuple(value.shape)}, expected {tuple(weights[key].shape)}.")
     model.load_state_dict(renamed)
     return model.eval()
 
 
-# name -> is it that, load it, which options it takes
+# name -> function that recognizes a state dict, function that loads it, options of the latter
 FAMILIES = {
     "Wan": (is_official_wan, load_official_wan, ("layout", "norm_output")),
     "DiT": (is_official_dit, load_official_dit, ("num_heads",)),
@@ -155,58 +188,72 @@ FAMILIES = {
 }
 
 
-def load_official(path, **options):
-    """The model in a checkpoint of the authors; ValueError, one sentence, if it is none or not whole.
+def load_official(path: str | Path, **options: Any) -> Any:
+    """Load a checkpoint of the authors.
 
-    options: layout and norm_output (Wan) or num_heads (the others), where the checkpoint does not say it.
+    Args:
+        path: A .safetensors or PyTorch file.
+        **options: What the checkpoint does not tell: `layout` and `norm_output` (Wan) or `num_heads` (the others).
+
+    Returns:
+        The model, in eval mode.
+
+    Raises:
+        ValueError: The file is no checkpoint of the authors or not complete, or an option is for another model.
     """
     state = read_state(path)
-    for name, (fits, load, known) in FAMILIES.items():
-        if fits(state):
-            foreign = sorted(set(options) - set(known))
-            if foreign:
-                raise ValueError(f"{foreign[0]}: got {options[foreign[0]]}, expected none for the authors' {name}.")
+    for name, (recognizes, load, option_names) in FAMILIES.items():
+        if recognizes(state):
+            unknown = sorted(set(options) - set(option_names))
+            if unknown:
+                raise ValueError(f"{unknown[0]}: got {options[unknown[0]]}, expected none for the authors' {name}.")
             return load(state, **options)
-    first, known = next(iter(state), None), [f"the authors' {name}" for name in FAMILIES]
-    raise ValueError(f"checkpoint: got keys such as {first!r}, expected those of {' or '.join(known)}.")
+    first_key = next(iter(state), None)
+    names = " or ".join(f"the authors' {name}" for name in FAMILIES)
+    raise ValueError(f"checkpoint: got keys such as {first_key!r}, expected those of {names}.")
 
 
-def into_pipeline(model, base: str):
-    """The pipeline `base`, a folder or a repository, with `model` as its transformer."""
+def into_pipeline(model: Any, base: str) -> WanPipeline | DiTPipeline:
+    """Load the pipeline `base`, a folder or Hub id, with `model` as its transformer."""
     pipelines = {"MHLAWanTransformer3DModel": WanPipeline, "MHLADiTTransformer2DModel": DiTPipeline}
-    kind = type(model).__name__
-    if kind not in pipelines:
-        raise ValueError(f"base: got {base!r}, expected none for {kind}, which belongs to no pipeline.")
+    class_name = type(model).__name__
+    if class_name not in pipelines:
+        raise ValueError(f"base: got {base!r}, expected none for {class_name}, which belongs to no pipeline.")
     with no_code_prompts():
-        return pipelines[kind].from_pretrained(base, transformer=model)
+        return pipelines[class_name].from_pretrained(base, transformer=model)
 
 
-def main(arguments=None):
-    """Run the script; returns the model, or the pipeline."""
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the script, and return the model or the pipeline."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="the authors' file, .pth or .safetensors")
-    parser.add_argument("--out", required=True, help="folder to make")
+    parser.add_argument("--out", required=True, help="folder to create")
     parser.add_argument(
-        "--layout", type=int, nargs=3, help="Wan: blocks of frames, rows and columns; default: by their number"
+        "--layout",
+        type=int,
+        nargs=3,
+        help="Wan: number of blocks per axis (frames, rows, columns); default: by their product",
     )
     parser.add_argument(
         "--norm-output",
         action="store_true",
         default=None,
-        help="Wan: trained with norm_output: true, the default of the authors' code, which their two yamls turn off",
+        help="Wan: trained with norm_output: true, the default of the authors' code, false in their YAML files",
     )
-    parser.add_argument("--num-heads", type=int, help="DiT and image classifiers; default: by the width")
-    parser.add_argument("--base", help="Wan and DiT: the pipeline (folder or repository) that gets the transformer")
-    given = parser.parse_args(arguments)
-    if os.path.exists(given.out):
-        raise ValueError(f"out: got {given.out!r}, which exists, expected a path where a folder can be made.")
+    parser.add_argument(
+        "--num-heads", type=int, help="DiT and image classifiers: number of heads; default: by the width"
+    )
+    parser.add_argument("--base", help="Wan and DiT: the pipeline (folder or Hub id) that gets the transformer")
+    args = parser.parse_args(arguments)
+    if os.path.exists(args.out):
+        raise ValueError(f"out: got {args.out!r}, which exists, expected a path where a folder can be created.")
     names = ("layout", "norm_output", "num_heads")
-    options = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    model = load_official(given.checkpoint, **options)
-    result = model if given.base is None else into_pipeline(model, given.base)
-    with atomic_folder(given.out) as folder:
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    model = load_official(args.checkpoint, **options)
+    result = model if args.base is None else into_pipeline(model, args.base)
+    with atomic_folder(args.out) as folder:
         result.save_pretrained(folder)
-    print(f"{given.out}: {type(model).__name__}, {model.num_parameters():,} parameters (mhla_hf {mhla_hf.__version__})")
+    print(f"{args.out}: {type(model).__name__}, {model.num_parameters():,} parameters (mhla_hf {mhla_hf.__version__})")
     return result
 
 

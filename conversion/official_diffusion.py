@@ -1,20 +1,23 @@
-"""The authors' Wan and DiT checkpoints as MHLA transformers of diffusers, every key accounted for.
+"""Convert the authors' Wan and DiT checkpoints to MHLA transformers of diffusers.
 
-Nothing is skipped and nothing is guessed. A key without a place, and a place without a key, is an error that names the key
-in the authors' spelling and the place in diffusers'. The released DiT code normalizes otherwise than the paper
-(`normalize="official"`) and has one LayerNorm more; the released Wan code has that denominator only with `norm_output`, and
-no scale, so its mixing is multiplied by the root of the head's width, which the operator divides by.
+No key is skipped. An unknown key is an error with the authors' name, a weight without a key one with diffusers' name. The
+released DiT code normalizes in another way than the paper (`normalize="official"`) and has an additional LayerNorm. The
+released Wan code has this denominator only with `norm_output`, and does not scale q k^T, so its mixing is multiplied by the
+square root of the head's width, which the operator divides by.
 """
 
 import math
 import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from mhla_hf.models.converted_transformer import MHLAWanTransformer3DModel
 from mhla_hf.models.dit_transformer import MHLADiTTransformer2DModel
 
-WAN_LAYOUTS = {150: (3, 5, 10), 105: (7, 3, 5)}  # the authors' own for 150; 105 are not spelt out in the paper
+# Number of blocks -> blocks per frame, row and column axis. For 150 it is the authors' own; the paper has none for 105.
+WAN_LAYOUTS = {150: (3, 5, 10), 105: (7, 3, 5)}
 WAN_MIXING = "self_attn.block_attn.conv"
 WAN_BLOCK = {
     **{f"self_attn.{name}": f"attn1.to_{name}" for name in "qkv"},
@@ -61,56 +64,67 @@ DIT_ENDS = {
     "final_layer.adaLN_modulation.1": "proj_out_1",
     "final_layer.linear": "proj_out_2",
 }
-DIT_EMBEDDERS = {  # one for all blocks there, one in each block here
+DIT_EMBEDDERS = {  # the authors have one for all blocks, diffusers one per block
     "t_embedder.mlp.0": "norm1.emb.timestep_embedder.linear_1",
     "t_embedder.mlp.2": "norm1.emb.timestep_embedder.linear_2",
     "y_embedder.embedding_table": "norm1.emb.class_embedder.embedding_table",
 }
+# Width -> number of heads of the sizes S, B, L and XL.
 DIT_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
 
 
-def is_official_wan(state: dict) -> bool:
-    """Whether these are the keys of the authors' Wan, wholly or partly MHLA."""
+def is_official_wan(state: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a state dict is that of the authors' Wan, with MHLA in some or all layers."""
     return "patch_embedding.weight" in state and any(f".{WAN_MIXING}." in key for key in state)
 
 
-def is_official_dit(state: dict) -> bool:
-    """Whether these are the keys of the authors' DiT, wholly or partly MHLA."""
+def is_official_dit(state: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a state dict is that of the authors' DiT, with MHLA in some or all layers."""
     return "x_embedder.proj.weight" in state and any(f".{DIT_MIXING}." in key for key in state)
 
 
-def load_official_wan(state: dict, *, layout=None, norm_output: bool = False) -> MHLAWanTransformer3DModel:
-    """The authors' Wan as `MHLAWanTransformer3DModel`, in eval mode.
+def load_official_wan(
+    state: Mapping[str, torch.Tensor], *, layout: Sequence[int] | None = None, norm_output: bool = False
+) -> MHLAWanTransformer3DModel:
+    """Make the authors' Wan an `MHLAWanTransformer3DModel` in eval mode.
 
     Args:
-        state: their state dict; with or without `self_attn.g.*` (the released configuration's gate has no effect in the
-            released code) and `self_attn.lepe.*`.
-        layout: blocks per frame, row and column axis; default: theirs for 150 blocks, (7, 3, 5) for 105.
-        norm_output: theirs, whether outputs are divided by the summed weights before their norm, which the checkpoint does
-            not tell: true by default in their code, false in both of their released configurations.
+        state: Its state dict, with or without `self_attn.lepe.*` and `self_attn.g.*`. The latter is the gate of the released
+            configuration, which has no effect in the released code.
+        layout: Number of blocks per frame, row and column axis. Default: (3, 5, 10) for 150 blocks, as the authors have it,
+            and (7, 3, 5) for 105.
+        norm_output: The authors' option of this name, which the checkpoint does not tell: whether outputs are divided by the
+            sum of the weights before their norm. Its default is true in their code, and both of their released
+            configurations set it to false.
+
+    Raises:
+        ValueError: `layout` does not fit, a key is unknown or missing, or a shape differs.
     """
     mixing = mhla_layers(state, WAN_MIXING)
-    count = block_count(mixing, WAN_MIXING)
-    if layout is None and count not in WAN_LAYOUTS:
-        raise ValueError(f"layout: got none for {count} blocks, expected three counts whose product is {count}.")
-    layout = tuple(layout or WAN_LAYOUTS[count])
-    if len(layout) != 3 or math.prod(layout) != count:
+    num_blocks = block_count(mixing, WAN_MIXING)
+    if layout is None and num_blocks not in WAN_LAYOUTS:
         raise ValueError(
-            f"layout: got {layout}, expected three counts whose product is the checkpoint's {count} blocks."
+            f"layout: got none for {num_blocks} blocks, expected three counts whose product is {num_blocks}."
         )
-    first = f"blocks.{min(mixing)}.self_attn"
-    rows = {
+    layout = tuple(layout or WAN_LAYOUTS[num_blocks])
+    if len(layout) != 3 or math.prod(layout) != num_blocks:
+        raise ValueError(
+            f"layout: got {layout}, expected three counts whose product is the checkpoint's {num_blocks} blocks."
+        )
+    attention = f"blocks.{min(mixing)}.self_attn"
+    shapes = {
         key: shape_of(state, key) for key in ("patch_embedding.weight", "head.head.weight", "time_embedding.0.weight")
     }
-    (width, channels, *patch), head_width = rows["patch_embedding.weight"], shape_of(state, f"{first}.g_norm.weight")[0]
-    image = shape_of(state, "img_emb.proj.0.weight")[0] if "img_emb.proj.0.weight" in state else None
-    lepe = f"{first}.lepe.weight"
+    width, channels, *patch = shapes["patch_embedding.weight"]
+    head_width = shape_of(state, f"{attention}.g_norm.weight")[0]
+    image_width = shape_of(state, "img_emb.proj.0.weight")[0] if "img_emb.proj.0.weight" in state else None
+    lepe = f"{attention}.lepe.weight"
     mhla = {
         "layout": list(layout),
         "layers": sorted(mixing),
         "mixing_form": "free",
         "normalize": "official" if norm_output else False,
-        "gate": f"{first}.g.weight" in state,
+        "gate": f"{attention}.g.weight" in state,
         "cpe": shape_of(state, lepe)[-1] if lepe in state else 0,
     }
     model = MHLAWanTransformer3DModel(
@@ -118,51 +132,51 @@ def load_official_wan(state: dict, *, layout=None, norm_output: bool = False) ->
         num_attention_heads=width // head_width,
         attention_head_dim=head_width,
         in_channels=channels,
-        out_channels=rows["head.head.weight"][0] // math.prod(patch),
+        out_channels=shapes["head.head.weight"][0] // math.prod(patch),
         text_dim=shape_of(state, "text_embedding.0.weight")[1],
-        freq_dim=rows["time_embedding.0.weight"][1],
+        freq_dim=shapes["time_embedding.0.weight"][1],
         ffn_dim=shape_of(state, "blocks.0.ffn.0.weight")[0],
         num_layers=number_of_blocks(state),
         cross_attn_norm="blocks.0.norm3.weight" in state,
-        image_dim=image,
-        added_kv_proj_dim=width if image else None,
+        image_dim=image_width,
+        added_kv_proj_dim=width if image_width else None,
         mhla=mhla,
     )
 
-    def rename(key, value):
-        block, end, kind = split_key(key)
-        if end == "modulation" or key == "head.modulation":
+    def rename(key: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:
+        """Translate one weight; see `fill`."""
+        block, module, kind = split_key(key)
+        if module == "modulation" or key == "head.modulation":
             return [(f"blocks.{block}.scale_shift_table" if block else "scale_shift_table", value)]
-        if end == WAN_MIXING and kind == "weight":
-            return [(f"blocks.{block}.{WAN_BLOCK[end]}.weight", value.float().flatten(1) * head_width**0.5)]
+        if module == WAN_MIXING and kind == "weight":
+            return [(f"blocks.{block}.{WAN_BLOCK[module]}.weight", value.float().flatten(1) * head_width**0.5)]
         table = WAN_BLOCK if block else WAN_ENDS
-        return (
-            [(f"blocks.{block}.{table[end]}.{kind}" if block else f"{table[end]}.{kind}", value)]
-            if end in table
-            else None
-        )
+        prefix = f"blocks.{block}." if block else ""
+        return [(f"{prefix}{table[module]}.{kind}", value)] if module in table else None
 
     return fill(model, state, rename, "Wan")
 
 
-def load_official_dit(state: dict, *, num_heads: int | None = None) -> MHLADiTTransformer2DModel:
-    """The authors' DiT as `MHLADiTTransformer2DModel`, in eval mode; layers with `attn.qkv` are softmax.
+def load_official_dit(state: Mapping[str, torch.Tensor], *, num_heads: int | None = None) -> MHLADiTTransformer2DModel:
+    """Make the authors' DiT an `MHLADiTTransformer2DModel` in eval mode.
 
     Args:
-        state: their state dict.
-        num_heads: default: that of the size (S, B, L, XL) with this width.
+        state: Its state dict. Layers with `attn.qkv` are softmax layers.
+        num_heads: Number of heads. Default: that of the size (S, B, L, XL) with this width.
+
+    Raises:
+        ValueError: `num_heads` is needed, a key is unknown or missing, or a shape or position embedding differs.
     """
     mixing = mhla_layers(state, DIT_MIXING)
-    count = block_count(mixing, DIT_MIXING)
+    num_blocks = block_count(mixing, DIT_MIXING)
     width, channels, patch, _ = shape_of(state, "x_embedder.proj.weight")
-    tokens, side, blocks = (
-        shape_of(state, "pos_embed")[1],
-        math.isqrt(shape_of(state, "pos_embed")[1]),
-        math.isqrt(count),
-    )
-    if side**2 != tokens or blocks**2 != count or side % blocks:
+    num_positions = shape_of(state, "pos_embed")[1]
+    side = math.isqrt(num_positions)
+    blocks = math.isqrt(num_blocks)
+    if side**2 != num_positions or blocks**2 != num_blocks or side % blocks:
         raise ValueError(
-            f"pos_embed: got {tokens} positions and {count} blocks, expected squares of which one divides the other."
+            f"pos_embed: got {num_positions} positions and {num_blocks} blocks, "
+            "expected squares of which one divides the other."
         )
     if num_heads is None and width not in DIT_HEADS:
         raise ValueError(
@@ -189,90 +203,114 @@ def load_official_dit(state: dict, *, num_heads: int | None = None) -> MHLADiTTr
             "cpe": shape_of(state, f"blocks.{min(mixing)}.attn.lepe.weight")[-1],
         },
     )
-    table = model.pos_embed.pos_embed
-    if table.shape != state["pos_embed"].shape or (table - state["pos_embed"]).abs().max() > 1e-3:
+    positions = model.pos_embed.pos_embed
+    if positions.shape != state["pos_embed"].shape or (positions - state["pos_embed"]).abs().max() > 1e-3:
         raise ValueError(
-            "pos_embed: got other numbers than DiT's sines and cosines, expected those, which have no weights here."
+            "pos_embed: got other numbers than DiT's sines and cosines, expected those, as the model computes them itself."
         )
 
-    def rename(key, value):
-        block, end, kind = split_key(key)
+    def rename(key: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:
+        """Translate one weight; see `fill`."""
+        block, module, kind = split_key(key)
         if key == "pos_embed":
             return []
-        if end in DIT_EMBEDDERS and not block:
-            return [
-                (f"transformer_blocks.{i}.{DIT_EMBEDDERS[end]}.{kind}", value) for i in range(model.config.num_layers)
-            ]
-        if end in ("attn.to_qkv", "attn.qkv") and block:
+        if module in DIT_EMBEDDERS and not block:
+            name = f"{DIT_EMBEDDERS[module]}.{kind}"
+            return [(f"transformer_blocks.{i}.{name}", value) for i in range(model.config.num_layers)]
+        if module in ("attn.to_qkv", "attn.qkv") and block:
             names = (f"transformer_blocks.{block}.attn1.to_{name}.{kind}" for name in "qkv")
             return list(zip(names, value.chunk(3), strict=True))
-        if end == DIT_MIXING and kind == "weight":
+        if module == DIT_MIXING and kind == "weight":
             value = value.float().flatten(1)
         table = DIT_BLOCK if block else DIT_ENDS
-        place = f"transformer_blocks.{block}." if block else ""
-        return [(f"{place}{table[end]}.{kind}", value)] if end in table else None
+        prefix = f"transformer_blocks.{block}." if block else ""
+        return [(f"{prefix}{table[module]}.{kind}", value)] if module in table else None
 
     return fill(model, state, rename, "DiT")
 
 
 def split_key(key: str) -> tuple[str, str, str]:
-    """Block number or "", module, and "weight" or "bias": ("3", "self_attn.q", "weight")."""
+    """Split a key such as "blocks.3.self_attn.q.weight" into ("3", "self_attn.q", "weight").
+
+    The first part is "" outside of blocks, and the last one is "" for parameters that are neither a weight nor a bias.
+    """
     block, rest = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)", key).groups()
-    end, _, kind = rest.rpartition(".")
-    return (block or "", end, kind) if kind in ("weight", "bias") else (block or "", rest, "")
+    module, _, kind = rest.rpartition(".")
+    return (block or "", module, kind) if kind in ("weight", "bias") else (block or "", rest, "")
 
 
-def mhla_layers(state: dict, mixing: str) -> dict[int, torch.Tensor]:
-    """The mixing matrices by layer."""
-    found = {}
+def mhla_layers(state: Mapping[str, torch.Tensor], mixing: str) -> dict[int, torch.Tensor]:
+    """Return the mixing matrices, [M, M, 1, 1] each, by layer; `mixing` is the name of their module."""
+    matrices = {}
     for key, value in state.items():
-        block, end, kind = split_key(key)
-        if block and end == mixing and kind == "weight":
-            found[int(block)] = value
-    return found
+        block, module, kind = split_key(key)
+        if block and module == mixing and kind == "weight":
+            matrices[int(block)] = value
+    return matrices
 
 
-def block_count(mixing: dict[int, torch.Tensor], name: str) -> int:
-    """M, the same in all layers, from weights `[M, M, 1, 1]`."""
+def block_count(mixing: Mapping[int, torch.Tensor], name: str) -> int:
+    """Return the number of blocks M of mixing matrices [M, M, 1, 1].
+
+    Raises:
+        ValueError: It differs between layers, or a shape is another one; the message begins with `name`.
+    """
     sizes = {tuple(value.shape) for value in mixing.values()}
     if len(sizes) != 1 or any(len(size) != 4 or size != (size[0], size[0], 1, 1) for size in sizes):
         raise ValueError(f"{name}: got {sorted(sizes)}, expected one shape [M, M, 1, 1] in all layers.")
     return sizes.pop()[0]
 
 
-def number_of_blocks(state: dict) -> int:
-    """How many blocks the keys speak of."""
+def number_of_blocks(state: Mapping[str, torch.Tensor]) -> int:
+    """Return the number of transformer blocks in a state dict."""
     return 1 + max(int(block) for block, _, _ in map(split_key, state) if block)
 
 
-def shape_of(state: dict, key: str) -> tuple:
-    """The shape of a weight that must be there."""
+def shape_of(state: Mapping[str, torch.Tensor], key: str) -> tuple[int, ...]:
+    """Return the shape of a weight. Raise ValueError if it is missing."""
     if key not in state:
-        raise ValueError(f"checkpoint: misses the key {key!r}, expected a whole model of the authors.")
+        raise ValueError(f"checkpoint: got no key {key!r}, expected a whole model of the authors.")
     return tuple(state[key].shape)
 
 
-def fill(model, state: dict, rename, family: str):
-    """Load `state` through `rename(key, value) -> [(own key, value), ...] or None`; strict on keys and shapes, both ways."""
-    own, renamed, origin, unknown = model.state_dict(), {}, {}, []
+def fill(
+    model: Any,
+    state: Mapping[str, torch.Tensor],
+    rename: Callable[[str, torch.Tensor], list[tuple[str, torch.Tensor]] | None],
+    family: str,
+) -> Any:
+    """Load a state dict of the authors into a model of diffusers, and return the model in eval mode.
+
+    Args:
+        model: The model of diffusers.
+        state: The state dict.
+        rename: Returns the model's names and values, as pairs, for a key and value of `state`; None for an unknown key.
+        family: The authors' name of the model, for messages.
+
+    Raises:
+        ValueError: A key is unknown, a weight of the model has no key, or a shape differs.
+    """
+    weights = model.state_dict()
+    renamed: dict[str, torch.Tensor] = {}
+    unknown = []
     for key, value in state.items():
-        places = rename(key, value)
-        if places is None or any(place not in own for place, _ in places):
+        pairs = rename(key, value)
+        if pairs is None or any(name not in weights for name, _ in pairs):
             unknown.append(key)
             continue
-        for place, part in places:
-            if part.shape != own[place].shape:
+        for name, part in pairs:
+            if part.shape != weights[name].shape:
                 raise ValueError(
-                    f"checkpoint: {key!r} is {list(value.shape)}, which gives {list(part.shape)} for {place}, "
-                    f"expected {list(own[place].shape)}."
+                    f"checkpoint: got {key!r} of shape {list(value.shape)}, which gives {list(part.shape)} for {name}, "
+                    f"expected {list(weights[name].shape)}."
                 )
-            renamed[place], origin[place] = part, key
-    missing = sorted(set(own) - set(renamed))
+            renamed[name] = part
+    missing = sorted(set(weights) - set(renamed))
     if unknown or missing:
-        found = [f"has {len(unknown)} unknown keys, {', '.join(map(repr, unknown))}"] if unknown else []
-        found += [f"misses the weights of {', '.join(map(repr, missing))}"] if missing else []
+        problems = [f"{len(unknown)} unknown keys, {', '.join(map(repr, unknown))}"] if unknown else []
+        problems += [f"no weights for {', '.join(map(repr, missing))}"] if missing else []
         raise ValueError(
-            f"checkpoint: {' and '.join(found)}, expected the authors' {family}, whole and with nothing else."
+            f"checkpoint: got {' and '.join(problems)}, expected the authors' {family}, whole and with nothing else."
         )
-    model.load_state_dict({place: part.clone() for place, part in renamed.items()})
+    model.load_state_dict({name: part.clone() for name, part in renamed.items()})
     return model.eval()

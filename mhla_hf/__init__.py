@@ -1,8 +1,8 @@
 """mhla_hf: Multi-Head Linear Attention (arXiv 2601.07832) for the Hugging Face ecosystem.
 
-Importing this registers the commonest model types with transformers' Auto classes, which imports torch and transformers;
-the names below resolve on first use. The console script `mhla-hf` (`mhla_hf_command`) registers when one of its commands
-runs: `mhla-hf --help` imports neither.
+Importing the package registers the most common model types with transformers' Auto classes, which imports torch and
+transformers. The public names below are imported when they are first used. The console script `mhla-hf` (`mhla_hf_command`)
+leaves the registration to the command that runs, so `mhla-hf --help` imports neither.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from .models.families import DIFFUSION, FAMILIES
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
+_PUBLIC = {  # name -> module that defines it
     "Blocks": "ops.blocks",
     "MHLAState": "ops.state",
     "mhla": "ops.api",
@@ -43,28 +43,33 @@ _PUBLIC = {
 __all__ = sorted([*_PUBLIC, *(f"MHLA{name}" for family in DIFFUSION for name in family.classes)])
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
+    """Import a public name, or an MHLA class of a family, on first use."""
     if name in _PUBLIC:
         return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
     if name.startswith("MHLA"):
         config_class_name = importlib.import_module(".models.transformers_api", __name__).config_class_name
         for family in FAMILIES:
             if name.removeprefix("MHLA") in (*family.classes, config_class_name(family.base)):
-                with contextlib.suppress(AttributeError):  # a head that this family has not
+                with contextlib.suppress(AttributeError):  # this family does not have this head
                     return getattr(importlib.import_module(f".{family.entry}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
     return sorted({*globals(), *__all__})
 
 
 def _start() -> None:
-    """Register the model types, and make `mhla_hf.convert` the function: importing the room of that name binds the room."""
+    """Register the model types, and bind `mhla_hf.convert` to the function.
+
+    Importing the subpackage `convert` has bound the name to the subpackage.
+    """
     global convert
     importlib.import_module("._register", __name__).register()
-    convert = importlib.import_module(".convert", __name__).convert
+    convert = importlib.import_module(".convert", __name__).convert  # type: ignore[name-defined]
 
 
-if "mhla_hf_command" not in sys.modules:  # the console script, whose commands register when they run
+if "mhla_hf_command" not in sys.modules:  # in the console script, the command that runs registers
     _start()

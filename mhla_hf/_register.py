@@ -1,4 +1,6 @@
-"""Registration: what transformers is told of MHLA's model types, by the register functions of its Auto classes alone."""
+"""Registration of MHLA's model types with transformers, by the public `register` functions of its Auto classes."""
+
+from typing import Any
 
 from .checkpoints.bundle import make_source
 from .checkpoints.load import register_classes, register_family
@@ -13,13 +15,15 @@ COMMON = ("llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "smollm3")
 
 
 def register() -> None:
-    """Register the models from scratch and the commonest bases; the types of other bases when one is converted or loaded.
+    """Register the models from scratch and those of the most common base models.
 
-    Importing the modeling files of all bases would take seconds. Also tells `models` how the one-file source of a checkpoint
-    is made, which is the business of a room above it.
+    Others are registered when a model of their type is converted or loaded, because it would take seconds to import the
+    modeling files of all bases. This also passes `models` the function that makes a checkpoint's source file, because
+    `models` cannot import it: imports only point down.
     """
     set_source_maker(make_source)
     register_classes(MHLAConfig, HEADS_FROM_SCRATCH)
     register_classes(MHLAVisionConfig, (MHLAVisionModel, MHLAForImageClassification))
-    for family in (*map(family_of_type, COMMON), *VISION):
+    common: Any = map(family_of_type, COMMON)
+    for family in (*common, *VISION):
         register_family(family)

@@ -122,7 +122,7 @@ def bytes_held(layer):
 
 def test_why_layers_stay():
     kept = planned(small_model_of("cohere2").config, layers="all")["kept_layers"]
-    assert kept == {"it sees the last 16 tokens alone (sliding_window)": [0, 1, 2]}
+    assert kept == {"it sees only the last 16 tokens (sliding_window)": [0, 1, 2]}
     assert planned(small_model_of("lfm2_moe").config)["kept_layers"] == {
         "it has no softmax attention": [0, 2], "by the choice of layers": [1],
     }  # fmt: skip
@@ -298,7 +298,7 @@ def steps_of(model, ids, steps=16):
 def test_what_converts_to_nothing():
     with refused("'bloom'", "its attention does not call transformers' attention interface", kind=NotConvertible):
         planned(BloomConfig())
-    with refused("it sees the last 16 tokens alone", kind=NotConvertible):
+    with refused("it sees only the last 16 tokens", kind=NotConvertible):
         planned(softmax_model("mistral", sliding_window=16).config)
 
 

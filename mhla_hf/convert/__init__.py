@@ -1,9 +1,9 @@
-"""convert(): a softmax model becomes an MHLA model, in place, its weights kept.
+"""convert(): turns a softmax model into an MHLA model in place, with the base's weights.
 
-Everything is checked before anything is touched. What becomes what is said by the records of `models/families.py`; how it
-happens is the same for every family of transformers (`transformers_models.py`) and for every one of diffusers
-(`diffusers_models.py`), because the MHLA classes are made from the base's own. With text, a language model or an encoder
-then learns from its softmax original (`language.py`, `encoder.py`).
+Everything is checked before anything is changed. The records in `models/families.py` say which models convert and with which
+settings. The conversion itself is the same for all families of transformers (`transformers_models.py`) and for all of
+diffusers (`diffusers_models.py`), because MHLA classes are derived from the base's classes. With text, a language model or
+text encoder then learns from its softmax original (`language.py`, `encoder.py`).
 """
 
 import importlib
@@ -35,45 +35,47 @@ def convert(
     progress: bool = True,
     **overrides: object,
 ) -> Model:
-    """Turn a pretrained softmax model, or a pipeline of one, into an MHLA model, in place, and return it.
+    """Turn a pretrained softmax model, or the transformers of a pipeline, into MHLA models in place.
 
-    The base's weights stay as they are, under their names; each converted layer gains `mhla.*` in its attention
+    The base's weights keep their values and names. Each converted layer gets new weights `mhla.*` in its attention
     (`attn1.processor.mhla.*` in transformers of diffusers).
 
-    With `text`, a causal language model or an encoder of text is usable at once: its MHLA heads learn the outputs of their
-    softmax originals on it, without labels. The KV heads that a language model misses most, with the query heads that read
-    them, keep softmax. Without text, both start close to what their softmax window alone would be, and any model but Sana,
-    whose attention is linear already, needs training: `mhla_hf.distill`.
+    With `text`, a causal language model or text encoder is ready for use afterwards: its MHLA heads learn the outputs of
+    their softmax originals, without labels, and the KV heads whose softmax a language model needs most keep it, along with
+    the query heads that read them. Without `text`, such a model starts close to its softmax window alone. It then needs
+    training (`mhla_hf.distill`), as does every other model except Sana, whose attention is linear before the conversion.
 
     Args:
-        model: a causal language model, an encoder of text, a vision tower or classifier of transformers, a transformer of
-            diffusers, or a pipeline with one or two, of the families in `models/families.py`. A tower inside a larger model,
-            such as `CLIPModel.vision_model`, is saved by its own `save_pretrained`: the larger model's folder would load as
-            softmax, with a warning of unexpected weights.
-        settings: all choices at once. Default: those of the family's record.
-        tokenizer: that of the model, for `text`.
-        text: what a language model or an encoder learns from, some 35,000 tokens of it, or 100,000 for an encoder: a text
-            file or a folder of them, a dataset, a list of texts, token ids `[N]`, or "self" for what a language model
-            itself writes.
-        keep: how much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
-            percentage such as "17%", or the bytes of one sequence's cache at `context` tokens, such as "64MiB". 0: none.
-            Default: 1/6. An encoder, which has no cache, takes none.
-        context: tokens at which `keep` counts bytes; default: the model's positions.
-        layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...) or a list of layer indices; wins over `settings`.
-            Default: with `text` "all", without it "2/3" for language models and encoders.
-        effort: of learning, with `text`: 0.5 takes half of the rows and steps, so half of the time, and is less exact.
-        seed: of the choice of passages of `text`, and of what the model writes.
-        checkpoint: file in which a conversion with text notes how far it is; the same call goes on there.
-        progress: show bars on stderr.
-        **overrides: single fields of `MHLASettings`; they win over `settings`.
+        model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
+            diffusers, or a pipeline with one or two, of the families in `models/families.py`. Save a tower inside a larger
+            model, such as `CLIPModel.vision_model`, by the tower's own `save_pretrained`: the larger model's folder would
+            load as softmax, with a warning about unexpected weights.
+        settings: All settings at once. Default: those of the model's family.
+        tokenizer: The model's tokenizer, needed if `text` is not token ids.
+        text: What to learn from; about 35,000 tokens of it are read, or 100,000 for an encoder. A text file, a folder of
+            text files, a dataset, a list of texts, int64 token ids [N], or "self" for text that a language model samples.
+        keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
+            percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". 0: none.
+            Default: 1/6. Not for encoders, which have no cache.
+        context: Number of tokens for which `keep` is a size. Default: the model's positions.
+        layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; takes precedence over
+            `settings`. Default: with `text` "all", without it "2/3" for language models and encoders.
+        effort: Factor of the number of rows and steps, with `text`: 0.5 takes half of the time and is less accurate.
+        seed: Decides which passages of `text` are read, and what the model samples.
+        checkpoint: File for the progress of a conversion with text, from which the same call resumes.
+        progress: Whether to show progress bars on stderr.
+        **overrides: Single fields of `MHLASettings`, which take precedence over `settings`.
 
-    What a conversion with text measured is in `model.config.mhla_measured`, and so in config.json and the model card.
+    Returns:
+        `model`, the same object. After a conversion with text, `model.config.mhla_measured` has its scores, and so do
+        config.json and the model card.
 
     Raises:
-        TypeError, ValueError: one sentence; the model is then unchanged.
+        TypeError, ValueError: An argument is not valid. The model is unchanged, unless the argument is `checkpoint`, which
+            is read after the conversion.
     """
     if text is not None:
-        language = importlib.import_module(".language", __package__)  # imports what reads text
+        language = importlib.import_module(".language", __package__)  # imports the data modules
         options = {
             "keep": keep,
             "context": context,

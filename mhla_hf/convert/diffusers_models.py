@@ -1,11 +1,13 @@
-"""convert() for diffusers: the transformers of a pipeline become MHLA models, in place, as the same objects.
+"""convert() for diffusers: the transformers of a pipeline become MHLA models in place.
 
-A pipeline notes the classes of its parts when it is made, and loads them by that note later. A transformer does not
-know its pipelines, so those that hold it are found among the objects that Python keeps track of.
+A pipeline records the classes of its components when they are set, and writes them to model_index.json. A transformer has
+no reference to the pipelines that hold it, so they are looked up among the objects that Python's garbage collector tracks.
 """
 
 import gc
 import types
+from collections.abc import Sequence
+from typing import Any
 
 from diffusers import DiffusionPipeline
 
@@ -18,29 +20,44 @@ from .steps import chosen_settings, match_device_and_dtype
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
 
 
-def convert_diffusion(model, settings: MHLASettings | None, layers, overrides: dict):
-    """The work of `convert` for a pipeline, whose transformers are all checked before the first is touched, or one model."""
+def convert_diffusion(
+    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
+) -> Any:
+    """Convert a transformer of diffusers, or those of a pipeline, in place.
+
+    All transformers are checked before the first one is changed.
+
+    Args: As in `convert`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError, TypeError: A transformer cannot be converted with these settings; nothing is changed.
+    """
     transformers = [model]
     if hasattr(model, "components"):
-        transformers = [getattr(model, name, None) for name in ("transformer", "transformer_2")]
-        transformers = [found for found in transformers if found is not None]
+        components = [getattr(model, name, None) for name in ("transformer", "transformer_2")]
+        transformers = [component for component in components if component is not None]
     if not transformers:
-        what = f"which has no transformer, expected a pipeline of one of {CONVERTIBLE}"
-        raise ValueError(f"model: got {type(model).__name__}, {what}.")
+        raise ValueError(
+            f"model: got {type(model).__name__}, which has no transformer, expected a pipeline of one of {CONVERTIBLE}."
+        )
     checked = []
     for transformer in transformers:
         model_class = mhla_transformer_class(transformer)
         defaults = MHLASettings(**model_class.mhla_defaults)
-        chosen = chosen_settings(settings, defaults, layers, overrides)
-        chosen = check_diffusion_settings(model_class, transformer, chosen)
+        mhla_settings = chosen_settings(settings, defaults, layers, overrides)
+        mhla_settings = check_diffusion_settings(model_class, transformer, mhla_settings)
         check_at_rest(transformer)
-        checked.append((transformer, model_class, chosen))
-    for transformer, model_class, chosen in checked:
+        checked.append((transformer, model_class, mhla_settings))
+    for transformer, model_class, mhla_settings in checked:
         transformer.__class__ = model_class
         if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
             transformer._old_forward = types.MethodType(model_class.forward, transformer)
-        transformer.install_mhla(chosen)
-        for attn in (self_attentions(transformer)[index] for index in chosen.layers):
+        transformer.install_mhla(mhla_settings)
+        attentions: Any = self_attentions(transformer)
+        for attn in (attentions[index] for index in mhla_settings.layers):
             match_device_and_dtype(attn.processor.mhla, attn.to_q.weight.device, transformer.dtype)
         if transformer.is_gradient_checkpointing:
             transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
@@ -48,26 +65,35 @@ def convert_diffusion(model, settings: MHLASettings | None, layers, overrides: d
     return model
 
 
-def tell_pipelines(transformers: list) -> None:
-    """Every pipeline that holds one of these notes its new class, for model_index.json."""
-    for pipeline in [found for found in gc.get_objects() if issubclass(type(found), DiffusionPipeline)]:
-        for name, part in list(vars(pipeline).items()):
-            if any(part is transformer for transformer in transformers):
-                setattr(pipeline, name, part)
+def tell_pipelines(transformers: list[Any]) -> None:
+    """Let every pipeline that holds one of these transformers record its new class, for model_index.json."""
+    # type() instead of isinstance(), which would run the code of proxies and lazy modules.
+    for pipeline in [item for item in gc.get_objects() if issubclass(type(item), DiffusionPipeline)]:
+        for name, component in list(vars(pipeline).items()):
+            if any(component is transformer for transformer in transformers):
+                setattr(pipeline, name, component)
 
 
-def check_at_rest(transformer) -> None:
-    """One sentence if hooks or offloading would not know of the new modules."""
+def check_at_rest(transformer: Any) -> None:
+    """Raise ValueError if a transformer has hooks or offloaded weights, which would not include the new modules."""
     registries = [module._diffusers_hook for module in transformer.modules() if hasattr(module, "_diffusers_hook")]
     if any(registry.hooks for registry in registries):  # a hook that was removed leaves its registry behind
-        raise ValueError("model: has hooks of diffusers (a cache, casting, offloading), expected none; convert first.")
-    away = next((name for name, value in transformer.named_parameters() if value.is_meta), None)
-    if away is not None:
-        raise ValueError(f"model: {away} is offloaded, expected its weights on a device; convert first.")
+        raise ValueError(
+            "model: got hooks of diffusers (a cache, casting, offloading), expected none; convert before adding them."
+        )
+    offloaded = next((name for name, value in transformer.named_parameters() if value.is_meta), None)
+    if offloaded is not None:
+        raise ValueError(
+            f"model: got the offloaded weight {offloaded}, expected weights on a device; convert before offloading."
+        )
 
 
-def mhla_transformer_class(transformer) -> type:
-    """The MHLA class of a transformer of diffusers, or one sentence why there is none."""
+def mhla_transformer_class(transformer: Any) -> Any:
+    """Return the MHLA class of a transformer of diffusers.
+
+    Raises:
+        ValueError: The transformer is MHLA already, or of a class that does not convert.
+    """
     base = type(transformer)
     if hasattr(transformer, "mhla_state"):
         raise ValueError(f"model: got {base.__name__}, which is an MHLA model already; expected one of {CONVERTIBLE}.")

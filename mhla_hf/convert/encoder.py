@@ -1,4 +1,6 @@
-"""convert() with text for an encoder: what it reads, and how its embeddings compare with those of its softmax original."""
+"""convert() with text for a text encoder: the batches it learns from, and the scores of its embeddings."""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,27 +12,31 @@ from .teacher import run_body, softmax_instead
 
 ROW_TOKENS, ROWS_AT_ONCE, HELD_OUT_ROWS = 512, 3, 8
 FIT_STEPS = 60
-FIT_PARTS, HELD_OUT_PARTS = (1, 2, 4), (4, 1)  # in how many inputs a row is cut: encoders read short texts, too
+FIT_PARTS, HELD_OUT_PARTS = (1, 2, 4), (4, 1)  # number of inputs per row: encoders read short texts, too
 
 
-def read_encoder_rows(model, tokenizer, text, seed: int, progress: bool, effort: float = 1.0) -> Rows:
-    """The rows of a conversion: batches `[N, T]` of equal length, up to `ROW_TOKENS`, with the tokenizer's special tokens.
+def read_encoder_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0) -> Rows:
+    """Read the batches that a text encoder is converted with.
 
-    A short text is read several times over.
+    The inputs of a batch have the same number of tokens, up to `ROW_TOKENS`, with the tokenizer's special tokens around
+    them. A short text is read repeatedly.
 
     Args:
-        model: an encoder of text.
-        tokenizer: its tokenizer; None if `text` is tokens, which then get no special ones.
-        text: as `data.open_text` takes it.
-        seed: of the choice of passages.
-        progress: not used: nothing is written.
-        effort: multiplies the number of batches that outputs are learned from.
+        model: A text encoder.
+        tokenizer: Its tokenizer; None if `text` is token ids, which then get no special tokens.
+        text: As in `data.open_text`.
+        seed: Decides which passages are read.
+        progress: Not used; `language.read_rows` has the same arguments.
+        effort: Factor of the number of batches for fitting outputs.
+
+    Returns:
+        Batches of token ids, int64 [N, T] each.
 
     Raises:
-        ValueError: the text is too short, or "self".
+        ValueError: The text is too short, or "self".
     """
     if isinstance(text, str) and text == "self":
-        raise ValueError(f'text: got "self" with {type(model).__name__}, which writes no text, expected some.')
+        raise ValueError(f'text: got "self" with {type(model).__name__}, which writes no text, expected a text.')
     around = special_tokens(tokenizer)
     source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
     length = min(ROW_TOKENS, model.config.max_position_embeddings - first_position(model.base_model))
@@ -40,46 +46,65 @@ def read_encoder_rows(model, tokenizer, text, seed: int, progress: bool, effort:
         length = max(min(length, len(source.tokens) // 6), 1)
         count = min(count, len(source.tokens) // length)
     rows = source.reader(length, seed, 0).take(count)[0]
-    held_out, rows = rows.split((size := min(HELD_OUT_ROWS, count // 6), count - size))
+    num_held_out = min(HELD_OUT_ROWS, count // 6)
+    held_out_rows, rows = rows.split((num_held_out, count - num_held_out))
     fit = []
     for step in range(steps):
-        chosen = rows[torch.arange(step * ROWS_AT_ONCE, (step + 1) * ROWS_AT_ONCE) % len(rows)]
-        fit.append(cut_rows(chosen, FIT_PARTS[step % len(FIT_PARTS)], around))
-    return Rows(fit, [], [cut_rows(held_out, parts, around) for parts in HELD_OUT_PARTS if size], source.name)
+        batch = rows[torch.arange(step * ROWS_AT_ONCE, (step + 1) * ROWS_AT_ONCE) % len(rows)]
+        fit.append(cut_rows(batch, FIT_PARTS[step % len(FIT_PARTS)], around))
+    held_out = [cut_rows(held_out_rows, parts, around) for parts in HELD_OUT_PARTS if num_held_out]
+    return Rows(fit, [], held_out, source.name)
 
 
 def cut_rows(rows: torch.Tensor, parts: int, around: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rows `[N, T]` as `[N * parts, T // parts]` inputs of the model, the special tokens `around` each included."""
+    """Cut rows into shorter inputs of an encoder.
+
+    Args:
+        rows: Token ids, int64 [N, T].
+        parts: Number of inputs per row.
+        around: Special tokens before and after each input.
+
+    Returns:
+        int64 [N * parts, T // parts], special tokens included. The tokens that they replace are left out.
+    """
     length = max(rows.shape[1] // parts - sum(map(len, around)), 1)
     return with_special_tokens(rows[:, : parts * length].reshape(-1, length), around)
 
 
 class EmbeddingScores:
-    """Embeddings of the softmax original of a model on some rows, the mean over their tokens, and the model's against them.
+    """Cosine similarities of the embeddings of a converted encoder to those of its softmax original.
 
     Args:
-        model: a converted encoder.
-        rows: batches of token ids `[N, T]`, of different lengths T.
+        model: A converted text encoder in eval mode.
+        rows: Batches of token ids, int64 [N, T] each, with different numbers of tokens T.
 
     Attributes:
-        scores: "cosine": {tokens of an input: 1.0}, the original's to itself.
+        scores: Scores of the softmax original: {"cosine": {number of tokens: 1.0}}.
     """
 
-    def __init__(self, model, rows: list[torch.Tensor]):
+    def __init__(self, model: Any, rows: list[torch.Tensor]) -> None:
         self.rows = rows
         with softmax_instead(model):
             self.expected = [embed(model, ids) for ids in rows]
         self.scores = {"cosine": {str(ids.shape[1]): 1.0 for ids in rows}}
 
-    def compare(self, model) -> dict[str, dict[str, float]]:
-        """{"cosine": {tokens of an input: mean cosine of the model's embeddings to the original's}}."""
-        pairs = zip(self.rows, self.expected, strict=True)
-        return {
-            "cosine": {str(ids.shape[1]): round(float((embed(model, ids) * x).sum(-1).mean()), 4) for ids, x in pairs}
-        }
+    def compare(self, model: Any) -> dict[str, dict[str, float]]:
+        """Return {"cosine": {number of tokens: mean cosine similarity of the model as it is now}}."""
+        cosines = {}
+        for ids, expected in zip(self.rows, self.expected, strict=True):
+            cosines[str(ids.shape[1])] = round(float((embed(model, ids) * expected).sum(-1).mean()), 4)
+        return {"cosine": cosines}
 
 
 @torch.no_grad()
-def embed(model, ids: torch.Tensor) -> torch.Tensor:
-    """The mean over tokens of the last hidden states, of norm 1, fp32 `[N, width]`, of rows of token ids `[N, T]`."""
+def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Compute embeddings: the mean of the last hidden states over all tokens, scaled to norm 1.
+
+    Args:
+        model: A text encoder.
+        ids: Token ids, int64 [N, T], without padding.
+
+    Returns:
+        fp32 [N, width].
+    """
     return F.normalize(run_body(model, ids).float().mean(1), dim=-1)

@@ -1,12 +1,13 @@
-"""What the MHLA heads of a converted model of text learn from its softmax original, and which KV heads stay softmax.
+"""Fitting the MHLA heads of a converted text model to its softmax original, and choosing which KV heads keep softmax.
 
-The base's weights never change. First every layer learns the output of its own softmax, on the teacher's inputs
-(`OutputFit`). Then a gate for each KV head, between softmax and MHLA, learns against the loss of the whole model how much
-that head is missed (`GateFit`); the heads with the largest gates keep softmax.
+The base's weights never change. First, every MHLA layer learns the output of its softmax original, on the inputs that the
+original's layer gets (`OutputFit`). Then a gate for each KV head, between softmax and MHLA, learns from the loss of the
+whole model how much it needs that head's softmax (`GateFit`); the heads with the largest gates keep softmax.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,16 +23,23 @@ from .teacher import (
     softmax_instead,
 )
 
-START_TOKENS = 1024  # of a row, at most, by which a far part starts
-NEGLIGIBLE = 1e-3  # mass of all far tokens together, from which no start is made
+START_TOKENS = 1024  # per row, at most, from which the far part is initialized
+NEGLIGIBLE = 1e-3  # up to this sum of the weights of all far tokens, over all queries, a balance is not initialized
 GATE_START, GATE_LR, GATE_PENALTY = 0.5, 0.08, 0.004
 GATE_BETAS, GATE_EPS = (0.8, 0.95), 1e-3
-KL_POSITIONS = 128  # of a row, whose next tokens are compared: logits of a large vocabulary cost more than the layers
+KL_POSITIONS = 128  # per row, at which predictions are compared: logits of a large vocabulary cost more than the layers
 
 
 @dataclass
 class Rows:
-    """Token ids `[N, T]` each: to learn outputs from, to learn gates from, and those that nothing learned from."""
+    """The text of a conversion, in batches of token ids, int64 [N, T] each.
+
+    Attributes:
+        fit: Batches to fit outputs on.
+        gates: Batches to learn gates on; none for an encoder.
+        held_out: Batches to measure on, which nothing is learned from.
+        name: Name of the text, for the report.
+    """
 
     fit: list[torch.Tensor]
     gates: list[torch.Tensor]
@@ -40,19 +48,27 @@ class Rows:
 
 
 class OutputFit:
-    """Feature maps and mixing of every MHLA core, learning their layer's softmax output by Adam.
+    """Fits the feature maps and the mixing of every MHLA core to the softmax output of its layer, by Adam.
+
+    The parameters are fp32 until `finish` is called.
 
     Args:
-        model: a language model or an encoder that was just converted, in eval mode.
-        steps: how often `step` will be called; the learning rate falls to zero over them.
-        lr: learning rate at the start.
-        updates: steps of Adam on each row.
+        model: A language model or text encoder that was just converted, in eval mode.
+        steps: How often `step` will be called; the learning rate falls to zero over these steps.
+        lr: Learning rate of the first step.
+        updates: Updates by Adam per step.
     """
 
-    def __init__(self, model: nn.Module, *, steps: int, lr: float = 3e-2, updates: int = 2):
-        self.model, self.steps, self.lr, self.updates = model, steps, lr, updates
-        self.done, self.errors = 0, {}
-        self.parameters, self.optimizers, self.dtypes = {}, {}, {}
+    def __init__(self, model: nn.Module, *, steps: int, lr: float = 3e-2, updates: int = 2) -> None:
+        self.model = model
+        self.steps = steps
+        self.lr = lr
+        self.updates = updates
+        self.done = 0
+        self.errors: dict[nn.Module, float] = {}
+        self.parameters: dict[nn.Module, list[nn.Parameter]] = {}
+        self.optimizers: dict[nn.Module, torch.optim.Adam] = {}
+        self.dtypes: dict[nn.Parameter, torch.dtype] = {}
         for attention in mhla_layers(model).values():
             core = attention.mhla
             parts = (core.q_map, core.k_map, core.mixing)
@@ -63,13 +79,20 @@ class OutputFit:
             self.optimizers[core] = torch.optim.Adam(self.parameters[core], lr=lr)
 
     def finish(self) -> None:
-        """Give the parameters, which learn in fp32, their dtype back."""
+        """Cast the parameters back to the dtype that they had before the fit."""
         for x, dtype in self.dtypes.items():
             x.data = x.data.to(dtype)
 
     @torch.no_grad()
     def step(self, ids: torch.Tensor) -> float:
-        """Learn from rows of token ids `[B, T]`; the mean over layers of the relative error of the output before."""
+        """Learn from a batch.
+
+        Args:
+            ids: Token ids, int64 [B, T], without padding.
+
+        Returns:
+            The squared error of the outputs before this step, relative to the squares of the outputs, averaged over layers.
+        """
         for optimizer in self.optimizers.values():
             optimizer.param_groups[0]["lr"] = self.lr * (1 - self.done / self.steps)
         with softmax_instead(self.model, observe=self.learn):
@@ -77,10 +100,12 @@ class OutputFit:
         self.done += 1
         return sum(self.errors.values()) / len(self.errors)
 
-    def learn(self, core, q, k, v, o, options) -> None:
-        """The updates of one core, from what its layer saw and returned."""
+    def learn(
+        self, core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, options: dict[str, Any]
+    ) -> None:
+        """Update one core so that its output for q, k and v comes closer to o; see `SoftmaxCore` for the arguments."""
         if not self.done:
-            start_from_inputs(core, *(x[:, :START_TOKENS] for x in (q, k)), options)
+            start_from_inputs(core, q[:, :START_TOKENS], k[:, :START_TOKENS], options)
         energy = o.float().square().sum()
         for update in range(self.updates):
             with torch.enable_grad():
@@ -93,13 +118,13 @@ class OutputFit:
             self.optimizers[core].step()
             self.optimizers[core].zero_grad()
 
-    def state_dict(self) -> dict:
-        """What `load_state_dict` needs to go on: parameters, optimizers and steps done."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to resume: parameters, optimizer states, and the number of steps done."""
         values = [[x.detach().clone() for x in parameters] for parameters in self.parameters.values()]
         return {"done": self.done, "values": values, "optimizers": [x.state_dict() for x in self.optimizers.values()]}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state_dict` was called."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume where `state_dict` was called."""
         self.done = state["done"]
         saved = zip(
             self.parameters.values(), self.optimizers.values(), state["values"], state["optimizers"], strict=True
@@ -110,104 +135,126 @@ class OutputFit:
             optimizer.load_state_dict(optimizer_state)
 
 
-def start_from_inputs(core, q: torch.Tensor, k: torch.Tensor, options: dict) -> None:
-    """Start maps with a bias at the mean of what they map: real queries and keys before RoPE are mostly a constant.
+def start_from_inputs(core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
+    """Initialize the feature maps and the balance of a core from real queries and keys, in place.
 
-    With a local softmax the far part then starts where it weighs as much as the far tokens of the softmax do.
+    The bias of a map cancels the mean of its inputs, because real queries and keys before RoPE are mostly a constant. With a
+    local softmax, the far part is then given the weight that far tokens have in the softmax.
 
     Args:
-        core: the MHLA core.
-        q, k: rotated queries `[B, T, H, K]` and keys `[B, T, G, K]`.
-        options: of the core; scale and angles are read.
+        core: The MHLA core.
+        q, k: Rotated queries [B, T, H, K] and keys [B, T, G, K].
+        options: Keyword arguments of the core, of which "scale" and "angles" are read.
     """
     if options.get("angles") is not None:
         angles = options["angles"][:, : q.shape[1]]
         far_q, far_k = core.unrotate(q, angles), core.unrotate(k, angles)
     else:
         far_q, far_k = q, k
-    for part, x in ((core.q_map, far_q), (core.k_map, far_k)):
-        if hasattr(part, "bias"):
-            part.bias.copy_(-torch.einsum("hk,hkf->hf", x.float().mean((0, 1)), part.weight.float()))
+    for feature_map, x in ((core.q_map, far_q), (core.k_map, far_k)):
+        if hasattr(feature_map, "bias"):
+            mean = x.float().mean((0, 1))  # [H or G, K]
+            feature_map.bias.copy_(-torch.einsum("hk,hkf->hf", mean, feature_map.weight.float()))
     if core.settings.local:
         balance_masses(core, q, k, core.q_map(far_q), core.k_map(far_k), options.get("scale"))
 
 
-def balance_masses(core, q: torch.Tensor, k: torch.Tensor, fq: torch.Tensor, fk: torch.Tensor, scale: float | None):
-    """Start the balance of a core where far features `fq`, `fk` `[B, T, H or G, K]` weigh what the softmax's far tokens do.
+def balance_masses(
+    core: Any, q: torch.Tensor, k: torch.Tensor, fq: torch.Tensor, fk: torch.Tensor, scale: float | None
+) -> None:
+    """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
+
+    A head whose far tokens weigh next to nothing, by either measure, keeps its balance.
 
     Args:
-        core: a `DecayMHLA` with a local softmax.
-        q, k: rotated queries `[B, T, H, K]` and keys `[B, T, G, K]`.
-        scale: of the softmax; None is K**-0.5.
+        core: A `DecayMHLA` or `TwoWayMHLA` with a local softmax.
+        q, k: Rotated queries [B, T, H, K] and keys [B, T, G, K].
+        fq, fk: Features of the far part, [B, T, H, F] and [B, T, G, F].
+        scale: Factor of q k^T in the softmax; None is that of the core.
     """
     form, balance = core.form, core.mixing.balance
     token = torch.arange(q.shape[1], device=q.device)
     block = token // form.block_size
-    distance = block[:, None] - block
-    far = ((distance.abs() if form.both_ways else distance) >= form.lag) & (token >= form.sinks)
-    unseen = torch.zeros_like(far) if form.both_ways else token[:, None] < token
-    mixing = core.mixing()[0].matrix(int(block[-1]) + 1, form.lag, form.both_ways)[:, block[:, None], block]
+    distance = block[:, None] - block  # [T, T]
+    is_far = ((distance.abs() if form.both_ways else distance) >= form.lag) & (token >= form.sinks)
+    is_hidden = torch.zeros_like(is_far) if form.both_ways else token[:, None] < token
+    mixing = core.mixing()[0].matrix(int(block[-1]) + 1, form.lag, form.both_ways)  # [H, M, M]
+    mixing = mixing[:, block[:, None], block]  # [H, T, T]
     scale = form.scale if scale is None else scale
     for head in range(q.shape[2]):
-        group, masses = head * k.shape[2] // q.shape[2], 0.0
+        kv_head = head * k.shape[2] // q.shape[2]
+        masses: Any = 0.0  # [2], the weight of all far tokens in the softmax and in MHLA
         for row in range(len(q)):
-            score = (q[row, :, head] @ k[row, :, group].T).float() * scale
-            total = score.masked_fill(unseen, float("-inf")).logsumexp(-1, keepdim=True)
-            weight = (fq[row, :, head] @ fk[row, :, group].T).float() * mixing[head] / total.exp()
-            masses = masses + torch.stack([(x * far).sum() for x in ((score - total).exp(), weight)])
+            score = (q[row, :, head] @ k[row, :, kv_head].T).float() * scale
+            log_total = score.masked_fill(is_hidden, float("-inf")).logsumexp(-1, keepdim=True)
+            mhla_weight = (fq[row, :, head] @ fk[row, :, kv_head].T).float() * mixing[head] / log_total.exp()
+            masses = masses + torch.stack([(x * is_far).sum() for x in ((score - log_total).exp(), mhla_weight)])
         if bool((masses > NEGLIGIBLE).all()):
             balance[head] = (masses[0] / masses[1]).log()
 
 
 class GatedCore(nn.Module):
-    """g * softmax + (1 - g) * MHLA, with a gate g for each KV head.
+    """g * softmax + (1 - g) * MHLA in place of an MHLA core, with a gate g for each KV head.
 
     Args:
-        core: the MHLA core.
-        gate: its gates `[G]`.
+        core: The MHLA core.
+        gate: Gates [G], from 0 to 1.
     """
 
-    def __init__(self, core: nn.Module, gate: torch.Tensor):
+    def __init__(self, core: Any, gate: torch.Tensor) -> None:
         super().__init__()
-        self.core, self.gate = core, nn.Parameter(gate)
+        self.core = core
+        self.gate = nn.Parameter(gate)
 
-    def forward(self, q, k, v, *, scale=None, **options):
-        """As the core's, of rows without padding."""
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
+    ) -> torch.Tensor:
+        """Attend as the core does, by softmax and by MHLA, for rows without padding. Returns [B, T, H, V]."""
         gate = self.gate.repeat_interleave(q.shape[2] // k.shape[2])[:, None].to(v.dtype)
         o = softmax_attention(q, k, v, scale, self.core.causal)
         return gate * o + (1 - gate) * self.core(q, k, v, scale=scale, **options)
 
 
 def read_twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """The beginning of each row `[B, T]`, as much as has room, twice: what comes a second time can be recalled."""
-    room = getattr(model.config, "max_position_embeddings", 2 * ids.shape[1]) // 2
-    return torch.cat(2 * [ids[:, :room]], 1)
+    """Repeat each row once, so that a model which recalls the first copy can predict the second.
+
+    Args:
+        model: The model, whose number of positions limits what is repeated.
+        ids: Token ids, int64 [B, T].
+
+    Returns:
+        The first n tokens of each row, twice, int64 [B, 2 n]. n is T or half of the positions, whichever is less.
+    """
+    config: Any = model.config
+    max_tokens = getattr(config, "max_position_embeddings", 2 * ids.shape[1]) // 2
+    return torch.cat(2 * [ids[:, :max_tokens]], 1)
 
 
 def compared_positions(length: int, second_half: bool) -> torch.Tensor:
-    """At most `KL_POSITIONS` positions of a row of `length` tokens, evenly spaced, in all of it or in its second half."""
+    """Return up to `KL_POSITIONS` evenly spaced positions, int64 [N], of a row of `length` tokens or of its second half."""
     first = length // 2 if second_half else 0
     count = min(KL_POSITIONS, length - first)
     return first + torch.arange(count) * (length - first) // count
 
 
 class GateFit:
-    """A gate for each KV head of every MHLA layer, learning against the KL to the softmax original.
+    """Learns a gate for each KV head of every MHLA layer: how much the model needs that head's softmax.
 
-    Every row is read as it is and twice over, so that recall counts. The loss is the KL plus `GATE_PENALTY` times the sum of
-    all gates.
+    The loss is the KL to the softmax original plus `GATE_PENALTY` times the sum of all gates. Every row is read as it is and
+    repeated, so that recall counts.
 
     Args:
-        model: a converted language model whose MHLA heads have learned, in eval mode.
-        rows: token ids `[1, T]` each.
+        model: A converted language model whose MHLA heads are fitted, in eval mode.
+        rows: Token ids, int64 [1, T] each.
     """
 
-    def __init__(self, model: nn.Module, rows: Sequence[torch.Tensor]):
-        self.model, self.done = model, 0
+    def __init__(self, model: Any, rows: Sequence[torch.Tensor]) -> None:
+        self.model = model
+        self.done = 0
         self.sizes = {index: attention.mhla.num_kv_heads for index, attention in mhla_layers(model).items()}
         self.gates = nn.Parameter(torch.full((sum(self.sizes.values()),), GATE_START))
         self.optimizer = torch.optim.Adam([self.gates], lr=GATE_LR, betas=GATE_BETAS, eps=GATE_EPS)
-        self.examples = []
+        self.examples: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # row, positions, log-probabilities
         for ids in rows:
             for row, second_half in ((ids, False), (read_twice(model, ids), True)):
                 positions = compared_positions(row.shape[1], second_half)
@@ -215,11 +262,11 @@ class GateFit:
                     self.examples.append((row, positions, log_probabilities(model, row, positions).half()))
 
     def step(self) -> float:
-        """One step of Adam on one example; the KL before it, nats per token."""
+        """Update the gates by Adam on the next example, and return the KL before the update, in nats per token."""
         ids, positions, teacher = self.examples[self.done % len(self.examples)]
         gates = iter(self.gates.detach().to(self.model.device).split(list(self.sizes.values())))
-        learned = [x for x in self.model.parameters() if x.requires_grad]
-        for x in learned:  # whose gradients nobody asks for
+        trainable = [x for x in self.model.parameters() if x.requires_grad]
+        for x in trainable:  # only gates need gradients here
             x.requires_grad_(False)
         try:
             gated = replaced_cores(self.model, lambda core: GatedCore(core, next(gates)))
@@ -227,7 +274,7 @@ class GateFit:
                 kl = mean_kl(teacher.float(), log_probabilities(self.model, ids, positions))
                 gradients = torch.autograd.grad(kl, [core.gate for core in cores.values()])
         finally:
-            for x in learned:
+            for x in trainable:
                 x.requires_grad_(True)
         self.gates.grad = torch.cat([gradient.cpu() for gradient in gradients]) + GATE_PENALTY
         self.optimizer.step()
@@ -236,25 +283,34 @@ class GateFit:
         return float(kl.detach())
 
     def by_layer(self) -> dict[int, list[float]]:
-        """The gates of each layer: {layer: [gate of each KV head]}."""
+        """Return the gates as {layer: [gate of each KV head]}."""
         gates = self.gates.detach().split(list(self.sizes.values()))
         return {layer: gate.tolist() for layer, gate in zip(self.sizes, gates, strict=True)}
 
-    def state_dict(self) -> dict:
-        """What `load_state_dict` needs to go on: gates, optimizer and steps done."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to resume: gates, optimizer state, and the number of steps done."""
         return {"done": self.done, "gates": self.gates.detach().clone(), "optimizer": self.optimizer.state_dict()}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state_dict` was called."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume where `state_dict` was called."""
         self.done = state["done"]
         self.gates.data.copy_(state["gates"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
 def largest_gates(gates: dict[int, list[float]], count: int) -> dict[int, list[int]]:
-    """The `count` KV heads with the largest gates: {layer: [KV head, ...]}, from {layer: [gate of each KV head]}."""
+    """Return the KV heads with the largest gates.
+
+    Args:
+        gates: {layer: [gate of each KV head]}.
+        count: Number of heads to return.
+
+    Returns:
+        {layer: [KV head, ...]}, sorted. Of equal gates, that of the earlier layer and head counts as larger.
+    """
     heads = [(layer, head) for layer, values in gates.items() for head in range(len(values))]
-    kept_heads = {}
-    for layer, head in sorted(sorted(heads, key=lambda place: -gates[place[0]][place[1]])[:count]):
+    by_gate = sorted(heads, key=lambda head: -gates[head[0]][head[1]])
+    kept_heads: dict[int, list[int]] = {}
+    for layer, head in sorted(by_gate[:count]):
         kept_heads.setdefault(layer, []).append(head)
     return kept_heads

@@ -1,4 +1,4 @@
-"""How many bytes the cache of a converted language model takes, counted without weights."""
+"""The size of the KV cache of a converted language model in bytes, counted without its weights."""
 
 import copy
 import math
@@ -20,7 +20,13 @@ CACHE_LENGTHS = (2048, 8192, 32768, 131072)  # at which `compare_caches` reports
 
 
 class LayerSizes(NamedTuple):
-    """KV heads of a layer; of one sequence, the bytes of a token if all keep softmax, and of the state if all are MHLA."""
+    """Sizes of the cache of one layer, for one sequence.
+
+    Attributes:
+        heads: Number of KV heads.
+        token: Bytes per token if all heads keep softmax.
+        state: Bytes of the state if all heads are MHLA.
+    """
 
     heads: int
     token: int
@@ -28,41 +34,63 @@ class LayerSizes(NamedTuple):
 
 
 class CountingCore(nn.Module):
-    """In the place of a `DecayMHLA`: counts the state that this would keep, and returns zeros."""
+    """Takes the place of a `DecayMHLA`, to count the bytes of the state that it would keep.
 
-    def __init__(self, core: nn.Module):
+    Args:
+        core: The `DecayMHLA`.
+
+    Attributes:
+        token: Bytes of keys and values per token, after a forward pass.
+        state: Bytes of the state, after a forward pass.
+    """
+
+    def __init__(self, core: Any) -> None:
         super().__init__()
-        self.core, self.token, self.state = core, 0, 0
+        self.core = core
+        self.token = 0
+        self.state = 0
 
-    def forward(self, q, k, v, *, angles=None, **unused):
-        """As `DecayMHLA.forward`."""
-        mixing, features = self.core.mixing.num_decays, self.core.k_map.num_features
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        angles: torch.Tensor | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """Count, and return zeros [B, T, H, V]; arguments as in `DecayMHLA.forward`."""
+        num_decays, num_features = self.core.mixing.num_decays, self.core.k_map.num_features
         self.token = (k[:, :1].numel() + v[:, :1].numel()) * v.element_size()
         angles = None if angles is None else angles.to(v.dtype)
-        self.state = LocalState.empty(k.to(v.dtype), v, mixing, features, self.core.form, angles).nbytes()
+        self.state = LocalState.empty(k.to(v.dtype), v, num_decays, num_features, self.core.form, angles).nbytes()
         return v.new_zeros(*q.shape[:3], v.shape[3])
 
 
-def sizes_of_layers(model: nn.Module) -> dict[int, LayerSizes]:
-    """The sizes of each MHLA layer of a converted language model, by its index; the model is on the meta device.
+def sizes_of_layers(model: Any) -> dict[int, LayerSizes]:
+    """Return the sizes of the cache of each MHLA layer, by layer index.
 
-    Latent attention keeps one latent and one rotated key of a token for all heads, others keys and values.
+    Args:
+        model: A converted language model on the meta device.
     """
-    ids, sizes = torch.zeros(1, 1, dtype=torch.long, device="meta"), {}
-    model.set_experts_implementation("batched_mm")  # others read how many tokens an expert got
+    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    sizes: dict[int, LayerSizes] = {}
+    model.set_experts_implementation("batched_mm")  # others read the number of tokens per expert, a value without data
     with replaced_cores(model, CountingCore) as cores, torch.device("meta"), torch.no_grad():
-        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # a mask of four axes, in which nobody looks for padding
-        forward_cached(model.base_model, ids, attention_mask=seen, mhla_padding=(None, None))
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # with 4 axes, it is not searched for padding
+        forward_cached(model.base_model, ids, attention_mask=mask, mhla_padding=(None, None))
     for index, attention in mhla_layers(model).items():
-        core, token = cores[index], cores[index].token
-        if (latent := getattr(attention, "kv_lora_rank", None)) is not None:
-            token = (latent + attention.qk_rope_head_dim) * model.dtype.itemsize
-        sizes[index] = LayerSizes(core.core.num_kv_heads, token, core.state)
+        counting = cores[index]
+        token_bytes = counting.token
+        if (latent_width := getattr(attention, "kv_lora_rank", None)) is not None:
+            # Latent attention keeps one latent and one rotated key per token for all heads, not keys and values per head.
+            token_bytes = (latent_width + attention.qk_rope_head_dim) * model.dtype.itemsize
+        sizes[index] = LayerSizes(counting.core.num_kv_heads, token_bytes, counting.state)
     return sizes
 
 
-def sizes_of_conversion(model: nn.Module, settings: MHLASettings) -> dict[int, LayerSizes]:
-    """`sizes_of_layers` of a softmax language model, if it were converted with these settings."""
+def sizes_of_conversion(model: Any, settings: MHLASettings) -> dict[int, LayerSizes]:
+    """Return `sizes_of_layers` of a softmax language model as if it were converted with these settings."""
     with torch.device("meta"):
         config = copy.deepcopy(model.config)
         student = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
@@ -70,12 +98,12 @@ def sizes_of_conversion(model: nn.Module, settings: MHLASettings) -> dict[int, L
 
 
 class LayerCache(NamedTuple):
-    """What the cache of one layer holds for one sequence.
+    """The cache of one layer for one sequence.
 
     Attributes:
-        token_bytes: for each token that is kept.
-        max_tokens: how many tokens are kept at most.
-        fixed_bytes: independent of the length.
+        token_bytes: Bytes per token that is kept.
+        max_tokens: Number of tokens that are kept, at most; infinity for all.
+        fixed_bytes: Bytes that do not depend on the number of tokens.
     """
 
     token_bytes: int
@@ -122,12 +150,13 @@ def compare_caches(softmax: Sequence[LayerCache], mhla: Mapping[int, LayerCache]
     """Compare the cache of a model before and after its conversion.
 
     Args:
-        softmax: of each layer before.
-        mhla: of each converted layer, by index.
-        context: a length to report in addition to `CACHE_LENGTHS`.
+        softmax: Cache of each layer before.
+        mhla: Cache of each converted layer, by index.
+        context: A number of tokens to report in addition to `CACHE_LENGTHS`.
 
     Returns:
-        "rows", with bytes by length, and "smaller_from", the length from which the converted model's cache is smaller.
+        "rows", with bytes by number of tokens, and "smaller_from", the number of tokens from which the converted model's
+        cache is smaller.
     """
     converted = [mhla.get(index, layer) for index, layer in enumerate(softmax)]
     rows = [

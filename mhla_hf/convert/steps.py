@@ -1,35 +1,56 @@
-"""What every conversion does: choose the settings first, and put the new weights where the layer is at last."""
+"""Steps that all conversions share: to resolve the settings, and to put new weights where their layer is."""
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
 from ..nn.settings import MHLASettings
 
 
-def chosen_settings(settings: MHLASettings | None, defaults: MHLASettings, layers, overrides: dict) -> MHLASettings:
-    """The settings of one conversion: `defaults`, or `settings` in their place, then `overrides` and `layers`."""
+def chosen_settings(
+    settings: MHLASettings | None,
+    defaults: MHLASettings,
+    layers: str | Sequence[int] | None,
+    overrides: dict[str, Any],
+) -> MHLASettings:
+    """Resolve the settings of a conversion.
+
+    Args:
+        settings: All settings at once; None: `defaults`.
+        defaults: Settings of the family's record.
+        layers: Takes precedence over `settings` and `overrides`, unless it is None.
+        overrides: Single fields, which take precedence over `settings`.
+
+    Returns:
+        The settings. Options that only make sense with a window are off if an override leaves no window.
+
+    Raises:
+        TypeError: `settings` is not `MHLASettings`, or a field does not exist.
+        ValueError: The values do not fit together.
+    """
     settings = defaults if settings is None else settings
     if not isinstance(settings, MHLASettings):
         raise TypeError(f"settings: got {type(settings).__name__}, expected MHLASettings.")
-    known = [field.name for field in fields(settings)]
-    if unknown := sorted(set(overrides) - set(known)):
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        wanted = repr(near[0]) if near else f"one of {', '.join(known)}"
-        raise TypeError(f"settings: got unknown setting {unknown[0]!r}, expected {wanted}.")
+    field_names = [field.name for field in fields(settings)]
+    if unknown := sorted(set(overrides) - set(field_names)):
+        similar = difflib.get_close_matches(unknown[0], field_names, n=1)
+        expected = repr(similar[0]) if similar else f"one of {', '.join(field_names)}"
+        raise TypeError(f"settings: got unknown setting {unknown[0]!r}, expected {expected}.")
     if layers is not None:
         overrides = {**overrides, "layers": layers}
-    if overrides.get("mixing_form", "decay") != "decay":  # the default window stands on decays
+    if overrides.get("mixing_form", "decay") != "decay":  # the default window works with decays only
         overrides = {"local": None, "free_decay": False, "feature_map": "hedgehog", **overrides}
-    if overrides.get("local", settings.local) is None:  # what needs a window goes with it
-        needed = {"rope": "before"} if settings.rope == "near" else {}
-        overrides = {**needed, "length_power": False, **overrides}
+    if overrides.get("local", settings.local) is None:  # these options need a window
+        without_window = {"rope": "before"} if settings.rope == "near" else {}
+        overrides = {**without_window, "length_power": False, **overrides}
     return replace(settings, **overrides)
 
 
 def match_device_and_dtype(core: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Put a new core where its layer is; the mixing stays fp32."""
+    """Move a new core to the device of its layer and cast it to `dtype`, except the mixing, which stays fp32."""
     core.to(device)
     for name, parameter in core.named_parameters():
         if not name.startswith("mixing."):

@@ -1,10 +1,13 @@
-"""The softmax original of a converted model of text, which is in the model: its projections are the base's.
+"""The softmax original of a converted text model, without a second copy of it in memory.
 
-With softmax in the place of its MHLA cores a model that was just converted is its own teacher. No second model is held.
+A model that was just converted still has the base's projections, so it is its own teacher: with softmax in place of its MHLA
+cores, it computes what the original does.
 """
 
 import inspect
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,66 +20,70 @@ from .families import family_of
 
 
 class SoftmaxCore(nn.Module):
-    """Softmax in the place of an MHLA core, causal if the core is.
+    """Softmax in place of an MHLA core, causal if the core is.
 
     Args:
-        core: the core.
-        observe: called after each forward pass as `observe(core, q, k, v, o, options)`, with q, k, v and the output o of
-            all heads `[B, T, H or G, K]`, and the options that the core takes beside q, k and v.
+        core: The MHLA core.
+        observe: Called after each forward pass as `observe(core, q, k, v, o, options)`, where q is [B, T, H, K], k
+            [B, T, G, K], v [B, T, G, V], the output o [B, T, H, V], and `options` has the keyword arguments to call `core`
+            with. None: nothing is called.
     """
 
-    def __init__(self, core: nn.Module, observe=None):
+    def __init__(self, core: Any, observe: Callable[..., None] | None = None) -> None:
         super().__init__()
-        self.core, self.observe = core, observe
+        self.core = core
+        self.observe = observe
 
-    def forward(self, q, k, v, **options):
-        """As the core's, of rows without padding."""
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Attend as the core does, but by softmax, for rows without padding. Returns [B, T, H, V]."""
         o = softmax_attention(q, k, v, options.get("scale"), self.core.causal)
         if self.observe is not None:
-            kept = ("scale", "hidden_states", "angles")
-            self.observe(self.core, q, k, v, o, {name: options[name] for name in kept if name in options})
+            names = ("scale", "hidden_states", "angles")
+            self.observe(self.core, q, k, v, o, {name: options[name] for name in names if name in options})
         return o
 
 
 def softmax_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool
 ) -> torch.Tensor:
-    """Softmax attention `[B, T, H, V]` of q `[B, T, H, K]`, k `[B, T, G, K]` and v `[B, T, G, V]`."""
-    heads = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads, is_causal=causal, scale=scale, enable_gqa=True).transpose(1, 2)
+    """Compute softmax attention, [B, T, H, V], of q [B, T, H, K], k [B, T, G, K] and v [B, T, G, V]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
-def is_encoder(model) -> bool:
-    """Whether a model is an encoder of text of transformers."""
+def is_encoder(model: Any) -> bool:
+    """Return whether a model is a text encoder of transformers."""
     return family_of(model) in ENCODERS
 
 
-def mhla_layers(model) -> dict[int, nn.Module]:
-    """The attention modules of a language model or an encoder of text that are MHLA, by layer index.
+def mhla_layers(model: Any) -> dict[int, Any]:
+    """Return the MHLA attention modules of a language model or text encoder, by layer index.
 
     Raises:
-        TypeError: there are none.
+        TypeError: There are none.
     """
     if is_encoder(model):
         attentions = encoder_attentions(model)
     else:
         attentions = softmax_attentions(model) if isinstance(model, nn.Module) else {}
-        attentions = {index: x for index, x in attentions.items() if getattr(x, "is_causal", True)}
+        attentions = {
+            index: attention for index, attention in attentions.items() if getattr(attention, "is_causal", True)
+        }
     layers = {index: attention for index, attention in attentions.items() if hasattr(attention, "mhla")}
     if not layers:
-        raise TypeError(f"model: got {type(model).__name__}, expected a model of text with MHLA layers.")
+        raise TypeError(f"model: got {type(model).__name__}, expected a text model with MHLA layers.")
     return layers
 
 
-def run_body(model, ids: torch.Tensor) -> torch.Tensor:
-    """The last hidden states `[B, T, width]` of rows of token ids `[B, T]` without padding."""
-    options = {} if is_encoder(model) else {"use_cache": False}
+def run_body(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the last hidden states, [B, T, width], of token ids [B, T] without padding."""
+    options: dict[str, Any] = {} if is_encoder(model) else {"use_cache": False}
     return model.base_model(input_ids=ids.to(model.device), **options)[0]
 
 
 @contextmanager
-def replaced_cores(model, replace):
-    """The model with `replace(core)` in the place of every MHLA core."""
+def replaced_cores(model: Any, replace: Callable[[Any], nn.Module]) -> Iterator[dict[int, Any]]:
+    """Put `replace(core)` in place of every MHLA core within a `with` block, which gets the replacements by layer."""
     layers = mhla_layers(model)
     cores = {index: attention.mhla for index, attention in layers.items()}
     for index, attention in layers.items():
@@ -88,23 +95,27 @@ def replaced_cores(model, replace):
             attention.mhla = cores[index]
 
 
-def softmax_instead(model, observe=None):
-    """The model as its softmax original; observe: see `SoftmaxCore`."""
+def softmax_instead(model: Any, observe: Callable[..., None] | None = None) -> AbstractContextManager[dict[int, Any]]:
+    """Turn a converted model into its softmax original within a `with` block; see `SoftmaxCore` for `observe`."""
     return replaced_cores(model, lambda core: SoftmaxCore(core, observe))
 
 
-def log_probabilities(model, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """The model's log-probabilities of the next token, fp32.
+def log_probabilities(model: Any, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute a language model's log-probabilities of the next token.
 
     Args:
-        model: a causal language model in eval mode.
-        ids: token ids `[B, T]`.
-        positions: int64 `[N]`, of which tokens; None: of all. The others cost no logits.
+        model: A causal language model in eval mode.
+        ids: Token ids, int64 [B, T], without padding.
+        positions: int64 [N], the positions to predict from; None: all. If the model takes `logits_to_keep`, it computes no
+            logits for other positions.
 
     Returns:
-        `[B, N or T, vocabulary]`.
+        fp32 [B, N or T, vocabulary].
+
+    Raises:
+        ValueError: The model is in training mode, in which its predictions are random.
     """
-    if model.training:  # windows and more are dropped in training
+    if model.training:
         raise ValueError("model: got one in training mode, expected model.eval().")
     options = {}
     if positions is not None:
@@ -118,15 +129,33 @@ def log_probabilities(model, ids: torch.Tensor, positions: torch.Tensor | None =
 
 
 def mean_kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """KL(teacher, student) of two `log_probabilities`, nats per token."""
+    """Compute KL(teacher, student) in nats per token.
+
+    Args:
+        teacher, student: Log-probabilities [.., vocabulary], as from `log_probabilities`.
+
+    Returns:
+        A scalar.
+    """
     return F.kl_div(student, teacher, reduction="sum", log_target=True) / teacher[..., 0].numel()
 
 
 @torch.no_grad()
-def kl_to_teacher(model, batches) -> float:
-    """KL of the model's next tokens to those of its softmax original, nats per token over batches of ids `[B, T]`.
+def kl_to_teacher(model: Any, batches: Sequence[torch.Tensor]) -> float:
+    """Measure the KL of a converted language model's predictions to those of its softmax original.
 
-    The original is this model with softmax in its MHLA layers: its own only as long as nothing but `mhla.*` was trained.
+    The original is this model with softmax in its MHLA layers, so this holds only if nothing but `mhla.*` was trained.
+
+    Args:
+        model: A converted causal language model in eval mode.
+        batches: Batches of token ids, int64 [B, T] each, without padding.
+
+    Returns:
+        The mean over batches, in nats per token.
+
+    Raises:
+        TypeError: The model has no MHLA layers.
+        ValueError: The model is in training mode.
     """
     total = 0.0
     for ids in batches:

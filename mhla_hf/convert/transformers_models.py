@@ -1,8 +1,10 @@
-"""convert() for a language model, an encoder or a vision tower of transformers."""
+"""convert() for a language model, a text encoder, or a vision tower of transformers."""
 
 import copy
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,7 +22,7 @@ from .families import mhla_class
 from .steps import chosen_settings, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
-REFUSED = {  # why -> model types of causal and of masked language models
+REFUSED = {  # reason -> model types of causal and masked language models that do not convert
     "its attention does not call transformers' attention interface": (
         "big_bird bloom codegen convbert cpmant falcon flaubert gpt_neo gpt_neox_japanese gptj ibert longcat_flash luke "
         "megatron-bert mpt mvp openai-gpt prophetnet reformer rembert roformer squeezebert tapas trocr xglm xlm xlnet"
@@ -59,19 +61,19 @@ REFUSED = {  # why -> model types of causal and of masked language models
 
 
 class NotConvertible(ValueError):
-    """A model of a type, or with layers, that `convert` does not take, whatever its settings: one sentence."""
+    """Raised for a model whose type or layers cannot be converted with any settings."""
 
 
 def check_tower(settings: MHLASettings) -> None:
-    """What only a vision tower refuses."""
+    """Raise ValueError for settings that a vision tower cannot have."""
     if settings.layout is None or len(settings.layout) != 2:
         raise ValueError(f"layout: got {settings.layout!r}, expected blocks per row and column, such as [4, 4].")
     if settings.normalize == "official":
         raise ValueError('normalize: got "official", whose denominator has no class tokens, expected true or false.')
 
 
-def kind_of_family(family: Family) -> tuple:
-    """How attention modules of a family are found, how they become MHLA, and what checks settings for it."""
+def kind_of_family(family: Family) -> tuple[Callable[..., Any], Callable[..., None], Callable[[MHLASettings], None]]:
+    """Return three functions for a family: to find its attention modules, to make them MHLA, and to check settings."""
     if family in VISION:
         return grid_attentions, install_grid_mhla, check_tower
     if family in ENCODERS:
@@ -79,12 +81,27 @@ def kind_of_family(family: Family) -> tuple:
     return softmax_attentions, install_by_form, check_causal
 
 
-def checked_settings(model, family: Family, settings: MHLASettings | None, layers, overrides: dict) -> MHLASettings:
-    """The settings of a conversion of `model`, its layers as indices. ValueError, TypeError: it cannot be done so."""
+def checked_settings(
+    model: Any,
+    family: Family,
+    settings: MHLASettings | None,
+    layers: str | Sequence[int] | None,
+    overrides: dict[str, Any],
+) -> MHLASettings:
+    """Return the settings that `convert` will use for a model, with `layers` as a list of indices.
+
+    Args:
+        model: A softmax model of transformers.
+        family: Its family.
+        settings, layers, overrides: As in `convert`.
+
+    Raises:
+        ValueError, TypeError: The model cannot be converted with these settings.
+    """
     find, _, check = kind_of_family(family)
     settings = chosen_settings(settings, MHLASettings(**family.defaults), layers, overrides)
     if settings.rope == "after":
-        raise ValueError('rope: got "after", expected "before": the base rotates q and k before the map.')
+        raise ValueError('rope: got "after", expected "before": the base model rotates q and k before the feature map.')
     check(settings)
     config = model.config
     attentions = find(model)
@@ -95,29 +112,54 @@ def checked_settings(model, family: Family, settings: MHLASettings | None, layer
         if settings.rope == "near":
             rotation_layout(attentions[index])
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
-            raise ValueError(f"model: layer {index} is offloaded, expected its weights on a device.")
+            raise ValueError(f"model: got offloaded weights in layer {index}, expected weights on a device.")
     return without_softmax_layers(settings, attentions, config)
 
 
-def without_softmax_layers(settings: MHLASettings, attentions: dict, config) -> MHLASettings:
-    """The same without the layers all of whose KV heads keep softmax. ValueError: there are no such layers or heads."""
-    kept, layers = dict(settings.softmax_heads or {}), list(settings.layers)
+def without_softmax_layers(settings: MHLASettings, attentions: dict[int, Any], config: Any) -> MHLASettings:
+    """Remove the layers all of whose KV heads keep softmax from the MHLA layers.
+
+    Args:
+        settings: Settings with `layers` as indices.
+        attentions: Attention modules of the model, by layer.
+        config: Configuration of the model.
+
+    Returns:
+        Settings in which `softmax_heads` has only layers that are partly MHLA.
+
+    Raises:
+        ValueError: `softmax_heads` has a layer or head that does not exist, or no MHLA layer remains.
+    """
+    softmax_heads = dict(settings.softmax_heads or {})
+    layers: list[Any] = list(settings.layers)
     for index, heads in (settings.softmax_heads or {}).items():
         if int(index) not in layers:
             raise ValueError(f"softmax_heads: got layer {index}, expected some of the MHLA layers {layers}.")
-        count = attention_sizes(attentions[int(index)], config)["num_kv_heads"]
-        if heads[-1] >= count:
-            raise ValueError(f"softmax_heads: got KV head {heads[-1]} in layer {index}, expected 0 to {count - 1}.")
-        if len(heads) == count:
+        num_kv_heads = attention_sizes(attentions[int(index)], config)["num_kv_heads"]
+        if heads[-1] >= num_kv_heads:
+            raise ValueError(
+                f"softmax_heads: got KV head {heads[-1]} in layer {index}, expected 0 to {num_kv_heads - 1}."
+            )
+        if len(heads) == num_kv_heads:
             layers.remove(int(index))
-            del kept[index]
+            del softmax_heads[index]
     if not layers:
         raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected fewer.")
-    return replace(settings, layers=layers, softmax_heads=kept)
+    return replace(settings, layers=layers, softmax_heads=softmax_heads)
 
 
-def convert_in_place(model, settings: MHLASettings | None, layers, overrides: dict):
-    """The work of `convert` for a model of transformers."""
+def convert_in_place(
+    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
+) -> Any:
+    """Convert a model of transformers in place, and return it.
+
+    The model stays the same object; its class, its configuration, and the classes of its attention modules change.
+
+    Args: As in `convert`.
+
+    Raises:
+        ValueError, TypeError: The model cannot be converted with these settings; it is unchanged.
+    """
     family = convertible_family(model)
     settings = checked_settings(model, family, settings, layers, overrides)
     find, install, _ = kind_of_family(family)
@@ -127,18 +169,19 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
             logger.warning("convert: %s=%s of the base does not apply to MHLA layers.", name, getattr(config, name))
 
     model_class = mhla_class(family, type(model))
-    own = copy.deepcopy(config)
-    if odd := {*strip_code_references(own), *strip_code_references(getattr(model, "generation_config", None))}:
+    mhla_config = copy.deepcopy(config)
+    generation_config = getattr(model, "generation_config", None)
+    if removed := {*strip_code_references(mhla_config), *strip_code_references(generation_config)}:
         logger.info(
-            "convert: the MHLA model does not keep %s of its base, which may name code.", ", ".join(sorted(odd))
+            "convert: the MHLA model does not keep %s of its base, which may name code.", ", ".join(sorted(removed))
         )
-    own.__class__ = model_class.config_class
-    own.mhla = settings.to_dict()
+    mhla_config.__class__ = model_class.config_class
+    mhla_config.mhla = settings.to_dict()
     for module in model.modules():
         if getattr(module, "config", None) is config:
-            module.config = own
+            module.config = mhla_config
     model.__class__ = model_class
-    own.architectures = [model_class.__name__]
+    mhla_config.architectures = [model_class.__name__]
     install(model, settings)
     for index in settings.layers:
         match_device_and_dtype(attentions[index].mhla, next(attentions[index].parameters()).device, model.dtype)
@@ -146,23 +189,28 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
     return model
 
 
-def convertible_family(model) -> Family:
-    """The base's family, or one sentence why this object cannot be converted."""
+def convertible_family(model: Any) -> Family:
+    """Return the family of a softmax model of transformers.
+
+    Raises:
+        TypeError: The object is not a model of transformers.
+        ValueError: The model is MHLA already, or of a class or type that does not convert.
+    """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     if not isinstance(model, torch.nn.Module) or not isinstance(model_type, str):
-        what = "a language model or vision tower of transformers, or a pipeline"
-        raise TypeError(f"model: got {type(model).__name__}, expected {what}.")
+        expected = "a language model or vision tower of transformers, or a pipeline"
+        raise TypeError(f"model: got {type(model).__name__}, expected {expected}.")
     if getattr(config, "mhla", None) is not None:
         raise ValueError(f"model: got {type(model).__name__}, which is an MHLA model already; expected a softmax one.")
     family = family_to_convert(model_type)
-    if type(model) not in (known := base_classes(family)).values():
-        raise ValueError(f"model: got {type(model).__name__}, expected {' or '.join(known)}.")
+    if type(model) not in (convertible := base_classes(family)).values():
+        raise ValueError(f"model: got {type(model).__name__}, expected {' or '.join(convertible)}.")
     return family
 
 
 def family_to_convert(model_type: str) -> Family:
-    """The family of a model type that converts. NotConvertible for others, with the reason."""
+    """Return the family of a model type. Raise NotConvertible, with the reason, if the type does not convert."""
     family = family_of_type(model_type)
     if family is None:
         reason = next(
@@ -172,47 +220,69 @@ def family_to_convert(model_type: str) -> Family:
     return family
 
 
-def choose_convertible(settings: MHLASettings, config, attentions: dict, both_ways: bool) -> list[int]:
-    """The layers that become MHLA: of those that lose nothing by it. ValueError, one sentence: there are none, or others."""
-    lost = {index: reason_to_keep_softmax(attention, config, both_ways) for index, attention in attentions.items()}
-    reasons = {index: reason for index, reason in lost.items() if reason}
-    able = [index for index in sorted(attentions) if index not in reasons]
-    asked, count = [] if isinstance(settings.layers, str) else settings.layers, config.num_hidden_layers
-    if beyond := [index for index in asked if index >= count]:
-        raise ValueError(f"layers: got layer {beyond[0]}, expected 0 to {count - 1}: the model has {count} layers.")
-    if not able:
+def choose_convertible(
+    settings: MHLASettings, config: Any, attentions: dict[int, Any], both_ways: bool
+) -> list[int] | tuple[int, ...]:
+    """Choose the layers that become MHLA, among those that do nothing that MHLA cannot.
+
+    Args:
+        settings: Settings of the conversion. If `layers` is a text such as "2/3", it counts convertible layers only.
+        config: Configuration of the model.
+        attentions: Its attention modules, by layer.
+        both_ways: Whether its layers see later tokens, too, as in an encoder.
+
+    Returns:
+        Indices of layers.
+
+    Raises:
+        NotConvertible: No layer can become MHLA.
+        ValueError: `settings.layers` has a layer that does not exist or cannot become MHLA.
+    """
+    checked = {index: reason_to_keep_softmax(attention, config, both_ways) for index, attention in attentions.items()}
+    reasons = {index: reason for index, reason in checked.items() if reason}
+    convertible = [index for index in sorted(attentions) if index not in reasons]
+    requested = [] if isinstance(settings.layers, str) else settings.layers
+    num_layers = config.num_hidden_layers
+    if beyond := [index for index in requested if index >= num_layers]:
+        raise ValueError(
+            f"layers: got layer {beyond[0]}, expected 0 to {num_layers - 1}: the model has {num_layers} layers."
+        )
+    if not convertible:
         reason = next(iter(reasons.values()), "it has no attention of transformers' interface")
         raise NotConvertible(f"model: got {config.model_type!r}, expected layers that can become MHLA: {reason}.")
-    if wrong := [index for index in asked if index not in able]:
-        reason = reasons.get(wrong[0], "it has no softmax attention")
-        raise ValueError(f"layers: got layer {wrong[0]}, expected some of {able}: {reason}.")
-    if asked:
-        return asked
-    return [able[place] for place in settings.resolve_layers(len(able))]
+    if not_convertible := [index for index in requested if index not in convertible]:
+        reason = reasons.get(not_convertible[0], "it has no softmax attention")
+        raise ValueError(f"layers: got layer {not_convertible[0]}, expected some of {convertible}: {reason}.")
+    if requested:
+        return requested
+    return [convertible[place] for place in settings.resolve_layers(len(convertible))]
 
 
-def reason_to_keep_softmax(attention: torch.nn.Module, config, both_ways: bool = False) -> str | None:
-    """What a softmax layer does that an MHLA layer could not, as the end of a sentence; None if nothing.
+def reason_to_keep_softmax(attention: torch.nn.Module, config: Any, both_ways: bool = False) -> str | None:
+    """Return why a softmax layer cannot become MHLA, as the end of a sentence; None if it can.
 
-    both_ways: it is a layer of an encoder, which sees earlier and later tokens.
+    Args:
+        attention: The attention module of the layer.
+        config: Configuration of the model.
+        both_ways: Whether the layer belongs to an encoder, and so sees earlier and later tokens.
     """
     if getattr(attention, "attn_logit_softcapping", None) is not None:
         return "its attention scores have a soft cap (attn_logit_softcapping)"
     types, index = getattr(config, "layer_types", None), getattr(attention, "layer_idx", 0)
     kind = types[index] if types and index < len(types) else None
-    whole = None if kind == "full_attention" else getattr(config, "sliding_window", None)
-    window = getattr(attention, "sliding_window", whole) if getattr(attention, "is_sliding", True) else None
+    model_window = None if kind == "full_attention" else getattr(config, "sliding_window", None)
+    window = getattr(attention, "sliding_window", model_window) if getattr(attention, "is_sliding", True) else None
     if window is not None:
-        return f"it sees {'its neighbors' if both_ways else f'the last {window} tokens'} alone (sliding_window)"
+        return f"it sees only {'its neighbors' if both_ways else f'the last {window} tokens'} (sliding_window)"
     if kind not in (None, "full_attention"):
         return f"its kind is {kind!r}"
-    stores = getattr(attention, "store_full_length_kv", False) and getattr(config, "num_kv_shared_layers", 0)
-    if stores or getattr(attention, "is_kv_shared_layer", False):
+    shares_its_kv = getattr(attention, "store_full_length_kv", False) and getattr(config, "num_kv_shared_layers", 0)
+    if shares_its_kv or getattr(attention, "is_kv_shared_layer", False):
         return "it shares keys and values with other layers"
     if getattr(attention, "sinks", None) is not None:
         return "it has attention sinks"
     if both_ways:
-        return "it sees earlier tokens alone (is_decoder=True)" if getattr(config, "is_decoder", False) else None
+        return "it sees only earlier tokens (is_decoder=True)" if getattr(config, "is_decoder", False) else None
     if hasattr(attention, "layer_idx") and False in (getattr(x, "is_causal", True) for x in (attention, config)):
         return "it looks both ways (is_causal=False)"
     return None

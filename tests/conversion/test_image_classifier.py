@@ -74,9 +74,9 @@ def test_converted_and_distilled_without_labels(run, refused, make, recipe, name
 @pytest.mark.parametrize(
     ("arguments", "recipe", "word"),
     [
-        (["--out", "x"], "image_deit_tiny_scratch", "--data is needed"),
+        (["--out", "x"], "image_deit_tiny_scratch", "--data: got none, expected a value"),
         (["--data", "data", "--out", "x"], "language_cpu", "expected task: images"),
-        (["--data", "./none", "--out", "x"], "image_deit_tiny_scratch", "folder './none'"),
+        (["--data", "./none", "--out", "x"], "image_deit_tiny_scratch", "data: got './none', which does not exist"),
     ],
 )
 def test_what_is_said_of_bad_arguments(refused, arguments, recipe, word):

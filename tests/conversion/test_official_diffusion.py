@@ -268,11 +268,11 @@ ONE = torch.ones(1)
 PIECES = "blocks.1.self_attn.block_attn.conv.weight"
 BAD = [
     (wan, {"put": {"blocks.1.self_attn.tau": ONE, "x.weight": ONE}}, "2 unknown keys, 'blocks.1.self_attn.tau', 'x."),
-    (wan, {"drop": ["blocks.2.ffn.2.bias"]}, "misses the weights of 'blocks.2.ffn.net.2.bias'"),
+    (wan, {"drop": ["blocks.2.ffn.2.bias"]}, "got no weights for 'blocks.2.ffn.net.2.bias'"),
     (wan, {"layout": None}, "layout: got none for 30 blocks"),
     (wan, {"layout": (3, 5, 10)}, "layout: got (3, 5, 10), expected three counts whose product is the checkpoint's 30"),
     (wan, {"put": {PIECES: torch.ones(4, 4, 1, 1)}}, "expected one shape [M, M, 1, 1] in all layers"),
-    (wan, {"put": {"blocks.1.ffn.0.weight": torch.ones(5, 5)}}, "'blocks.1.ffn.0.weight' is [5, 5]"),
+    (wan, {"put": {"blocks.1.ffn.0.weight": torch.ones(5, 5)}}, "'blocks.1.ffn.0.weight' of shape [5, 5]"),
     (dit, {"put": {"pos_embed": torch.zeros(1, 64, 24)}}, "pos_embed: got other numbers"),
 ]
 

@@ -112,10 +112,10 @@ def test_from_a_file_to_a_folder(tmp_path, wrap):
 
 
 BROKEN = [
-    (lambda s: s.pop("blocks.1.mlp.fc2.bias"), "misses 'model.stages.0.blocks.1.mlp.fc2.bias'"),
+    (lambda s: s.pop("blocks.1.mlp.fc2.bias"), "got no weight 'model.stages.0.blocks.1.mlp.fc2.bias'"),
     (lambda s: s.update({"blocks.1.mlp.fc1.weight": torch.zeros(3, 3)}), "(3, 3)"),
     (lambda s: s.update({"pos_embed": torch.zeros(1, 255, WIDTH)}), "255 positions"),
-    (lambda s: s.update({"blocks.1.attn.to_qkv.bias": torch.zeros(3 * WIDTH)}), "which the model has not"),
+    (lambda s: s.update({"blocks.1.attn.to_qkv.bias": torch.zeros(3 * WIDTH)}), "which the model does not have"),
     (lambda s: s.pop("blocks.0.attn.piece_attn.conv.weight"), "authors' image classifier"),
 ]
 

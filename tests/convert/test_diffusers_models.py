@@ -39,8 +39,8 @@ CONVERSION = {
     "converted already": (lambda: mhla_hf.convert(converted()), "which is an MHLA model already"),
     "pipeline of a U-Net": (lambda: mhla_hf.convert(pipeline_of_a_unet()), "DDPMPipeline, which has no transformer"),
     "hooks of diffusers": (lambda: offloaded(apply_group_offloading, CPU, CPU, offload_type="leaf_level"),
-        "model: has hooks of diffusers"),
-    "offloaded weights": (lambda: offloaded(accelerate.cpu_offload, CPU), "is offloaded"),
+        "model: got hooks of diffusers"),
+    "offloaded weights": (lambda: offloaded(accelerate.cpu_offload, CPU), "model: got the offloaded weight"),
     "second transformer": (lambda: mhla_hf.convert(two_transformers()), "which is an MHLA model already"),
 }  # fmt: skip
 

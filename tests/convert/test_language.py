@@ -189,15 +189,15 @@ def test_what_is_refused(teacher):
     model = copy.deepcopy(teacher)
     with refused("text: got", "rows", "expected at least 6 rows of more than 24 tokens"):
         mhla_hf.convert(model, text=TEXT[:100], **SMALL)
-    with refused("text: came with local=None"):
+    with refused("text: got a text along with local=None"):
         mhla_hf.convert(model, text=TEXT, local=None, **SMALL)
-    with refused("text: came with softmax_heads"):
+    with refused("text: got a text along with softmax_heads"):
         mhla_hf.convert(model, text=TEXT, softmax_heads={0: [1]}, **SMALL)
     with refused("keep: got 12"):
         mhla_hf.convert(model, text=TEXT, keep=12, **SMALL)
     with refused("effort: got 0, expected a number above 0"):
         mhla_hf.convert(model, text=TEXT, effort=0, **SMALL)
-    with refused("text: came with LlamaModel, which predicts no tokens"):
+    with refused("text: got a text for LlamaModel, which predicts no tokens"):
         mhla_hf.convert(model.model, text=TEXT, **SMALL)
     with refused("softmax_heads: got layer 7"):
         mhla_hf.convert(model, layers="all", softmax_heads={7: [0]})

@@ -118,7 +118,7 @@ def test_every_other_type_is_refused_for_a_reason():
 
 
 LAYERS = {
-    "sliding_window": ("gemma3_text", 0, "it sees the last 16 tokens alone (sliding_window)"),
+    "sliding_window": ("gemma3_text", 0, "it sees only the last 16 tokens (sliding_window)"),
     "beyond": ("gpt2", 99, "expected 0 to 3: the model has 4 layers"),
     "recurrent": ("qwen3_next", 0, "it has no softmax attention"),
 }

@@ -25,8 +25,8 @@ CONVERT = [
     (softmax_model, {"normalize": "official"}, "normalize"),
     (softmax_model, {"normalize": False}, "normalize"),  # whose default form is decays and a local softmax
     (softmax_model, {"impl": "reference"}, "impl"),
-    (lambda: softmax_model(num_hidden_layers=1), {"layers": "2/3"}, "convert none"),
-    (lambda: softmax_model("mistral", sliding_window=16), {"layers": [1]}, "become MHLA: it sees the last 16"),
+    (lambda: softmax_model(num_hidden_layers=1), {"layers": "2/3"}, 'layers: got "2/3" for 1 layer'),
+    (lambda: softmax_model("mistral", sliding_window=16), {"layers": [1]}, "become MHLA: it sees only the last 16"),
     (sliding_qwen2, {"layers": [0, 2]}, "layers: got layer 2, expected some of [0, 1]: it sees"),
     (lambda: softmax_model(is_causal=False), {"layers": [1]}, "is_causal"),
 ]  # fmt: skip
@@ -53,7 +53,7 @@ def test_offloaded_layers_are_refused_and_hooked_ones_work():
     away = softmax_model()
     add_hook_to_module(away.model.layers[1].self_attn, AlignDevicesHook(execution_device="cpu", offload=True))
     away.model.layers[1].self_attn.to("meta")
-    with refused("layer 1 is offloaded"):
+    with refused("offloaded weights in layer 1"):
         mhla_hf.convert(away, layers="all")
 
 

@@ -192,9 +192,9 @@ def test_settings_of_other_models_are_refused(name):
 
 def test_what_would_be_lost_is_refused():
     for extra in ({}, {"add_cross_attention": True}):
-        with refused("'bert'", "it sees earlier tokens alone (is_decoder=True)"):
+        with refused("'bert'", "it sees only earlier tokens (is_decoder=True)"):
             mhla_hf.convert(softmax_encoder("bert", is_decoder=True, **extra))
-    with refused("layer 1", "it sees its neighbors alone (sliding_window)"):
+    with refused("layer 1", "it sees only its neighbors (sliding_window)"):
         mhla_hf.convert(softmax_encoder("modernbert"), layers=[1])
     with refused("BertLMHeadModel", "BertForMaskedLM"):
         mhla_hf.convert(transformers.BertLMHeadModel(BertConfig(**softmax_encoder("bert").config.to_diff_dict())))
