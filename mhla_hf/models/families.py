@@ -34,7 +34,7 @@ class Family:
         task: Task (`pipeline_tag`) on the Hub.
         defaults: Default settings of a conversion (`MHLASettings`).
         conditions: Arguments of a diffusion model beside the latents and the time, in the order of the training data.
-            Families without conditions cannot be trained.
+            Diffusion families without conditions cannot be trained.
         linear: Whether the attention of the base is linear already, so that converting it loses nothing.
         prefix: Number of tokens before the grid of a vision tower, without the registers that follow these.
         axes: Number of axes of a diffusion model's grid.
