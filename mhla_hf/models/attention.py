@@ -202,7 +202,9 @@ def softmax_attentions(model: nn.Module) -> dict[int, Any]:
         module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)
     ]
     return {
-        module.layer_idx: module for module in layer_parts if hasattr(module, "mhla") or calls_interface(type(module))
+        module.layer_idx: module
+        for module in layer_parts
+        if hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
     }
 
 
@@ -223,7 +225,7 @@ def install_mhla(model: Any, settings: MHLASettings, core_class: type[nn.Module]
     widths = {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
     for index in chosen:
         attention = attentions[index]
-        core = core_class(settings, **attention_sizes(attention, config), **widths)
+        core: Any = core_class(settings, **attention_sizes(attention, config), **widths)
         mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
         attention.reads_unrotated = settings.rope == "near"
         if attention.reads_unrotated:

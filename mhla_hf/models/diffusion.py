@@ -145,8 +145,10 @@ class MHLAAttnProcessor(nn.Module):
         k = k if attn.norm_k is None else attn.norm_k(k)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
 
+        rotation: Any = rotary_emb
+
         def rotate_both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return rotate_pairs(x, *rotary_emb), rotate_pairs(y, *rotary_emb)
+            return rotate_pairs(x, *rotation), rotate_pairs(y, *rotation)
 
         grid = self.state.grid
         rotate = None if rotary_emb is None else rotate_both
@@ -212,7 +214,8 @@ class MHLATransformerMixin:
         attentions = self_attentions(self)
         settings = check_diffusion_settings(type(self), self, settings)
         self.mhla_state = GridState()
-        for attn in (attentions[index] for index in settings.layers):
+        layers: Any = settings.layers
+        for attn in (attentions[index] for index in layers):
             widths = {"hidden_size": attn.to_q.in_features, "key_dim": attn.to_q.out_features // attn.heads}
             core = GridMHLA(settings, num_heads=attn.heads, value_dim=attn.to_v.out_features // attn.heads, **widths)
             attn.set_processor(MHLAAttnProcessor(core, self.mhla_state).train(attn.training))

@@ -73,7 +73,12 @@ class MHLAEncoderMixer:
 def encoder_attentions(model: nn.Module) -> dict[int, Any]:
     """Return the attention modules of an encoder by layer index."""
     modules: list[Any] = list(model.modules())
-    return dict(enumerate(x for x in modules if hasattr(x, "mhla") or calls_interface(type(x))))
+    attentions = [
+        module
+        for module in modules
+        if hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
+    ]
+    return dict(enumerate(attentions))
 
 
 def install_encoder_mhla(model: Any, settings: MHLASettings) -> None:

@@ -185,8 +185,10 @@ class MHLAVisionMixer(nn.Module):
         q, k = self.q_norm(self.q_proj(x)).view(shape), self.k_norm(self.k_proj(x)).view(shape)
         v = self.v_proj(x).view(shape)
 
+        angles: Any = rotation
+
         def rotate_both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return rotate_pairs(a, *rotation), rotate_pairs(b, *rotation)
+            return rotate_pairs(a, *angles), rotate_pairs(b, *angles)
 
         core = self.softmax if hasattr(self, "softmax") else self.mhla
         rotate = None if rotation is None else rotate_both
