@@ -293,12 +293,12 @@ def pass_padding(
     if mask is None or "mhla_padding" in kwargs:
         return (), kwargs
     columns = real_columns(mask, batch, length, seen)
-    real = None if columns is None else new_columns(columns, length, seen)
-    if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
-        starts = torch.where(real.any(1), real.int().argmax(1), length)
-        kwargs["mhla_padding"] = (starts, real)
-    two_axes = isinstance(mask, torch.Tensor) and mask.ndim == 2
-    if two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
+    is_real = None if columns is None else new_columns(columns, length, seen)
+    if is_real is not None and (torch.compiler.is_compiling() or not bool(is_real.all())):
+        starts = torch.where(is_real.any(1), is_real.int().argmax(1), length)
+        kwargs["mhla_padding"] = (starts, is_real)
+    has_two_axes = isinstance(mask, torch.Tensor) and mask.ndim == 2
+    if has_two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
         kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)
     return (), kwargs
 

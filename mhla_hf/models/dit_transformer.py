@@ -33,8 +33,8 @@ class LocalConv(GridConv):
     def reset_parameters(self) -> None:
         """Set the weights to the identity."""
         nn.init.dirac_(self.conv.weight, groups=self.conv.groups)
-        if self.conv.bias is not None:
-            nn.init.zeros_(self.conv.bias)
+        bias: Any = self.conv.bias
+        nn.init.zeros_(bias)
 
 
 class DiGBlock(BasicTransformerBlock):

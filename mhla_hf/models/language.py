@@ -40,7 +40,9 @@ class MHLALanguageMixer(nn.Module):
 
     def __init__(self, config: MHLAConfig, layer_idx: int):
         super().__init__()
-        settings = MHLASettings.from_dict(config.mhla or {})
+        # `MHLAConfig.__post_init__` has set what may be None.
+        mhla: Any = config.mhla
+        settings = MHLASettings.from_dict(mhla)
         heads, self.layer_idx = config.num_attention_heads, layer_idx
         head_dim: Any = config.head_dim
         value_dim: Any = config.value_dim

@@ -182,18 +182,20 @@ class MHLAVisionConfig(PreTrainedConfig):
         stages: list[dict[str, Any]] = (
             [dict(zip(STAGE_KEYS, sizes, strict=False))] if self.stages is None else self.stages
         )
-        settings: dict[str, Any] = self.mhla or {}
+        settings: Any = self.mhla
         return [{**stage, "layout": list(stage.get("layout") or settings["layout"])} for stage in stages]
 
     def preprocessing(self) -> dict[str, Any]:
         """Return the contents of `preprocessor_config.json`, by which `AutoImageProcessor` works without our code."""
         height, width = self.image_sides()
+        mean: Any = self.image_mean
+        std: Any = self.image_std
         return {
             "image_processor_type": "ViTImageProcessor",
             "do_convert_rgb": True if self.num_channels == 3 else None,
             **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True),
-            "image_mean": list(self.image_mean or ()),
-            "image_std": list(self.image_std or ()),
+            "image_mean": list(mean),
+            "image_std": list(std),
             "resample": 3,
             "rescale_factor": 1 / 255,
             "size": {"height": height, "width": width},

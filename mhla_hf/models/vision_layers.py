@@ -149,7 +149,8 @@ class MHLAVisionMixer(nn.Module):
         super().__init__()
         width, heads = stage["hidden_size"], stage["num_heads"]
         self.num_heads, self.head_dim = heads, width // heads
-        settings = replace(MHLASettings.from_dict(config.mhla or {}), layout=stage["layout"])
+        mhla: Any = config.mhla
+        settings = replace(MHLASettings.from_dict(mhla), layout=stage["layout"])
         self.norm = nn.LayerNorm(width) if config.input_norm else nn.Identity()
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=config.qkv_bias) for _ in range(3))
         norms = (nn.RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity() for _ in range(2))
@@ -298,10 +299,10 @@ class MHLAVisionStage(nn.Module):
         if number:
             input_width = stages[number - 1]["hidden_size"]
             self.reduce = nn.Sequential(nn.Conv2d(input_width, width, 3, 2, 1), nn.BatchNorm2d(width))
-        mhla_layers = (config.mhla or {})["layers"]
+        mhla: Any = config.mhla
         self.blocks = nn.ModuleList()
         for layer in range(first, first + stage["depth"]):
-            kind = config.attention if layer in mhla_layers else "softmax"
+            kind = config.attention if layer in mhla["layers"] else "softmax"
             self.blocks.append(MHLAVisionBlock(config, stage, kind, config.drop_path_rate * layer / last))
 
     def forward(self, x: torch.Tensor, grid: Sequence[int], **kwargs: Any) -> tuple[torch.Tensor, Sequence[int]]:
