@@ -1,1 +1,1 @@
-"""What the ecosystems load: language models, cache layer, and (with their issues) vision and diffusion models."""
+"""The models that transformers and diffusers load: language, text encoder, vision, and diffusion models."""

@@ -1,15 +1,16 @@
-"""How an MHLA core takes the place of softmax inside a transformers attention module, unchanged around it.
+"""Puts an MHLA core in the place of softmax in the attention modules of transformers' language models.
 
-The base module keeps its projections, its norms on q and k and its RoPE, and calls "the attention function" as for any
-other implementation; the function is ours (`mhla_attention`), chosen by a private copy of the configuration in that one
-module. What the base does not hand on (the padding of the batch, the cache, the layer's input) travels as keyword
-arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_angles`, and `mhla_rotate` from
-scratch. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
+The rest of the module stays: the base keeps its projections, its norms on q and k, and its RoPE, and calls "the attention
+function" as it does for any other implementation. That function is ours (`mhla_attention`), selected by a private copy of
+the configuration in the converted module alone. What the base does not pass to it (padding, KV cache, the layer's input)
+travels as keyword arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_angles`, and, in
+models from scratch, `mhla_rotate`. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
 """
 
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,19 +26,43 @@ from .rotation import rotation_angles, rotation_layout, unrotate
 from .transformers_api import check_cache_arrived, find_cache, refuse_paged_cache, set_attention_function
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
-SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # other attention functions obey them
+# Arguments that change what other attention functions compute, and that MHLA cannot follow.
+SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")
 
 
-def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """The attention function of MHLA layers: q, k, v as transformers gives them, `[B, H, T, K]`; o is `[B, T, H, V]`.
+def mhla_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of an MHLA layer; transformers calls this as an attention function.
 
-    `dropout` belongs to softmax and has no meaning here; `attention_mask` is not read: `mhla_padding` says the same without
-    T x T numbers.
+    Args:
+        module: The attention module, with a child `mhla`.
+        query: [B, H, T, K].
+        key: [B, G, T, K].
+        value: [B, G, T, V].
+        attention_mask: Used by heads that keep softmax only; MHLA reads `mhla_padding`, which needs no T x T mask.
+        scaling: Factor of q k^T; None is K**-0.5.
+        dropout: Used by heads that keep softmax only.
+        **kwargs: The arguments `mhla_*` (see the module docstring), `cu_seq_lens_q`, and what the base passes beside these.
+
+    Returns:
+        Outputs [B, T, H, V], and None in place of attention weights.
+
+    Raises:
+        ValueError: An argument asks for what MHLA cannot do, or the KV cache came past the layer's own.
     """
     check_cache_arrived(query.shape[2], key.shape[2], kwargs)
     for name in SOFTMAX_ONLY:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name}: it came for an MHLA layer, which cannot do it; expected None.")
+            got = type(kwargs[name]).__name__
+            raise ValueError(f"{name}: got {got} in an MHLA layer, which does not support it, expected None.")
     if kwargs.get("is_causal") is False:
         raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
@@ -49,7 +74,9 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
     heads = getattr(module.mhla, "heads", None)
     if heads is None:
         o = module.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
-        return o.contiguous(), None  # as some bases view it
+        # Some bases call `view` on the output.
+        return o.contiguous(), None
+    # The key is whether the heads keep softmax.
     outputs = {}
     if heads.counts[True]:
         parts = [heads.part(x, True, 1) for x in (query, key, value)]
@@ -58,43 +85,60 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
     if heads.counts[False]:
         parts = [heads.part(x, False, 1).transpose(1, 2) for x in (query, key, value)]
         outputs[False] = module.mhla(*parts, **options)
-    elif module.training and torch.is_grad_enabled():  # optimizers of several processes wait for each other's gradients
-        what = "expected fewer processes for training, so that each has an MHLA head in every layer"
-        raise ValueError(f"tp_size: got a process with softmax heads alone in layer {module.layer_idx}, {what}.")
+    elif module.training and torch.is_grad_enabled():
+        # This process would have no gradients of the MHLA parameters, for which the other processes wait.
+        expected = "fewer processes for training, so that each has an MHLA head in every layer"
+        got = f"a process with softmax heads alone in layer {module.layer_idx}"
+        raise ValueError(f"tp_size: got {got}, expected {expected}.")
     return heads.join(outputs, 2), None
 
 
 class SoftmaxHeads(nn.Module):
-    """The heads of an MHLA layer that keep softmax: they go to the attention function that the model's configuration names.
+    """Attention of the heads of an MHLA layer that keep softmax, by the function that the model's configuration names.
 
-    It stands where that function expects an attention module, of which it has what such functions read.
+    Attention functions get this in place of an attention module; it has the attributes that they read.
 
     Args:
-        attention: the attention module of transformers.
-        config: the model's configuration, which users change, not the module's own.
+        attention: The attention module of transformers.
+        config: The configuration of the model, so that `set_attn_implementation` applies; that of `attention` is a copy
+            that selects MHLA.
     """
 
-    def __init__(self, attention: nn.Module, config):
+    def __init__(self, attention: Any, config: Any):
         super().__init__()
         self.config = config
         self.layer_idx = attention.layer_idx
         self.is_causal = True
-        self.sinks = None  # layers that have some are not converted
+        # Layers with learned sinks are not converted.
+        self.sinks = None
         self.num_key_value_groups = getattr(attention, "num_key_value_groups", 1)
         base = next(cls for cls in type(attention).__mro__ if calls_interface(cls))
-        self.eager = sys.modules[base.__module__].eager_attention_forward  # every modeling file has its own
+        # Every modeling file has its own.
+        self.eager = sys.modules[base.__module__].eager_attention_forward
 
-    def forward(self, query, key, value, attention_mask, cache, scaling, dropout, **kwargs) -> torch.Tensor:
-        """Attend.
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        cache: Any,
+        scaling: float | None,
+        dropout: float,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend by softmax.
 
         Args:
-            query: `[B, H, T, K]`. key, value: `[B, G, T, K]`, of the same heads.
-            attention_mask: as the base's attention function takes it.
-            cache: the `MHLACacheLayer` of the layer, which holds the keys and values before these; or None.
-            scaling, dropout, kwargs: as the base hands them to its attention function.
+            query: [B, H, T, K], the query heads that keep softmax.
+            key: [B, G, T, K], their KV heads.
+            value: [B, G, T, V].
+            attention_mask: As the base's attention function takes it.
+            cache: The `MHLACacheLayer` of the layer, to whose `softmax` keys and values are added; or None.
+            scaling, dropout, kwargs: As the base passes them to its attention function.
 
         Returns:
-            `[B, T, H, K]`.
+            [B, T, H, V].
         """
         if cache is not None:
             key, value = cache.softmax.update(key, value)
@@ -102,10 +146,20 @@ class SoftmaxHeads(nn.Module):
         return attend(self, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)[0]
 
 
-def padding_mask(*args, q_length, q_offset=0, attention_mask: torch.Tensor | None = None, **kwargs):
-    """The mask of a model without softmax layers: which new tokens are padding `[B, T]`, never T x T numbers.
+def padding_mask(
+    *args: Any, q_length: int, q_offset: Any = 0, attention_mask: torch.Tensor | None = None, **kwargs: Any
+) -> torch.Tensor | None:
+    """Make the mask of a model without softmax layers; transformers calls this as a mask function.
 
-    So long and no longer, or each compiled step of `generate` would see another shape.
+    It covers the new tokens only. If it covered the past, too, every compiled step of `generate` would see a new shape.
+
+    Args:
+        q_length: Number of new tokens, T.
+        q_offset: Number of tokens before these.
+        attention_mask: [B, S], or None.
+
+    Returns:
+        [B, T], or None without a mask; never T x T.
     """
     return None if attention_mask is None else new_columns(attention_mask, q_length, q_offset)
 
@@ -115,31 +169,55 @@ AttentionMaskInterface.register(ATTENTION_NAME, padding_mask)
 
 
 class MHLAMixer:
-    """Mixed into a transformers attention class; the module has a child `mhla` (`MHLA`)."""
+    """Mixed into an attention class of transformers; the module has a child `mhla`, an `MHLA` or a `DecayMHLA`.
 
-    def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
-        """As the base, with the layer's own cache in place of keys and values, whatever the base calls the cache."""
+    Attributes:
+        reads_unrotated: Whether MHLA reads q and k as they were before the rotary embedding (`rope="near"`).
+    """
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the base without a KV cache, and pass the layer's own cache to the attention function.
+
+        Args:
+            hidden_states: [B, T, C].
+            *args, **kwargs: As the base takes them; the cache is recognized by its type, since its name varies.
+
+        Returns:
+            As the base.
+        """
         name, mixed = find_cache(kwargs), hasattr(self, "softmax_heads")
         cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx, mixed) if name is not None else None
         added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
         if self.reads_unrotated:
             added["mhla_angles"] = rotation_angles(self, kwargs)
-        output = super().forward(hidden_states, *args, **added, **kwargs)
+        output = super().forward(hidden_states, *args, **added, **kwargs)  # type: ignore[misc]
         if cache is not None:
             cache.count(hidden_states)
         return output
 
 
-def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
-    """The attention modules of a decoder, by layer index: those that call transformers' attention interface, and MHLA's."""
-    found = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-    return {module.layer_idx: module for module in found if hasattr(module, "mhla") or calls_interface(type(module))}
+def softmax_attentions(model: nn.Module) -> dict[int, Any]:
+    """Return the attention modules of a decoder by layer index: MHLA, and those that call the attention interface."""
+    layer_parts: list[Any] = [
+        module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)
+    ]
+    return {
+        module.layer_idx: module
+        for module in layer_parts
+        if hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
+    }
 
 
-def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.Module]) -> None:
-    """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` is a body, or a head on one.
+def install_mhla(model: Any, settings: MHLASettings, core_class: type[nn.Module]) -> None:
+    """Turn the attention modules that `settings.layers` lists into MHLA, in place.
 
-    core_class: `MHLA` or `DecayMHLA`, made once for each of these modules.
+    Args:
+        model: A decoder of transformers, with or without a head.
+        settings: The settings.
+        core_class: `MHLA` or `DecayMHLA`.
+
+    Raises:
+        ValueError: The settings do not fit the model.
     """
     config = model.config
     attentions = softmax_attentions(model)
@@ -147,7 +225,7 @@ def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.M
     widths = {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
     for index in chosen:
         attention = attentions[index]
-        core = core_class(settings, **attention_sizes(attention, config), **widths)
+        core: Any = core_class(settings, **attention_sizes(attention, config), **widths)
         mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
         attention.reads_unrotated = settings.rope == "near"
         if attention.reads_unrotated:
@@ -155,36 +233,47 @@ def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.M
         swap_attention(attention, mixed, core, ATTENTION_NAME)
         if str(index) in kept:
             keep_softmax_heads(attention, config, kept[str(index)])
-    if set(chosen) == set(attentions) and not kept:  # a base may have layers without attention
+    # Compared with all attention modules rather than all layers: a base may have layers without attention.
+    if set(chosen) == set(attentions) and not kept:
         set_attention_function(config, ATTENTION_NAME)
     prepare_inner_body(model, pass_padding)
 
 
-def keep_softmax_heads(attention: nn.Module, config, heads: Sequence[int]) -> None:
-    """Give KV heads of an MHLA attention module their softmax back, in place.
+def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
+    """Give some KV heads of an MHLA attention module their softmax back, in place.
 
     Args:
-        attention: the module.
-        config: the model's configuration.
-        heads: indices of KV heads, not all of the module's.
+        attention: The module.
+        config: The configuration of the model.
+        heads: Indices of KV heads, fewer than all.
 
     Raises:
-        ValueError: there are no such heads, or they are all.
+        ValueError: There are no such heads, or they are all.
     """
-    count = attention.mhla.num_kv_heads
-    if max(heads) >= count or len(heads) >= count:
-        what = f"expected some of 0 to {count - 1}, fewer than all: a layer without MHLA heads is not in `layers`"
-        raise ValueError(f"softmax_heads: got {list(heads)} for layer {attention.layer_idx}, {what}.")
-    attention.mhla.heads = HeadSplit(heads, count)
+    num_heads = attention.mhla.num_kv_heads
+    if max(heads) >= num_heads or len(heads) >= num_heads:
+        expected = f"some of 0 to {num_heads - 1}, fewer than all: a layer without MHLA heads is not in `layers`"
+        raise ValueError(f"softmax_heads: got {list(heads)} for layer {attention.layer_idx}, expected {expected}.")
+    attention.mhla.heads = HeadSplit(heads, num_heads)
     attention.softmax_heads = SoftmaxHeads(attention, config)
 
 
-def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
-    """Before a body runs, whose forward takes `names`: say which tokens are padding, or where packed sequences begin, to the
-    layers below.
+def pass_padding(
+    body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Pass padding or the borders of packed sequences on to the layers; called before a body runs.
 
-    Adds `mhla_padding`, a pair (first real token of each row `[B]`, real tokens `[B, T]`), or `cu_seq_lens_q`; and counts
-    positions from the first real token where the caller gave none, so that a padded row equals the row alone.
+    Also counts positions from the first real token of each row, unless the caller passes positions, so that a padded row
+    gives what the row alone gives.
+
+    Args:
+        body: The model without its head.
+        args, kwargs: The arguments of the call.
+        names: The parameters of the body's forward.
+
+    Returns:
+        The new arguments, all by keyword, with `cu_seq_lens_q` [N + 1] for packed sequences, or with `mhla_padding` if there
+        is padding: a pair of the first real token of each row [B] and bool [B, T], True for real tokens.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     refuse_paged_cache(kwargs)
@@ -193,41 +282,61 @@ def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
     if inputs is None:
         return (), kwargs
     batch, length = inputs.shape[:2]
-    mask, past = kwargs.get("attention_mask"), kwargs.get(find_cache(kwargs))
-    seen = past.get_seq_length() if past is not None else 0  # a tensor in a static cache
+    mask = kwargs.get("attention_mask")
+    cache_name = find_cache(kwargs)
+    past = None if cache_name is None else kwargs[cache_name]
+    # A static cache counts in a tensor.
+    seen = past.get_seq_length() if past is not None else 0
     borders = packed_borders(kwargs, batch, seen)
     if borders is not None:
         return (), {**kwargs, **packed_arguments(kwargs, borders, length)}
     if mask is None or "mhla_padding" in kwargs:
         return (), kwargs
     columns = real_columns(mask, batch, length, seen)
-    real = None if columns is None else new_columns(columns, length, seen)
-    if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
-        starts = torch.where(real.any(1), real.int().argmax(1), length)
-        kwargs["mhla_padding"] = (starts, real)
-    two_axes = isinstance(mask, torch.Tensor) and mask.ndim == 2
-    if two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
+    is_real = None if columns is None else new_columns(columns, length, seen)
+    if is_real is not None and (torch.compiler.is_compiling() or not bool(is_real.all())):
+        starts = torch.where(is_real.any(1), is_real.int().argmax(1), length)
+        kwargs["mhla_padding"] = (starts, is_real)
+    has_two_axes = isinstance(mask, torch.Tensor) and mask.ndim == 2
+    if has_two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
         kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)
     return (), kwargs
 
 
-def first_new_column(mask: torch.Tensor, length: int, seen):
-    """The first of `length` new columns of `[B, S]`: number `seen`, or the last ones of a shorter mask."""
+def first_new_column(mask: torch.Tensor, length: int, seen: Any) -> Any:
+    """Return the first of the columns of new tokens: `seen`, or less if the mask does not go so far.
+
+    Args:
+        mask: [B, S].
+        length: Number of new tokens.
+        seen: Number of tokens in the cache, an integer or a tensor.
+    """
     last = mask.shape[1] - length
     return seen.clamp(max=last) if isinstance(seen, torch.Tensor) else torch.sym_min(seen, last)
 
 
-def new_columns(mask: torch.Tensor, length: int, seen) -> torch.Tensor:
-    """What `[B, S]` says of the new tokens `[B, T]`."""
+def new_columns(mask: torch.Tensor, length: int, seen: Any) -> torch.Tensor:
+    """Return the columns [B, T] of a mask [B, S] that belong to the T new tokens."""
     if mask.shape[1] == length:
         return mask
     return mask[:, first_new_column(mask, length, seen) + torch.arange(length, device=mask.device)]
 
 
-def real_columns(mask, batch: int, length: int, seen: int) -> torch.Tensor | None:
-    """Which tokens are real, old and new, bool `[B, S]`, from a mask `[B, S]` or a causal one `[B, 1, T, S]`."""
+def real_columns(mask: Any, batch: int, length: int, seen: Any) -> torch.Tensor | None:
+    """Return which tokens are not padding.
+
+    Args:
+        mask: [B, S], a causal mask [B, 1, T, S], or a dictionary of these by the type of layer.
+        batch: B.
+        length: Number of new tokens, T.
+        seen: Number of tokens in the cache.
+
+    Returns:
+        bool [B, S] for the tokens in the cache and the new ones; None if there is no mask for layers of full attention.
+    """
     if isinstance(mask, dict):
-        mask = mask["full_attention"]  # MHLA layers were no sliding ones
+        # Sliding layers are not converted.
+        mask = mask["full_attention"]
         if mask is None:
             return None
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
@@ -243,22 +352,40 @@ def real_columns(mask, batch: int, length: int, seen: int) -> torch.Tensor | Non
 
 @torch.compiler.disable(reason="attention_mask came with four axes, checked by value, expected [batch, length].")
 def check_only_padding(allowed: torch.Tensor, seen: int) -> None:
-    """One sentence if a mask `[B, T, S]` says more than "causal, without these padded tokens", which MHLA would not see."""
+    """Raise ValueError if a mask hides more than the future and padding, which is all that MHLA can hide.
+
+    Args:
+        allowed: bool [B, T, S], True where a query may see a key.
+        seen: Number of tokens in the cache, S - T.
+    """
     real = allowed.any(1)
-    wanted = torch.ones_like(allowed).tril(int(seen)) & real[:, None]
-    if bool(((wanted != allowed) & real[:, seen:, None]).any()):
-        what = "expected [batch, length], or packed sequences by position_ids or cu_seq_lens_q in a batch of 1"
-        raise ValueError(f"attention_mask: got four axes that hide more than padding and the future; {what}.")
+    causal = torch.ones_like(allowed).tril(int(seen)) & real[:, None]
+    # Rows of padded queries do not matter.
+    if bool(((causal != allowed) & real[:, seen:, None]).any()):
+        expected = "[batch, length], or packed sequences by position_ids or cu_seq_lens_q in a batch of 1"
+        got = "four axes that hide more than padding and the future"
+        raise ValueError(f"attention_mask: got {got}, expected {expected}.")
 
 
-def packed_borders(kwargs: dict, batch: int, seen: int) -> torch.Tensor | None:
-    """Borders of the sequences packed into one row, int `[N + 1]`, if there are several."""
+def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tensor | None:
+    """Return the borders of sequences that are packed into one row.
+
+    They come from `cu_seq_lens_q`, `seq_idx`, or `position_ids`; the last counts only without a mask and without a past.
+
+    Args:
+        kwargs: The arguments of the call.
+        batch: B.
+        seen: Number of tokens in the cache.
+
+    Returns:
+        int [N + 1] for N sequences, or None if nothing is packed.
+    """
     if kwargs.get("cu_seq_lens_q") is not None:
         return kwargs["cu_seq_lens_q"]
     if kwargs.get("seq_idx") is not None:
         return find_borders(kwargs["seq_idx"], 0, batch)
     position_ids = kwargs.get("position_ids")
-    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] == 1:  # one token is one sequence
+    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] == 1:
         return None
     if kwargs.get("attention_mask") is not None or seen:
         return None
@@ -267,21 +394,45 @@ def packed_borders(kwargs: dict, batch: int, seen: int) -> torch.Tensor | None:
 
 @torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q beside them.")
 def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | None:
-    """Borders int32 `[N + 1]` where ids `[1, T]` do not go on by `step`; None if they always do."""
-    new = ids.diff() != step
-    if not bool(new.any()):
+    """Return the borders of packed sequences, which are where `ids` do not go on by `step`.
+
+    Args:
+        ids: int [B, T], positions or the index of each token's sequence.
+        step: Difference between neighbors in one sequence.
+        batch: B, which has to be 1 if there are borders.
+
+    Returns:
+        int32 [N + 1] for N sequences, or None if there is only one.
+    """
+    is_border = ids.diff() != step
+    if not bool(is_border.any()):
         return None
     if batch != 1:
         raise ValueError(f"position_ids or seq_idx: got sequences packed in a batch of {batch}, expected a batch of 1.")
-    inner = new[0].nonzero()[:, 0] + 1
+    inner = is_border[0].nonzero()[:, 0] + 1
     return torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([ids.shape[1]])]).to(torch.int32)
 
 
-def packed_arguments(kwargs: dict, borders: torch.Tensor, length: int) -> dict:
-    """What a body gets of packed sequences: their borders, positions that start anew in each, and no cache."""
+def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int) -> dict[str, Any]:
+    """Return the arguments that a body needs for packed sequences.
+
+    Args:
+        kwargs: The arguments of the call.
+        borders: int [N + 1].
+        length: Number of tokens, T.
+
+    Returns:
+        `cu_seq_lens_q`, `position_ids` [1, T] that restart in each sequence, and `use_cache`, which is False.
+
+    Raises:
+        ValueError: The call has a mask or a cache, which packed sequences cannot have.
+    """
     for name in ("attention_mask", find_cache(kwargs), "use_cache"):
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise ValueError(f"{name}: it came with packed sequences, expected none: they have no padding, no cache.")
+        if name is not None and kwargs.get(name) is not None and kwargs[name] is not False:
+            got = "True" if kwargs[name] is True else type(kwargs[name]).__name__
+            raise ValueError(
+                f"{name}: got {got} with packed sequences, which have no padding and no cache, expected None."
+            )
     token, edges = torch.arange(length, device=borders.device), borders.long()
     position_ids = kwargs.get("position_ids")
     if position_ids is None:

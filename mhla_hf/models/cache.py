@@ -1,43 +1,51 @@
-"""The KV cache of MHLA layers, as a layer of any transformers `Cache`.
+"""The KV cache of MHLA layers, as a layer of any `Cache` of transformers.
 
-A cache is made by transformers before the model runs, from a configuration that says nothing of MHLA. So an MHLA attention
-module exchanges its layer of the cache for this one at first use (`mhla_cache_layer`). It calls itself a linear
-attention layer so that softmax layers of a hybrid never size their masks by it, and an attention layer so that a cache
-made of nothing else still knows its length. Where some heads of the layer keep softmax, it holds the keys and values of
-these in a layer of transformers' own (`softmax`).
+transformers makes a cache before the model runs, from a configuration that does not mention MHLA. So at first use an MHLA
+attention module replaces its layer of the cache by this one (`mhla_cache_layer`). The layer calls itself a linear attention
+layer, so that softmax layers of a hybrid never size their masks by it, and an attention layer, so that a cache of MHLA
+layers alone still knows its length. If some heads of a layer keep softmax, their keys and values are in a layer of
+transformers' own inside this one (`softmax`).
 """
+
+from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin, StaticLayer
 
 
 class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """What one layer remembers (`state`, an `MHLAState` or a `LocalState`), the mixing it is read with, and its length.
-
-    `state` is None until the first forward pass. `seen_tokens` counts columns, padding included, as transformers does.
+    """The state of one MHLA layer in a KV cache.
 
     Args:
-        static: whether it stands for a static layer, which counts in a tensor.
-        max_cache_len: of that layer.
-        softmax: the layer for the keys and values of the heads that keep softmax; None if there are none.
+        static: Whether it replaces a static layer, and therefore counts tokens in a tensor.
+        max_cache_len: Length of the static layer that it replaces.
+        softmax: Layer for the keys and values of the heads that keep softmax; None if there are none.
+
+    Attributes:
+        state: The `MHLAState` or `LocalState`, None until the first forward pass.
+        seen_tokens: Number of columns, including padding, as transformers counts.
+        mixing: The mixing weights with which the state is read: a matrix, or packed decays.
+        padded: For the last call with padding: its mask bool [B, T], and the number of columns after it.
     """
 
-    is_compileable = True  # False would make transformers drop the mask that a hybrid's static softmax layers need
+    # False would make transformers drop the mask that a hybrid's static softmax layers need.
+    is_compileable = True
     is_croppable = True
     is_sliding = False
 
     def __init__(self, static: bool = False, max_cache_len: int | None = None, softmax: CacheLayerMixin | None = None):
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)
-        self.state = None
-        self.seen_tokens = torch.tensor(0) if static else 0  # as in transformers' layers: no recompilation by a tensor
-        self.mixing = None  # a matrix, or packed decays
+        self.state: Any = None
+        # In a static layer a tensor, so that a compiled step does not recompile as it grows.
+        self.seen_tokens: Any = torch.tensor(0) if static else 0
+        self.mixing: Any = None
         self.max_cache_len = max_cache_len
-        self.softmax = softmax
-        self.padded = None  # the last call with padding: its real tokens, and the columns there were after it
+        self.softmax: Any = softmax
+        self.padded: Any = None
 
     def count(self, hidden_states: torch.Tensor) -> None:
-        """Note the columns of `hidden_states` `[B, T, ..]`, in place if static."""
+        """Add the columns of hidden states [B, T, ..] to `seen_tokens`."""
         if not isinstance(self.seen_tokens, torch.Tensor):
             self.seen_tokens += hidden_states.shape[1]
             return
@@ -45,8 +53,17 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.seen_tokens = self.seen_tokens.to(hidden_states.device)
         self.seen_tokens.add_(hidden_states.shape[1])  # `+=` would make it an output of a compiled step
 
-    def mixing_for(self, mixing, new_tokens: int, block_size: int) -> torch.Tensor:
-        """The mixing weights for the blocks reached after `new_tokens` more, computed once per doubling of the length."""
+    def mixing_for(self, mixing: Any, new_tokens: int, block_size: int) -> torch.Tensor:
+        """Return mixing weights for all blocks after `new_tokens` more, recomputed when their number exceeds a power of two.
+
+        Args:
+            mixing: Module that computes the matrix for a number of blocks.
+            new_tokens: Number of tokens that are about to be added.
+            block_size: Number of tokens in a block.
+
+        Returns:
+            A mixing matrix of at least as many blocks as are needed; exactly as many if it needs a gradient.
+        """
         needed = -(-(int(self.seen_tokens) + new_tokens) // block_size)
         if torch.is_grad_enabled() and mixing.weight.requires_grad:
             return mixing(needed)
@@ -56,68 +73,88 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return self.mixing
 
     def note_padding(self, key_mask: torch.Tensor) -> None:
-        """Remember the padding `[B, T]` of the call that is under way, for `crop`, which reads it."""
+        """Remember the mask of a call with padding, bool [B, T], True for real tokens, for `crop`."""
         if not torch.compiler.is_compiling():
             self.padded = key_mask, self.seen_tokens + key_mask.shape[1]
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:
+        """Return the number of columns, an integer, or in a static cache a tensor."""
         return self.seen_tokens
 
     def get_max_length(self) -> int:
+        """Return -1: the length is not limited."""
         return -1
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        # As the softmax layer in whose place this one is: transformers may size the masks of the other layers by it.
+    def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
+        """Return length and offset of the keys that a mask covers, for `query_length` new tokens.
+
+        They are those of the softmax layer that this one replaces, because transformers may size the masks of other layers
+        by this one.
+        """
         return (self.seen_tokens + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
-    def lazy_initialization(self, *args, **kwargs) -> None:
-        """Nothing to do: the first forward pass makes the state."""
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing, since the first forward pass makes the state."""
 
-    def update(self, *args, **kwargs):
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ValueError: only layers without MHLA call this."""
         raise ValueError("past_key_values: a layer without MHLA wrote to an MHLA cache; expected one model's layers.")
 
     update_conv_state = update_recurrent_state = update
 
     def offload(self) -> None:
-        """Stays where it is: transformers offloads before the layer has read its state."""
+        """Do nothing, since transformers offloads before the layer has read its state."""
 
     prefetch = offload
 
     def reset(self) -> None:
+        """Forget all tokens."""
         self.state, self.mixing, self.padded = None, None, None
         self.seen_tokens *= 0
         if self.softmax is not None:
             self.softmax.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Select rows, with repetitions, by `beam_idx` [B], for beam search."""
         if self.state is not None:
             self.state.select(beam_idx)
         if self.softmax is not None:
             self.softmax.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
         if self.state is not None:
             self.state.repeat(repeats)
         if self.softmax is not None:
             self.softmax.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows that `indices` lists."""
         if self.state is not None:
             self.state.select(indices)
         if self.softmax is not None:
             self.softmax.batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, exactly; at most one block of them."""
+        """Forget the last tokens exactly, for assisted generation.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens, at most one block.
+
+        Raises:
+            ValueError: There are too many of them, or padding is among them.
+        """
         if self.state is None or tokens_to_remove == 0:
             return
         if not 0 < -tokens_to_remove <= self.state.block_size:
-            what = f"{-self.state.block_size} to 0: an MHLA cache forgets one block exactly (see num_assistant_tokens)"
-            raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected {what}.")
+            expected = (
+                f"{-self.state.block_size} to 0: an MHLA cache forgets one block exactly (see num_assistant_tokens)"
+            )
+            raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected {expected}.")
         if self.padded is not None:
-            real, columns = self.padded
-            back = int(columns) - int(self.seen_tokens) - tokens_to_remove
-            if back > 0 and not bool(real[:, -back:].all()):
+            is_real, columns = self.padded
+            num_removed = int(columns) - int(self.seen_tokens) - tokens_to_remove  # of the columns of that call
+            if num_removed > 0 and not bool(is_real[:, -num_removed:].all()):
                 raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected none that is padding.")
         self.state.crop(-tokens_to_remove)
         self.seen_tokens += tokens_to_remove
@@ -126,22 +163,32 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
 
 class MHLADynamicCache(DynamicCache):
-    """A `DynamicCache` with MHLA layers."""
+    """A `DynamicCache` with MHLA layers, which `mhla_cache_layer` makes from one without."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As the base; what the MHLA layers refuse, they refuse before a softmax layer has forgotten it."""
+        """Forget the last tokens, MHLA layers first, so that an error of theirs leaves the softmax layers unchanged."""
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, MHLACacheLayer)):
             layer.crop(tokens_to_remove)
 
 
 def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int, mixed: bool = False) -> MHLACacheLayer | None:
-    """The MHLA layer number `layer_idx` of a cache, put there at first use; None without a cache.
+    """Return an MHLA layer of a cache, and put it there at first use.
 
-    mixed: some heads of the layer keep softmax; their keys and values go into a layer such as the one that it replaces.
+    Args:
+        past_key_values: The cache, or None.
+        layer_idx: Index of the layer.
+        mixed: Whether some heads keep softmax. Their keys and values go into the layer that was there before, or, if that
+            is static, into one like it.
+
+    Returns:
+        The layer, or None without a cache.
+
+    Raises:
+        ValueError: The cache already holds softmax keys and values for this layer.
     """
     if past_key_values is None:
         return None
-    layers = past_key_values.layers
+    layers: Any = past_key_values.layers
     while len(layers) <= layer_idx:
         layers.append(past_key_values.layer_class_to_replicate())
     layer = layers[layer_idx]
@@ -154,7 +201,8 @@ def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int, mixed: bool 
         )
     static = isinstance(layer, StaticLayer)
     length = layer.max_cache_len if static else None
-    if mixed and static and layer.is_initialized:  # with room for all heads
+    if mixed and static and layer.is_initialized:
+        # Its storage is for all heads; the new one is made for those that keep softmax.
         layer = type(layer)(max_cache_len=length)
     layers[layer_idx] = MHLACacheLayer(static, max_cache_len=length, softmax=layer if mixed else None)
     if type(past_key_values) is DynamicCache and not torch.compiler.is_compiling():

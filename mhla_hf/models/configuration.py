@@ -1,5 +1,7 @@
 """The configuration of the from-scratch language model."""
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -7,7 +9,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from ..nn.settings import NO_SOFTMAX, MHLASettings
 
 PAPER_SETTINGS = {"feature_map": "relu", "normalize": False, "output_norm": True, "gate": True, "rope": "after"}
-MHLA_PRESETS = {
+MHLA_PRESETS: dict[str, dict[str, Any]] = {
     "340M": {},
     "tiny": {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
 }
@@ -18,12 +20,14 @@ class MHLAConfig(PreTrainedConfig):
     """The paper's language model (sections 4, 5.4 and C); the defaults are its 340 M configuration.
 
     Args:
-        expand_k: width of all q heads together, as a share of `hidden_size` (0.5: heads of 128).
-        expand_v: width of all v heads together, as a share of `hidden_size` (1.0: heads of 256).
-        mhla: settings as a dictionary (`MHLASettings`). Default: relu, RoPE after the map, no normalizer but an RMSNorm
-            per head, output gate, 32 blocks of 64 tokens.
+        expand_k: Width of all q heads together, divided by `hidden_size` (0.5 gives heads of width 128).
+        expand_v: Width of all v heads together, divided by `hidden_size` (1.0 gives heads of width 256).
+        head_dim: Width of a q head; None follows from `expand_k`.
+        value_dim: Width of a v head; None follows from `expand_v`.
+        mhla: Settings as a dictionary (`MHLASettings`). Default: relu, RoPE after the map, an RMSNorm per head instead of a
+            normalizer, output gate, 32 blocks of 64 tokens.
 
-    `MHLAConfig.preset("340M")` and `MHLAConfig.preset("tiny")` give ready configurations.
+    `MHLAConfig.preset("340M")` and `MHLAConfig.preset("tiny")` return ready configurations.
     """
 
     model_type = "mhla"
@@ -52,7 +56,8 @@ class MHLAConfig(PreTrainedConfig):
     value_dim: int | None = None
     mhla: dict | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fill in widths, and check `mhla`."""
         kwargs.pop("transformers_weights", None)
         heads = self.num_attention_heads
         if self.head_dim is None:
@@ -60,21 +65,29 @@ class MHLAConfig(PreTrainedConfig):
         if self.value_dim is None:
             self.value_dim = int(self.hidden_size * self.expand_v) // heads
         settings = MHLASettings.from_dict(PAPER_SETTINGS if self.mhla is None else self.mhla)
-        every = list(range(self.num_hidden_layers))
-        if settings.resolve_layers(len(every)) != every:
-            what = "a from-scratch MHLA model has no softmax layers; convert a base model for a hybrid"
-            raise ValueError(f'layers: got {settings.layers!r}, expected "all": {what}.')
-        settings.layers = every
+        all_layers = list(range(self.num_hidden_layers))
+        if settings.resolve_layers(len(all_layers)) != all_layers:
+            reason = "a from-scratch MHLA model has no softmax layers; convert a base model for a hybrid"
+            raise ValueError(f'layers: got {settings.layers!r}, expected "all": {reason}.')
+        settings.layers = all_layers
         self.mhla = settings.to_dict()
         super().__post_init__(**kwargs)
 
-    def to_dict(self) -> dict:
-        """As the base, and what stops softmax classes, as in a converted model's."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the base's dictionary, with the entry that stops softmax classes (see `MHLAOverlayConfig`)."""
         return {**super().to_dict(), "transformers_weights": NO_SOFTMAX}
 
     @classmethod
-    def preset(cls, name: str, **overrides: object) -> "MHLAConfig":
-        """A named configuration ("340M", "tiny"), with any argument replaced."""
+    def preset(cls, name: str, **overrides: Any) -> "MHLAConfig":
+        """Return a named configuration.
+
+        Args:
+            name: "340M" or "tiny".
+            **overrides: Arguments that replace those of the preset.
+
+        Raises:
+            ValueError: There is no preset of this name.
+        """
         if name not in MHLA_PRESETS:
             raise ValueError(f"name: got {name!r}, expected one of {sorted(MHLA_PRESETS)}.")
         return cls(**{**MHLA_PRESETS[name], **overrides})

@@ -1,6 +1,7 @@
-"""What a checkpoint of a language model by decays carries: `converted.py` without the other form."""
+"""The source of checkpoints of language models that mix by decays: `converted.py` without the other mixing form."""
 
 from functools import partial
+from typing import Any
 
 from ..nn.local import DecayMHLA
 from .attention import MHLAMixer, install_mhla, pass_padding
@@ -9,11 +10,12 @@ from .overlay import MHLAHeadMixin, overlay_named
 
 
 class MHLALocalLanguageMixin(MHLAHeadMixin):
-    """Mixed into the base's class."""
+    """Mixed into the classes of language models, bodies and heads."""
 
     install, prepare = staticmethod(partial(install_mhla, core_class=DecayMHLA)), staticmethod(pass_padding)
     _can_compile_fullgraph = True
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
+    """Make a class on first use."""
     return overlay_named(name, LANGUAGE, MHLALocalLanguageMixin, MHLAMixer)

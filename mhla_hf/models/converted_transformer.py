@@ -1,15 +1,16 @@
-"""Converted transformers of diffusers that need nothing but their record: `MHLAWanTransformer3DModel` and the like.
+"""Converted transformers of diffusers that need no code of their own: `MHLAWanTransformer3DModel` and the like.
 
-No class is written out: each is made on first use from the base's own, which diffusers has under the record's name. A family
-with code of its own has a module of its own (`dit_transformer.py`).
+No class is written out. Each is made on first use from the class that diffusers has under the name in the family's record.
+Families with code of their own have a module of their own (`dit_transformer.py`).
 
-Wan and its kin (section 5.3): the rotary embedding turns the features, after the map; instead of a denominator
-there is an RMSNorm per head (section 4.1). 150 blocks are the layout (3, 5, 10); the paper does not spell out its 105, which
-(7, 3, 5) gives. The control blocks of VACE stay softmax; SkyReels-V2 takes whole videos: its blockwise causal mask is
-refused. Sana and Sana Video are linear attention already: with uniform mixing they are as they were.
+In Wan and models like it (section 5.3), the rotary embedding rotates the features, after the map, and an RMSNorm per head
+replaces the denominator (section 4.1). The paper's 150 blocks are the layout (3, 5, 10). It does not say how its 105 are
+laid out; (7, 3, 5) has as many. The control blocks of VACE stay softmax. SkyReels-V2 takes whole videos only; its blockwise
+causal mask is an error. Sana and Sana Video have linear attention already, and compute the same with uniform mixing.
 """
 
 import functools
+from typing import Any
 
 import diffusers
 
@@ -18,8 +19,12 @@ from .families import DIFFUSION
 
 
 @functools.cache
-def overlay_transformer(name: str) -> type:
-    """`MHLAWanTransformer3DModel(MHLATransformerMixin, MHLAProcessorsMixin, WanTransformer3DModel)`, made once."""
+def overlay_transformer(name: str) -> Any:
+    """Return the MHLA class of a transformer of diffusers, such as "MHLAWanTransformer3DModel", which is made once.
+
+    Raises:
+        AttributeError: No family of this module has such a class.
+    """
     family = next((family for family in DIFFUSION if name in [f"MHLA{base}" for base in family.classes]), None)
     if family is None or family.entry != "models.converted_transformer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")

@@ -1,9 +1,10 @@
-"""MHLA in the transformers of diffusers: the processor that owns the new modules, and what every family's class shares.
+"""MHLA in the transformers of diffusers: the attention processor that owns the new modules, and the mixins of all families.
 
-No attention of diffusers knows the grid of its tokens. The model's `forward` writes it to a `GridState` that the processors
-read, one for each thread, and restores it afterwards; gradient checkpointing, which runs a block again when the
-state holds another call's grid, binds the grid to the call. A family's class is little more than its record: constructor and
-forward are made from the base's own, in `MHLATransformerMixin.__init_subclass__`.
+The attention modules of diffusers do not know the grid of their tokens. The model's `forward` writes it to a `GridState`,
+which the processors read. The state is kept per thread and restored after the call. Gradient checkpointing runs a block
+again later, when the state may hold the grid of another call, so `GridCheckpoint` binds the grid to the block. A family's
+class is little more than its record: `MHLATransformerMixin.__init_subclass__` makes its constructor and forward from those
+of the base.
 """
 
 import functools
@@ -12,7 +13,9 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
@@ -27,71 +30,110 @@ from .families import Family
 from .grid_shards import TokenShares, share_of_grid
 from .saving import check_loaded_weights, source_name, write_source
 
-ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")  # names by which PEFT wraps a module
+# In the state dict of a model that PEFT has adapted, names contain one of these.
+ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")
 
 
 class GridState(threading.local):
-    """The grid of the forward pass that this thread is running; one object for a model and all of its processors."""
+    """The grid of the forward pass that runs in the current thread, shared by a model and all of its processors.
 
-    def __init__(self):  # once in every thread
-        self.grid = None
+    Attributes:
+        grid: Number of tokens per axis, or None outside of a forward pass.
+    """
 
-    def __reduce__(self):
-        return type(self), ()  # a copy, or a pickle, runs nothing
+    def __init__(self) -> None:
+        # `threading.local` calls this once in every thread.
+        self.grid: tuple[int, ...] | None = None
 
-    def run(self, grid, function, *args, **kwargs):
-        """`function(*args, **kwargs)` with this grid; the one before is back when it ends, however it ends."""
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Copy and pickle as a new state: a copied model is not in the middle of a forward pass."""
+        return type(self), ()
+
+    def run(self, grid: tuple[int, ...] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return `function(*args, **kwargs)`, called with `grid`; restore the previous grid afterwards, also on errors."""
         if grid == self.grid:
             return function(*args, **kwargs)
-        before, self.grid = self.grid, grid
+        previous, self.grid = self.grid, grid
         try:
             return function(*args, **kwargs)
         finally:
-            self.grid = before
+            self.grid = previous
 
 
 class GridCheckpoint:
-    """A checkpoint function that binds the grid of the call, for the second run in the backward pass.
+    """A gradient checkpointing function that binds the current grid, for the second run of a block in the backward pass.
 
-    An object rather than a closure: a copy of the model (EMA) must get a checkpoint function with the copy's state.
+    It is an object rather than a closure so that a copy of the model, such as EMA makes, refers to the state of the copy.
+
+    Args:
+        state: The grid state of the model.
+        function: The function to wrap, called as `torch.utils.checkpoint.checkpoint`.
     """
 
-    def __init__(self, state: GridState, function):
-        self.state, self.function = state, function
+    def __init__(self, state: GridState, function: Callable[..., Any]):
+        self.state = state
+        self.function = function
 
-    def __call__(self, block, *args):
+    def __call__(self, block: Callable[..., Any], *args: Any) -> Any:
         return self.function(functools.partial(self.state.run, self.state.grid, block), *args)
 
 
 class MHLAAttnProcessor(nn.Module):
-    """Self-attention by MHLA over the model's grid, for the attention modules of Wan, Sana, DiT and PixArt.
+    """Attention processor that computes self-attention by MHLA over the model's grid, for Wan, Sana, DiT, and PixArt.
 
-    It has one child, `mhla`, and no parameter of its own, so that offloading moves every weight when it is called.
+    All parameters are in its one child, `mhla`, and none in the processor itself, so that offloading, which hooks the calls
+    of modules, moves every weight.
+
+    Args:
+        core: The MHLA core.
+        state: The grid state of the model.
     """
 
-    _parallel_config = None  # diffusers writes its context-parallel configuration here
+    _parallel_config: Any = None  # diffusers writes its context-parallel configuration here
 
     def __init__(self, core: GridMHLA, state: GridState):
         super().__init__()
         self.mhla = core
         self.state = state
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
-        # diffusers reads this signature to decide which arguments an attention hands on
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Call `forward`. The signature is spelled out because diffusers passes only the arguments that it finds here."""
         return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
-    def forward(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
-        """`[B, N, C]` to `[B, N, C]`; `attn` holds the base's projections, rotary_emb is (cos, sin) or None.
+    def forward(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Attend over the whole grid.
 
-        A child `input_norm` of `attn` comes first (the authors' DiT).
+        Args:
+            attn: Attention module of the base, which holds the projections. If it has a child `input_norm`, as in the
+                authors' DiT, that is applied first.
+            hidden_states: [B, T, C].
+            encoder_hidden_states, attention_mask: None; anything else is an error.
+            rotary_emb: Cosines and sines of the rotary embedding, or None.
+
+        Returns:
+            [B, T, C].
         """
         if encoder_hidden_states is not None:
             raise ValueError("encoder_hidden_states: got a tensor, expected None: an MHLA layer is self-attention.")
         if attention_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None: MHLA layers see the whole grid.")
         if self.state.grid is None:
-            what = "a call of the whole transformer; to run blocks again, use its enable_gradient_checkpointing"
-            raise ValueError(f"grid: got none, expected {what}.")
+            expected = "a call of the whole transformer; to run blocks again, use its enable_gradient_checkpointing"
+            raise ValueError(f"grid: got none, expected {expected}.")
         if hasattr(attn, "input_norm"):
             hidden_states = attn.input_norm(hidden_states)
         projections = (attn.to_q, attn.to_k, attn.to_v)
@@ -103,172 +145,239 @@ class MHLAAttnProcessor(nn.Module):
         k = k if attn.norm_k is None else attn.norm_k(k)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
 
-        def rotate(x, y):
-            return rotate_pairs(x, *rotary_emb), rotate_pairs(y, *rotary_emb)
+        rotation: Any = rotary_emb
 
-        grid, rotate = self.state.grid, None if rotary_emb is None else rotate
+        def rotate_both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return rotate_pairs(x, *rotation), rotate_pairs(y, *rotation)
+
+        grid = self.state.grid
+        rotate = None if rotary_emb is None else rotate_both
         shard = None if self._parallel_config is None else share_of_grid(self._parallel_config, grid)
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
         o = attn.to_out[1](attn.to_out[0](o.flatten(2)))
-        return o.clip(-65504, 65504) if o.dtype == torch.float16 else o  # as Sana's own
+        # Sana's own processor clips to the range of fp16, too.
+        return o.clip(-65504, 65504) if o.dtype == torch.float16 else o
 
 
-def holds_mhla(processor) -> bool:
-    """Whether an attention's processor is MHLA's, by what it has: diffusers runs a checkpoint's file again at each load, and
-    the class of an earlier model is then no longer the one that bears its name."""
+def holds_mhla(processor: Any) -> bool:
+    """Return whether an attention processor is one of MHLA.
+
+    The class is not compared: diffusers runs the source file of a checkpoint again at each load, so that models of earlier
+    loads have processors of a class of the same name that is another object.
+    """
     return hasattr(processor, "mhla")
 
 
 class MHLATransformerMixin:
-    """Before a transformer of diffusers in the bases: `class MHLAX(MHLATransformerMixin, X)`.
+    """Makes a transformer of diffusers an MHLA model, as the first of its bases: `class MHLAX(MHLATransformerMixin, X)`.
 
-    The constructor takes the base's arguments by keyword, and `mhla`: settings as `MHLASettings.to_dict` gives them, or some
-    of them; the family's defaults fill the rest. `family` is the record, which gives `mhla_defaults`;
-    `mhla_arguments` are further arguments of the constructor with their defaults, which `install_mhla` reads from the
-    config.
+    The constructor takes the arguments of the base as keywords, and `mhla`: settings as `MHLASettings.to_dict` returns them,
+    or some of them. Those that are missing come from the defaults of the family.
+
+    Attributes:
+        family: The record of the family.
+        mhla_defaults: Default settings, from the record.
+        mhla_arguments: Further arguments of the constructor and their defaults. `install_mhla` reads their values from the
+            config.
     """
 
     family: Family
-    mhla_arguments = {}
+    mhla_arguments: dict[str, Any] = {}
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls: Any, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         base = cls.__bases__[-1]
         cls.mhla_defaults = cls.family.defaults
-        # what torch.compile takes apart; some bases name their blocks only for device maps
+        # `compile_repeated_blocks` reads this; some bases name their blocks only in `_no_split_modules`.
         cls._repeated_blocks = cls._repeated_blocks or [n for n in base._no_split_modules or [] if n.endswith("Block")]
         cls.__init__ = register_to_config(constructor_with_mhla(base, cls.mhla_arguments))
         cls.forward = forward_on_grid(base)
-        if base._keep_in_fp32_modules or is_accelerate_available():  # without accelerate diffusers could not load it
+        # Without accelerate, diffusers cannot load models with modules that stay in fp32.
+        if base._keep_in_fp32_modules or is_accelerate_available():
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
-        name = source_name(cls.family.entry).removesuffix(".py")
-        home = sys.modules.setdefault(name, sys.modules[cls.__module__])
-        vars(home).setdefault("ModelMixin", ModelMixin)  # diffusers looks for it beside a class that it loads
-        cls.__module__ = name  # diffusers writes this name to model_index.json
+        module_name = source_name(cls.family.entry).removesuffix(".py")
+        module = sys.modules.setdefault(module_name, sys.modules[cls.__module__])
+        vars(module).setdefault(
+            "ModelMixin", ModelMixin
+        )  # diffusers looks for it in the module of a class that it loads
+        cls.__module__ = module_name  # diffusers writes this name to model_index.json
         cls.register_for_auto_class("AutoModel")
 
     @classmethod
-    def extract_init_dict(cls, config_dict: dict, **kwargs):
-        """As diffusers, which would warn of the line of `config.json` by which it found this class."""
-        return super().extract_init_dict({k: v for k, v in config_dict.items() if k != "auto_map"}, **kwargs)
+    def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Call the base without `auto_map`, the entry by which diffusers found this class and about which it would warn."""
+        init_dict = {k: v for k, v in config_dict.items() if k != "auto_map"}
+        return super().extract_init_dict(init_dict, **kwargs)  # type: ignore[misc]
 
-    def install_mhla(self, settings: MHLASettings) -> None:
-        """Give the self-attentions that `settings.layers` lists their MHLA processors, and note the settings."""
+    def install_mhla(self: Any, settings: MHLASettings) -> None:
+        """Set MHLA processors in the layers that `settings.layers` lists, and record the settings in the config."""
         attentions = self_attentions(self)
         settings = check_diffusion_settings(type(self), self, settings)
         self.mhla_state = GridState()
-        for attn in (attentions[index] for index in settings.layers):
+        layers: Any = settings.layers
+        for attn in (attentions[index] for index in layers):
             widths = {"hidden_size": attn.to_q.in_features, "key_dim": attn.to_q.out_features // attn.heads}
             core = GridMHLA(settings, num_heads=attn.heads, value_dim=attn.to_v.out_features // attn.heads, **widths)
             attn.set_processor(MHLAAttnProcessor(core, self.mhla_state).train(attn.training))
-        noted = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
-        noted["mhla"] = settings.to_dict()
-        defaults = [name for name in self.config.get("_use_default_values", []) if name not in noted]
-        self.register_to_config(**noted, _use_default_values=defaults)
+        values = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
+        values["mhla"] = settings.to_dict()
+        # `from_config` skips the values that this list names as defaults.
+        defaults = [name for name in self.config.get("_use_default_values", []) if name not in values]
+        self.register_to_config(**values, _use_default_values=defaults)
 
-    def token_grid(self, hidden_states: torch.Tensor) -> tuple:
-        """Tokens per axis of latents `[B, C, ...]`; one sentence if they are not this model's."""
+    def token_grid(self: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
+        """Return the number of tokens per axis for latents [B, C, ..].
+
+        Raises:
+            ValueError: The latents have another number of axes or channels than this model's.
+        """
         sides, patch = hidden_states.shape[2:], self.config.patch_size
         if len(sides) != self.family.axes or hidden_states.shape[1] != self.config.in_channels:
             axes = f"{self.config.in_channels}, {'frames, ' if self.family.axes == 3 else ''}height, width"
-            what = f"expected [batch, {axes}]; do they come from this model's own VAE?"
-            raise ValueError(f"hidden_states: got latents {list(hidden_states.shape)}, {what}")
+            expected = f"[batch, {axes}]; do they come from this model's own VAE?"
+            raise ValueError(f"hidden_states: got latents {list(hidden_states.shape)}, expected {expected}")
         patch = (patch,) * len(sides) if isinstance(patch, int) else patch
         return tuple(side // step for side, step in zip(sides, patch, strict=True))
 
-    def enable_parallelism(self, *, config, cp_plan=None) -> None:
-        """As diffusers. Context parallelism: each process has tokens in the order of their blocks (`TokenShares`)."""
+    def enable_parallelism(self: Any, *, config: Any, cp_plan: None = None) -> None:
+        """Enable parallelism as diffusers does, with the tokens spread in the order of their blocks (`TokenShares`).
+
+        Args:
+            config: Configuration of diffusers.
+            cp_plan: None; anything else is an error, because the plan has to be MHLA's.
+        """
         if cp_plan is not None:
             raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
-        if self._cp_plan is None:  # so that diffusers says what it needs
-            return super().enable_parallelism(config=config)
+        if self._cp_plan is None:  # diffusers raises the error
+            return super().enable_parallelism(config=config)  # type: ignore[misc]
         degree = getattr(getattr(config, "context_parallel_config", config), "ulysses_degree", None) or 1
         heads = self.config.num_attention_heads
         if heads % degree and len(self.config.mhla["layers"]) < len(self_attentions(self)):
-            what = f"which does not divide the {heads} heads of softmax layers; expected one that does, or ring_degree"
-            raise ValueError(f"ulysses_degree: got {degree}, {what}.")
-        super().enable_parallelism(config=config, cp_plan={"proj_out": self._cp_plan["proj_out"]})
+            mismatch = f"which does not divide the {heads} heads of softmax layers"
+            raise ValueError(f"ulysses_degree: got {degree}, {mismatch}; expected one that does, or ring_degree.")
+        plan = {"proj_out": self._cp_plan["proj_out"]}
+        super().enable_parallelism(config=config, cp_plan=plan)  # type: ignore[misc]
         if self._parallel_config.context_parallel_config is not None:
             TokenShares(self).hook(self)
 
-    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=None) -> None:
+    def _set_gradient_checkpointing(
+        self: Any, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] | None = None
+    ) -> None:
+        """Set or remove the checkpointing function, wrapped so that blocks run again with the right grid."""
         function = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
         if enable and not isinstance(function, GridCheckpoint):
             function = GridCheckpoint(self.mhla_state, function)
-        super()._set_gradient_checkpointing(enable, function)
+        super()._set_gradient_checkpointing(enable, function)  # type: ignore[misc]
 
-    @functools.wraps(ModelMixin.save_pretrained, assigned=())  # a pipeline hands on what the signature names
-    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs):
-        """As diffusers, with the model's source beside the weights: the folder loads with `trust_remote_code=True`."""
+    # A pipeline passes only the arguments that the signature names, so it has to be that of the base.
+    @functools.wraps(ModelMixin.save_pretrained, assigned=())
+    def save_pretrained(
+        self: Any, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save as diffusers does, with the model's source beside the weights, for `trust_remote_code=True`.
+
+        Args:
+            save_directory: Folder to write to.
+            is_main_process: Whether this process writes the source.
+            *args, **kwargs: As in diffusers.
+
+        Raises:
+            ValueError: A layer has lost its MHLA processor, or the model has LoRA weights that are not fused.
+        """
         self.check_processors()
         adapted = next((name for name in self.state_dict() if ADAPTED.search(name)), None)
         if adapted is not None:
-            what = "expected plain weights: fuse_lora() and unload_lora() come first, and modules_to_save does not work"
-            raise ValueError(f"save_directory: got a model with {adapted}, {what}.")
+            expected = "plain weights: fuse_lora() and unload_lora() come first, and modules_to_save does not work"
+            raise ValueError(f"save_directory: got a model with {adapted}, expected {expected}.")
         if is_main_process:
             write_source(self.family.entry, save_directory, source_name(self.family.entry))
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
 
-    def check_processors(self) -> None:
-        """One sentence if another processor sits where the config says MHLA: diffusers has many ways to put one there."""
+    def check_processors(self: Any) -> None:
+        """Raise ValueError if an MHLA layer has another processor: diffusers has many ways to set one."""
         attentions = self_attentions(self)
         for index in self.config.mhla["layers"]:
-            found = attentions[index].processor
-            if not holds_mhla(found):
-                what = "expected its MHLAAttnProcessor, whose weights are lost; load or convert the model again"
-                raise ValueError(f"model: got {type(found).__name__} in layer {index}, {what}.")
+            processor = attentions[index].processor
+            if not holds_mhla(processor):
+                expected = "its MHLAAttnProcessor, whose weights are lost; load or convert the model again"
+                raise ValueError(f"model: got {type(processor).__name__} in layer {index}, expected {expected}.")
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As diffusers, but whole: weights that are missing, unknown to MHLA layers, or damaged are refused."""
-        where, wants_info = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(where, output_loading_info=True, **kwargs)
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """Load as diffusers does, and check that the weights are complete and valid.
+
+        Args:
+            pretrained_model_name_or_path: Folder or repository.
+            **kwargs: As in diffusers.
+
+        Returns:
+            The model, or with `output_loading_info=True` the model and the loading info.
+
+        Raises:
+            ValueError: A weight is missing, belongs to an MHLA layer that the config does not list, or is damaged. diffusers
+                alone would warn and start with random weights.
+        """
+        path = pretrained_model_name_or_path
+        returns_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(path, output_loading_info=True, **kwargs)  # type: ignore[misc]
         if missing := sorted(info["missing_keys"]):
-            what = f"expected all weights of {cls.__name__}; a model without MHLA layers is for mhla_hf.convert"
-            raise ValueError(f"{where}: has no {missing[0]!r} ({len(missing)} missing), {what}.")
+            expected = f"all weights of {cls.__name__}; a model without MHLA layers is for mhla_hf.convert"
+            raise ValueError(f"{path}: has no {missing[0]!r} ({len(missing)} missing), expected {expected}.")
         if unknown := sorted(key for key in info["unexpected_keys"] if ".mhla." in key):
-            raise ValueError(f"{where}: has {unknown[0]!r}, expected only the MHLA layers of its config.json.")
+            raise ValueError(f"{path}: has {unknown[0]!r}, expected only the MHLA layers of its config.json.")
         check_loaded_weights(model)
-        return (model, info) if wants_info else model
+        return (model, info) if returns_info else model
 
 
 class MHLAProcessorsMixin:
-    """After `MHLATransformerMixin` in the bases, where the base has diffusers' `AttentionMixin`; DiT does not."""
+    """Comes after `MHLATransformerMixin` in the bases of a model whose base has diffusers' `AttentionMixin`; DiT has not."""
 
-    def set_attn_processor(self, processor) -> None:
-        """As the base, but MHLA layers keep their processors, which hold their weights."""
-        own = {name: found for name, found in self.attn_processors.items() if holds_mhla(found)}
-        given = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
-        if any(given.get(name, found) is not found for name, found in own.items()):
-            CORE_LOG.warning("set_attn_processor: %d MHLA layers keep their own, which hold their weights.", len(own))
-        super().set_attn_processor({**given, **own})
+    def set_attn_processor(self: Any, processor: Any) -> None:
+        """Set processors as the base does, except in MHLA layers, which keep theirs because these hold their weights.
 
-    def unfuse_qkv_projections(self) -> None:
-        """As the base; MHLA layers read from the attention whether it is fused, which some bases leave as it was."""
-        super().unfuse_qkv_projections()
+        Args:
+            processor: One processor for all layers, or a dictionary of them by name.
+        """
+        mhla_processors = {name: current for name, current in self.attn_processors.items() if holds_mhla(current)}
+        processors = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
+        if any(processors.get(name, current) is not current for name, current in mhla_processors.items()):
+            CORE_LOG.warning(
+                "set_attn_processor: %d MHLA layers keep their own, which hold their weights.", len(mhla_processors)
+            )
+        super().set_attn_processor({**processors, **mhla_processors})  # type: ignore[misc]
+
+    def unfuse_qkv_projections(self: Any) -> None:
+        """Unfuse as the base does, and note it in the attention modules, which some bases forget."""
+        super().unfuse_qkv_projections()  # type: ignore[misc]
         for attn in self_attentions(self):
             attn.fused_projections = False
 
 
-def constructor_with_mhla(base: type, further: dict):
-    """The constructor of `base` with its arguments as keywords only, `mhla`, and `further` ones with their defaults."""
+def constructor_with_mhla(base: Any, further: dict[str, Any]) -> Any:
+    """Return the constructor of an MHLA model.
 
-    def __init__(self, *, mhla: dict | None = None, **kwargs):
+    Args:
+        base: Class of diffusers, whose arguments the constructor takes as keywords.
+        further: Further arguments with their defaults; `mhla` is added to them.
+    """
+
+    def __init__(self: Any, *, mhla: dict[str, Any] | None = None, **kwargs: Any) -> None:
         base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
         self.install_mhla(MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})}))
 
+    constructor: Any = __init__
     signature = inspect.signature(base.__init__)
     kind, added = inspect.Parameter.KEYWORD_ONLY, {**further, "mhla": None}
-    own = [inspect.Parameter(name, kind, default=default) for name, default in added.items()]
-    __init__.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *own])
-    return __init__
+    parameters = [inspect.Parameter(name, kind, default=default) for name, default in added.items()]
+    constructor.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *parameters])
+    return constructor
 
 
-def forward_on_grid(base: type):
-    """The forward of `base`, with the grid of its latents told to the processors."""
+def forward_on_grid(base: Any) -> Callable[..., Any]:
+    """Return the forward of `base`, preceded by a check of the processors and run with the grid of its latents."""
 
     @functools.wraps(base.forward)
-    def forward(self, hidden_states, *args, **kwargs):
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.check_processors()
         grid = self.token_grid(hidden_states)
         return self.mhla_state.run(grid, base.forward, self, hidden_states, *args, **kwargs)
@@ -276,16 +385,23 @@ def forward_on_grid(base: type):
     return forward
 
 
-def self_attentions(model: nn.Module) -> list[nn.Module]:
-    """The self-attention of each block of a transformer that can become MHLA, in order."""
+def self_attentions(model: Any) -> list[Any]:
+    """Return the self-attention of each block of a transformer, in order."""
     blocks = getattr(model, "transformer_blocks", None)
     return [block.attn1 for block in (model.blocks if blocks is None else blocks)]
 
 
-def check_diffusion_settings(model_class: type, model: nn.Module, settings: MHLASettings) -> MHLASettings:
-    """The settings with their layers as a list, or one sentence why `model` cannot become `model_class` with them."""
+def check_diffusion_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
+    """Check the settings for a conversion of `model` to `model_class`.
+
+    Returns:
+        The settings with `layers` as a list of indices.
+
+    Raises:
+        ValueError: The layout has another number of axes than the grid, or there are no such layers.
+    """
     axes = model_class.family.axes
     if settings.layout is None or len(settings.layout) != axes:
-        what = f"{axes} counts of blocks for {model_class.__name__}, such as {model_class.mhla_defaults['layout']}"
-        raise ValueError(f"layout: got {settings.layout}, expected {what}.")
+        expected = f"{axes} counts of blocks for {model_class.__name__}, such as {model_class.mhla_defaults['layout']}"
+        raise ValueError(f"layout: got {settings.layout}, expected {expected}.")
     return replace(settings, layers=settings.resolve_layers(len(self_attentions(model))))

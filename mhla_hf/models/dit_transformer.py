@@ -1,11 +1,12 @@
-"""DiT with MHLA in its self-attentions (section 5.2): converted, or from scratch in the sizes S, B, L and XL.
+"""DiT with MHLA in its self-attention (section 5.2): converted, or from scratch in the sizes S, B, L, and XL.
 
-DiG (table 3, arXiv 2405.18428) is DiT with other blocks: narrow q and k, gate, norm per head, SwiGLU, a local convolution.
-The paper replaces its gated linear attention and keeps the rest. DiG turns the order of the tokens from block to block,
-because gated linear attention looks back only; that falls away, for MHLA sees the whole grid.
+DiG (table 3, arXiv 2405.18428) is DiT with other blocks: narrow q and k, gate, norm per head, SwiGLU, and a local
+convolution. The paper replaces its gated linear attention and keeps the rest. DiG changes the order of the tokens from block
+to block, because gated linear attention is causal. MHLA sees the whole grid and does not need that.
 """
 
 import re
+from typing import Any
 
 import torch
 from diffusers import DiTTransformer2DModel
@@ -23,48 +24,57 @@ DIG_SETTINGS = {"gate": True, "output_norm": True, "normalize": False}
 
 
 class LocalConv(GridConv):
-    """A depthwise 3x3 convolution of the tokens of a grid, the identity at the start; it takes the place of what it gets."""
+    """A depthwise 3x3 convolution of the tokens of a grid, initially the identity, without a residual connection."""
 
     def __init__(self, width: int):
         super().__init__(width, 3)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The identity."""
+        """Set the weights to the identity."""
         nn.init.dirac_(self.conv.weight, groups=self.conv.groups)
-        nn.init.zeros_(self.conv.bias)
+        bias: Any = self.conv.bias
+        nn.init.zeros_(bias)
 
 
 class DiGBlock(BasicTransformerBlock):
-    """A block of DiT that `become_dig_block` has turned into one of DiG."""
+    """A block of DiG, which `become_dig_block` makes from one of DiT."""
 
-    def forward(self, *args, **kwargs) -> torch.Tensor:
-        """As the base, and then the local convolution."""
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the block of the base and then the local convolution; arguments and result as in the base."""
         return self.local(super().forward(*args, **kwargs), self.grid_state.grid)
 
 
-def become_dig_block(block: BasicTransformerBlock) -> None:
-    """Turn a DiT block with new weights into DiG's, in place: its attention is still to become MHLA."""
+def become_dig_block(block: Any) -> None:
+    """Turn a block of DiT into one of DiG with new weights, in place, except for its attention, which stays softmax."""
     attn = block.attn1
     width = attn.to_q.in_features
     narrow = width // 2
     attn.to_q, attn.to_k = nn.Linear(width, narrow, bias=False), nn.Linear(width, narrow, bias=False)
     attn.to_v = nn.Linear(width, width, bias=False)
     attn.to_out[0] = nn.Linear(width, width, bias=False)
-    attn.use_bias = False  # read by diffusers when it fuses the projections
-    hidden = 256 * -(-int(width * 8 / 3) // 256)  # two thirds of four times the width, in full 256s
+    attn.use_bias = False  # diffusers reads this when it fuses the projections
+    # SwiGLU has three matrices instead of two: two thirds of 4 x width, rounded up to a multiple of 256.
+    hidden = 256 * -(-int(width * 8 / 3) // 256)
     block.ff = FeedForward(width, inner_dim=hidden, activation_fn="swiglu", bias=False)
     block.local = LocalConv(width)
     block.__class__ = DiGBlock
 
 
-def dit_preset(name: str) -> dict:
-    """Arguments of the model for "DiT-S/2" and the like, or "DiG-S/2"; ValueError, one sentence, for another name."""
-    found = re.fullmatch(r"(DiT|DiG)-(S|B|L|XL)/([248])", name)
-    if found is None:
+def dit_preset(name: str) -> dict[str, Any]:
+    """Return the arguments of the model for a preset.
+
+    Args:
+        name: "DiT-" or "DiG-", a size (S, B, L, XL), and a patch size (/2, /4, /8), such as "DiT-S/2".
+
+    Raises:
+        ValueError: There is no such preset.
+    """
+    match = re.fullmatch(r"(DiT|DiG)-(S|B|L|XL)/([248])", name)
+    if match is None:
         expected = "DiT- or DiG-, S, B, L or XL and /2, /4 or /8, such as 'DiT-S/2'"
         raise ValueError(f"preset: got {name!r}, expected {expected}.")
-    kind, size, patch = found.groups()
+    kind, size, patch = match.groups()
     depth, width, heads = DIT_SIZES.get(f"{kind}-{size}") or DIT_SIZES[size]
     dig = {"dig_block": True} if kind == "DiG" else {}
     sizes = {"num_layers": depth, "num_attention_heads": heads, "attention_head_dim": width // heads}
@@ -74,12 +84,17 @@ def dit_preset(name: str) -> dict:
 class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
     """`DiTTransformer2DModel` with MHLA in the layers that `mhla` lists.
 
-    The paper's CPE and gate are the settings `cpe=3` and `gate=True`. `dig_block=True` gives every block DiG's form, for
-    training from scratch (`from_preset("DiG-S/2")`). `shared_embeddings=True` gives all blocks one embedding of time and
-    class, as DiT and DiG have and table 1 of the DiT paper counts; diffusers' class has one in every block, in its files
-    equal copies, and so have the files of such a model. Two arguments are for the authors' checkpoints: `input_norm` puts
-    a LayerNorm before the projections of MHLA layers, `timestep_freq_shift=0` gives the timesteps the frequencies of the
-    original DiT, from which diffusers' differ by a little.
+    The paper's CPE and gate are the settings `cpe=3` and `gate=True`.
+
+    Args:
+        dig_block: Whether all blocks are those of DiG, for training from scratch (`from_preset("DiG-S/2")`).
+        shared_embeddings: Whether all blocks share one embedding of time and class, as in DiT and DiG, and as table 1 of the
+            DiT paper counts parameters. In diffusers' class every block has its own. Files always have one per block, which
+            are equal copies if the blocks share one.
+        input_norm: Whether MHLA layers have a LayerNorm before the projections, as the authors' checkpoints need.
+        timestep_freq_shift: 0 for the timestep frequencies of the original DiT, as the authors' checkpoints need; those of
+            diffusers (1) differ a little.
+        mhla, kwargs: As in `MHLATransformerMixin`.
     """
 
     family = DIT
@@ -87,8 +102,8 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
     _repeated_blocks = ["BasicTransformerBlock", "DiGBlock"]
     _no_split_modules = ["BasicTransformerBlock", "DiGBlock"]
 
-    def install_mhla(self, settings: MHLASettings) -> None:
-        """As every model, and what the further arguments ask for."""
+    def install_mhla(self: Any, settings: MHLASettings) -> None:
+        """Install MHLA as in every model, and apply the further arguments of this one."""
         for block in self.transformer_blocks if self.config.get("dig_block", False) else ():
             become_dig_block(block)
         if self.config.get("shared_embeddings", False):
@@ -97,24 +112,36 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
             self.register_state_dict_post_hook(_copy_embeddings)
         super().install_mhla(settings)
         for block in self.transformer_blocks:
-            block.grid_state = self.mhla_state  # read by DiG's
+            block.grid_state = self.mhla_state  # read by blocks of DiG
             block.norm1.emb.time_proj.downscale_freq_shift = self.config.get("timestep_freq_shift", 1)
             if self.config.get("input_norm", False) and holds_mhla(block.attn1.processor):
                 block.attn1.input_norm = nn.LayerNorm(self.inner_dim)
 
     @classmethod
     def from_preset(
-        cls, preset: str, *, input_size: int = 32, num_classes: int = 1000, mhla: dict | None = None, **kwargs
-    ):
-        """A model from scratch, with DiT's start of weights and one embedding of time and class for all blocks.
+        cls: Any,
+        preset: str,
+        *,
+        input_size: int = 32,
+        num_classes: int = 1000,
+        mhla: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Make a model from scratch, with DiT's initial weights and one embedding of time and class for all blocks.
 
         Args:
-            preset: "DiT-S/2" and the like: size S, B, L or XL, patch 2, 4 or 8; "DiG-S/2" for DiG's blocks.
-            input_size: side of the (square) latents; 32 for images of 256 pixels.
-            num_classes: labels; one more stands for none.
-            mhla: settings, such as {"cpe": 3, "gate": True}; the family's defaults fill the rest, for DiG with its gate and
-                its norm per head in place of the normalizer.
-            **kwargs: further arguments of `DiTTransformer2DModel`; out_channels is twice in_channels unless given.
+            preset: Name such as "DiT-S/2", of size S, B, L, or XL and patch size 2, 4, or 8; "DiG-S/2" for blocks of DiG.
+            input_size: Side of the square latents; 32 for images of 256 pixels.
+            num_classes: Number of labels. The model has one more, for no label.
+            mhla: Settings, such as {"cpe": 3, "gate": True}. The family's defaults fill in the rest; for DiG, they include
+                its gate, and its norm per head in place of the normalizer.
+            **kwargs: Further arguments of `DiTTransformer2DModel`; `out_channels` defaults to twice `in_channels`.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: There is no such preset, or the settings do not fit.
         """
         sizes = {"in_channels": 4, "shared_embeddings": True, **dit_preset(preset), **kwargs}
         if sizes.get("dig_block"):
@@ -125,8 +152,11 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         return model
 
     @torch.no_grad()
-    def initialize_weights(self) -> None:
-        """DiT's start (arXiv 2212.09748, section 3.2): Xavier for linear layers, every block the identity, output zero."""
+    def initialize_weights(self: Any) -> None:
+        """Set the initial weights of DiT (arXiv 2212.09748, section 3.2).
+
+        Linear layers are Xavier uniform; every block is the identity, and the output is zero.
+        """
         for name, module in self.named_modules():
             if ".mhla." in name:
                 continue
@@ -147,16 +177,19 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         nn.init.zeros_(self.proj_out_1.weight)
         nn.init.zeros_(self.proj_out_2.weight)
 
-    def token_grid(self, hidden_states: torch.Tensor) -> tuple:
-        """As every model; the base puts its patches back as a square, so nothing else is let in."""
+    def token_grid(self, hidden_states: torch.Tensor) -> tuple[int, ...]:
+        """Return the grid as every model does, and raise ValueError if it is not square, which the base assumes."""
         grid = super().token_grid(hidden_states)
         if grid[0] != grid[1]:
             raise ValueError(f"hidden_states: got a grid of {grid}, expected a square, as diffusers' DiT makes of it.")
         return grid
 
 
-def _copy_embeddings(model, state, prefix, metadata):
-    """A state dict holds the shared embedding once for every block: files have diffusers' names, and no shared memory."""
+def _copy_embeddings(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Copy the shared embedding for every block of a state dict, since safetensors does not save shared memory.
+
+    This is a hook of `state_dict`. With `keep_vars=True` the values are parameters, which stay shared.
+    """
     for name in [name for name in state if name.startswith(f"{prefix}transformer_blocks.") and ".norm1.emb." in name]:
         if not name.startswith(f"{prefix}transformer_blocks.0.") and not isinstance(state[name], nn.Parameter):
             state[name] = state[name].clone()

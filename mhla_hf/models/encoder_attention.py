@@ -1,8 +1,10 @@
-"""How a sequence core takes the place of softmax inside an encoder of transformers, unchanged around it.
+"""Puts an MHLA core in the place of softmax in the attention modules of transformers' text encoders.
 
-As in language models the base keeps its projections and its RoPE and calls "the attention function", which is ours in the
-converted modules alone. Which tokens are padding travels from the body to the layers as a keyword argument (`pass_rows`).
+As in language models, the base keeps its projections and its RoPE and calls "the attention function", which is ours in the
+converted modules alone. The padding of the batch travels from the body to the layers as a keyword argument (`pass_rows`).
 """
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,19 +20,41 @@ from .transformers_api import set_attention_function
 ENCODER_ATTENTION_NAME = f"mhla_encoder_{NAMESPACE}"
 
 
-def mhla_encoder_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """The attention function of converted encoder layers: q, k, v `[B, H, T, K]`; o is `[B, T, H, V]`.
+def mhla_encoder_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of an MHLA layer; transformers calls this as an attention function.
 
-    `attention_mask` is not read: `mhla_rows` says the same without T x T numbers.
+    Args:
+        module: The attention module, with a child `mhla`.
+        query, key: [B, H, T, K].
+        value: [B, H, T, V].
+        attention_mask: Not read; `mhla_rows` has the padding without a T x T mask.
+        scaling: Factor of q k^T; None is K**-0.5.
+        dropout: Not used; it applies to softmax.
+        **kwargs: `mhla_rows` (see `pass_rows`), `mhla_hidden_states`, and what the base passes beside these.
+
+    Returns:
+        Outputs [B, T, H, V], and None in place of attention weights.
+
+    Raises:
+        ValueError: Sequences are packed into one row.
     """
     if kwargs.get("cu_seq_lens_q") is not None:
-        raise ValueError(
-            "cu_seq_lens_q: it came for an MHLA layer of an encoder, expected rows with an attention_mask."
-        )
+        got = "packed sequences for an MHLA layer of an encoder"
+        raise ValueError(f"cu_seq_lens_q: got {got}, expected None, and rows with an attention_mask.")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, key_mask = kwargs.get("mhla_rows") or (None, None)
     options = {"starts": starts, "key_mask": key_mask, "hidden_states": kwargs["mhla_hidden_states"], "scale": scaling}
-    return module.mhla(q, k, v, **options).contiguous(), None  # as some bases view it
+    # Some bases call `view` on the output.
+    return module.mhla(q, k, v, **options).contiguous(), None
 
 
 AttentionInterface.register(ENCODER_ATTENTION_NAME, mhla_encoder_attention)
@@ -39,37 +63,64 @@ AttentionInterface.register(ENCODER_ATTENTION_NAME, mhla_encoder_attention)
 class MHLAEncoderMixer:
     """Mixed into an encoder's attention class of transformers; the module has a child `mhla`."""
 
-    def forward(self, hidden_states, *args, **kwargs):
-        """As the base, with the layer's input for the gate."""
-        return super().forward(hidden_states, *args, mhla_hidden_states=hidden_states, **kwargs)
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the base, and pass the layer's input [B, T, C] to the attention function, for the gate."""
+        return super().forward(  # type: ignore[misc]
+            hidden_states, *args, mhla_hidden_states=hidden_states, **kwargs
+        )
 
 
-def encoder_attentions(model: nn.Module) -> dict[int, nn.Module]:
-    """The attention modules of an encoder, by their place in it."""
-    found = [one for one in model.modules() if hasattr(one, "mhla") or calls_interface(type(one))]
-    return dict(enumerate(found))
+def encoder_attentions(model: nn.Module) -> dict[int, Any]:
+    """Return the attention modules of an encoder by layer index."""
+    modules: list[Any] = list(model.modules())
+    attentions = [
+        module
+        for module in modules
+        if hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
+    ]
+    return dict(enumerate(attentions))
 
 
-def install_encoder_mhla(model: nn.Module, settings: MHLASettings) -> None:
-    """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` is a body, or a head on one."""
+def install_encoder_mhla(model: Any, settings: MHLASettings) -> None:
+    """Turn the attention modules that `settings.layers` lists into MHLA, in place.
+
+    Args:
+        model: An encoder of transformers, with or without a head.
+        settings: The settings, with layers as indices.
+    """
     config = model.config
     attentions, core_class = encoder_attentions(model), TwoWayMHLA if settings.local else SequenceMHLA
-    for index in settings.layers:
+    layers: Any = settings.layers
+    for index in layers:
         attention = attentions[index]
         core = core_class(settings, hidden_size=config.hidden_size, **attention_sizes(attention, config))
         mixed = overlay_class(type(attention), MHLAEncoderMixer, "models.converted_encoder")
         swap_attention(attention, mixed, core, ENCODER_ATTENTION_NAME)
-    if len(settings.layers) == len(attentions):
-        set_attention_function(config, ENCODER_ATTENTION_NAME)  # which makes no T x T mask
+    if len(layers) == len(attentions):
+        # Without softmax layers, no T x T mask is made.
+        set_attention_function(config, ENCODER_ATTENTION_NAME)
     prepare_inner_body(model, pass_rows)
 
 
-def pass_rows(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
-    """Before a body runs, whose forward takes `names`: say which tokens are padding to the layers below.
+def pass_rows(
+    body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Pass padding on to the layers; called before a body runs.
 
-    Adds `mhla_rows`, a pair: first real token of each row `[B]` (None where all begin with one), real tokens `[B, T]`. Where
-    rows are padded on the left, counts positions from the first real token, unless the caller did, so that a padded row
-    equals the row alone.
+    If rows are padded on the left, also counts positions from the first real token, unless the caller passes positions, so
+    that a padded row gives what the row alone gives.
+
+    Args:
+        body: The model without its head.
+        args, kwargs: The arguments of the call.
+        names: The parameters of the body's forward.
+
+    Returns:
+        The new arguments, all by keyword. If there is padding, they include `mhla_rows`, a pair of the first real token of
+        each row [B], or None if all rows start with one, and bool [B, T], True for real tokens.
+
+    Raises:
+        ValueError: The mask is not [B, T].
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask = kwargs.get("attention_mask")
@@ -78,20 +129,21 @@ def pass_rows(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         got = f"{mask.ndim} axes" if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: got {got}, expected [batch, length] for an encoder with MHLA layers.")
-    real, length = mask.bool(), mask.shape[1]
-    reading = not torch.compiler.is_compiling()
-    if reading and bool(real.all()):
+    is_real, length = mask.bool(), mask.shape[1]
+    # In a compiled graph the mask cannot be read by value, so it counts as padded on the left.
+    can_read = not torch.compiler.is_compiling()
+    if can_read and bool(is_real.all()):
         return (), kwargs
-    if reading and bool(real[:, 0].all()):
-        return (), {**kwargs, "mhla_rows": (None, real)}
-    starts = torch.where(real.any(1), real.int().argmax(1), length)
+    if can_read and bool(is_real[:, 0].all()):
+        return (), {**kwargs, "mhla_rows": (None, is_real)}
+    starts = torch.where(is_real.any(1), is_real.int().argmax(1), length)
     if kwargs.get("position_ids") is None:
-        places = torch.arange(length, device=mask.device) - starts[:, None]
-        kwargs["position_ids"] = places.clamp_min(0) + first_position(body)
-    return (), {**kwargs, "mhla_rows": (starts, real)}
+        positions = torch.arange(length, device=mask.device) - starts[:, None]
+        kwargs["position_ids"] = positions.clamp_min(0) + first_position(body)
+    return (), {**kwargs, "mhla_rows": (starts, is_real)}
 
 
 def first_position(body: nn.Module) -> int:
-    """The number of the first position: RoBERTa and its kin count from the one after their padding token's."""
-    embeddings = getattr(body, "embeddings", None)
+    """Return the first position: RoBERTa and its descendants start after the index of their padding token, others at 0."""
+    embeddings: Any = getattr(body, "embeddings", None)
     return embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_input_ids") else 0

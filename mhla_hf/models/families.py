@@ -1,11 +1,14 @@
-"""The families of base models: one record for each, and all that the package knows of it by name.
+"""The families of base models: one record per family, with all that the package has to know of it.
 
-Converting, training, sharing and the bundles read these records. They are plain data, so that reading them imports nothing.
+Conversion, training, sharing, and the bundler read these records. They are plain data, so that reading them does not import
+any model.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
-HEADS = {  # how a language model's class ends, and the Auto class that finds it
+# The end of the names of language models' classes, and the Auto class that loads them.
+HEADS = {
     "LMHeadModel": "AutoModelForCausalLM",
     "ForCausalLM": "AutoModelForCausalLM",
     "Model": "AutoModel",
@@ -24,24 +27,25 @@ TEXT = ("encoder_hidden_states", "encoder_attention_mask")
 class Family:
     """One family of base models.
 
-    base: its model type in transformers, or its first class in diffusers.
-    classes: the base's classes that `convert` takes; the MHLA class of each has its name with MHLA before it.
-    entry: the module that defines these classes, and that is folded into their checkpoints.
-    task: what the Hub calls the thing it does.
-    defaults: the settings of a conversion (`MHLASettings`).
-    conditions: what it is told beside the time, in the order in which training data hold it; without any, it cannot be
-        trained as a transformer of diffusers.
-    linear: its attention is linear before the conversion, which then loses nothing.
-    prefix: tokens before the grid of a vision tower; registers come after them.
-    axes: how many axes the grid of a transformer of diffusers has.
-    fixed_size: it takes square latents of its `sample_size` only.
+    Attributes:
+        base: Model type in transformers, or name of the first class in diffusers.
+        classes: Names of the base's classes that `convert` takes; the MHLA class of each has the same name after "MHLA".
+        entry: Module that defines the MHLA classes. The bundler starts from it.
+        task: Task (`pipeline_tag`) on the Hub.
+        defaults: Default settings of a conversion (`MHLASettings`).
+        conditions: Arguments of a diffusion model beside the latents and the time, in the order of the training data.
+            Diffusion families without conditions cannot be trained.
+        linear: Whether the attention of the base is linear already, so that converting it loses nothing.
+        prefix: Number of tokens before the grid of a vision tower, without the registers that follow these.
+        axes: Number of axes of a diffusion model's grid.
+        fixed_size: Whether a diffusion model takes square latents of its `sample_size` only.
     """
 
     base: str
     classes: tuple[str, ...]
     entry: str
     task: str
-    defaults: dict = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
     conditions: tuple[str, ...] = ()
     linear: bool = False
     prefix: int = 1
@@ -50,32 +54,50 @@ class Family:
 
 
 def language_family(base: str) -> Family:
-    """A family of causal language models of transformers: a body and the heads on it, as far as it has them."""
+    """Return the record of a family of causal language models of transformers."""
     prefix = SPELLED.get(base) or "".join(map(str.capitalize, base.removesuffix("_text").split("_")))
-    defaults = {"layers": "2/3", "mixing_form": "decay", "local": "softmax", "rope": "near", "window": 6}
+    defaults: dict[str, Any] = {
+        "layers": "2/3",
+        "mixing_form": "decay",
+        "local": "softmax",
+        "rope": "near",
+        "window": 6,
+    }
     defaults |= {"num_decays": 1, "free_decay": True, "length_power": True, "feature_map": "softmax"}
-    defaults |= {"rope": "before"} if base.startswith("hunyuan") else {}  # see models/rotation.py
+    # `SCALED_AFTER` in models/rotation.py says why.
+    defaults |= {"rope": "before"} if base.startswith("hunyuan") else {}
     return Family(base, tuple(prefix + head for head in HEADS), "models.converted", "text-generation", defaults)
 
 
 def encoder_family(base: str, prefix: str) -> Family:
-    """A family of encoders of text of transformers, where every token sees every other: a body and the heads on it."""
+    """Return the record of a family of text encoders of transformers, in which every token sees every other."""
     classes = tuple(prefix + head for head in ENCODER_HEADS)
     return Family(base, classes, "models.converted_encoder", "feature-extraction", ENCODER_DEFAULTS)
 
 
 def vision_family(base: str, *classes: str, prefix: int = 1) -> Family:
-    """A family of vision towers of transformers."""
+    """Return the record of a family of vision towers of transformers."""
     defaults = {"layout": [4, 4], "feature_map": "relu"}
     return Family(base, classes, "models.converted_vision", "image-feature-extraction", defaults, prefix=prefix)
 
 
-def diffusion_family(*classes: str, task: str, defaults: dict, entry: str = "converted", **facts) -> Family:
-    """A family of transformers of diffusers; `entry` is the start of its module's name."""
-    return Family(classes[0], classes, f"models.{entry}_transformer", task, defaults, **facts)
+def diffusion_family(
+    *classes: str, task: str, defaults: dict[str, Any], entry: str = "converted", **fields: Any
+) -> Family:
+    """Return the record of a family of transformers of diffusers.
+
+    Args:
+        *classes: Names of the base's classes.
+        task: Task on the Hub.
+        defaults: Default settings.
+        entry: Name of the module without "_transformer".
+        **fields: Other fields of `Family`.
+    """
+    return Family(classes[0], classes, f"models.{entry}_transformer", task, defaults, **fields)
 
 
-LANGUAGE_TYPES = (  # of transformers
+# Model types of transformers.
+LANGUAGE_TYPES = (
     "afmoe apertus apertus1p5_text arcee aria_text axk1 bailing_hybrid beam biogpt bitnet cohere cohere2 "
     "cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma "
     "gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox "
@@ -86,7 +108,8 @@ LANGUAGE_TYPES = (  # of transformers
     "qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 "
     "vaultgemma youtu"
 )
-SPELLED = {  # where the names of their classes do not begin as the type does
+# The start of the class names where it does not follow from the model type.
+SPELLED = {
     "apertus1p5_text": "Apertus1p5Text",
     "aria_text": "AriaText", "axk1": "AXK1", "biogpt": "BioGpt", "bitnet": "BitNet", "ctrl": "CTRL",
     "ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gpt2": "GPT2", "gpt_bigcode": "GPTBigCode",
@@ -99,7 +122,13 @@ SPELLED = {  # where the names of their classes do not begin as the type does
 }  # fmt: skip
 LANGUAGE = tuple(language_family(base) for base in LANGUAGE_TYPES.split())
 
-ENCODER_DEFAULTS = {"layers": "2/3", "mixing_form": "decay", "local": "softmax", "window": 1, "sinks": 0}
+ENCODER_DEFAULTS: dict[str, Any] = {
+    "layers": "2/3",
+    "mixing_form": "decay",
+    "local": "softmax",
+    "window": 1,
+    "sinks": 0,
+}
 ENCODER_DEFAULTS |= {"num_decays": 1, "free_decay": True, "feature_map": "softmax"}
 ENCODER_PREFIXES = {
     "albert": "Albert", "bert": "Bert", "camembert": "Camembert", "data2vec-text": "Data2VecText",
@@ -127,11 +156,15 @@ SANA_DEFAULTS = {**IMAGE_DEFAULTS, "feature_map": "plain_relu", "mixing_start": 
 
 SANA_VIDEO_DEFAULTS = {**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"}
 
-DIT_FACTS = {"conditions": ("class_labels",), "fixed_size": True, "task": "unconditional-image-generation"}
+DIT_FACTS: dict[str, Any] = {
+    "conditions": ("class_labels",),
+    "fixed_size": True,
+    "task": "unconditional-image-generation",
+}
 DIT = diffusion_family("DiTTransformer2DModel", entry="dit", defaults=IMAGE_DEFAULTS, **DIT_FACTS)
-WAN_VIDEO = {"task": "text-to-video", "defaults": WAN_DEFAULTS, "axes": 3}
-SANA_VIDEO = {"task": "text-to-video", "defaults": SANA_VIDEO_DEFAULTS, "axes": 3}
-LINEAR_TEXT = {"conditions": TEXT, "linear": True}
+WAN_VIDEO: dict[str, Any] = {"task": "text-to-video", "defaults": WAN_DEFAULTS, "axes": 3}
+SANA_VIDEO: dict[str, Any] = {"task": "text-to-video", "defaults": SANA_VIDEO_DEFAULTS, "axes": 3}
+LINEAR_TEXT: dict[str, Any] = {"conditions": TEXT, "linear": True}
 
 DIFFUSION = (
     diffusion_family("WanTransformer3DModel", conditions=TEXT[:1], **WAN_VIDEO),
@@ -147,17 +180,21 @@ FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
 
 
 def family_of_type(model_type: str | None) -> Family | None:
-    """The family of a model type of transformers; None for any other."""
+    """Return the family of a model type of transformers, or None."""
     return next((family for family in (*LANGUAGE, *ENCODERS, *VISION) if family.base == model_type), None)
 
 
 def family_of_class(name: str) -> Family | None:
-    """The family of a class of models by its name, with MHLA before it or without, as config.json says it; or None."""
+    """Return the family of a model class, or None.
+
+    Args:
+        name: Name of the class, with or without "MHLA" at its start, as in `config.json`.
+    """
     return next((family for family in FAMILIES if name.removeprefix("MHLA") in family.classes), None)
 
 
 def auto_class_of(name: str) -> str:
-    """The Auto class of transformers that finds a model class of this name."""
+    """Return the name of the Auto class of transformers that loads a model class of this name."""
     return next(
         (auto for end, auto in {**HEADS, **ENCODER_HEADS, **IMAGE_HEADS}.items() if name.endswith(end)), "AutoModel"
     )

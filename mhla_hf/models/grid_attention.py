@@ -1,11 +1,11 @@
-"""How a grid core takes the place of softmax inside a vision tower of transformers, unchanged around it.
+"""Puts an MHLA core in the place of softmax in the attention modules of transformers' vision towers.
 
-As in language models the base keeps its projections and its positions and calls "the attention function", which is ours in
-the converted modules alone. No attention of these towers is told the grid of its tokens: the body is asked for it before it
-runs (`pass_grid`, from the size of the pixels), and it travels to the layers as a keyword argument.
+As in language models, the base keeps its projections and its positions and calls "the attention function", which is ours in
+the converted modules alone. Attention modules of these towers do not know the grid of their tokens. `pass_grid` computes it
+from the size of the images before the body runs, and it travels to the layers as a keyword argument.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,16 +22,41 @@ GRID_ATTENTION_NAME = f"mhla_grid_{NAMESPACE}"
 
 
 class GridCall(NamedTuple):
-    """What an MHLA layer must know of one call. It goes where the mask would: the one argument that every base hands on."""
+    """What an MHLA layer has to know of one call.
 
-    grid: tuple[int, int]
+    It takes the place of the attention mask, which is the only argument that every base passes to its attention function.
+
+    Attributes:
+        grid: Rows and columns.
+        hidden_states: The layer's input, [B, T, C].
+    """
+
+    grid: tuple[int, ...]
     hidden_states: torch.Tensor
 
 
-def mhla_grid_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """The attention function of converted vision layers: q, k, v `[B, H, T, K]`; o is `[B, T, H, V]`.
+def mhla_grid_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: GridCall,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of an MHLA layer; transformers calls this as an attention function.
 
-    attention_mask: a `GridCall`.
+    Args:
+        module: The attention module, with a child `mhla`.
+        query, key: [B, H, T, K].
+        value: [B, H, T, V].
+        attention_mask: A `GridCall` in place of a mask.
+        scaling, dropout: Not used; they apply to softmax.
+        **kwargs: Not used.
+
+    Returns:
+        Outputs [B, T, H, V], and None in place of attention weights.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return module.mhla(q, k, v, grid=attention_mask.grid, hidden_states=attention_mask.hidden_states), None
@@ -44,29 +69,51 @@ AttentionMaskInterface.register(GRID_ATTENTION_NAME, flash_attention_mask)
 class MHLAGridMixer:
     """Mixed into a vision attention class of transformers; the module has a child `mhla` (`GridMHLA`)."""
 
-    def forward(self, hidden_states, attention_mask=None, mhla_grid=None, **kwargs):
-        """As the base, without a mask; `mhla_grid` is what `pass_grid` gives."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: None = None,
+        mhla_grid: tuple[int, ...] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call the base with a `GridCall` in place of the mask.
+
+        Args:
+            hidden_states: [B, T, C].
+            attention_mask: None; anything else is an error.
+            mhla_grid: Rows and columns, from `pass_grid`.
+            **kwargs: As the base takes them.
+
+        Returns:
+            As the base.
+        """
         if attention_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None for MHLA layers of image models.")
         if mhla_grid is None:
             raise ValueError("mhla_grid: got None, expected rows and columns of tokens; call the whole model.")
-        return super().forward(hidden_states, attention_mask=GridCall(mhla_grid, hidden_states), **kwargs)
+        call = GridCall(mhla_grid, hidden_states)
+        return super().forward(hidden_states, attention_mask=call, **kwargs)  # type: ignore[misc]
 
 
-def grid_attentions(model: nn.Module) -> dict[int, nn.Module]:
-    """The attention modules of a vision tower that can become MHLA, by their place in it."""
-    needed = ("q_proj", "k_proj", "v_proj", "head_dim", "config")
-    return dict(enumerate(module for module in model.modules() if all(hasattr(module, name) for name in needed)))
+def grid_attentions(model: nn.Module) -> dict[int, Any]:
+    """Return the attention modules of a vision tower by layer index."""
+    attributes = ("q_proj", "k_proj", "v_proj", "head_dim", "config")
+    return dict(enumerate(module for module in model.modules() if all(hasattr(module, name) for name in attributes)))
 
 
-def prefix_tokens(config) -> int:
-    """How many class, distillation and register tokens come before the grid."""
-    family = family_of_type(getattr(config, "base_model_type", config.model_type))
+def prefix_tokens(config: Any) -> int:
+    """Return the number of class, distillation, and register tokens before the grid."""
+    family: Any = family_of_type(getattr(config, "base_model_type", config.model_type))
     return family.prefix + (getattr(config, "num_register_tokens", 0) or 0)
 
 
-def install_grid_mhla(model: nn.Module, settings: MHLASettings) -> None:
-    """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` holds one vision tower."""
+def install_grid_mhla(model: Any, settings: MHLASettings) -> None:
+    """Turn the attention modules that `settings.layers` lists into MHLA, in place.
+
+    Args:
+        model: A vision tower of transformers, with or without a head.
+        settings: The settings.
+    """
     config = model.config
     attentions = grid_attentions(model)
     chosen = settings.resolve_layers(config.num_hidden_layers)
@@ -84,8 +131,19 @@ def install_grid_mhla(model: nn.Module, settings: MHLASettings) -> None:
     body.register_forward_pre_hook(pass_grid, with_kwargs=True)
 
 
-def pass_grid(body: nn.Module, args: tuple, kwargs: dict):
-    """Before a vision tower runs: `mhla_grid`, rows and columns of whole patches, to the layers below."""
+def pass_grid(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass the grid of tokens on to the layers; called before a vision tower runs.
+
+    Args:
+        body: The tower.
+        args, kwargs: The arguments of the call, with images [B, channels, height, width].
+
+    Returns:
+        The arguments with `mhla_grid`, rows and columns of whole patches.
+
+    Raises:
+        ValueError: There are no images of this shape.
+    """
     pixels, patch = args[0] if args else kwargs.get("pixel_values"), body.config.patch_size
     if pixels is None or pixels.ndim != 4:
         got = "None" if pixels is None else f"{pixels.ndim} axes"

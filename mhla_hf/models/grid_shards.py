@@ -1,72 +1,94 @@
-"""The tokens of one video spread over processes, by diffusers' context parallelism (Wan).
+"""Spreads the tokens of a video over processes, by diffusers' context parallelism (Wan).
 
-diffusers cuts the tokens as they come, row by row, so that nearly every process would have some of nearly every block of a
-grid. Here they are brought to the order of their blocks first: what an MHLA layer exchanges then shrinks with the share.
+diffusers cuts the tokens row by row, so that nearly every process would have tokens of nearly every block. Here the tokens
+are brought into the order of their blocks first. An MHLA layer then exchanges less the fewer tokens a process has.
 """
 
 import inspect
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
+from torch import nn
 
 from ..ops.blocks import Blocks
 from ..ops.exchange import ReduceScatter
 
 
-def share_of_grid(config, grid) -> dict:
-    """What `sharded_mhla` takes of this process: shards of equal length, or the first ones longer by one, if diffusers was
-    told to take `ulysses_anything` or `ring_anything`. ValueError, one sentence: they are not equal and it was not."""
+def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
+    """Return which tokens this process has, as `sharded_mhla` takes it.
+
+    Shards have equal length. With diffusers' `ulysses_anything` or `ring_anything`, the first ones may be longer by one.
+
+    Args:
+        config: Parallel configuration of diffusers.
+        grid: Number of tokens per axis.
+
+    Raises:
+        ValueError: The tokens cannot be shared equally.
+    """
     parallel = config.context_parallel_config
     group = parallel._flattened_mesh.get_group()
-    count, tokens = torch.distributed.get_world_size(group), Blocks.grid(grid, [1] * len(grid)).length
-    if tokens % count and not (parallel.ulysses_anything or parallel.ring_anything):
-        what = f"which {count} processes cannot share equally; expected ContextParallelConfig(ulysses_anything=True)"
-        raise ValueError(f"hidden_states: got {tokens} tokens, {what}.")
-    size, longer = divmod(tokens, count)
+    num_processes, num_tokens = torch.distributed.get_world_size(group), Blocks.grid(grid, [1] * len(grid)).length
+    if num_tokens % num_processes and not (parallel.ulysses_anything or parallel.ring_anything):
+        got = f"{num_tokens} tokens, which {num_processes} processes cannot share equally"
+        raise ValueError(f"hidden_states: got {got}; expected ContextParallelConfig(ulysses_anything=True).")
+    size, num_longer = divmod(num_tokens, num_processes)
     return {
         "rank": torch.distributed.get_rank(group),
-        "edges": list(accumulate([0, *[size + 1] * longer, *[size] * (count - longer)])),
+        "edges": list(accumulate([0, *[size + 1] * num_longer, *[size] * (num_processes - num_longer)])),
         "add_up": lambda parts: ReduceScatter.apply(parts, group),
     }
 
 
 class TokenShares:
-    """Hooks that give a Wan's blocks this process's tokens, in the order of their blocks, and put all of them back behind.
+    """Hooks that give the blocks of Wan the tokens of this process, and restore the order of all tokens after them.
 
-    An object rather than closures, so that a copy of the model gets hooks with the copy's state.
+    It is an object rather than closures so that a copy of the model gets hooks with the state of the copy.
+
+    Args:
+        model: The transformer, with context parallelism enabled.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: Any):
         self.state, self.layout, self.config = model.mhla_state, model.config.mhla["layout"], model._parallel_config
 
-    def hook(self, model) -> None:
+    def hook(self, model: Any) -> None:
+        """Register the hooks."""
         model.register_forward_pre_hook(self.before_model, with_kwargs=True)
         model.rope.register_forward_hook(self.behind_rope)
         model.blocks[0].register_forward_pre_hook(self.before_blocks)
         model.proj_out.register_forward_hook(self.behind_output)
 
-    def order(self, grid, device) -> torch.Tensor:
+    def order(self, grid: Any, device: torch.device) -> torch.Tensor:
+        """Return the order of tokens by block, int64 [T]."""
         return Blocks.grid(grid, self.layout).index(device).argsort(stable=True)
 
-    def own(self, x: torch.Tensor, grid) -> torch.Tensor:
-        """Of x `[B, T, ..]` this process's tokens."""
+    def own(self, x: torch.Tensor, grid: Any) -> torch.Tensor:
+        """Return this process's tokens of x [B, T, ..]."""
         share = share_of_grid(self.config, grid)
         first, end = share["edges"][share["rank"] :][:2]
         return x.index_select(1, self.order(grid, x.device)[first:end])
 
-    def before_model(self, model, args, kwargs):
-        """Time steps `[B, T]`, which some Wans have for each token."""
-        given = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
-        if given.arguments["timestep"].ndim == 2:
-            grid = model.token_grid(given.arguments["hidden_states"])
-            given.arguments["timestep"] = self.own(given.arguments["timestep"], grid)
-        return given.args[1:], given.kwargs
+    def before_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Select this process's timesteps if there is one per token [B, T], as in some models of Wan."""
+        bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+        if bound.arguments["timestep"].ndim == 2:
+            grid = model.token_grid(bound.arguments["hidden_states"])
+            bound.arguments["timestep"] = self.own(bound.arguments["timestep"], grid)
+        return bound.args[1:], bound.kwargs
 
-    def behind_rope(self, _module, _args, rotations):
+    def behind_rope(
+        self, _module: nn.Module, _args: Any, rotations: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Select the rotations of this process's tokens."""
         return tuple(self.own(x, self.state.grid) for x in rotations)
 
-    def before_blocks(self, _module, args):
+    def before_blocks(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Select this process's tokens."""
         return self.own(args[0], self.state.grid), *args[1:]
 
-    def behind_output(self, _module, _args, tokens):
+    def behind_output(self, _module: nn.Module, _args: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """Restore the order of all tokens [B, T, ..], which diffusers has gathered."""
         return tokens.index_select(1, self.order(self.state.grid, tokens.device).argsort())

@@ -1,8 +1,10 @@
 """The paper's language model, from scratch (sections 4, 5.4 and C).
 
-Unlike a Llama, whose forward it has, it has no softmax anywhere; q and k are half as wide as the model and v as wide; RoPE
-turns the features after the map (relu); an RMSNorm per head and an output gate stand where the normalizer was.
+It has the forward of a Llama, but no softmax. q and k are half as wide as the model, and v is as wide as the model. RoPE
+rotates the features after the map (relu). An RMSNorm per head and an output gate replace the normalizer.
 """
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,40 +36,56 @@ from .transformers_api import find_cache, set_attention_function
 
 
 class MHLALanguageMixer(nn.Module):
-    """Projections around the MHLA core: `[B, T, hidden]` to `[B, T, hidden]`."""
+    """The attention of a layer: the projections of q, k, v, and the output, and an MHLA core."""
 
     def __init__(self, config: MHLAConfig, layer_idx: int):
         super().__init__()
-        settings = MHLASettings.from_dict(config.mhla)
+        # `MHLAConfig.__post_init__` has set what may be None.
+        mhla: Any = config.mhla
+        settings = MHLASettings.from_dict(mhla)
         heads, self.layer_idx = config.num_attention_heads, layer_idx
-        self.head_dim, self.value_dim = config.head_dim, config.value_dim
-        self.q_proj = nn.Linear(config.hidden_size, heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, heads * config.value_dim, bias=False)
-        self.o_proj = nn.Linear(heads * config.value_dim, config.hidden_size, bias=False)
-        sizes = {"num_heads": heads, "num_kv_heads": heads, "key_dim": config.head_dim, "value_dim": config.value_dim}
+        head_dim: Any = config.head_dim
+        value_dim: Any = config.value_dim
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.q_proj = nn.Linear(config.hidden_size, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, heads * value_dim, bias=False)
+        self.o_proj = nn.Linear(heads * value_dim, config.hidden_size, bias=False)
+        sizes = {"num_heads": heads, "num_kv_heads": heads, "key_dim": head_dim, "value_dim": value_dim}
         self.mhla = MHLA(settings, hidden_size=config.hidden_size, norm_eps=config.rms_norm_eps, **sizes)
 
-    def forward(self, hidden_states, position_embeddings, **kwargs) -> torch.Tensor:
-        """One layer's attention; position_embeddings: cosines and sines. What else `mhla_attention` reads is in `kwargs`."""
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
+    ) -> torch.Tensor:
+        """Attend to all tokens at and before each one's position.
+
+        Args:
+            hidden_states: [B, T, C].
+            position_embeddings: Cosines and sines of RoPE.
+            **kwargs: The KV cache, if there is one, and the other arguments of `mhla_attention`.
+
+        Returns:
+            [B, T, C].
+        """
         widths = (self.head_dim, self.head_dim, self.value_dim)
         projected = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        # q, k, v: [B, H, T, K or V]
         heads = [x.unflatten(-1, (-1, width)).transpose(1, 2) for x, width in zip(projected, widths, strict=True)]
 
-        def rotate(x, y):
+        def rotate(x: torch.Tensor, y: torch.Tensor) -> Any:
             return apply_rotary_pos_emb(x, y, *position_embeddings, unsqueeze_dim=2)
 
         name = find_cache(kwargs)
         cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx) if name is not None else None
-        own = {"mhla_cache": cache, "mhla_hidden_states": hidden_states, "mhla_rotate": rotate}
-        output, _ = mhla_attention(self, *heads, **{"attention_mask": None, **kwargs, **own})
+        mhla_arguments = {"mhla_cache": cache, "mhla_hidden_states": hidden_states, "mhla_rotate": rotate}
+        output, _ = mhla_attention(self, *heads, **{"attention_mask": None, **kwargs, **mhla_arguments})
         if cache is not None:
             cache.count(hidden_states)
         return self.o_proj(output.flatten(2))
 
 
 class MHLADecoderLayer(GradientCheckpointingLayer):
-    """Norm, attention, norm, SwiGLU, each with its residual."""
+    """A decoder layer: norm, attention, norm, SwiGLU, with residual connections."""
 
     def __init__(self, config: MHLAConfig, layer_idx: int):
         super().__init__()
@@ -76,13 +94,14 @@ class MHLADecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Return [B, T, C] for hidden states [B, T, C]; `kwargs` as in `MHLALanguageMixer.forward`."""
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
-    """Loading, saving and starting weights of the from-scratch model."""
+    """Base of the models from scratch: loading, saving, and initial weights."""
 
     config: MHLAConfig
     source_entry = "models.language"
@@ -90,20 +109,21 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
     _can_record_outputs = {"hidden_states": MHLADecoderLayer}
 
     def __init__(self, config: MHLAConfig) -> None:
-        PreTrainedModel.__init__(self, config)  # without Llama's layers
-        # Whatever attention a caller asks for, there is no softmax to apply it to; and no T x T mask is made for it.
+        # Skips the constructors of Llama, which would make its layers.
+        PreTrainedModel.__init__(self, config)
+        # Overrides `attn_implementation`, since there is no softmax to apply it to, and avoids T x T masks.
         set_attention_function(config, ATTENTION_NAME)
 
     def class_names(self) -> list[str]:
-        """Of the body and its heads."""
+        """Return the names of the body's class and of its heads' classes."""
         return [cls.__name__ for cls in HEADS_FROM_SCRATCH]
 
 
 class MHLAModel(MHLAPreTrainedModel, LlamaModel):
-    """The body: token ids `[B, T]` to hidden states `[B, T, hidden]`, by Llama's forward.
+    """The body: token ids [B, T] to hidden states [B, T, C], by Llama's forward.
 
-    `attention_mask` `[B, S]` marks padding on either side. Packed sequences (B is 1) come as `position_ids`, `seq_idx` or
-    `cu_seq_lens_q`; the last compiles to one graph.
+    `attention_mask` [B, S] marks padding on either side. Sequences that are packed into one row (B = 1) are told apart by
+    `position_ids`, `seq_idx`, or `cu_seq_lens_q`. Only the last compiles to one graph, because the others are read by value.
     """
 
     def __init__(self, config: MHLAConfig) -> None:
@@ -119,7 +139,7 @@ class MHLAModel(MHLAPreTrainedModel, LlamaModel):
 
 
 class MHLAForCausalLM(MHLAPreTrainedModel, LlamaForCausalLM):
-    """The language model: token ids to logits, loss and text, as any causal LM of transformers."""
+    """The language model: token ids [B, T] to logits [B, T, vocabulary] and a loss, with `generate`."""
 
     def __init__(self, config: MHLAConfig) -> None:
         super().__init__(config)
@@ -130,17 +150,18 @@ class MHLAForCausalLM(MHLAPreTrainedModel, LlamaForCausalLM):
 
 
 class MHLAForSequenceClassification(GenericForSequenceClassification, MHLAPreTrainedModel):
-    """One label, or a reward with `num_labels=1`, for each sequence, from its last token that is no padding."""
+    """Predicts one label per sequence, or a reward with `num_labels=1`, from its last token that is not padding."""
 
     def __init__(self, config: MHLAConfig) -> None:
-        MHLAPreTrainedModel.__init__(self, config)  # without the search for a body
+        # Skips the constructor of the generic head, which would look up a body by the Auto class. The same holds below.
+        MHLAPreTrainedModel.__init__(self, config)
         self.num_labels, self.model = config.num_labels, MHLAModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
 
 class MHLAForTokenClassification(GenericForTokenClassification, MHLAPreTrainedModel):
-    """A label for each token."""
+    """Predicts one label per token."""
 
     def __init__(self, config: MHLAConfig) -> None:
         MHLAPreTrainedModel.__init__(self, config)
@@ -150,7 +171,7 @@ class MHLAForTokenClassification(GenericForTokenClassification, MHLAPreTrainedMo
 
 
 class MHLAForQuestionAnswering(GenericForQuestionAnswering, MHLAPreTrainedModel):
-    """Where an answer begins and ends."""
+    """Predicts the first and the last token of an answer in the text."""
 
     def __init__(self, config: MHLAConfig) -> None:
         MHLAPreTrainedModel.__init__(self, config)

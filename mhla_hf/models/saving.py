@@ -1,12 +1,14 @@
-"""Saving a model with its source, so that it loads where mhla_hf is not installed.
+"""Saves a model with its source, so that it loads where mhla_hf is not installed, and checks weights when loading.
 
-A model does not know how its one-file source is made: the installed package hands over who makes it; inside such a file
-there is nobody, and the file copies itself.
+The models do not know how their one-file source is made: the installed package passes a function that makes it to
+`set_source_maker`. A model that was loaded from such a file saves a copy of that file.
 """
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,34 +16,43 @@ from safetensors import SafetensorError, safe_open
 from ..ops.namespace import NAMESPACE
 
 SOURCE_FILE = "modeling_mhla.py"
-_SOURCE_MAKER = []
+_SOURCE_MAKER: list[Callable[[str], tuple[str, str]]] = []
 
 
-def set_source_maker(maker) -> None:
-    """Install `maker(entry)`, which gives the name and the text of the single source file of an entry module.
+def set_source_maker(maker: Callable[[str], tuple[str, str]]) -> None:
+    """Set the function that makes source files.
 
-    Each is made once in a process: what it runs, whatever becomes of the files on disk.
+    Its results are cached, so that a process saves the source that it runs, even if files of the package change meanwhile.
+
+    Args:
+        maker: Function of the name of an entry module that returns name and text of the source file.
     """
     _SOURCE_MAKER[:] = [functools.cache(maker)]
 
 
 def source_name(entry: str) -> str:
-    """The name of the file that defines a model of diffusers, which takes it for the name of a module."""
+    """Return the name of the file that defines a model of diffusers, which makes a module name of it."""
     return _SOURCE_MAKER[0](entry)[0] if NAMESPACE == "package" else Path(__file__).name
 
 
-def write_source(entry: str, folder: str | os.PathLike, name: str = SOURCE_FILE) -> None:
-    """Write the one file that defines a model into `folder` (made if missing), under `name`."""
-    own = Path(__file__).read_text(encoding="utf-8") if NAMESPACE != "package" else _SOURCE_MAKER[0](entry)[1]
+def write_source(entry: str, folder: str | os.PathLike[str], name: str = SOURCE_FILE) -> None:
+    """Write the source file of a model.
+
+    Args:
+        entry: Name of the module that defines the model.
+        folder: Folder to write to, which is created if it does not exist.
+        name: Name of the file.
+    """
+    source = Path(__file__).read_text(encoding="utf-8") if NAMESPACE != "package" else _SOURCE_MAKER[0](entry)[1]
     target = Path(folder, name)
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_suffix(f".tmp-{os.getpid()}")
-    aside.write_text(own, encoding="utf-8", newline="\n")
-    os.replace(aside, target)
+    temporary = target.with_suffix(f".tmp-{os.getpid()}")
+    temporary.write_text(source, encoding="utf-8", newline="\n")
+    os.replace(temporary, target)
 
 
-def check_whole_files(folder: str | os.PathLike) -> None:
-    """One sentence if a safetensors file in or below `folder` is cut short or no such file."""
+def check_whole_files(folder: str | os.PathLike[str]) -> None:
+    """Raise ValueError if a file `*.safetensors` in or below a folder is cut short or has another format."""
     for file in sorted(Path(folder).rglob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -51,13 +62,15 @@ def check_whole_files(folder: str | os.PathLike) -> None:
 
 
 def check_loaded_weights(model: torch.nn.Module) -> None:
-    """One sentence if a loaded model's MHLA weights cannot be right (negative or non-finite mixing, non-finite others)."""
-    for name, module in model.named_modules():
+    """Raise ValueError if MHLA weights of a loaded model are not valid: not finite, or for mixing negative."""
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    for name, module in modules:
         for parameter in module.initial_values() if hasattr(module, "initial_values") else ():
             value = module.get_parameter(parameter)
-            plain = isinstance(value, torch.nn.Parameter) and type(value.data) is torch.Tensor  # not quantized
-            if plain and value.is_floating_point() and not value.is_meta and not torch.isfinite(value).all():
-                what = "expected finite ones; the checkpoint is damaged"
-                raise ValueError(f"{name}.{parameter}: got NaN or infinite values, {what}.")
+            # Quantized values have a type of their own.
+            is_plain = isinstance(value, torch.nn.Parameter) and type(value.data) is torch.Tensor
+            if is_plain and value.is_floating_point() and not value.is_meta and not torch.isfinite(value).all():
+                expected = "finite ones; the checkpoint is damaged"
+                raise ValueError(f"{name}.{parameter}: got NaN or infinite values, expected {expected}.")
         if hasattr(module, "check_values"):
             module.check_values(name)

@@ -1,12 +1,14 @@
-"""Everything this package takes from transformers that is private or differs between releases.
+"""Everything that this package uses of transformers that is private or differs between releases.
 
-Each entry degrades to "not there": a model type that a release lacks is absent, it does not break the import.
+A model type that a release of transformers lacks is absent here, too; it does not break the import.
 """
 
 import contextlib
 import functools
 import inspect
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import transformers
@@ -22,14 +24,15 @@ TESTED_TRANSFORMERS = ("5.19.0", "5.24.0")
 
 
 def config_class_name(model_type: str) -> str | None:
-    """The name of the configuration class of `model_type`, or None if this release of transformers lacks the type."""
+    """Return the name of the configuration class of a model type, or None if this release of transformers lacks it."""
     return CONFIG_MAPPING_NAMES.get(model_type)
 
 
 def config_class_of(model_type: str) -> type | None:
-    """The configuration class of `model_type`, or None if this release of transformers lacks the type."""
+    """Return the configuration class of a model type, or None if this release of transformers lacks the type."""
     try:
-        return CONFIG_MAPPING[model_type]  # a lazy mapping, whose `get` finds only what was registered
+        # Not `get`: this is a lazy mapping, whose `get` finds only types that were registered by users.
+        return CONFIG_MAPPING[model_type]
     except KeyError:
         return None
 
@@ -42,18 +45,19 @@ def copy_weight_renames(base_type: str, model_type: str) -> None:
 
 
 def with_layer_wildcard(name: str) -> str:
-    """`model.layers.3.mlp` as tensor-parallel plans write it: `model.layers.*.mlp`."""
+    """Return the name of a module as tensor-parallel plans write it: `model.layers.*.mlp` for `model.layers.3.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def set_attention_function(config, name: str) -> None:
-    """Select an attention function in `config` without the checks that transformers makes for its users."""
+def set_attention_function(config: Any, name: str) -> None:
+    """Select an attention function in a configuration, without the checks that transformers makes for users."""
     config._attn_implementation_internal = name
 
 
 def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
-    """Recompute the layers of `model` in the backward pass, or no longer."""
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # its name before 5.23
+    """Enable or disable gradient checkpointing."""
+    # transformers renamed it in 5.23.
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     if enabled:
         getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     else:
@@ -61,40 +65,61 @@ def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
 
 
 @contextlib.contextmanager
-def recomputed_layers(model: nn.Module):
-    """Meanwhile decoder layers keep nothing but their inputs for the backward pass, in eval mode as in training."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    before = [vars(layer).get("forward") for layer in layers]
+def recomputed_layers(model: nn.Module) -> Iterator[None]:
+    """Recompute decoder layers in the backward pass while the context is open, also in eval mode.
+
+    Gradient checkpointing of transformers does so in training mode only.
+    """
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    previous_forwards = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     try:
         yield
     finally:
-        for layer, forward in zip(layers, before, strict=True):
+        for layer, forward in zip(layers, previous_forwards, strict=True):
             del layer.forward
-            if forward is not None:  # accelerate's
+            if forward is not None:  # accelerate sets one on the instance
                 layer.forward = forward
 
 
 def cache_argument(model: nn.Module) -> str:
-    """The name of the KV cache in calls and outputs of `model`: "cache" since transformers 5.24, else "past_key_values"."""
+    """Return the name of the KV cache in calls and outputs of a model.
+
+    It is "cache" since transformers 5.24, and "past_key_values" before.
+    """
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def forward_cached(model: nn.Module, input_ids: torch.Tensor, cache: Cache | None = None, **kwargs) -> tuple:
-    """One forward pass that continues `cache`, or starts one if it is None: the model's output and the cache after it."""
+def forward_cached(
+    model: nn.Module, input_ids: torch.Tensor, cache: Cache | None = None, **kwargs: Any
+) -> tuple[Any, Any]:
+    """Run one forward pass with a KV cache.
+
+    Args:
+        model: The model.
+        input_ids: int64 [B, T].
+        cache: The cache to continue, or None to start one.
+        **kwargs: Further arguments of the model.
+
+    Returns:
+        The model's output and the cache after it.
+    """
     name = cache_argument(model)
     output = model(input_ids=input_ids, **{name: cache}, use_cache=True, **kwargs)
     return output, getattr(output, name)
 
 
-def find_cache(kwargs: dict) -> str | None:
-    """The argument that holds a KV cache, by its type: its name differs between models and between releases."""
+def find_cache(kwargs: dict[str, Any]) -> str | None:
+    """Return the name of the argument that is a KV cache, or None.
+
+    It is found by its type, because the name differs between models and between releases.
+    """
     return next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
 
 
-def refuse_paged_cache(kwargs: dict) -> None:
-    """Refuse the caches of transformers' continuous batching, which are no `Cache` and have no place for a state."""
+def refuse_paged_cache(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for a cache of transformers' continuous batching, which has no place for MHLA's state."""
     pages = kwargs.get("cache")
     if pages is not None and not isinstance(pages, Cache):
         raise ValueError(
@@ -102,10 +127,15 @@ def refuse_paged_cache(kwargs: dict) -> None:
         )
 
 
-def check_cache_arrived(query_length: int, key_length: int, kwargs: dict) -> None:
-    """Refuse keys or caches that reach an MHLA attention function past the layer's own cache.
+def check_cache_arrived(query_length: int, key_length: int, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if keys of the past or a cache reach an MHLA attention function by another way than MHLA's.
 
-    Otherwise a release of transformers that hands caches on in a new way would decode without the past, in silence.
+    Otherwise MHLA layers would silently decode without the past in a release of transformers that passes caches differently.
+
+    Args:
+        query_length: Number of queries.
+        key_length: Number of keys; more than queries if they include the past.
+        kwargs: Arguments of the attention function.
     """
     if query_length != key_length or find_cache(kwargs) is not None:
         tested = " to ".join(TESTED_TRANSFORMERS)

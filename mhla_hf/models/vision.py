@@ -1,11 +1,13 @@
 """Image classifiers from scratch (section 5.1): the paper's DeiT with average pooling, and its hierarchical MHLA-VLT.
 
-Any image size works. Images are padded to whole blocks where the configuration says so, learned positions are
-resized, and the grid of tokens goes from the pixels to every layer.
+Any image size works. Images are padded to whole blocks if the configuration says so, learned positions are resized, and the
+grid of tokens follows from the pixels and is passed to every layer.
 """
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,7 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 
 
 class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
-    """Loading, saving and starting weights of image classifiers from scratch."""
+    """Base of the image classifiers from scratch: loading, saving, and initial weights."""
 
     config: MHLAVisionConfig
     source_entry = "models.vision"
@@ -38,7 +40,8 @@ class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
     _can_compile_fullgraph = True
 
     @torch.no_grad()
-    def _init_weights(self, module):
+    def _init_weights(self, module: Any) -> None:
+        """Initialize one module; parameters that were loaded stay as they are."""
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             trunc_normal_(module.weight, std=self.config.initializer_range)
             if module.bias is not None:
@@ -48,8 +51,8 @@ class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
         else:
             super()._init_weights(module)
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """As transformers, with the source beside the weights and, where there is none yet, the image processor's file."""
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save as `MHLAPreTrainedMixin` does, and write the image processor's file unless there is one already."""
         target = Path(save_directory) / PREPROCESSOR_FILE
         if kwargs.get("is_main_process", True) and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +61,7 @@ class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
 
 
 class MHLAVisionModel(MHLAVisionPreTrainedModel):
-    """The body: images `[B, channels, height, width]` to tokens `[B, T, width]` and their average `[B, width]`."""
+    """The body: images [B, channels, height, width] to tokens [B, T, width] and their average [B, width]."""
 
     def __init__(self, config: MHLAVisionConfig) -> None:
         super().__init__(config)
@@ -78,7 +81,7 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The stem."""
+        """Return the stem."""
         return self.stem
 
     @merge_with_config_defaults
@@ -86,19 +89,27 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
     def forward(
         self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = True, **kwargs: object
     ) -> BaseModelOutputWithPooling:
-        """pixel_values: `[B, channels, height, width]`, any size (without padding: whole patches).
+        """Encode images.
 
-        interpolate_pos_encoding: False refuses sizes that the learned positions would have to be resized for.
+        Args:
+            pixel_values: [B, channels, height, width], of any size; without padding, of whole patches.
+            interpolate_pos_encoding: Whether to resize learned positions to other grids. If not, other grids are an error.
+            **kwargs: Further arguments of the blocks.
+
+        Returns:
+            `last_hidden_state` [B, T, width] and `pooler_output` [B, width].
+
+        Raises:
+            ValueError: The images do not have the right shape.
         """
         x = self.stem(self.padded(pixel_values))
         grid = tuple(x.shape[2:])
         x = as_tokens(x)
         if self.positions is not None:
-            known = tuple(self.positions.weight.shape[2:])
-            if not interpolate_pos_encoding and grid != known:
-                raise ValueError(
-                    f"pixel_values: got a grid of {grid} tokens, expected {known}, or interpolate_pos_encoding=True."
-                )
+            trained_grid = tuple(self.positions.weight.shape[2:])
+            if not interpolate_pos_encoding and grid != trained_grid:
+                expected = f"{trained_grid}, or interpolate_pos_encoding=True"
+                raise ValueError(f"pixel_values: got a grid of {grid} tokens, expected {expected}.")
             x = x + self.positions(grid)
         for stage in self.stages:
             x, grid = stage(x, grid, **kwargs)
@@ -113,24 +124,32 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
 
     def padded(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """The images in the stem's dtype, padded with zeros on all sides as the configuration says."""
+        """Return images in the model's dtype, padded with zeros on all sides as the configuration says.
+
+        Args:
+            pixel_values: [B, channels, height, width].
+
+        Raises:
+            ValueError: The shape is wrong, or the stem would leave out a part of a patch.
+        """
         if pixel_values.ndim != 4 or pixel_values.shape[1] != self.config.num_channels:
             expected = f"[B, {self.config.num_channels}, height, width]"
             raise ValueError(f"pixel_values: got shape {tuple(pixel_values.shape)}, expected {expected}.")
         height, width = pixel_values.shape[-2:]
         unit = self.config.patch_size if self.config.stem == "patch" and not self.config.pad_to_blocks else 1
-        if height % unit or width % unit:  # the stem would leave out the rest
+        if height % unit or width % unit:
             raise ValueError(
                 f"pixel_values: got {height} x {width} pixels, expected multiples of the patch size {unit}."
             )
         rows, columns = self.config.padded_sides(height, width)
-        above, before = rows - height, columns - width
+        extra_rows, extra_columns = rows - height, columns - width
+        left, top = extra_columns // 2, extra_rows // 2
         x = pixel_values.to(self.dtype)
-        return F.pad(x, (before // 2, before - before // 2, above // 2, above - above // 2))
+        return F.pad(x, (left, extra_columns - left, top, extra_rows - top))
 
 
 class MHLAForImageClassification(MHLAVisionPreTrainedModel):
-    """The classifier: images `[B, channels, height, width]` to logits `[B, num_labels]` and loss."""
+    """The classifier: images [B, channels, height, width] to logits [B, num_labels] and a loss."""
 
     def __init__(self, config: MHLAVisionConfig) -> None:
         super().__init__(config)
@@ -144,7 +163,16 @@ class MHLAForImageClassification(MHLAVisionPreTrainedModel):
     def forward(
         self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: object
     ) -> ImageClassifierOutput:
-        """As any image classifier of transformers: `labels` `[B]` are class indices."""
+        """Classify images.
+
+        Args:
+            pixel_values: [B, channels, height, width].
+            labels: Class indices [B], for the loss; or None.
+            **kwargs: Further arguments of the body.
+
+        Returns:
+            `logits` [B, num_labels], and `loss` if there are labels.
+        """
         outputs = self.model(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)

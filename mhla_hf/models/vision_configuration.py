@@ -1,13 +1,13 @@
 """The configuration of image classifiers from scratch: plain (the paper's DeiT) and in stages (its MHLA-VLT).
 
-One class serves both. Without `stages` the model is one stage of `num_hidden_layers` equal layers; with `stages` each
-is spelt out, and `hidden_size`, `num_attention_heads` and `num_hidden_layers` speak of the last stage and of all together.
-`attention` puts plain linear or softmax attention where MHLA would be, everything else equal: the yardsticks.
+One class serves both. Without `stages` the model is one stage of `num_hidden_layers` equal layers. With `stages`,
+`hidden_size` and `num_attention_heads` are those of the last stage, and `num_hidden_layers` is the sum over all stages.
+`attention` replaces MHLA by plain linear or softmax attention, everything else equal, to compare MHLA with.
 """
 
 import math
 from copy import deepcopy
-from typing import Literal
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -17,20 +17,26 @@ from ..nn.settings import MHLASettings, is_layout
 STAGE_KEYS = ("hidden_size", "depth", "num_heads", "layout")
 
 
-def staged(*facts) -> list[dict]:
-    """The `stages` of a hierarchical configuration, from one list for each of `STAGE_KEYS`."""
-    return [dict(zip(STAGE_KEYS, stage, strict=True)) for stage in zip(*facts, strict=True)]
+def staged(*columns: list[Any]) -> list[dict[str, Any]]:
+    """Return the `stages` of a configuration, from one list of values per key in `STAGE_KEYS`."""
+    return [dict(zip(STAGE_KEYS, stage, strict=True)) for stage in zip(*columns, strict=True)]
 
 
-# What "Breaking the low-rank dilemma of linear attention" (arXiv 2411.07635) publishes; its first two stages are linear.
-# The last projection is 1024 wide there, which gives 14.9 M and 25.6 M parameters. Table 2 has 16 M and 27 M, and does not
-# say where they are; 1792, as wide as the last MLP, fits both within 1 %.
-VLT_ARCHITECTURE = {"num_labels": 1000, "stem": "conv", "patch_size": 4, "positions": "rope", "position_conv": 3}
+# The architecture of "Breaking the low-rank dilemma of linear attention" (arXiv 2411.07635), whose first two stages are
+# linear. With the published last projection, 1024 wide, the models have 14.9 M and 25.6 M parameters. Table 2 has 16 M and
+# 27 M and does not say where the others are. A projection as wide as the last MLP, 1792, gives both within 1 %.
+VLT_ARCHITECTURE: dict[str, Any] = {
+    "num_labels": 1000,
+    "stem": "conv",
+    "patch_size": 4,
+    "positions": "rope",
+    "position_conv": 3,
+}
 VLT_ARCHITECTURE |= {"mlp_conv": 3, "mlp_ratio": 3.5, "qk_norm": False, "output_product": True, "layer_scale": 1.0}
 VLT_ARCHITECTURE |= {"feature_size": 1792, "pad_to_blocks": False}
 VLT_LAYOUTS = [[7, 7], [4, 4], [4, 4], [4, 4]]
 VLT_MHLA = {"feature_map": "elu", "rope": "after", "cpe": 5}
-MHLA_VISION_PRESETS = {
+MHLA_VISION_PRESETS: dict[str, dict[str, Any]] = {
     "deit-t": {"num_labels": 1000},
     "deit-s": {"num_labels": 1000, "hidden_size": 384, "num_attention_heads": 6},
     "deit-b": {"num_labels": 1000, "hidden_size": 768, "num_attention_heads": 12},
@@ -56,29 +62,35 @@ class MHLAVisionConfig(PreTrainedConfig):
     """An image classifier from scratch (section 5.1, appendix E); the defaults are DeiT-T with MHLA.
 
     Args:
-        image_size: pixels, one number or [height, width]: the size that learned positions are for. Others work.
-        patch_size: pixels of a token's side after the stem. num_channels: of the image.
-        hidden_size, num_hidden_layers, num_attention_heads: of the plain model; follow from `stages` where those are given.
-        stages: list of {"hidden_size", "depth", "num_heads", "layout"}; a strided 3x3 convolution halves the grid between
-            two of them.
-        attention: what the layers in `mhla["layers"]` do: "mhla", "linear" (uniform, frozen mixing) or "softmax"; the
-            others are softmax.
-        mlp_ratio: width of the MLP over that of the layer. mlp_conv: kernel of a depthwise convolution in it; 0: none.
-        stem: "patch" (one convolution) or "conv" (four 3x3 ones with BatchNorm, to a quarter of the side).
+        image_size: Pixels, one number or [height, width], for which learned positions are made. Other sizes work, too.
+        patch_size: Side of a token in pixels, after the stem.
+        num_channels: Number of channels of an image.
+        hidden_size, num_hidden_layers, num_attention_heads: Of the plain model; `stages` overrides them.
+        stages: List of {"hidden_size", "depth", "num_heads", "layout"}, where "layout" may be left out. Between two stages a
+            3x3 convolution of stride 2 halves the grid.
+        attention: Attention of the layers in `mhla["layers"]`: "mhla", "linear" (uniform, frozen mixing), or "softmax". The
+            other layers are softmax.
+        mlp_ratio: Width of the MLP divided by that of the layer.
+        mlp_conv: Kernel size of a depthwise convolution in the MLP; 0 for none.
+        hidden_act: Activation of the MLP.
+        stem: "patch" (one convolution) or "conv" (four 3x3 convolutions with BatchNorm, to a quarter of the side).
         positions: "learned" (added, resized to other grids) or "rope" (2-D, on q and k).
-        position_conv: kernel of a depthwise convolution that is added to a layer's input; 0: none.
-        qk_norm: RMSNorm of all of q and of all of k before the heads are cut. qkv_bias: biases of their projections.
-        input_norm: a second LayerNorm inside the attention (the authors' release).
-        output_product: multiply the attention's output by a projection of its input (VLT).
-        layer_scale: start of a learned factor per channel on both branches; None: none.
-        feature_size: width of a last 1x1 projection with BatchNorm and SiLU before pooling; 0: a LayerNorm instead.
-        pool_first: average the tokens before the last LayerNorm (the authors' release), not after it.
-        pad_to_blocks: pad images with zeros, centred, until every block of the first stage has whole patches (the paper
-            pads 224 to 256).
-        drop_path_rate: of the last layer; rising linearly from 0.
-        image_mean, image_std: per channel, for the image processor.
-        mhla: settings as a dictionary (`MHLASettings`). Default: [4, 4] blocks, relu, normalized, locality start, depthwise
-            position convolution of kernel 3. A stage's own layout wins.
+        position_conv: Kernel size of a depthwise convolution that is added to a layer's input; 0 for none.
+        qk_norm: Whether to apply an RMSNorm to q and to k, over all heads together.
+        qkv_bias: Whether the projections of q, k, and v have biases.
+        input_norm: Whether to apply a second LayerNorm inside the attention, as in the authors' release.
+        output_product: Whether to multiply the attention's output by a projection of its input (VLT).
+        layer_scale: Initial value of a learned factor per channel on both branches; None for no factor.
+        feature_size: Width of a last 1x1 projection with BatchNorm and SiLU before pooling; 0 for a LayerNorm instead.
+        pool_first: Whether to average the tokens before the last LayerNorm, as in the authors' release, or after it.
+        pad_to_blocks: Whether to pad images with zeros on all sides until every block of the first stage has whole patches,
+            as the paper pads 224 pixels to 256.
+        drop_path_rate: Stochastic depth of the last layer; the rate rises linearly from 0 at the first.
+        layer_norm_eps: Epsilon of the LayerNorms of blocks and of the last one.
+        initializer_range: Standard deviation of initial weights.
+        image_mean, image_std: Per channel, for the image processor.
+        mhla: Settings as a dictionary (`MHLASettings`). Default: [4, 4] blocks, relu, normalized, locality start, depthwise
+            position convolution of kernel size 3. The layout of a stage takes precedence.
 
     `MHLAVisionConfig.preset("deit-t", image_size=384)` gives a ready configuration.
     """
@@ -114,7 +126,8 @@ class MHLAVisionConfig(PreTrainedConfig):
     image_std: list[float] | tuple[float, ...] | None = None
     mhla: dict | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fill in what follows from other fields, and check `stages` and `mhla`."""
         if self.stages is not None:
             for stage in self.stages:
                 layout = stage.get("layout") or [1, 1]
@@ -123,8 +136,8 @@ class MHLAVisionConfig(PreTrainedConfig):
                     or not is_layout(layout)
                     or len(layout) != 2
                 ):
-                    what = f"{list(STAGE_KEYS)}, the last with blocks per row and column"
-                    raise ValueError(f"stages: got {stage!r}, expected the keys {what}.")
+                    expected = f"the keys {list(STAGE_KEYS)}, the last with blocks per row and column"
+                    raise ValueError(f"stages: got {stage!r}, expected {expected}.")
             self.hidden_size = self.stages[-1]["hidden_size"]
             self.num_attention_heads = self.stages[-1]["num_heads"]
             self.num_hidden_layers = sum(stage["depth"] for stage in self.stages)
@@ -141,52 +154,63 @@ class MHLAVisionConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Part of the strict validation: sizes that fit each other."""
+        """Raise ValueError if sizes do not fit each other; part of the strict validation."""
         if self.stem == "conv" and self.patch_size != 4:
             raise ValueError(f'patch_size: got {self.patch_size}, expected 4 with stem "conv".')
-        unit = 4 if self.positions == "rope" else 1  # 2-D RoPE turns pairs by row and by column
+        # 2-D RoPE rotates pairs, half of them by the row and half by the column.
+        unit = 4 if self.positions == "rope" else 1
         for stage in self.stage_list():
             width, heads = stage["hidden_size"], stage["num_heads"]
             if width % heads or width // heads % unit:
-                what = f"a divisor of the hidden size {width}, and heads as wide as a multiple of {unit}"
-                raise ValueError(f"num_attention_heads: got {heads}, expected {what}.")
+                expected = f"a divisor of the hidden size {width}, and heads as wide as a multiple of {unit}"
+                raise ValueError(f"num_attention_heads: got {heads}, expected {expected}.")
 
-    def image_sides(self) -> tuple[int, int]:
-        """Height and width of `image_size`."""
+    def image_sides(self) -> tuple[int, ...]:
+        """Return height and width of `image_size`, in pixels."""
         return (self.image_size,) * 2 if isinstance(self.image_size, int) else tuple(self.image_size)
 
-    def padded_sides(self, height: int, width: int) -> tuple[int, int]:
-        """The size that an image of `height` x `width` pixels is padded to."""
+    def padded_sides(self, height: int, width: int) -> tuple[int, ...]:
+        """Return height and width to which the model pads an image, in pixels."""
         if not self.pad_to_blocks:
             return height, width
         units = [self.patch_size * count for count in self.stage_list()[0]["layout"]]
         return tuple(math.ceil(side / unit) * unit for side, unit in zip((height, width), units, strict=True))
 
-    def stage_list(self) -> list[dict]:
-        """The stages, also of a plain model, each with its own layout."""
+    def stage_list(self) -> list[dict[str, Any]]:
+        """Return the stages with their layouts; a plain model has one stage."""
         sizes = (self.hidden_size, self.num_hidden_layers, self.num_attention_heads)
-        stages = [dict(zip(STAGE_KEYS, sizes, strict=False))] if self.stages is None else self.stages
-        return [{**stage, "layout": list(stage.get("layout") or self.mhla["layout"])} for stage in stages]
+        stages: list[dict[str, Any]] = (
+            [dict(zip(STAGE_KEYS, sizes, strict=False))] if self.stages is None else self.stages
+        )
+        settings: Any = self.mhla
+        return [{**stage, "layout": list(stage.get("layout") or settings["layout"])} for stage in stages]
 
-    def preprocessing(self) -> dict:
-        """What `preprocessor_config.json` says, so that `AutoImageProcessor` needs no code of ours."""
+    def preprocessing(self) -> dict[str, Any]:
+        """Return the contents of `preprocessor_config.json`, by which `AutoImageProcessor` works without our code."""
         height, width = self.image_sides()
+        mean: Any = self.image_mean
+        std: Any = self.image_std
         return {
             "image_processor_type": "ViTImageProcessor",
             "do_convert_rgb": True if self.num_channels == 3 else None,
             **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True),
-            "image_mean": list(self.image_mean),
-            "image_std": list(self.image_std),
+            "image_mean": list(mean),
+            "image_std": list(std),
             "resample": 3,
             "rescale_factor": 1 / 255,
             "size": {"height": height, "width": width},
         }
 
     @classmethod
-    def preset(cls, name: str, **overrides: object) -> "MHLAVisionConfig":
-        """A named configuration with any argument replaced; `mhla` is merged into the preset's.
+    def preset(cls, name: str, **overrides: Any) -> "MHLAVisionConfig":
+        """Return a named configuration.
 
-        Names: "deit-t", "deit-s", "deit-b", "vlt-t", "vlt-s" (table 2) and "digits" (32 px, one channel).
+        Args:
+            name: "deit-t", "deit-s", "deit-b", "vlt-t", "vlt-s" (table 2), or "digits" (32 pixels, one channel).
+            **overrides: Arguments that replace those of the preset; `mhla` is merged into the preset's.
+
+        Raises:
+            ValueError: There is no preset of this name.
         """
         if name not in MHLA_VISION_PRESETS:
             raise ValueError(f"name: got {name!r}, expected one of {sorted(MHLA_VISION_PRESETS)}.")

@@ -1,11 +1,13 @@
-"""The layers of image classifiers from scratch: stems, positions, attention of three kinds, MLP, block, stage.
+"""The layers of image classifiers from scratch: stems, positions, attention, MLP, block, and stage.
 
-Tokens travel as `[B, T, C]` with their grid beside them, in every stage, so that any grid works and MHLA, plain
-linear and softmax attention are the same module but for the core. Layers own their core as `attn.mhla` (`GridMHLA`), or as
-`attn.softmax` where they are softmax. Every parameter sits in a module that is called.
+Every layer takes tokens [B, T, C] and their grid, so that any grid works. MHLA, plain linear attention, and softmax
+attention are one module that differs in its core only: `attn.mhla` (`GridMHLA`), or `attn.softmax`. Every parameter belongs
+to a module that is called, since offloading and FSDP act when a module is called.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,21 +20,22 @@ from ..nn.grid import GridConv, GridMHLA, PositionConv, rotate_pairs
 from ..nn.settings import MHLASettings
 from .vision_configuration import MHLAVisionConfig
 
-QK_NORM_EPS = 2.0**-23  # of fp32, as `nn.RMSNorm` takes when it is given none
+# The machine epsilon of fp32, which is the default of `nn.RMSNorm` in fp32.
+QK_NORM_EPS = 2.0**-23
 
 
-def as_map(tokens: torch.Tensor, grid) -> torch.Tensor:
-    """Tokens `[B, T, C]` of a grid as a map `[B, C, rows, columns]`."""
+def as_map(tokens: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    """Reshape tokens [B, T, C] to a feature map [B, C, rows, columns]."""
     return tokens.mT.unflatten(2, tuple(grid))
 
 
 def as_tokens(image: torch.Tensor) -> torch.Tensor:
-    """A map `[B, C, rows, columns]` as row-major tokens `[B, T, C]`."""
+    """Flatten a feature map [B, C, rows, columns] to row-major tokens [B, T, C]."""
     return image.flatten(2).mT
 
 
 class PatchStem(nn.Sequential):
-    """Non-overlapping patches by one convolution: `[B, C, H, W]` to `[B, width, H / patch, W / patch]`."""
+    """Embeds non-overlapping patches by one convolution: [B, C, H, W] to [B, width, H / patch, W / patch]."""
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         super().__init__()
@@ -40,7 +43,7 @@ class PatchStem(nn.Sequential):
 
 
 class ConvStem(nn.Sequential):
-    """Four 3x3 convolutions with BatchNorm, the first and the last of stride 2: to a quarter of the side."""
+    """Four 3x3 convolutions with BatchNorm, two of stride 2: [B, C, H, W] to [B, width, H / 4, W / 4]."""
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         channels = [config.num_channels, width // 2, width // 2, width // 2, width]
@@ -52,21 +55,31 @@ class ConvStem(nn.Sequential):
 
 
 class GridPositions(nn.Module):
-    """Learned positions `[1, width, rows, columns]`, resized bicubically to other grids."""
+    """Learned position embeddings [1, width, rows, columns], resized bicubically to other grids."""
 
-    def __init__(self, width: int, grid):
+    def __init__(self, width: int, grid: Sequence[int]):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, width, *grid))
 
-    def forward(self, grid) -> torch.Tensor:
+    def forward(self, grid: Sequence[int]) -> torch.Tensor:
+        """Return the embeddings of a grid, [1, T, width]."""
         if tuple(self.weight.shape[2:]) == tuple(grid):
             return as_tokens(self.weight)
         resized = F.interpolate(self.weight.float(), size=tuple(grid), mode="bicubic", align_corners=False)
         return as_tokens(resized.to(self.weight.dtype))
 
 
-def grid_rotation(grid, head_dim: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of 2-D RoPE, fp32 `[T, 1, head_dim]`: half of each head turns with the row, half with the column."""
+def grid_rotation(grid: Sequence[int], head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute 2-D RoPE, which rotates one half of each head by the row and the other by the column.
+
+    Args:
+        grid: Rows and columns.
+        head_dim: Width of a head, a multiple of 4.
+        device: Device of the result.
+
+    Returns:
+        Cosines and sines, fp32 [T, 1, head_dim].
+    """
     steps = torch.linspace(0, 1, head_dim // 4, device=device)
     angles = (1.0 / 10000**steps).repeat_interleave(2)
     rows = torch.arange(grid[0], device=device)[:, None, None] * angles
@@ -76,19 +89,46 @@ def grid_rotation(grid, head_dim: int, device) -> tuple[torch.Tensor, torch.Tens
 
 
 class GridSoftmax(MHLACore):
-    """Softmax attention with what MHLA's core has around it (norm, gate, position convolution): the yardstick.
+    """Softmax attention with the norm, gate, and position convolution of MHLA's core, to compare MHLA with.
 
-    Takes and gives what `GridMHLA` does, without its feature map and mixing.
+    It has the interface of `GridMHLA`, but neither its feature map nor its mixing.
+
+    Args:
+        settings: The settings.
+        num_heads: Number of heads, H.
+        value_dim: Width V of values.
+        widths: The other arguments of `MHLACore`.
     """
 
-    def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, **widths):
+    def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, **widths: Any):
         settings = replace(settings, feature_map="identity")
-        super().__init__(settings, None, num_heads=num_heads, num_kv_heads=num_heads, value_dim=value_dim, **widths)
+        mixing: Any = None  # softmax has none
+        super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_heads, value_dim=value_dim, **widths)
         if settings.cpe:
             self.cpe = PositionConv(num_heads * value_dim, settings.cpe, 2)
 
-    def forward(self, q, k, v, *, grid, hidden_states=None, rotate=None) -> torch.Tensor:
-        """q, k, v `[B, T, H, K]` to `[B, T, H, K]`."""
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        grid: Sequence[int],
+        hidden_states: torch.Tensor | None = None,
+        rotate: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> torch.Tensor:
+        """Attend over the whole grid.
+
+        Args:
+            q, k: [B, T, H, K].
+            v: [B, T, H, V].
+            grid: Rows and columns.
+            hidden_states: [B, T, C], the layer's input, for the gate.
+            rotate: Function of q and k that applies the rotary embedding, or None.
+
+        Returns:
+            [B, T, H, V] in v's dtype.
+        """
         if rotate is not None:
             q, k = rotate(q, k)
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
@@ -97,13 +137,20 @@ class GridSoftmax(MHLACore):
 
 
 class MHLAVisionMixer(nn.Module):
-    """Projections around one core, "mhla", "linear" or "softmax": `[B, T, width]` to `[B, T, width]`."""
+    """The attention of a layer: projections, norms, and a core.
 
-    def __init__(self, config: MHLAVisionConfig, stage: dict, kind: str):
+    Args:
+        config: The configuration.
+        stage: The stage, as `MHLAVisionConfig.stage_list` returns it.
+        kind: "mhla", "linear", which is MHLA with uniform, frozen mixing, or "softmax".
+    """
+
+    def __init__(self, config: MHLAVisionConfig, stage: dict[str, Any], kind: str):
         super().__init__()
         width, heads = stage["hidden_size"], stage["num_heads"]
         self.num_heads, self.head_dim = heads, width // heads
-        settings = replace(MHLASettings.from_dict(config.mhla), layout=stage["layout"])
+        mhla: Any = config.mhla
+        settings = replace(MHLASettings.from_dict(mhla), layout=stage["layout"])
         self.norm = nn.LayerNorm(width) if config.input_norm else nn.Identity()
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=config.qkv_bias) for _ in range(3))
         norms = (nn.RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity() for _ in range(2))
@@ -118,32 +165,50 @@ class MHLAVisionMixer(nn.Module):
             settings = replace(settings, layout=[1, 1], mixing_start="uniform", learn_mixing=False)
         self.mhla = GridMHLA(settings, **sizes)
 
-    def forward(self, hidden_states: torch.Tensor, grid, rotation=None) -> torch.Tensor:
-        """grid: (rows, columns). rotation: cosines and sines of `grid_rotation`, or None."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        grid: Sequence[int],
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Attend over the whole grid.
+
+        Args:
+            hidden_states: [B, T, width].
+            grid: Rows and columns.
+            rotation: Cosines and sines of `grid_rotation`, or None.
+
+        Returns:
+            [B, T, width].
+        """
         x = self.norm(hidden_states)
         shape = (*x.shape[:-1], self.num_heads, self.head_dim)
         q, k = self.q_norm(self.q_proj(x)).view(shape), self.k_norm(self.k_proj(x)).view(shape)
         v = self.v_proj(x).view(shape)
 
-        def rotate(a, b):
-            return rotate_pairs(a, *rotation), rotate_pairs(b, *rotation)
+        angles: Any = rotation
+
+        def rotate_both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return rotate_pairs(a, *angles), rotate_pairs(b, *angles)
 
         core = self.softmax if hasattr(self, "softmax") else self.mhla
-        o = core(q, k, v, grid=grid, hidden_states=x, rotate=None if rotation is None else rotate).flatten(2)
+        rotate = None if rotation is None else rotate_both
+        o = core(q, k, v, grid=grid, hidden_states=x, rotate=rotate).flatten(2)
         if self.product is not None:
             o = o * self.product(x)
         return self.o_proj(o)
 
 
 class VisionConv(GridConv):
-    """A depthwise convolution of tokens over their grid, added to them."""
+    """A depthwise convolution of tokens over their grid, with a residual connection."""
 
-    def forward(self, x: torch.Tensor, grid) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+        """Return x plus its convolution, [B, T, C]."""
         return x + super().forward(x, grid)
 
 
 class VisionMLP(nn.Module):
-    """Two linear layers with an activation between, and a depthwise convolution after it where there is one."""
+    """Two linear layers with an activation, and with `config.mlp_conv` a depthwise convolution, between them."""
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         super().__init__()
@@ -153,13 +218,14 @@ class VisionMLP(nn.Module):
         self.conv = VisionConv(hidden, config.mlp_conv) if config.mlp_conv else None
         self.fc2 = nn.Linear(hidden, width)
 
-    def forward(self, x: torch.Tensor, grid) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+        """Return [B, T, width] for x [B, T, width]."""
         x = self.act(self.fc1(x))
         return self.fc2(x if self.conv is None else self.conv(x, grid))
 
 
 class BranchScale(nn.Module):
-    """A learned factor per channel."""
+    """A learned factor per channel (LayerScale)."""
 
     def __init__(self, width: int, start: float):
         super().__init__()
@@ -167,17 +233,25 @@ class BranchScale(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), float(start)))
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of each parameter, for models that are built empty and filled later."""
+        """Return the initial value of each parameter, for models that are built without storage and filled later."""
         return {"weight": torch.full(self.weight.shape, float(self.start))}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x times the factors."""
         return x * self.weight
 
 
 class MHLAVisionBlock(GradientCheckpointingLayer):
-    """Norm, attention, norm, MLP, each with its residual, which a row of a training batch goes alone at the rate `drop`."""
+    """A transformer block: norm, attention, norm, MLP, with residual connections and stochastic depth.
 
-    def __init__(self, config: MHLAVisionConfig, stage: dict, kind: str, drop: float):
+    Args:
+        config: The configuration.
+        stage: The stage, as `MHLAVisionConfig.stage_list` returns it.
+        kind: Kind of attention, as in `MHLAVisionMixer`.
+        drop: Probability that a row of a training batch skips a branch.
+    """
+
+    def __init__(self, config: MHLAVisionConfig, stage: dict[str, Any], kind: str, drop: float):
         super().__init__()
         width, scale = stage["hidden_size"], config.layer_scale
         self.positions = VisionConv(width, config.position_conv) if config.position_conv else None
@@ -189,37 +263,59 @@ class MHLAVisionBlock(GradientCheckpointingLayer):
         self.scale2 = nn.Identity() if scale is None else BranchScale(width, scale)
         self.drop = drop
 
-    def forward(self, hidden_states: torch.Tensor, grid, rotation=None, **kwargs) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        grid: Sequence[int],
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Run the block; arguments and result as in `MHLAVisionMixer.forward`."""
         x = hidden_states if self.positions is None else self.positions(hidden_states, grid)
         x = x + self.kept(x) * self.scale1(self.attn(self.norm1(x), grid, rotation))
         return x + self.kept(x) * self.scale2(self.mlp(self.norm2(x), grid))
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
-        """The factor of a branch for each row `[B, 1, 1]` (stochastic depth): 0, or what keeps the mean."""
+        """Draw a factor of the branch for each row, [B, 1, 1]: 0, or 1 / (1 - drop) to keep the mean; 1 in eval mode."""
         return F.dropout(x.new_ones(len(x), 1, 1), self.drop, self.training)
 
 
 class MHLAVisionStage(nn.Module):
-    """Blocks of one width, and before them, in all stages but the first, a strided convolution."""
+    """Blocks of one width; in all stages but the first, a convolution of stride 2 comes before them.
+
+    Args:
+        config: The configuration.
+        number: Index of the stage.
+    """
 
     def __init__(self, config: MHLAVisionConfig, number: int):
         super().__init__()
         stages = config.stage_list()
-        stage, first = stages[number], sum(before["depth"] for before in stages[:number])
-        width, total = stage["hidden_size"], max(config.num_hidden_layers - 1, 1)
+        stage, first = stages[number], sum(earlier["depth"] for earlier in stages[:number])
+        width, last = stage["hidden_size"], max(config.num_hidden_layers - 1, 1)
         self.head_dim = width // stage["num_heads"]
         self.rotates = config.positions == "rope"
         self.reduce = None
         if number:
-            before = stages[number - 1]["hidden_size"]
-            self.reduce = nn.Sequential(nn.Conv2d(before, width, 3, 2, 1), nn.BatchNorm2d(width))
+            input_width = stages[number - 1]["hidden_size"]
+            self.reduce = nn.Sequential(nn.Conv2d(input_width, width, 3, 2, 1), nn.BatchNorm2d(width))
+        mhla: Any = config.mhla
         self.blocks = nn.ModuleList()
         for layer in range(first, first + stage["depth"]):
-            kind = config.attention if layer in config.mhla["layers"] else "softmax"
-            self.blocks.append(MHLAVisionBlock(config, stage, kind, config.drop_path_rate * layer / total))
+            kind = config.attention if layer in mhla["layers"] else "softmax"
+            self.blocks.append(MHLAVisionBlock(config, stage, kind, config.drop_path_rate * layer / last))
 
-    def forward(self, x: torch.Tensor, grid, **kwargs) -> tuple[torch.Tensor, tuple[int, int]]:
-        """Tokens and grid to tokens and grid."""
+    def forward(self, x: torch.Tensor, grid: Sequence[int], **kwargs: Any) -> tuple[torch.Tensor, Sequence[int]]:
+        """Run the stage.
+
+        Args:
+            x: [B, T, C].
+            grid: Rows and columns.
+            **kwargs: Further arguments of the blocks.
+
+        Returns:
+            Tokens [B, T', width] and their grid, which is half as large if the stage starts with a convolution.
+        """
         if self.reduce is not None:
             image = self.reduce(as_map(x, grid))
             x, grid = as_tokens(image), tuple(image.shape[2:])
