@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,7 +115,7 @@ class Results(list[Result]):
     """
 
     @classmethod
-    def read(cls, path: str | Path) -> "Results":
+    def read(cls, path: str | os.PathLike[str]) -> "Results":
         """Read a results file.
 
         Args:
@@ -170,7 +171,7 @@ class Results(list[Result]):
         return write_json(results_path(path), content)
 
 
-def results_path(path: str | Path) -> Path:
+def results_path(path: str | os.PathLike[str]) -> Path:
     """Return results.json in `path` if that is a folder or has no .json ending, else `path` itself."""
     path = Path(path)
     return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME

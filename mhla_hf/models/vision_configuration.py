@@ -165,9 +165,12 @@ class MHLAVisionConfig(PreTrainedConfig):
                 expected = f"a divisor of the hidden size {width}, and heads as wide as a multiple of {unit}"
                 raise ValueError(f"num_attention_heads: got {heads}, expected {expected}.")
 
-    def image_sides(self) -> tuple[int, ...]:
+    def image_sides(self) -> tuple[int, int]:
         """Return height and width of `image_size`, in pixels."""
-        return (self.image_size,) * 2 if isinstance(self.image_size, int) else tuple(self.image_size)
+        if isinstance(self.image_size, int):
+            return self.image_size, self.image_size
+        height, width = self.image_size
+        return height, width
 
     def padded_sides(self, height: int, width: int) -> tuple[int, ...]:
         """Return height and width to which the model pads an image, in pixels."""
