@@ -1,4 +1,4 @@
-"""What a real text encoder keeps when it becomes MHLA: python -m experiments.encoder MODEL --fit TEXT --sts FILE --long TEXT
+"""What a real text encoder keeps when it becomes MHLA.
 
 Every form learns from one text, without labels, and is judged on others: on the sentence pairs of STS-B by the rank
 correlation of their cosines with people's scores, and on passages of 128 and 512 tokens by the cosine of their embeddings to

@@ -75,7 +75,10 @@ class Attention:
     def far_share(self, sample: int = 0, head: int = 0) -> float:
         """Return the share of the weights on tokens outside the window, averaged over queries that have such tokens."""
         form, blocks = self.options["form"], self.options["blocks"].index()
-        far = (blocks[:, None] - blocks[None, :] >= form.lag) & (torch.arange(len(blocks)) >= form.sinks)
+        distance = blocks[:, None] - blocks[None, :]
+        if not self.options["causal"]:
+            distance = distance.abs()
+        far = (distance >= form.lag) & (torch.arange(len(blocks)) >= form.sinks)
         weights = self.matrix(sample, head)[far.any(1)]
         return (weights * far[far.any(1)]).sum(-1).mean().item() if len(weights) else 0.0
 
@@ -162,19 +165,21 @@ def _record_core(calls: list[Attention], layer: str, core: Any, args: tuple[Any,
         blocks = Blocks.sequence(inputs["q"].shape[1], settings.block_size)
     else:
         blocks = Blocks.grid(grid, settings.layout, prefix=core.prefix)
-    layout = getattr(core.mixing, "layout", None)  # only causal cores have none
-    if layout and inputs.get("starts") is not None:
+    layout = getattr(core.mixing, "layout", None)
+    form = getattr(core, "form", None)
+    is_causal = layout is None and not getattr(form, "both_ways", False)
+    if not is_causal and inputs.get("starts") is not None:
         raise ValueError(f"inputs: {layer} got rows that begin with padding, expected it at their end.")
     options = {name: _to_cpu(inputs.get(name)) for name in ("key_mask", "starts")}
-    options |= {"causal": layout is None, "blocks": blocks}
-    if hasattr(core, "form"):
+    options |= {"causal": is_causal, "blocks": blocks}
+    if form is not None:
         calls.append(_windowed_attention(layer, core, inputs, options))
         return
     q, k, _, operands = core.operands(inputs["q"], inputs["k"], inputs["v"], key_mask, inputs.get("rotate"))
     mixing = _to_cpu(core.mixing(blocks.counts if grid else layout or blocks.num_blocks))
     mixing = mixing.reshape(-1, *mixing.shape[-2:])[:, : blocks.num_blocks, : blocks.num_blocks]
     options |= {name: _to_cpu(value) for name, value in operands.items() if name != "unrounded"} | {"mixing": mixing}
-    kind = "linear" if is_uniform(mixing, causal=layout is None) else "mhla"
+    kind = "linear" if is_uniform(mixing, causal=is_causal) else "mhla"
     calls.append(Attention(layer, kind, _to_cpu(q), _to_cpu(k), options, grid))
 
 
@@ -184,11 +189,16 @@ def _windowed_attention(layer: str, core: Any, inputs: dict[str, Any], options: 
     form = core.form if scale is None else dataclasses.replace(core.form, scale=scale)
     decays, balance = core.mixing(core.heads)
     q, k = without_padding(inputs.get("key_mask"), inputs["q"], inputs["k"])
-    angles = inputs.get("angles")
-    angles = q.new_zeros(1, q.shape[1], 1, 0) if angles is None else angles
-    mapped = core.q_map(core.unrotate(q, angles), core.heads), core.map_keys(k, angles)
+    num_blocks = options["blocks"].num_blocks
+    if options["causal"]:
+        angles = inputs.get("angles")
+        angles = q.new_zeros(1, q.shape[1], 1, 0) if angles is None else angles
+        mapped = core.q_map(core.unrotate(q, angles), core.heads), core.map_keys(k, angles)
+        mixing = _to_cpu(decays.matrix(num_blocks, form.lag))
+    else:
+        mapped = core.q_map(q, core.heads), core.k_map(k, core.heads)
+        mixing = _to_cpu(decays.matrix(num_blocks, form.lag, both_ways=True))
     near = tuple(map(_to_cpu, mapped if balance is None else (q, k)))
-    mixing = _to_cpu(decays.matrix(options["blocks"].num_blocks, form.lag))
     options = {**options, "mixing": mixing, "form": form, "near": near, "balance": _to_cpu(balance)}
     return Attention(layer, "mhla", _to_cpu(mapped[0]), _to_cpu(mapped[1]), options)
 

@@ -138,7 +138,7 @@ def test_the_command_and_the_card(tmp_path, capsys, tokenizer):
     assert f"| all heads MHLA | {fitted[0]} | {fitted[1]} |" in card
     assert "What the conversion kept" in card and "KV heads" not in card and "Nothing was measured" not in card
     assert main([*line[:2], str(tmp_path / "plain")]) == 0
-    assert "now distill it" in capsys.readouterr().out and not list(tmp_path.glob("*.part*"))
+    assert "next, distill it" in capsys.readouterr().out and not list(tmp_path.glob("*.part*"))
 
 
 def test_what_is_refused(teacher):

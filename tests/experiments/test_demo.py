@@ -149,7 +149,7 @@ def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
         ({"text": "no/such/file.txt"}, "which does not exist, expected a file"),
         ({"text": ""}, "text: got '', expected a file"),
         ({"student_recipe": "{teacher}"}, "student_recipe: expected a stage with loss 'transfer'"),
-        ({"teacher_recipe": "nowhere.yaml"}, "'nowhere.yaml' is not a file"),
+        ({"teacher_recipe": "nowhere.yaml"}, "'nowhere.yaml', which is not a file"),
         ({"out": "{place}"}, "holds other files and no demo.json"),
         ({"out": "{place}/new", "text": "{place}/short.txt"}, "holds 110 characters; expected at least 60,000"),
     ],

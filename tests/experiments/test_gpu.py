@@ -104,7 +104,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_whole_models(name, monkeypatch):
-    monkeypatch.setattr("mhla_hf.bench.TURN", 0.0)
+    monkeypatch.setattr("mhla_hf.bench.MIN_TURN_SECONDS", 0.0)
     case = MODELS[name]
     rows = run_bench([case], rounds=1, progress=False)["rows"]
     names = {"softmax", "mhla", "linear (one block)", *(["hybrid 2/3"] if name == "wan" else [])}

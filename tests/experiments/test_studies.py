@@ -136,7 +136,7 @@ BAD = {
     "seeds": ("start --seeds 0", {}, "seeds: got 0"),
     "scaling with data": ("scaling --data photos", {}, "no --data"),
     "data without a test": ("tiny.yaml --data {photos}/train", {}, "has no split to test on"),
-    "a test class that is not trained": ("tiny.yaml --data odd", {}, "test: 'odd' has the class 'other'"),
+    "a test class that is not trained": ("tiny.yaml --data odd", {}, "test: got 'odd' with the class 'other'"),
     "out": ("tiny.yaml --out .", {}, "holds other files and no study.json"),
 }
 

@@ -166,7 +166,7 @@ BAD = {
     "recipe unknown": ("distill llama --recipe lite --out new",
         "--recipe: got 'lite', which is not a file, expected a YAML file or one of dit_"),
     "stage unknown": ("distill llama --recipe recipe.yaml --set b.lr=1 --out new",
-        "--set: got 'b.lr', and the recipe has no 'b'"),
+        "--set: got 'b.lr', expected one of transfer.*, distill.*"),
     "settings of a converted": ("distill mhla --recipe recipe.yaml --data train.txt --set settings.block_size=8 --out new",
         "--set: got 'settings.block_size' with 'mhla', which is converted"),
     "recipe misspelt": ("distill llama --recipe typo.yaml --data train.txt --out new", "stepps"),

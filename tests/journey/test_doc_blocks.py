@@ -8,6 +8,7 @@ imports are made and its calls are held against the signatures.
 import argparse
 import ast
 import dataclasses
+import importlib
 import inspect
 import itertools
 import os
@@ -80,7 +81,10 @@ def for_families():
 
 
 def for_encoders():
-    softmax_encoder("bert").save_pretrained("sentence-transformers/all-MiniLM-L6-v2")
+    name = "sentence-transformers/all-MiniLM-L6-v2"
+    softmax_encoder("bert", vocab_size=400, max_position_embeddings=256).save_pretrained(name)
+    small_tokenizer().save_pretrained(name)
+    Path("notes.txt").write_text(TRAINING)
     return {}
 
 
@@ -184,8 +188,9 @@ def check_calls(block):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
 @pytest.mark.parametrize("document", [name for name in PYTHON if PYTHON[name] and name != "README.md"])
-def test_python_blocks(document, here, one_process):
+def test_python_blocks(document, here, one_process, monkeypatch):
     names = STAND_INS[Path(document).stem]()
+    monkeypatch.setattr(importlib.import_module("mhla_hf.convert.encoder"), "FIT_STEPS", 3)
     for block in PYTHON[document]:
         try:
             if any(mark in block for mark in TOGETHER):

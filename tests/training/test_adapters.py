@@ -138,7 +138,7 @@ def test_peft_knows_the_targets_of_converted_models():
 
 
 def test_bad_input(tmp_path):
-    with refused("expected a language model with MHLA layers", kind=TypeError):
+    with refused("expected a text model with MHLA layers", kind=TypeError):
         mhla_hf.adapter_config(softmax_model())
     with refused("model: got LlamaForCausalLM", kind=TypeError):
         mhla_hf.save_adapter(softmax_model(), tmp_path)
