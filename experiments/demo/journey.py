@@ -7,7 +7,6 @@ stopped. The softmax weights come from a package of the Python Package Index, wh
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -306,17 +305,24 @@ def time_decoding(models, length):
     return best
 
 
+def mean_of_bins(values, length, first=0, last=None):
+    """Mean over tokens of scores that are means over bins of positions, of which the last of a row is shorter."""
+    sizes = [min(BIN, length - 1 - BIN * place) for place in range(len(values))]
+    pairs = list(zip(values, sizes, strict=True))
+    pairs = pairs[first:last] or pairs  # a short row has one bin
+    return sum(value * size for value, size in pairs) / sum(size for _, size in pairs)
+
+
 def render_journey(results):
     """The table for a terminal, and what each model wrote."""
     length, teacher = results["length"], results["models"]["softmax"]
-    half = -(-len(teacher["loss"]) // 2)
-    names = ["", f"perplexity to {half * BIN:,}", f"to {length:,}", "KL", "recall"]
+    half = len(teacher["loss"]) // 2
+    names = ["", f"perplexity to {half * BIN:,}", f"beyond {half * BIN:,}", "KL", "recall"]
     names += [f"cache at {int(n) // 1024}k, MiB" for n in teacher["cache"]]
     rows = []
     for name, scores in results["models"].items():
-        parts = scores["loss"][:half], scores["loss"][half:] or scores["loss"]
-        cells = [f"{math.exp(statistics.fmean(part)):.2f}" for part in parts]
-        cells += [f"{statistics.fmean(scores['kl']):.4f}", f"{scores['recall']:.3f}"]
+        cells = [f"{math.exp(mean_of_bins(scores['loss'], length, *ends)):.2f}" for ends in ((0, half), (half, None))]
+        cells += [f"{mean_of_bins(scores['kl'], length):.4f}", f"{scores['recall']:.3f}"]
         rows.append([name, *cells, *(f"{size / 2**20:,.1f}" for size in scores["cache"].values())])
     written = [f"{name}: {' '.join(x['written'].split())}" for name, x in results["models"].items()]
     how = f"Held-out rows of {length:,} tokens; recall: mean log-probability of the second copy of {length // 2:,} tokens."
@@ -327,12 +333,12 @@ def render_journey(results):
 
 def render_short(results):
     """README's table: a line for each model, no wider than 90 columns."""
-    length = results["length"]
-    titles = ["", "perplexity ↓", f"beyond {length // 2:,} ↓", "KL ↓", "recall ↑", "MiB at 4k ↓", "at 32k ↓"]
+    length, half = results["length"], len(results["models"]["softmax"]["loss"]) // 2
+    titles = ["", "perplexity ↓", f"beyond {half * BIN:,} ↓", "KL ↓", "recall ↑", "MiB at 4k ↓", "at 32k ↓"]
     lines = [f"| {' | '.join(titles)} |", "|---" + "|---:" * (len(titles) - 1) + "|"]
     for name, scores in results["models"].items():
-        loss, sizes = scores["loss"], [scores["cache"][n] / 2**20 for n in ("4096", "32768")]
-        cells = [f"{math.exp(statistics.fmean(part)):.2f}" for part in (loss, loss[len(loss) // 2 :])]
-        cells += [f"{statistics.fmean(scores['kl']):.4f}", f"{scores['recall']:.3f}", *(f"{x:.1f}" for x in sizes)]
+        sizes = [scores["cache"][n] / 2**20 for n in ("4096", "32768")]
+        cells = [f"{math.exp(mean_of_bins(scores['loss'], length, first)):.2f}" for first in (0, half)]
+        cells += [f"{mean_of_bins(scores['kl'], length):.4f}", f"{scores['recall']:.3f}", *(f"{x:.1f}" for x in sizes)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
