@@ -136,18 +136,15 @@ def plot_journey(path, results, measured, width):
 
 def _map_heads(axes, measured):
     """Gates of the KV heads, by layer, and a mark on those that keep softmax."""
-    gates = list(measured["gates"].values())
+    layers = sorted(measured["gates"], key=int)  # JSON sorts them as texts
+    gates = [measured["gates"][layer] for layer in layers]
     groups = max(map(len, gates))
     values = [[gate[group] if group < len(gate) else math.nan for gate in gates] for group in range(groups)]
     axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    marks = [
-        (place, head)
-        for place, layer in enumerate(measured["gates"])
-        for head in measured["softmax_heads"].get(layer, ())
-    ]
+    marks = [(place, head) for place, layer in enumerate(layers) for head in measured["softmax_heads"].get(layer, ())]
     if marks:
         axes.plot(*zip(*marks, strict=True), "s", color=COLORS["linear"], markersize=5)
-    axes.set_xticks(range(0, len(gates), 5), list(measured["gates"])[::5])
+    axes.set_xticks(range(0, len(gates), 5), layers[::5])
     axes.set_yticks(range(groups))
     axes.set(title="KV heads that keep softmax (marked)", xlabel="layer", ylabel="KV head")
 
