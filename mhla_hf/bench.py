@@ -112,7 +112,10 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def linear_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, normalize: bool, chunk: int = 64
 ) -> torch.Tensor:
-    """Compute plain linear attention in torch: with one summary, or if causal, chunks and a running sum of theirs.
+    """Compute plain linear attention in PyTorch, the baseline without mixing.
+
+    All queries read one sum of k v^T. If causal, the sequence is processed in chunks of `chunk` tokens: each reads the
+    cumulative sum of the chunks before it, and masked linear attention within the chunk is added.
 
     Shapes as in `exact_attention`; returns `[B, T, H, V]`.
     """

@@ -1,7 +1,7 @@
 """plan(): estimate what a conversion of a causal language model would change, from its configuration alone.
 
-The model is built and converted on the meta device, so that no weights are loaded or initialized. Only the attention of one
-layer is real, while it is timed on this machine.
+The model is built and converted on the meta device, so no weights are loaded or initialized. The exception is the
+attention of one layer, which is allocated on a real device to time it.
 """
 
 import copy

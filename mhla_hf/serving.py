@@ -77,14 +77,14 @@ class SoftmaxSlots(CacheLayerMixin):
         return self.keys, self.values
 
     def admit(self, slot: int, slots: int, max_length: int, layer: Any, length: int) -> None:
-        """Copy the keys and values of one request into a slot.
+        """Copy the keys and values of one request into a slot; allocate all slots on first use.
 
         Args:
-            slot: its number.
-            slots: number of all slots.
-            max_length: tokens that a slot has room for.
-            layer: the request's own cache layer.
-            length: tokens that the request has read.
+            slot: index of the slot.
+            slots: total number of slots.
+            max_length: capacity of a slot, in tokens.
+            layer: cache layer that was filled when the request was prefilled.
+            length: number of tokens of the request that were prefilled.
         """
         for name in ("keys", "values"):
             source = getattr(layer, name)
@@ -239,7 +239,11 @@ class ContinuousBatch:
         return advanced
 
     def read_chunk(self, request: Request) -> bool:
-        """Read a chunk of a prompt; at its end, give the request a slot and its next token. Returns whether it ended."""
+        """Prefill the next chunk of a request; after the last one, move its cache to a free slot and append its next token.
+
+        Returns:
+            Whether the prefill is complete.
+        """
         if request.cache is None:
             request.cache = DynamicCache(config=self.model.config)
         known = request.prompt + request.tokens

@@ -73,13 +73,13 @@ def load_isolated(
 
 
 def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str:
-    """Check that a model loads without mhla_hf, with all its weights, from its own source, and computes finite values.
+    """Check that a model loads without mhla_hf, with all its weights, from its bundled source, and computes finite values.
 
     Returns:
         The module and name of its class.
 
     Raises:
-        ValueError: one of these is not so.
+        ValueError: any of these conditions does not hold.
     """
     if kind == "pipeline" and (missing := missing_transformers_weights(Path(folder), {})):
         raise ValueError(f"{folder}: got a model that lacks the weight {missing[0]!r}, expected all weights.")

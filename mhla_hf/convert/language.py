@@ -362,11 +362,11 @@ class TeacherScores:
         return {"kl": round(kl, 4), **self.own_scores(model, predicted)}
 
     def own_scores(self, model: Any, predicted: list[torch.Tensor]) -> dict[str, float]:
-        """Compute the scores of a model that need no comparison.
+        """Compute the perplexity and recall of a model, which do not involve the softmax original.
 
         Args:
-            model: The model, for the recall.
-            predicted: Its log-probabilities at `positions` of each row, [1, N, vocabulary] each.
+            model: The model, which is run again on repeated rows to measure recall.
+            predicted: Its log-probabilities at `positions`, one tensor [1, N, vocabulary] per row.
 
         Returns:
             "perplexity" and "recall".

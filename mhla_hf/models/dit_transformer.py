@@ -178,7 +178,11 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         nn.init.zeros_(self.proj_out_2.weight)
 
     def token_grid(self, hidden_states: torch.Tensor) -> tuple[int, ...]:
-        """Return the grid as every model does, and raise ValueError if it is not square, which the base assumes."""
+        """Return the number of tokens per axis, as the parent class does.
+
+        Raises:
+            ValueError: The latents are invalid, or the grid is not square; diffusers' DiT assumes a square.
+        """
         grid = super().token_grid(hidden_states)
         if grid[0] != grid[1]:
             raise ValueError(f"hidden_states: got a grid of {grid}, expected a square, as diffusers' DiT makes of it.")

@@ -47,12 +47,14 @@ class MHLAOverlayConfig:
 
 
 class MHLAHeadMixin(MHLAPreTrainedMixin):
-    """Builds the base model, then turns the layers that `config.mhla` lists into MHLA; the first of a class's bases.
+    """Mixin for model classes: builds the base model, then converts the layers that `config.mhla` lists to MHLA.
+
+    It must come first among the bases of a class.
 
     Attributes:
-        install: Function of the model and its settings that installs MHLA.
-        prepare: Function that is called before the body runs (see `forward_preparing`), or None.
-        family: The record of the family.
+        install: Called with the model and its `MHLASettings`; converts the layers.
+        prepare: Called before each forward pass of the body (see `forward_preparing`), or None.
+        family: The `Family` of the base model.
     """
 
     prepare: Any = None

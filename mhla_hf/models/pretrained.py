@@ -33,7 +33,10 @@ class MHLAPreTrainedMixin:
         return []
 
     def initialize_weights(self: Any) -> None:
-        """Initialize as transformers does, then the parameters of MHLA modules; loaded parameters stay as they are."""
+        """Initialize the base's parameters as transformers does, and those of MHLA modules from their `initial_values`.
+
+        Parameters that were loaded from a checkpoint are not overwritten.
+        """
         super().initialize_weights()  # type: ignore[misc]
         for module in self.modules():
             if hasattr(module, "initial_values"):

@@ -1,7 +1,7 @@
-"""A core of encoders: MHLA by a mixing matrix over whole sequences, where every token sees every other one of its row.
+"""Bidirectional MHLA for encoders: every token attends to all tokens of its sequence, and a learned matrix mixes blocks.
 
-Blocks have a fixed size and are counted from the first real token of each row, and a shorter row uses the leading part of
-the mixing matrix. So the result of a row does not depend on the other rows of its batch.
+Blocks have a fixed size and are counted from the first real token of each row. Shorter rows use the top left part of the
+mixing matrix, so the result for a row does not depend on the other rows of the batch.
 """
 
 from typing import Any

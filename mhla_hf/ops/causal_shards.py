@@ -236,7 +236,10 @@ def shared_sinks(
     sequence_id: torch.Tensor,
     group: "dist.ProcessGroup | None",
 ) -> SinkTokens:
-    """Return the sinks of every block's sequence; those of a sequence that began in an earlier shard come from there."""
+    """Return the sink tokens (the first tokens of a sequence) that each block of this shard attends to.
+
+    If the first sequence of the shard began in an earlier shard, its sinks are fetched from the process that holds that one.
+    """
     first = shards.block_borders[rank]
     first_of_sequence = first - shards.block_index[first]
     begin_rank = int(torch.searchsorted(shards.block_borders, first_of_sequence, right=True)) - 1

@@ -117,12 +117,12 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
 
 
 def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | None = None) -> Path:
-    """Add the facts and the card of a model's folder to a folder of cards.
+    """Write the model card of a model's folder, and the facts behind it, to a folder of cards.
 
     Args:
         folder: the model's folder, with a card.
         root: the folder of cards.
-        name: of the card's files there.
+        name: file name, without extension, under which the card and its facts are stored in `root`.
         over_seeds: a JSON file with results over several seeds, which is stored with the facts.
 
     Returns:
@@ -213,10 +213,10 @@ def round_digits(value: float | None) -> float | None:
 
 
 def _group_by_origin(columns: dict[str, list[Result]]) -> dict[tuple[Any, ...], dict[tuple[Any, ...], list[str]]]:
-    """Group all records but times by how they were measured.
+    """Group the score records of all models by the conditions under which they were measured; timings are left out.
 
     Returns:
-        (dtype, hardware, seed, versions) -> (tasks, commit, days, command) -> labels of the models.
+        (dtype, hardware, seed, versions) -> (tasks, commit, days, command) -> labels of the models measured that way.
     """
     by_origin: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Result]]] = {}
     scores = [(label, record) for label, records in columns.items() for record in records if section_of(record)]

@@ -92,18 +92,18 @@ def mhla_cores(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
-    """Within the context, let `model` take shares of sequences, as `share_of_sequence` returns them.
+    """Context manager in which each process runs `model` on its share of every sequence (see `share_of_sequence`).
 
-    Each process computes the gradients that its own tokens give to the weights, so the gradients have to be summed over the
-    group. Call the model with `use_cache=False`.
+    In the backward pass, each process computes only its own tokens' contribution to the gradients of the weights; sum them
+    over the group. Call the model with `use_cache=False`.
 
     Args:
         model: a converted language model, in every process of the group.
-        group: the processes that share sequences; None: all.
+        group: the processes that share sequences; None is the default group.
 
     Raises:
-        ValueError: the model has layers that are neither MHLA nor softmax, window dropout, rotations that depend on the
-            length, or a loss that balances experts; or it is called with a cache.
+        ValueError: the model is called with a cache, or has one of these: a layer that is neither MHLA nor softmax;
+            `window_dropout`; a RoPE type that depends on the sequence length; a load-balancing loss of experts.
     """
     cores: list[Any] = mhla_cores(model)
     attentions: dict[int, Any] = softmax_attentions(model)

@@ -126,7 +126,10 @@ def attend_one(
 def decode_kind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_den: torch.Tensor | None, normalize: bool | str
 ) -> tuple:
-    """Return what tells apart the steps that are checked separately (see `check.py`), as `small_step` takes it."""
+    """Return the kind of a decoding step: its device, dtypes, widths and options, as the arguments of `small_step`.
+
+    The kernel is verified once per kind (see `check.py`).
+    """
     den_width = 0 if q_den is None else q_den.shape[3]
     widths = (concrete(q.shape[3]), concrete(v.shape[3]), concrete(den_width))
     grouped = not q.shape[2] <= k.shape[2]

@@ -91,6 +91,6 @@ class EncoderTask(Task[EncoderStage]):
         return stage.batch_size * stage.seq_len
 
     def save(self, folder: Any) -> None:
-        """Save as every task, and the further files."""
+        """Write the model and its tokenizer as `Task.save` does, and `files`, e.g. those of sentence-transformers."""
         super().save(folder)
         write_files(folder, self.files)

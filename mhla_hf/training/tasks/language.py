@@ -101,7 +101,11 @@ def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Run a model; return its output, and the input of `head`, or without a head its logits."""
+    """Run a model on token ids.
+
+    Returns:
+        The output, and the hidden states that `head` takes as input; if `head` is None, the logits instead of these.
+    """
     if head is not None:
         return run_body(model, head, ids)
     output = model(input_ids=ids, use_cache=False)
