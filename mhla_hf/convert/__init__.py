@@ -71,8 +71,7 @@ def convert(
         config.json and the model card.
 
     Raises:
-        TypeError, ValueError: An argument is not valid. The model is unchanged, unless the argument is `checkpoint`, which
-            is read after the conversion.
+        TypeError, ValueError: An argument is not valid. The model is unchanged.
     """
     if text is not None:
         language = importlib.import_module(".language", __package__)  # imports the data modules

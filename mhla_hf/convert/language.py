@@ -94,9 +94,15 @@ def convert_with_text(
                 f"text: got {len(rows.fit)} rows of {rows.fit[0].shape[1]} tokens, "
                 f"expected at least 6 rows of more than {window_tokens} tokens, the window and one block."
             )
+        identity = [
+            [ids.tolist() for ids in (*rows.fit, *rows.gates)],
+            mhla_settings.to_dict(),
+            fingerprint_model(model),
+        ]
+        saved_steps = Checkpoint(checkpoint, hash_json(identity))
         convert_in_place(model, settings, layers, overrides)
         gate_steps = max(1, round(GATE_STEPS * effort))
-        report = learn_from_rows(model, rows, num_kept_heads, gate_steps, seed, checkpoint, progress)
+        report = learn_from_rows(model, rows, num_kept_heads, gate_steps, seed, saved_steps, progress)
         if sizes is not None:
             report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"])
         model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
@@ -289,7 +295,7 @@ class Checkpoint:
 
 
 def learn_from_rows(
-    model: Any, rows: Rows, count: int, gate_steps: int, seed: int, checkpoint: str | Path | None, progress: bool
+    model: Any, rows: Rows, count: int, gate_steps: int, seed: int, saved_steps: "Checkpoint", progress: bool
 ) -> dict[str, Any]:
     """Fit the MHLA heads of a model that was just converted, choose its softmax heads, and measure it, in place.
 
@@ -299,15 +305,12 @@ def learn_from_rows(
         count: Number of KV heads that keep softmax.
         gate_steps: Number of steps in which gates choose these heads.
         seed: Seed of the rows, for the report.
-        checkpoint: File of `Checkpoint`, or None.
+        saved_steps: How far an interrupted call came.
         progress: Whether to show progress bars.
 
     Returns:
         The scores before and after each step and what led to them, as plain values for `model.config.mhla_measured`.
     """
-    settings = MHLASettings.from_dict(model.config.mhla)
-    identity = [[ids.tolist() for ids in (*rows.fit, *rows.gates)], settings.to_dict(), fingerprint_model(model)]
-    saved_steps = Checkpoint(checkpoint, hash_json(identity))
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report: dict[str, Any] = {
         "text": rows.name,

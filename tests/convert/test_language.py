@@ -100,8 +100,10 @@ def test_a_seed_repeats_it_and_a_stop_does_not_change_it(teacher, tmp_path, monk
         resumed = converted(teacher, keep=3, seed=5, checkpoint=file)
         for name, value in resumed.state_dict().items():
             assert torch.equal(value, expected[name]), f"{name} differs after a stop of {stopped.__name__}"
+        model = copy.deepcopy(teacher)
         with refused("checkpoint: got", "another conversion"):
-            converted(teacher, keep=3, seed=6, checkpoint=file)
+            mhla_hf.convert(model, text=TEXT, keep=3, seed=6, checkpoint=file, **SMALL)
+        assert type(model) is type(teacher)
 
 
 def test_its_own_text_and_a_list_of_texts(teacher):
