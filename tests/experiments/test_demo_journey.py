@@ -46,12 +46,12 @@ def test_stopped_it_goes_on_to_the_end(arguments, monkeypatch, capsys):
     softmax, window, _, mhla = results["models"].values()
     assert max(map(abs, softmax["kl"])) < 1e-6 < mhla["kl"][-1] < window["kl"][-1]
     assert mhla["cache"]["32768"] < softmax["cache"]["32768"] / 3
-    assert results["decoding"]["512"]["MHLA, heads"] > 0 and "mhla" in results["visit"]["class"]
+    assert results["decoding"]["512"]["MHLA, heads"] > 0 and "mhla" in results["loaded_as"]
     out = steps.Path(arguments[arguments.index("--out") + 1])
     assert (out / steps.FIGURE).stat().st_size > 10_000 and (out / "adapter" / "mhla.json").is_file()
     printed = capsys.readouterr().out
     assert "logits equal bit for bit" in printed and "| " not in printed and "MHLA, heads: " in printed
-    assert main(arguments)["models"] == results["models"] and "is there already" in capsys.readouterr().out
+    assert main(arguments)["models"] == results["models"] and "exists" in capsys.readouterr().out
 
 
 def test_what_is_refused(arguments, tmp_path, monkeypatch):
