@@ -1,6 +1,7 @@
 """Convert a real language model, SmolLM2-135M-Instruct, compare it with its original and with a window alone, and save it.
 
-Each step writes a file or folder atomically and is skipped if that exists, so the same command resumes a stopped run. The softmax weights come from a package of the Python Package Index, which needs no account and no Hub.
+Each step writes a file or folder atomically and is skipped if that exists, so the same command resumes a stopped run.
+The softmax weights come from a package of the Python Package Index, which needs no account and no Hub.
 """
 
 import json
