@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from scipy.stats import spearmanr
 from transformers import AutoTokenizer
 
 from mhla_hf.checkpoints.load import load_encoder
@@ -85,8 +86,8 @@ def make_row(arguments, job):
     scores = {"sts": sts_score(model, tokenizer, read_pairs(arguments["sts"]))}
     expected = original_embeddings(arguments["model"], arguments["long"])
     for length, ids in read_passages(tokenizer, arguments["long"]).items():
-        found = torch.cat([embed(model, part) for part in ids.split(8)])
-        scores |= {f"{kind} {length}": x for kind, x in compare(found, expected[length]).items()}
+        embeddings = torch.cat([embed(model, part) for part in ids.split(8)])
+        scores |= {f"{kind} {length}": x for kind, x in compare(embeddings, expected[length]).items()}
     return {**job, "seconds": round(seconds), "scores": scores}
 
 
@@ -110,18 +111,14 @@ def sts_score(model, tokenizer, pairs):
 @torch.no_grad()
 def embed_sentences(model, tokenizer, sentences):
     """The mean over the real tokens of each sentence, of norm 1: `[N, width]`."""
-    given = tokenizer(sentences, padding=True, truncation=True, max_length=SENTENCE_TOKENS, return_tensors="pt")
-    hidden, real = model(**given).last_hidden_state, given["attention_mask"][..., None].float()
-    return F.normalize((hidden * real).sum(1) / real.sum(1), dim=-1)
+    inputs = tokenizer(sentences, padding=True, truncation=True, max_length=SENTENCE_TOKENS, return_tensors="pt")
+    hidden, is_real = model(**inputs).last_hidden_state, inputs["attention_mask"][..., None].float()
+    return F.normalize((hidden * is_real).sum(1) / is_real.sum(1), dim=-1)
 
 
 def rank_correlation(one, other):
-    """Spearman's: the correlation of ranks, equal values having the mean of theirs."""
-    ranks = []
-    for values in (one, other):
-        _, place, counts = values.double().unique(return_inverse=True, return_counts=True)
-        ranks.append((counts.cumsum(0) - (counts - 1) / 2)[place])
-    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+    """Return Spearman's rank correlation of two tensors `[N]`."""
+    return float(spearmanr(one, other).statistic)
 
 
 def read_passages(tokenizer, text):
@@ -131,9 +128,9 @@ def read_passages(tokenizer, text):
     )
     around, passages = special_tokens(tokenizer), {}
     for length, count in LENGTHS.items():
-        own = length - sum(map(len, around))
-        first = torch.arange(count) * (len(ids) - own) // count
-        passages[length] = with_special_tokens(ids[first[:, None] + torch.arange(own)], around)
+        text_tokens = length - sum(map(len, around))
+        first = torch.arange(count) * (len(ids) - text_tokens) // count
+        passages[length] = with_special_tokens(ids[first[:, None] + torch.arange(text_tokens)], around)
     return passages
 
 

@@ -261,7 +261,7 @@ def describe_run(args):
         "hardware": f"{cpu}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} thread, {platform.system()}",
         "versions": versions,
         "command": shlex.join(["python", "experiments/kvpress_rows.py", *words]),
-        "date": datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat(),
         "model": args.model.name,
         "dtype": "float32",
         "seed": 0,

@@ -1,11 +1,10 @@
 """Every public name as a user's typed code meets it. mypy reads this file (`make lint`), nothing runs it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 from peft import PeftModel
-from typing_extensions import assert_type
 
 import mhla_hf
 

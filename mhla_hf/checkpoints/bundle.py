@@ -46,7 +46,7 @@ def build_bundle(entry: str) -> str:
         entry: one of `ENTRIES`.
 
     Raises:
-        ValueError: `entry` is unknown, or a module breaks a rule of the bundled rooms (see CONTRIBUTING.md).
+        ValueError: `entry` is unknown, or a module breaks a rule for code that ships in checkpoints (see CONTRIBUTING.md).
     """
     if entry not in ENTRIES:
         raise ValueError(f"entry: got {entry!r}, expected one of {list(ENTRIES)}.")
@@ -54,9 +54,10 @@ def build_bundle(entry: str) -> str:
 
 
 def make_source(entry: str) -> tuple[str, str]:
-    """Return the file name and the text of the bundle for `entry`.
+    """Return the file name and the source text of the bundle for `entry`.
 
-    diffusers puts the source files of all repositories into one folder, so its files have the text's hash in their name.
+    diffusers caches the source files of all repositories in one folder. To avoid collisions there, the file name of a bundle
+    for diffusers contains the hash of its text.
     """
     text = build_bundle(entry)
     if "diffusers" not in ENTRIES[entry]:

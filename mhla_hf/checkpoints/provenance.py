@@ -93,4 +93,4 @@ def describe_run(command: str | None, device: torch.device | str = "cpu") -> dic
 
 def utc_now() -> str:
     """Return the current time in UTC as ISO 8601, to the second."""
-    return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()
+    return datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()

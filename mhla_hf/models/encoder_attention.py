@@ -1,7 +1,8 @@
-"""Puts an MHLA core in the place of softmax in the attention modules of transformers' text encoders.
+"""Replaces softmax attention by an MHLA core in the attention modules of transformers' text encoders.
 
-As in language models, the base keeps its projections and its RoPE and calls "the attention function", which is ours in the
-converted modules alone. The padding of the batch travels from the body to the layers as a keyword argument (`pass_rows`).
+As in language models, the base's attention module keeps its projections and RoPE and calls the attention function of
+transformers' `AttentionInterface`; only converted modules call that of MHLA. The body passes the padding of the batch to
+the layers as a keyword argument (`pass_rows`).
 """
 
 from typing import Any

@@ -98,50 +98,53 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
 
 @dataclass
 class MHLASettings:
-    """How MHLA layers are built. Saved with the model, and checked when made and when loaded.
+    """Settings of the MHLA layers of a model. Saved in its configuration, and validated on creation and on loading.
 
     Args:
         block_size: Tokens per block of a sequence (the paper's chunk; 64 in section 5.4).
-        num_blocks: Number of rows and columns M of the learned mixing matrix. Longer sequences work: rows beyond M repeat
-            the last row by distance and continue it with a geometric tail (`Mixing`). For encoders, the number of blocks of
-            the longest input.
+        num_blocks: Size M of the learned M x M mixing matrix. Longer sequences work: rows after the M-th reuse the last
+            row's weight at each distance, and greater distances continue it geometrically (`Mixing`). For encoders, the
+            number of blocks of the longest input.
         layout: Number of blocks along each axis of a grid of tokens: [rows, columns] for images, [frames, rows, columns] for
             video; block_size and num_blocks are then ignored. None for sequences.
-        feature_map: "relu" (the paper's; max(x, 0) + 1e-6), "plain_relu" (max(x, 0), Sana's), "elu" (elu(x) + 1),
-            "identity", or a map that is learned per head: "softmax" (of x W), "hedgehog" (softmax(x W) and softmax(-x W),
-            concatenated to twice the width), "exp" (e^(x W + b), with exponents of at most 6).
-        normalize: True divides by the sum of the weights (eq. 4), False leaves this to `output_norm` (section 4.1), and
-            "official" is the denominator of the released vision code (not for causal models).
+        feature_map: "relu" (the paper's; max(x, 0) + 1e-6), "plain_relu" (max(x, 0), as in Sana), "elu" (elu(x) + 1),
+            "identity", or a map that is learned per head: "softmax" (softmax(x W)), "hedgehog" (softmax(x W) and
+            softmax(-x W), concatenated to twice the width), "exp" (e^(x W + b), with exponents of at most 6).
+        normalize: True divides the output by the sum of the weights (eq. 4). False does not, and relies on `output_norm`
+            (section 4.1). "official" uses the denominator of the released vision code (not for causal models).
         mixing_start: Initial mixing: "locality" (section 4.2: 1 - distance / number of blocks, rows summing to one) or
             "uniform" (plain linear attention).
         learn_mixing: Whether the mixing is trained.
-        mixing_form: How mixing is parametrized. "softmax" learns a matrix of logits (weights are positive, rows sum to one).
-            "direct" learns the weights themselves, as released checkpoints do (negative ones are refused when loaded), and
-            "free" allows any sign (the released video checkpoints). "decay" is a sum of `num_decays` exponentials of the
-            distance per head. It has no matrix, so cost is linear and the decoder state constant; it starts at plain linear
-            attention.
-        num_decays: Number of exponentials R of the "decay" form. The first has rate 1, that is, no decay.
-        free_decay: Whether the rate of the first one is learned, too.
-        length_power: Whether the far weights of a block are divided by n^a, where n is the number of blocks that are far
-            from it, and a is learned per head (with `local`).
+        mixing_form: Parametrization of the mixing. "softmax" learns a matrix of logits (weights are positive, rows sum to
+            one). "direct" learns the weights themselves, as released checkpoints do; negative weights are refused on
+            loading. "free" is "direct" with weights of any sign (the released video checkpoints). "decay" makes each head's
+            weight a sum of `num_decays` exponentials of the distance: there is no matrix, cost is linear in length, the
+            decoder state has constant size, and the initial weights are those of plain linear attention.
+        num_decays: Number of exponentials R of the "decay" form. The first one is constant (decay factor 1).
+        free_decay: Whether the decay factor of the first exponential is learned, too, instead of fixed at 1.
+        length_power: Whether the weights of the far part are divided by n^a, where n is the number of blocks in the far part
+            of the query's block, and a is learned per head (with `local`).
         local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
-            decays for all tokens between, under one normalizer (language models only; needs "decay").
-        window: Blocks in the window of `local`, the open block included; an encoder has as many on the other side, too.
+            decays (the far part) for all other tokens, under one normalizer (language models and encoders; needs "decay").
+        window: Number of blocks in the softmax window of `local`, including the current block; an encoder also sees as many
+            on the other side.
         sinks: Number of tokens at the start of a sequence that stay in the softmax of `local`; 0 for an encoder.
-        window_dropout: Probability, in training, that a forward pass leaves all blocks before the open one to the far part.
+        window_dropout: Probability that a forward pass in training restricts the softmax window to the current block, so
+            that the far part covers all blocks before it.
         per_head: Whether every query head has its own mixing matrix, instead of one per layer.
         output_norm: Whether RMSNorm is applied to each head's output (section 4.1 for language and video).
-        gate: Whether the output is multiplied by silu(W x + b), which starts at one.
-        cpe: Kernel size of a depthwise convolution of v over the grid that is added to the output (the paper's CPE, appendix
-            F.2) and starts at zero; 0 for none. Grids only.
-        rope: Where the rotary embedding goes. "before" rotates q and k before the feature map (converted models). "after"
-            rotates the features (the paper's order; a denominator then uses the features without rotation). "near" rotates
-            q and k for the softmax of `local` alone: features of rotated keys depend on absolute positions, and fail beyond
-            the lengths they were fitted on.
-        layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list, tuple, or range of layer indices.
-        softmax_heads: KV heads that keep softmax, with the query heads that read them and their whole past in the cache:
-            {layer index: [KV head, ...]}. A layer that would list all of its KV heads is left out of `layers` instead.
-            Needs "decay".
+        gate: Whether the output is multiplied by silu(W x + b), initialized so that the factor is one.
+        cpe: Kernel size of a depthwise convolution of v over the grid, which is added to the output and initialized to zero
+            (the paper's CPE, appendix F.2); 0 for none. Grids only.
+        rope: Where the rotary embedding is applied. "before": to q and k before the feature map (converted models).
+            "after": to the features (the paper's order); the denominator uses the unrotated features. "near": to q and k in
+            the softmax of `local` only, because features of rotated keys depend on absolute positions and do not generalize
+            beyond the lengths they were fitted on.
+        layers: Layers that use MHLA: "all", "2/3" (all but layers 0, 3, 6, ..., which keep softmax), or a list, tuple, or
+            range of layer indices.
+        softmax_heads: KV heads that keep softmax, as {layer index: [KV head, ...]}. The query heads that read them keep it,
+            too, and their keys and values stay in the cache in full. To keep all heads of a layer, leave it out of `layers`
+            instead. Needs "decay".
         impl: Implementation of the operator: "auto", "torch" or "triton"; without decays also "reference".
     """
 

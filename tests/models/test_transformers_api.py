@@ -1,9 +1,9 @@
 """What differs between releases of transformers: what one lacks is not there, and no cache is lost in silence."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 from small_models import CACHE, converted_model, refused, scratch_model, softmax_model, tokens
 from small_types import small_model_of

@@ -42,16 +42,17 @@ def test_a_step_takes_the_memory_that_is_told(lab, loss):
     (told,) = estimate_costs(student, recipe, teacher.num_parameters(), active_parameters(teacher), None)["stages"]
     set_trainable(student, recipe.stages[0], {})
     step, ids = LanguageObjective(student, teacher, recipe.stages[0]), torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    for _ in range(2):  # what the first one makes for good does not count
+    taken = []
+    for _ in range(4):  # the first allocates what stays, and a busy machine may swap pages out before any of them
         student.zero_grad()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         before = resident("VmRSS")
         step(ids, ids, 1.0, 1.0)[0].backward()
-        taken = resident("VmHWM") - before
+        taken.append(resident("VmHWM") - before)
     told = sum(told["memory"][name] for name in ("activations", "logits", "gradients"))
-    assert told == pytest.approx(taken, rel=WITHIN)
+    assert told == pytest.approx(min(taken), rel=WITHIN)
 
 
 @pytest.mark.parametrize(
