@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mhla_hf import convert
 from mhla_hf.bench import render_bench
 from mhla_hf.checkpoints.file_io import write_text
-from mhla_hf.convert.transformers_models import REFUSED
+from mhla_hf.conversion.transformers_models import REFUSED
 from mhla_hf.models.families import ENCODERS, LANGUAGE
 from mhla_hf.models.overlay import MODEL_NAME, base_classes
 from mhla_hf.models.transformers_api import forward_cached

@@ -22,10 +22,10 @@ from transformers import AutoTokenizer
 
 from mhla_hf.checkpoints.load import load_encoder
 from mhla_hf.cli import script
-from mhla_hf.convert import convert
-from mhla_hf.convert.encoder import embed, read_encoder_rows
-from mhla_hf.convert.fit import OutputFit
-from mhla_hf.convert.teacher import mhla_layers
+from mhla_hf.conversion import convert
+from mhla_hf.conversion.encoder import embed, read_encoder_rows
+from mhla_hf.conversion.fit import OutputFit
+from mhla_hf.conversion.teacher import mhla_layers
 from mhla_hf.data import special_tokens, with_special_tokens
 
 from .rows import add_rows, made, number

@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from mhla_hf import save_adapter
 from mhla_hf.checkpoints.file_io import atomic_file
 from mhla_hf.cli import script
-from mhla_hf.convert import convert
-from mhla_hf.convert.fit import GateFit, OutputFit, largest_gates
-from mhla_hf.convert.language import GATE_STEPS, give_softmax_back, read_rows
-from mhla_hf.convert.sizes import sizes_of_layers
-from mhla_hf.convert.teacher import mhla_layers
+from mhla_hf.conversion import convert
+from mhla_hf.conversion.fit import GateFit, OutputFit, largest_gates
+from mhla_hf.conversion.language import GATE_STEPS, give_softmax_back, read_rows
+from mhla_hf.conversion.sizes import sizes_of_layers
+from mhla_hf.conversion.teacher import mhla_layers
 
 from .rows import add_rows, made
 

@@ -14,7 +14,7 @@ import torch
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
-from mhla_hf.convert import convert
+from mhla_hf.conversion import convert
 from mhla_hf.serving import ContinuousBatch
 from mhla_hf.speed import cache_bytes
 from mhla_hf.training.recipe import read_recipe

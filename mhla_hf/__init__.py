@@ -31,7 +31,7 @@ _PUBLIC = {  # name -> module that defines it
     "adapter_config": "training.adapters",
     "analyze": "analysis",
     "audit": "share.audit",
-    "convert": "convert",
+    "convert": "conversion",
     "distill": "training.loop",
     "evaluate": "evaluation.runner",
     "load_adapter": "training.adapters",
@@ -61,15 +61,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _start() -> None:
-    """Register the model types, and bind `mhla_hf.convert` to the function.
-
-    Importing the subpackage `convert` has bound the name to the subpackage.
-    """
-    global convert
-    importlib.import_module("._register", __name__).register()
-    convert = importlib.import_module(".convert", __name__).convert  # type: ignore[name-defined]
-
-
 if "mhla_hf_command" not in sys.modules:  # in the console script, the command that runs registers
-    _start()
+    importlib.import_module("._register", __name__).register()

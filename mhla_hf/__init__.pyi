@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 import torch
 
 from .analysis import analyze as analyze
-from .convert import convert as convert
+from .conversion import convert as convert
 from .evaluation.runner import evaluate as evaluate
 from .models.configuration import MHLAConfig as MHLAConfig
 from .models.language import MHLAForCausalLM as MHLAForCausalLM

@@ -23,10 +23,10 @@ from .bench import time_call
 from .checkpoints.file_io import PathLike
 from .checkpoints.load import choose_device, load_config
 from .checkpoints.provenance import describe_run
-from .convert import convert
-from .convert.families import softmax_config
-from .convert.sizes import cache_of_layers, cache_of_mhla, compare_caches
-from .convert.transformers_models import family_to_convert, reason_to_keep_softmax
+from .conversion import convert
+from .conversion.families import softmax_config
+from .conversion.sizes import cache_of_layers, cache_of_mhla, compare_caches
+from .conversion.transformers_models import family_to_convert, reason_to_keep_softmax
 from .evaluation.records import render_rows
 from .models.attention import softmax_attentions
 from .models.cache import MHLACacheLayer

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, ViTConfi
 import mhla_hf
 from mhla_hf import planning
 from mhla_hf.cli import main
-from mhla_hf.convert.transformers_models import NotConvertible
+from mhla_hf.conversion.transformers_models import NotConvertible
 from mhla_hf.models.cache import MHLACacheLayer
 from mhla_hf.planning import advise, crossover, model_without_weights, render_plan
 

@@ -30,12 +30,11 @@ def test_nothing_private_of_other_libraries_is_written():
 
 
 def test_registered_whatever_is_imported_first(tmp_path):
-    """mhla_hf.convert here, which is the function afterwards all the same; transformers in every other test."""
+    """A module of mhla_hf here, transformers in every other test."""
     converted_model().save_pretrained(tmp_path / "language")
     converted_tower("ViTModel").save_pretrained(tmp_path / "tower")
     (tmp_path / "language/modeling_mhla.py").unlink()
-    code = f"""import mhla_hf.convert.families, types
-assert isinstance(mhla_hf.convert, types.FunctionType)
+    code = f"""import mhla_hf.conversion.families
 from transformers import AutoModel, AutoModelForCausalLM
 for auto, name in ((AutoModelForCausalLM, "language"), (AutoModel, "tower")):
     found = type(auto.from_pretrained({str(tmp_path)!r} + "/" + name))

@@ -23,8 +23,8 @@ from mhla_hf.checkpoints.file_io import atomic_folder, can_resume, read_json, te
 from mhla_hf.checkpoints.isolated_load import load_isolated
 from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.convert.fit import largest_gates
-from mhla_hf.convert.language import GATE_STEPS, give_softmax_back, read_rows
+from mhla_hf.conversion.fit import largest_gates
+from mhla_hf.conversion.language import GATE_STEPS, give_softmax_back, read_rows
 from mhla_hf.evaluation.records import render_rows
 from mhla_hf.models.transformers_api import cache_argument
 from mhla_hf.plots import draw_heads

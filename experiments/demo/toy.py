@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from mhla_hf.checkpoints.file_io import atomic_folder, can_resume, write_json, write_text
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
-from mhla_hf.convert import convert
+from mhla_hf.conversion import convert
 from mhla_hf.evaluation.lookups import choose_words
 from mhla_hf.evaluation.records import Results, speed_of_records
 from mhla_hf.evaluation.runner import evaluate

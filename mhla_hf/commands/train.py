@@ -114,7 +114,7 @@ def run_convert(
 
     from ..checkpoints import load
     from ..checkpoints.save import save_model
-    from ..convert import convert
+    from ..conversion import convert
 
     load_options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "revision": revision}
     if load.is_pipeline(model, revision):
@@ -226,7 +226,7 @@ def run_plan(model: str, recipe: str, layers: str | None, settings: list[str], a
     check_model(model, options["revision"], weights=False)
     load_libraries()
 
-    from ..convert.transformers_models import NotConvertible
+    from ..conversion.transformers_models import NotConvertible
     from ..planning import plan, render_plan
 
     try:
@@ -318,7 +318,7 @@ def run_distill(
     import torch
 
     from ..checkpoints.load import choose_device, has_tokenizer, kind_of_model, load_encoder, load_language_model
-    from ..convert import convert
+    from ..conversion import convert
     from ..training.loop import distill
     from ..training.sharding import launched_with
 

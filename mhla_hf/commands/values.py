@@ -93,7 +93,7 @@ def load_libraries() -> None:
 
     This takes seconds, so commands check their arguments first.
     """
-    importlib.import_module("mhla_hf")._start()
+    importlib.import_module("mhla_hf._register").register()
 
 
 def check_model(name: str, revision: str | None = None, weights: bool = True) -> None:

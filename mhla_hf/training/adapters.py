@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 from ..checkpoints.file_io import read_json, write_json
 from ..checkpoints.load import register_family, require_extra, wrap_errors
-from ..convert import convert
-from ..convert.families import family_of
-from ..convert.teacher import mhla_layers
+from ..conversion import convert
+from ..conversion.families import family_of
+from ..conversion.teacher import mhla_layers
 from ..nn.settings import MHLASettings
 
 if TYPE_CHECKING:

@@ -1,42 +1,235 @@
-"""conversion/language.py as a user runs it: a converted model, and one from scratch."""
+"""Conversion with text: MHLA heads that learned, KV heads that keep softmax by gates, and what is told of it."""
 
-import re
+import copy
+import json
+import sys
 
 import pytest
 import torch
-from small_scores import TRAINING, save_llama
-from transformers import AutoModelForCausalLM
+from elsewhere import check_elsewhere
+from small_models import CACHE, VOCAB, refused, softmax_model, tokens
+from small_repos import save_model
+from small_scores import small_tokenizer
+from small_types import small_model_of
 
-STAGE = "{{name: {0}, loss: {0}, steps: 3, lr: 1e-3, seq_len: 32, batch_size: 2, trainable: {1}}}"
+import mhla_hf
+from mhla_hf.cli import main
+from mhla_hf.conversion import kl_to_teacher
+from mhla_hf.conversion.fit import GateFit, OutputFit
+from mhla_hf.conversion.language import Checkpoint, count_kept_heads, parse_size, read_rows
+from mhla_hf.conversion.sizes import sizes_of_conversion
+from mhla_hf.conversion.teacher import mhla_layers, softmax_instead
+
+SMALL = {"block_size": 8, "window": 2, "progress": False}
+
+
+def urns(count, seed, length=96, reach=40):
+    """Rows `[count, length]` of which most tokens are one of the `reach` before: the past counts, the distant one not."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCAB, (count, length), generator=draw)
+    for place in range(1, length):
+        back = torch.randint(1, min(place, reach) + 1, (count,), generator=draw)
+        again = torch.rand(count, generator=draw) < 0.8
+        ids[:, place] = torch.where(again, ids[torch.arange(count), place - back], ids[:, place])
+    return ids
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A softmax model in bfloat16 with a tokenizer, and a text, on disk."""
-    folder = tmp_path_factory.mktemp("base")
-    save_llama(folder / "model", dtype=torch.bfloat16)
-    (folder / "text.txt").write_text(TRAINING)
-    return folder
+def teacher():
+    """A Llama of four KV heads that has learned a little."""
+    model, steps = softmax_model(initializer_range=0.05, num_key_value_heads=4, max_position_embeddings=96), 60
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
+        ids = urns(8, seed=step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
 
 
-def test_convert_distill_save(run, base, tmp_path, capsys):
-    recipe, stages = tmp_path / "short.yaml", [STAGE.format("transfer", "mhla"), STAGE.format("logits", "all")]
-    recipe.write_text(f"settings: {{layers: all, block_size: 16}}\nstages: [{', '.join(stages)}]\n")
-    arguments = ["--recipe", recipe, "--model", base / "model", "--data", base / "text.txt", "--out", tmp_path / "x"]
-    for _ in range(2):
-        run("language", *arguments)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
-    assert (type(model).__name__, model.dtype) == ("MHLALlamaForCausalLM", torch.bfloat16)
-    assert (tmp_path / "x" / "tokenizer.json").exists()
-    assert "finished already: nothing to do" in capsys.readouterr().err
+TEXT = urns(33, seed=1000).flatten()
 
 
-def test_from_scratch_and_what_is_said_of_a_bad_text(run, refused, base, tmp_path):
-    recipe, settings = tmp_path / "short.yaml", "settings: {preset: tiny, vocab_size: 400}"
-    recipe.write_text(f"{settings}\ntokenizer: {base / 'model'}\nstages: [{STAGE.format('lm', 'all')}]\n")
-    said = refused("language", "--recipe", recipe, "--data", tmp_path / "none.txt", "--out", tmp_path / "out")
-    assert re.fullmatch(
-        r"language\.py: data: got '.*none.txt', which does not exist, expected a file or a folder\.\n", said
+def converted(teacher, **options):
+    return mhla_hf.convert(copy.deepcopy(teacher), **{**SMALL, "text": TEXT, **options})
+
+
+def test_each_stage_comes_closer_to_the_original(teacher):
+    model = converted(teacher, keep=0.25)
+    told = model.config.mhla_measured
+    assert 0 < told["kept"]["kl"] < told["fitted"]["kl"] < told["converted"]["kl"]
+    assert sum(map(len, model.config.mhla["softmax_heads"].values())) == 3
+    assert told["softmax_heads"] == model.config.mhla["softmax_heads"] and set(told["gates"]) == {"0", "1", "2"}
+    assert told["cache_bytes"]["32768"]["converted"] < 0.3 * told["cache_bytes"]["32768"]["softmax"]
+    rows = urns(4, seed=2000)
+    alone = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8, window=2)
+    assert kl_to_teacher(model, [rows]) < 0.7 * kl_to_teacher(alone, [rows])
+    for name, value in teacher.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), f"{name} of the base has changed"
+
+
+def test_a_conversion_without_text_is_not_worse_than_its_window(teacher):
+    model, rows = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8, window=2), [urns(4, seed=2000)]
+    started = kl_to_teacher(model, rows)
+    loss = model(rows[0], labels=rows[0]).loss
+    loss.backward()
+    assert all(a.mhla.q_map.weight.grad.abs().max() > 0 for a in mhla_layers(model).values())
+    for attention in mhla_layers(model).values():
+        attention.mhla.mixing.balance.data.fill_(-100)
+    assert started <= 1.002 * kl_to_teacher(model, rows)
+
+
+def test_a_seed_repeats_it_and_a_stop_does_not_change_it(teacher, tmp_path, monkeypatch):
+    expected = converted(teacher, keep=3, seed=5).state_dict()
+    assert all(
+        torch.equal(value, expected[name]) for name, value in converted(teacher, keep=3, seed=5).state_dict().items()
     )
-    run("language", "--recipe", recipe, "--data", base / "text.txt", "--out", tmp_path / "out")
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "MHLAForCausalLM"
+    monkeypatch.setattr(sys.modules["mhla_hf.conversion.language"], "SAVE_EVERY", 0.0)
+    for stopped, after in ((OutputFit, 4), (GateFit, 3)):
+        file = tmp_path / f"{stopped.__name__}.pt"
+
+        def step(self, *inputs, whole=stopped.step, after=after):
+            if self.done == after:
+                raise KeyboardInterrupt
+            return whole(self, *inputs)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(stopped, "step", step)
+            converted(teacher, keep=3, seed=5, checkpoint=file)
+        resumed = converted(teacher, keep=3, seed=5, checkpoint=file)
+        for name, value in resumed.state_dict().items():
+            assert torch.equal(value, expected[name]), f"{name} differs after a stop of {stopped.__name__}"
+        model = copy.deepcopy(teacher)
+        with refused("checkpoint: got", "another conversion"):
+            mhla_hf.convert(model, text=TEXT, keep=3, seed=6, checkpoint=file, **SMALL)
+        assert type(model) is type(teacher)
+
+
+def test_its_own_text_and_a_list_of_texts(teacher):
+    assert converted(teacher, text="self", keep=1).config.mhla_measured["text"] == "self"
+    tokenizer = small_tokenizer()
+    model = softmax_model(vocab_size=len(tokenizer), max_position_embeddings=64, num_key_value_heads=4)
+    texts = ["some words of a text that goes on. " * 20, "and other ones, again and again. " * 30]
+    mhla_hf.convert(model, tokenizer=tokenizer, text=texts, keep="9%", **SMALL)
+    assert model.config.mhla_measured["text"] == "a list of texts"
+    assert sum(map(len, model.config.mhla["softmax_heads"].values())) == 1
+
+
+@pytest.mark.parametrize(
+    ("positions", "size", "effort", "fit", "others"),
+    [
+        (8192, 50_000, 1, 15 * [1024] + 4 * [4096, 1024, 1024] + [4096], 5),
+        (8192, 50_000, 0.5, 10 * [1024] + [4096, 1024, 1024, 4096], 5),
+        (2048, 50_000, 1, 15 * [1024] + 4 * [2048, 1024, 1024] + [2048], 5),
+        (512, 50_000, 1, 28 * [512], 5),
+        (8192, 6_000, 1, 4 * [1000], 2),  # a short text
+    ],
+)
+def test_rows_are_passages_of_their_own(positions, size, effort, fit, others):
+    model = softmax_model(vocab_size=size, hidden_size=4, num_hidden_layers=1, max_position_embeddings=positions)
+    rows = read_rows(model, None, torch.arange(size), 0, False, effort)
+    assert [ids.shape[1] for ids in rows.fit] == fit and len(rows.gates + rows.held_out) == others
+    every = torch.cat([*rows.fit, *rows.gates, *rows.held_out], 1)
+    assert len(every.unique()) == every.numel()
+
+
+def test_what_keep_means(teacher):
+    settings = mhla_hf.MHLASettings(mixing_form="decay", local="softmax", rope="near", block_size=8)
+    sizes = sizes_of_conversion(teacher, settings)
+    assert [heads for heads, _, _ in sizes.values()] == [4, 4, 4]
+    for keep, count in ((1 / 6, 2), (0, 0), (0.0, 0), (3, 3), ("25%", 3)):
+        assert count_kept_heads(sizes, keep, 96) == count
+    token, state = sum(x for _, x, _ in sizes.values()), sum(x for _, _, x in sizes.values())
+    assert count_kept_heads(sizes, f"{(state + (token * 4096 - state) / 2) / 1024}KiB", 4096) == 6
+    assert parse_size("1.5KiB") == 1536 and parse_size("64") is None
+    for wrong in (12, 1.0, -1, "many", True, "200%", None):
+        with refused("keep: got", "expected less than all 12 KV heads"):
+            count_kept_heads(sizes, wrong, 96)
+    with refused("keep: got '1KiB' at 96 tokens", "the state of MHLA alone"):
+        count_kept_heads(sizes, "1KiB", 96)
+
+
+def test_cache_of_a_converted_model_is_as_told(teacher):
+    """The bytes in `mhla_measured`, counted in a cache that the model filled."""
+    model = converted(teacher, keep=5)
+    with torch.no_grad():
+        cache = model(urns(1, seed=3), use_cache=True)[CACHE]
+    held = sum(layer.state.nbytes() for layer in cache.layers if hasattr(layer, "state"))
+    kept = [getattr(layer, "softmax", layer) for layer in cache.layers]
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in kept if layer is not None)
+    told = model.config.mhla_measured["cache_bytes"]["4096"]["converted"]
+    assert abs(kept * 4096 / 96 + held - told) <= 0.01 * told
+
+
+def test_saved_and_loaded_elsewhere(teacher, tmp_path):
+    model, ids = converted(teacher, keep=4), urns(2, seed=4)
+    model.save_pretrained(tmp_path / "heads")
+    check_elsewhere(tmp_path, {"input_ids": ids}, {"heads-AutoModelForCausalLM": model(ids).logits.detach()})
+    assert json.loads((tmp_path / "heads" / "config.json").read_text())["mhla_measured"]["softmax_heads"]
+
+
+def test_dtypes_and_training_mode_come_back(teacher):
+    model = converted(copy.deepcopy(teacher).bfloat16().train(), keep=2)
+    assert model.training and mhla_layers(model)[0].mhla.q_map.weight.dtype == torch.bfloat16
+    assert mhla_layers(model)[0].mhla.mixing.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("model_type", ["cohere", "deepseek_v3", "gpt2", "phi3", "smollm3"])
+def test_other_types(model_type):
+    """Interleaved, latent, partial and no rotation: two heads of the converted model equal the original's with all kept."""
+    base = small_model_of(model_type)
+    ids = torch.randint(3, 60, (1, 60), generator=torch.Generator().manual_seed(0))
+    model = mhla_hf.convert(copy.deepcopy(base), text=tokens(1, 2000)[0] % 60, keep=2, **SMALL)
+    assert sum(map(len, (model.config.mhla["softmax_heads"] or {}).values())) <= 2
+    with torch.no_grad(), softmax_instead(model):
+        torch.testing.assert_close(model(ids).logits, base(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_refused(teacher):
+    before = copy.deepcopy(teacher.state_dict())
+    model = copy.deepcopy(teacher)
+    with refused("text: got", "rows", "expected at least 6 rows of more than 24 tokens"):
+        mhla_hf.convert(model, text=TEXT[:100], **SMALL)
+    with refused("text: got a text along with local=None"):
+        mhla_hf.convert(model, text=TEXT, local=None, **SMALL)
+    with refused("text: got a text along with softmax_heads"):
+        mhla_hf.convert(model, text=TEXT, softmax_heads={0: [1]}, **SMALL)
+    with refused("keep: got 12"):
+        mhla_hf.convert(model, text=TEXT, keep=12, **SMALL)
+    with refused("effort: got 0, expected a number above 0"):
+        mhla_hf.convert(model, text=TEXT, effort=0, **SMALL)
+    with refused("text: got a text for LlamaModel, which predicts no tokens"):
+        mhla_hf.convert(model.model, text=TEXT, **SMALL)
+    with refused("softmax_heads: got layer 7"):
+        mhla_hf.convert(model, layers="all", softmax_heads={7: [0]})
+    with refused("softmax_heads: got KV head 4 in layer 1, expected 0 to 3"):
+        mhla_hf.convert(model, layers="all", softmax_heads={1: [4]})
+    assert type(model) is type(teacher)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_layer_that_lists_all_its_heads_stays_softmax(teacher):
+    model = mhla_hf.convert(copy.deepcopy(teacher), layers="all", softmax_heads={1: [0, 1, 2, 3], 2: [0]}, block_size=8)
+    assert model.config.mhla["layers"] == [0, 2] and model.config.mhla["softmax_heads"] == {"2": [0]}
+    assert not hasattr(model.model.layers[1].self_attn, "mhla")
+
+
+def test_the_command(tmp_path, capsys):
+    base = softmax_model(vocab_size=400, num_key_value_heads=4, max_position_embeddings=96)
+    source = save_model(tmp_path / "base", base)
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog, and then it sleeps in the sun. " * 60)
+    out = str(tmp_path / "out")
+    options = ["--text", str(text), "--keep", "1/6", "--set", "block_size=8", "--set", "window=2"]
+    assert main(["convert", str(source), out, *options]) == 0
+    told = capsys.readouterr().out
+    assert "perplexity" in told and "KV heads" in told and "cache at 32,768 tokens" in told
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["mhla"]["softmax_heads"]
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def test_a_checkpoint_of_another_conversion_is_refused(tmp_path):
+    torch.save({"identity": "one"}, tmp_path / "part")
+    with refused("checkpoint: got", "expected a new file"):
+        Checkpoint(tmp_path / "part", "other")

@@ -51,7 +51,7 @@ def journey(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookups, "LEAST", 0)  # the text comes once
         for name in ("FIT_ROWS", "GATE_STEPS"):
-            patch.setattr(importlib.import_module("mhla_hf.convert.language"), name, 4)
+            patch.setattr(importlib.import_module("mhla_hf.conversion.language"), name, 4)
         yield run_killed(journey)
 
 

@@ -26,7 +26,7 @@ def arguments(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Rows of 512 tokens."""
-    monkeypatch.setattr(importlib.import_module("mhla_hf.convert.language"), "ROW_TOKENS", 512)
+    monkeypatch.setattr(importlib.import_module("mhla_hf.conversion.language"), "ROW_TOKENS", 512)
 
 
 def test_stopped_it_goes_on_to_the_end(arguments, monkeypatch, capsys):

@@ -214,7 +214,7 @@ EARLY = {
 
 @pytest.mark.parametrize("line", EARLY)
 def test_what_can_be_seen_at_once_is_said_before_anything_is_imported(place, capfd, monkeypatch, line):
-    monkeypatch.setattr(mhla_hf, "_start", lambda: pytest.fail("imported before the arguments were checked"))
+    monkeypatch.setattr("mhla_hf._register.register", lambda: pytest.fail("imported before the arguments were checked"))
     assert main(line.split()) == 2
     stdout, stderr = capfd.readouterr()
     assert stdout == "" and stderr.startswith("mhla-hf") and EARLY[line] in stderr and stderr.count("\n") == 1, stderr

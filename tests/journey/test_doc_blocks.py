@@ -190,7 +190,7 @@ def check_calls(block):
 @pytest.mark.parametrize("document", [name for name in PYTHON if PYTHON[name] and name != "README.md"])
 def test_python_blocks(document, here, one_process, monkeypatch):
     names = STAND_INS[Path(document).stem]()
-    monkeypatch.setattr(importlib.import_module("mhla_hf.convert.encoder"), "FIT_STEPS", 3)
+    monkeypatch.setattr(importlib.import_module("mhla_hf.conversion.encoder"), "FIT_STEPS", 3)
     for block in PYTHON[document]:
         try:
             if any(mark in block for mark in TOGETHER):

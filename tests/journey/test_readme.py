@@ -41,7 +41,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.txt").write_text(TRAINING)
     for name, value in (("FIT_ROWS", 4), ("GATE_STEPS", 2)):
-        monkeypatch.setattr(importlib.import_module("mhla_hf.convert.language"), name, value)
+        monkeypatch.setattr(importlib.import_module("mhla_hf.conversion.language"), name, value)
     return tmp_path
 
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 import mhla_hf
-from mhla_hf.convert.teacher import mhla_layers
-from mhla_hf.convert.transformers_models import REFUSED
+from mhla_hf.conversion.teacher import mhla_layers
+from mhla_hf.conversion.transformers_models import REFUSED
 from mhla_hf.models.families import ENCODERS, LANGUAGE
 from mhla_hf.models.transformers_api import TESTED_TRANSFORMERS
 

@@ -14,10 +14,10 @@ from tokenizers.processors import TemplateProcessing
 
 import mhla_hf
 from mhla_hf.cli import main
-from mhla_hf.convert import encoder
-from mhla_hf.convert.encoder import embed, read_encoder_rows
-from mhla_hf.convert.fit import OutputFit
-from mhla_hf.convert.teacher import mhla_layers, softmax_instead
+from mhla_hf.conversion import encoder
+from mhla_hf.conversion.encoder import embed, read_encoder_rows
+from mhla_hf.conversion.fit import OutputFit
+from mhla_hf.conversion.teacher import mhla_layers, softmax_instead
 from mhla_hf.share.card import plain_card
 
 SMALL = {"block_size": 8, "progress": False}
@@ -109,7 +109,7 @@ def test_a_seed_repeats_it_and_a_stop_does_not_change_it(teacher, tmp_path, monk
             raise KeyboardInterrupt
         return whole(self, ids)
 
-    monkeypatch.setattr(sys.modules["mhla_hf.convert.language"], "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(sys.modules["mhla_hf.conversion.language"], "SAVE_EVERY", 0.0)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(OutputFit, "step", step)
         run(checkpoint=tmp_path / "part")
