@@ -91,7 +91,8 @@ def exact_attention(
     """
     token = torch.arange(k.shape[1], device=q.device)
     later = (token > queries[:, None]) & causal
-    index, outputs = blocks.index(q.device), []
+    index = blocks.index(q.device)
+    outputs = []
     for head in range(q.shape[2]):
         weights = q[:, queries, head].double() @ k[:, :, head].double().mT * q.shape[-1] ** -0.5
         if mixing is None:
@@ -119,7 +120,8 @@ def linear_attention(
 
     Shapes as in `exact_attention`; returns `[B, T, H, V]`.
     """
-    length, scale = q.shape[1], q.shape[-1] ** -0.5
+    length = q.shape[1]
+    scale = q.shape[-1] ** -0.5
     v = F.pad(v, (0, 1), value=1.0) if normalize else v  # its last column sums the weights
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if causal:
@@ -168,7 +170,8 @@ class Operator:
         """Return random inputs q, k, v and mixing (fp32 `[M, M]`) that require gradients, and the gradient of the output."""
         generator = torch.Generator(device).manual_seed(seed)
         randn = functools.partial(torch.randn, generator=generator, device=device)
-        size, dtype = (self.batch, self.blocks.length, self.heads), getattr(torch, self.dtype)
+        size = (self.batch, self.blocks.length, self.heads)
+        dtype = getattr(torch, self.dtype)
         q, k, v = (randn(*size, width).to(dtype) for width in (self.widths[0], *self.widths))
         if self.normalize:
             q, k = q.abs(), k.abs()
@@ -230,7 +233,9 @@ def kept_bytes(length: int) -> dict[str, int]:
 
     "mhla" is the paper's form without denominator, "mhla window" that of converted language models.
     """
-    k, blocks, settings = torch.zeros(1, length, HEADS, WIDTH), Blocks.sequence(length, BLOCK_SIZE), MHLASettings()
+    k = torch.zeros(1, length, HEADS, WIDTH)
+    blocks = Blocks.sequence(length, BLOCK_SIZE)
+    settings = MHLASettings()
     mixing = torch.ones(blocks.num_blocks, blocks.num_blocks)
     dense: Any = mhla(k, k, k, mixing, blocks=blocks, causal=True, normalize=False, return_state=True)
     _, dense_state = dense
@@ -269,7 +274,8 @@ def run_bench(
     """
     if threads < 1:
         raise ValueError(f"threads: got {threads!r}, expected a whole number of at least 1.")
-    device, threads_before = choose_device(device), torch.get_num_threads()
+    device = choose_device(device)
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         record: dict[str, Any] = {**describe_run(command, device), "seed": seed, "rows": []}
@@ -333,7 +339,8 @@ def describe_failure(error: Exception) -> str:
 
 def time_call(function: Callable[[], Any], device: Device) -> float:
     """Return the seconds of one call, averaged over the calls that begin within `MIN_TURN_SECONDS`."""
-    calls, start = 0, clock(device)
+    calls = 0
+    start = clock(device)
     while calls == 0 or time.perf_counter() - start < MIN_TURN_SECONDS:
         function()
         calls += 1

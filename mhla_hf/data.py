@@ -131,7 +131,8 @@ class TokenRing:
         if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point():
             start = f"data: got {name!r}, a tensor {tuple(tokens.shape)} of {tokens.dtype}"
             raise ValueError(f"{start}, expected whole numbers [N], at least one.")
-        self.tokens, self.name = tokens.to(device="cpu", dtype=torch.int32).contiguous(), name
+        self.tokens = tokens.to(device="cpu", dtype=torch.int32).contiguous()
+        self.name = name
         check_token_ids(self.tokens, vocab_size, name)
 
     def describe(self) -> dict[str, Any]:
@@ -150,18 +151,23 @@ class _RingReader(Reader):
 
     def __init__(self, tokens: torch.Tensor, length: int, key: Key, state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
-        self.tokens, self.length = tokens, length
+        self.tokens = tokens
+        self.length = length
         self.epoch: int | None = None
-        self.offset, self.order = 0, numpy.zeros(0, dtype=int)
+        self.offset = 0
+        self.order = numpy.zeros(0, dtype=int)
 
     def take(self, count: int) -> Batch:
         """Return ids and labels of the next `count` sequences."""
-        per_epoch, starts = len(self.tokens) // self.length, []
+        per_epoch = len(self.tokens) // self.length
+        starts = []
         for sample in range(self.next, self.next + count):
             epoch, position = divmod(sample, per_epoch)
             if epoch != self.epoch:
-                random, self.epoch = numpy.random.default_rng((*self.key, epoch)), epoch
-                self.offset, self.order = int(random.integers(len(self.tokens))), random.permutation(per_epoch)
+                random = numpy.random.default_rng((*self.key, epoch))
+                self.epoch = epoch
+                self.offset = int(random.integers(len(self.tokens)))
+                self.order = random.permutation(per_epoch)
             starts.append(self.offset + int(self.order[position]) * self.length)
         self.next += count
         index = (torch.tensor(starts)[:, None] + torch.arange(self.length)) % len(self.tokens)
@@ -184,8 +190,12 @@ class TokenStream:
     def __init__(
         self, dataset: Any, tokenizer: Any, text_field: str, vocab_size: int | None, name: str, identity: Any
     ) -> None:
-        self.dataset, self.tokenizer, self.text_field = dataset, tokenizer, text_field
-        self.vocab_size, self.name, self.identity = vocab_size, name, identity
+        self.dataset = dataset
+        self.tokenizer = tokenizer
+        self.text_field = text_field
+        self.vocab_size = vocab_size
+        self.name = name
+        self.identity = identity
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the data, as JSON-serializable values."""
@@ -225,7 +235,9 @@ class _StreamReader(Reader):
 
     def __init__(self, stream: TokenStream, length: int, state: dict[str, Any] | None) -> None:
         super().__init__(())
-        self.stream, self.length, self.is_first_epoch = stream, length, state is None
+        self.stream = stream
+        self.length = length
+        self.is_first_epoch = state is None
         state = state or {"epoch": 0, "place": None, "rest": [[], []]}
         self.rest: Sequence[list[int]] = state["rest"]
         self.rows: Iterator[dict[str, Any]]
@@ -233,7 +245,8 @@ class _StreamReader(Reader):
 
     def take(self, count: int) -> Batch:
         """Return ids and labels of the next `count` sequences."""
-        (ids, labels), needed = self.rest, count * self.length
+        ids, labels = self.rest
+        needed = count * self.length
         while len(ids) < needed:
             with wrap_errors(f"data: got {self.stream.name!r}, expected rows that can be read"):
                 rows = list(itertools.islice(self.rows, ROWS_AT_ONCE))
@@ -246,7 +259,8 @@ class _StreamReader(Reader):
                 self._go_to(self.epoch + 1, None)
             else:
                 self.place = self.stream.dataset.state_dict()
-        self.rest, self.is_first_epoch = [ids[needed:], labels[needed:]], False
+        self.rest = [ids[needed:], labels[needed:]]
+        self.is_first_epoch = False
         return torch.tensor([ids[:needed], labels[:needed]]).view(2, count, self.length).unbind()
 
     def state(self) -> dict[str, Any]:
@@ -256,7 +270,8 @@ class _StreamReader(Reader):
     handover = state
 
     def _go_to(self, epoch: int, place: Any) -> None:
-        self.epoch, self.place = epoch, place
+        self.epoch = epoch
+        self.place = place
         self.stream.dataset.set_epoch(epoch)
         self.stream.dataset.load_state_dict(place)
         self.rows = iter(self.stream.dataset)

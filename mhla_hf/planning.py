@@ -86,7 +86,8 @@ def plan(
     config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else load_config(model, revision=revision)
     student = model_without_weights(config)
     attentions, softmax_caches = softmax_attentions(student), cache_of_layers(student)
-    parameters, active = student.num_parameters(), active_parameters(student)
+    parameters = student.num_parameters()
+    active = active_parameters(student)
     reasons = {index: reason_to_keep_softmax(attention, config) for index, attention in attentions.items()}
     num_convertible = sum(reason is None for reason in reasons.values())
     options: dict[str, Any] = settings
@@ -173,7 +174,8 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
     stage_keys = ("name", "loss", "steps", "batch_size", "seq_len")
     recipes = []
     for name in recipe_names():
-        recipe, student = read_recipe(name), None
+        recipe = read_recipe(name)
+        student = None
         settings = dict(recipe.settings)
         if recipe.task == "language" and "preset" in settings:
             with torch.device("meta"):
@@ -226,7 +228,8 @@ def time_layer(
         device = choose_device(device)
     except ValueError:
         return {"unknown": f"the speed on {device!r} is not known: it is not here"}
-    core, timed = initialize_core(core, device), {}
+    core = initialize_core(core, device)
+    timed = {}
     with torch.inference_mode():
         for phase, make_work in WORKS.items():
             rows = time_lengths(partial(make_work, core, dtype, device), device, progress)
@@ -256,11 +259,14 @@ def time_lengths(
     Returns:
         Rows with "tokens", "softmax_ms" and "mhla_ms".
     """
-    rows, spent, expected = [], 0.0, 0.0
+    rows = []
+    spent = 0.0
+    expected = 0.0
     for tokens in tqdm(TIMED_LENGTHS, desc="timing", disable=not progress):
         if spent + expected > SECONDS:
             break
-        works, spent_before = make_works(tokens), spent
+        works = make_works(tokens)
+        spent_before = spent
         best: dict[str, float] = {}
         for _ in range(ROUNDS):
             times = {name: time_call(work, device) for name, work in works.items()}
@@ -293,7 +299,8 @@ def softmax_like(core: Any) -> Callable[..., Any]:
 def prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
     """Return the calls "softmax" and "mhla" that attend over a prompt and cache it, as `generate` does by default."""
     q, k, v = random_inputs(core, tokens, dtype, device)
-    softmax, transposed = softmax_like(core), [x.transpose(1, 2) for x in (q, k, v)]
+    softmax = softmax_like(core)
+    transposed = [x.transpose(1, 2) for x in (q, k, v)]
     return {
         "softmax": lambda: softmax(q, *DynamicLayer().update(k, v)),
         "mhla": lambda: core(*transposed, cache=MHLACacheLayer()),
@@ -303,7 +310,8 @@ def prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, toke
 def decoding_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
     """Return the calls "softmax" and "mhla" that decode one token after `tokens` others."""
     q, k, v = random_inputs(core, 1, dtype, device)
-    softmax, transposed = softmax_like(core), [x.transpose(1, 2) for x in (q, k, v)]
+    softmax = softmax_like(core)
+    transposed = [x.transpose(1, 2) for x in (q, k, v)]
     _, *past = random_inputs(core, tokens, dtype, device)
     layer, cache = DynamicLayer(), MHLACacheLayer()
     layer.update(*past)
@@ -338,7 +346,8 @@ def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"faster_from": rows[0]["tokens"], "known_to": longest}
     last = len(points) - 1
     index = max(min(slower[-1], last - 1), 0)
-    (tokens, advantage), (next_tokens, next_advantage) = points[index], points[min(index + 1, last)]
+    tokens, advantage = points[index]
+    next_tokens, next_advantage = points[min(index + 1, last)]
     if next_advantage <= advantage:
         return {"faster_from": None, "known_to": longest}
     crossing = tokens - advantage * (next_tokens - tokens) / (next_advantage - advantage)
@@ -348,11 +357,14 @@ def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def advise(record: Mapping[str, Any]) -> str:
     """Return one or two sentences on whether to convert, from the other entries of a plan."""
-    context, positions, timing = record["context"], record["positions"], record["timing"] or {}
+    context = record["context"]
+    positions = record["positions"]
+    timing = record["timing"] or {}
     if positions is not None and context > positions:
         return f"Plan for at most {positions:,} tokens: the model has no more positions, with softmax or with MHLA."
     row = next(row for row in record["cache"]["rows"] if row["tokens"] == context)
-    reduction, where = row["softmax"] / row["mhla"], f"at {context:,} tokens"
+    reduction = row["softmax"] / row["mhla"]
+    where = f"at {context:,} tokens"
     known = {phase: timing[phase]["faster_from"] or timing[phase]["known_to"] for phase in WORKS if phase in timing}
     slower = [phase for phase, tokens in known.items() if context < tokens]
     unknown = [phase for phase in WORKS if phase not in slower and not timing.get(phase, {}).get("faster_from")]
@@ -378,8 +390,10 @@ def advise(record: Mapping[str, Any]) -> str:
 def render_plan(record: Mapping[str, Any]) -> str:
     """Render what `plan` returns as a page of text."""
     converted, kept, parameters = record["mhla_layers"], record["kept_layers"], record["parameters"]
-    count, cache = len(converted) + sum(map(len, kept.values())), record["cache"]
-    added, attention = parameters["added"] / parameters["base"], f"{record['attention']:.0%}"
+    count = len(converted) + sum(map(len, kept.values()))
+    cache = record["cache"]
+    added = parameters["added"] / parameters["base"]
+    attention = f"{record['attention']:.0%}"
     sizes = [(row["tokens"], row["softmax"] / MIB, row["mhla"] / MIB) for row in cache["rows"]]
     rows = [[f"{n:,}", f"{softmax:,.1f}", f"{mhla:,.1f}", f"{softmax / mhla:.2f}"] for n, softmax, mhla in sizes]
     return "\n".join([

@@ -149,7 +149,10 @@ class ContinuousBatch:
         for name, value in {"slots": slots, "max_length": max_length, "chunk_size": chunk_size}.items():
             if value < 1:
                 raise ValueError(f"{name}: got {value}, expected a whole number of at least 1.")
-        self.model, self.slots, self.max_length, self.chunk_size = model, slots, max_length, chunk_size
+        self.model = model
+        self.slots = slots
+        self.max_length = max_length
+        self.chunk_size = chunk_size
         self.position = torch.zeros(slots, dtype=torch.int64, device=model.device)
         layers = slot_layers(model, self.position)
         self.cache = Cache(layers=layers)
@@ -193,7 +196,8 @@ class ContinuousBatch:
         new_tokens = max_new_tokens if max_new_tokens is not None else self.config.max_new_tokens
         if new_tokens is None:
             new_tokens = 20 if self.default_length is None else self.default_length - len(prompt)
-        request_id, self.counter = request_id or f"request-{self.counter}", self.counter + 1
+        request_id = request_id or f"request-{self.counter}"
+        self.counter = self.counter + 1
         sizes = f"{len(prompt)} tokens and {new_tokens} new ones"
         if not prompt or new_tokens < 1:
             raise ValueError(f"prompt: got {sizes}, expected at least one of each.")
@@ -202,7 +206,8 @@ class ContinuousBatch:
         if any(request_id == other.request_id for other in (*self.waiting, *self.running.values())):
             raise ValueError(f"request_id: got {request_id!r}, expected one that no pending request has.")
         request = Request(request_id, list(prompt), new_tokens)
-        config, ids = copy.copy(self.config), torch.tensor([request.prompt], device=self.model.device)
+        config = copy.copy(self.config)
+        ids = torch.tensor([request.prompt], device=self.model.device)
         config.max_length = len(prompt) + new_tokens  # some processors force the last token to be an end
         request.processors = self.model._get_logits_processor(config, len(prompt), ids, device=self.model.device)
         self.waiting.append(request)
@@ -223,7 +228,8 @@ class ContinuousBatch:
         Returns:
             The requests that got a token, in order of arrival at their slots. Finished ones have left their slots.
         """
-        was_training, advanced = self.model.training, []
+        was_training = self.model.training
+        advanced = []
         self.model.eval()
         try:
             if self.running:
@@ -267,7 +273,9 @@ class ContinuousBatch:
         self.waiting.extendleft(reversed(running))
         self.running.clear()
         for request in self.waiting:
-            request.slot, request.cache, request.num_cached = None, None, 0
+            request.slot = None
+            request.cache = None
+            request.num_cached = 0
 
     def decode(self, requests: list[Request]) -> None:
         """Generate the next token of each of the running requests."""
@@ -285,7 +293,8 @@ class ContinuousBatch:
 
     def masks(self) -> torch.Tensor | dict[str, torch.Tensor]:
         """Return the additive mask of softmax layers, `[slots, 1, 1, max_length]`, by layer type if the model has types."""
-        config, column = self.model.config.get_text_config(), torch.arange(self.max_length, device=self.position.device)
+        config = self.model.config.get_text_config()
+        column = torch.arange(self.max_length, device=self.position.device)
         visible = {"full_attention": column <= self.position[:, None]}
         if (window := getattr(config, "sliding_window", None)) is not None:
             visible["sliding_attention"] = visible["full_attention"] & (column > self.position[:, None] - window)
@@ -322,7 +331,9 @@ class ContinuousBatch:
         """Mark a request as finished and free its slot, which the next request overwrites."""
         if request.slot is not None:
             self.running.pop(request.slot, None)
-        request.finished, request.slot, request.cache = True, None, None
+        request.finished = True
+        request.slot = None
+        request.cache = None
 
 
 def slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLayerMixin]:
@@ -335,7 +346,8 @@ def slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLay
     Raises:
         ValueError: a layer's state grows, or it is neither MHLA nor softmax attention that takes a mask.
     """
-    config, attentions = model.config.get_text_config(), softmax_attentions(model)
+    config = model.config.get_text_config()
+    attentions = softmax_attentions(model)
     types = getattr(config, "layer_types", None)
     layers: list[Any] = []
     for index in range(config.num_hidden_layers):

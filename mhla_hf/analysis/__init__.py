@@ -60,7 +60,8 @@ def analyze(
     measured, inputs_in_words, maps, mixing = {}, {}, {}, {}
     for label, model in by_label.items():
         batch: Any = inputs
-        description, run = "given by the caller", None
+        description = "given by the caller"
+        run = None
         if isinstance(model, (str, Path)):
             model, processor = load_any(model, device, trust_remote_code)
             if inputs is None:
@@ -68,7 +69,8 @@ def analyze(
         elif inputs is None:
             raise ValueError(f"inputs: got none for a {type(model).__name__}, expected the arguments of its call.")
         elif hasattr(model, "components"):
-            run, model = model.to(device), model.transformer
+            run = model.to(device)
+            model = model.transformer
         calls = record_model(model.to(device), batch, run)
         measured[label] = measure_calls(calls, progress=progress)
         inputs_in_words[label] = description

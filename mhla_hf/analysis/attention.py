@@ -44,7 +44,8 @@ class Attention:
 
     def matrix(self, sample: int = 0, head: int = 0) -> torch.Tensor:
         """Return the weights of all query tokens on all key tokens, fp64 `[T, S]`, as the layer applied them to v."""
-        heads, options = self.q.shape[2], dict(self.options)
+        heads = self.q.shape[2]
+        options = dict(self.options)
 
         def select(x: torch.Tensor) -> torch.Tensor:
             group = head * x.shape[2] // heads
@@ -66,15 +67,18 @@ class Attention:
             if options.get(name) is not None:
                 options[name] = options[name][[sample]]
         if "form" in options:
-            (near_q, near_k), balance = map(select, options["near"]), options["balance"]
+            near_q, near_k = map(select, options["near"])
+            balance = options["balance"]
             balance = None if balance is None else balance[[head]].double()
-            padding, form = {name: options[name] for name in ("key_mask", "starts")}, options["form"]
+            padding = {name: options[name] for name in ("key_mask", "starts")}
+            form = options["form"]
             return local_reference(near_q, near_k, units, q, k, mixing[[head]], balance, form, **padding)[0, :, 0]
         return mhla_reference(q, k, units, mixing[[head if len(mixing) > 1 else 0]], **options)[0, :, 0]
 
     def far_share(self, sample: int = 0, head: int = 0) -> float:
         """Return the share of the weights on tokens outside the window, averaged over queries that have such tokens."""
-        form, blocks = self.options["form"], self.options["blocks"].index()
+        form = self.options["form"]
+        blocks = self.options["blocks"].index()
         distance = blocks[:, None] - blocks[None, :]
         if not self.options["causal"]:
             distance = distance.abs()
@@ -135,7 +139,8 @@ class _SoftmaxRecorder(TorchFunctionMode):
 
     def __init__(self, calls: list[Attention], stack: list[str]) -> None:
         super().__init__()
-        self.calls, self.stack = calls, stack
+        self.calls = calls
+        self.stack = stack
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -160,7 +165,9 @@ def _record_core(calls: list[Attention], layer: str, core: Any, args: tuple[Any,
     inputs = {**dict(zip("qkv", args, strict=False)), **kwargs}
     if inputs.get("cu_seqlens") is not None or inputs.get("cache") is not None:
         raise ValueError(f"inputs: {layer} got packed sequences or a cache, expected whole sequences, one per row.")
-    grid, key_mask, settings = inputs.get("grid") and tuple(inputs["grid"]), inputs.get("key_mask"), core.settings
+    grid = inputs.get("grid") and tuple(inputs["grid"])
+    key_mask = inputs.get("key_mask")
+    settings = core.settings
     if grid is None:
         blocks = Blocks.sequence(inputs["q"].shape[1], settings.block_size)
     else:

@@ -59,9 +59,12 @@ def cached_logits(
         on_cache: called with the cache after each piece.
         watch: wraps the list of pieces, e.g. `tqdm`.
     """
-    cache, stop, parts = None, 0, []
+    cache = None
+    stop = 0
+    parts = []
     for piece in watch(ids.split(sizes, 1)):
-        start, stop = stop, stop + piece.shape[1]
+        start = stop
+        stop = stop + piece.shape[1]
         options = {}
         if at is not None:
             options["logits_to_keep"] = (at[(at >= start) & (at < stop)] - start).to(model.device)
@@ -146,7 +149,8 @@ def recall_gain(model: Any, ids: torch.Tensor, distance: int, rows: int) -> floa
     Returns:
         The gain in nats per token; 0 if the passage was forgotten.
     """
-    generator, texts = torch.Generator().manual_seed(distance), []
+    generator = torch.Generator().manual_seed(distance)
+    texts = []
     for _ in range(rows):
         passage = ids[torch.randint(len(ids), (PASSAGE_TOKENS,), generator=generator)]
         start = int(torch.randint(len(ids), (), generator=generator))
@@ -169,7 +173,8 @@ def continue_greedily(model: Any, ids: torch.Tensor, count: int, watch: Watch = 
 
     `watch` wraps the list of steps, e.g. `tqdm`.
     """
-    cache, token = None, ids.to(model.device)
+    cache = None
+    token = ids.to(model.device)
     tokens = [token]
     for _ in watch(range(count)):
         output, cache = forward_cached(model, token, cache, logits_to_keep=1)

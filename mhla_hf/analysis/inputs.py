@@ -13,7 +13,8 @@ from ..checkpoints.load import Loaded, kind_of_class, load_classifier, load_conf
 from ..data import load_split, open_text
 
 DEFAULT_TEXT_LENGTH = 40_000  # characters
-DIGITS, HELD_OUT_DIGITS = "scikit-learn digits", 497
+DIGITS = "scikit-learn digits"
+HELD_OUT_DIGITS = 497
 
 
 def load_any(name: PathLike, device: torch.device | str | None, trust_remote_code: bool = False) -> Loaded:
@@ -102,6 +103,7 @@ def load_digits(size: int = 32) -> tuple[Split, Split]:
     images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
     images = (images * (255 / 16)).round().clamp(0, 255).to(torch.uint8)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    train, test = order[:-HELD_OUT_DIGITS], order[-HELD_OUT_DIGITS:]
+    train = order[:-HELD_OUT_DIGITS]
+    test = order[-HELD_OUT_DIGITS:]
     labels = torch.from_numpy(digits.target).long()
     return (images[train], labels[train]), (images[test], labels[test])

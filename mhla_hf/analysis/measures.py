@@ -101,8 +101,10 @@ def measure_calls(layers: Calls, *, tolerance: float | None = None, progress: bo
 
 
 def _measure_layer(name: str, calls: list[Attention], tolerance: float | None) -> dict[str, Any]:
-    first, lengths = calls[0], {call.q.shape[1] for call in calls}
-    (_, tokens, heads, width), causal = first.q.shape, first.is_causal
+    first = calls[0]
+    lengths = {call.q.shape[1] for call in calls}
+    _, tokens, heads, width = first.q.shape
+    causal = first.is_causal
     if len(lengths) > 1 or tokens == 1:
         raise ValueError(f"inputs: {name} got {sorted(lengths)} tokens, expected one number of at least 2.")
     half = tokens // 2 if causal else 0
@@ -141,7 +143,8 @@ def _measure_matrix(
     matrix: torch.Tensor, part: tuple[slice, slice], tolerance: float
 ) -> tuple[int, float, float, float]:
     """Return rank and effective rank of a part of a matrix, mean entropy of its rows, and that of equal weights."""
-    values, live = torch.linalg.svdvals(matrix[part]), matrix[(matrix != 0).any(-1)]
+    values = torch.linalg.svdvals(matrix[part])
+    live = matrix[(matrix != 0).any(-1)]
     uniform_entropy = (live != 0).sum(-1).double().log()
     entropy = row_entropy(live).mean().item()
     return count_rank(values, tolerance), effective_rank(values), entropy, uniform_entropy.mean().item()

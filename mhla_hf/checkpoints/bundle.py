@@ -192,11 +192,14 @@ def _collect_modules(package: Path, name: str, modules: dict[str, _Module]) -> N
 def _read_module(package: Path, name: str) -> _Module:
     path = package.joinpath(*name.split(".")).with_suffix(".py")
     text = path.read_text(encoding="utf-8")
-    tree, lines, end = ast.parse(text), text.split("\n"), 0
+    tree = ast.parse(text)
+    lines = text.split("\n")
+    end = 0
     module = _Module(path.relative_to(package).as_posix(), [], [], {})
     for number, node in enumerate(tree.body):
         assert node.end_lineno is not None
-        source, end = "\n".join(lines[end : node.end_lineno]), node.end_lineno
+        source = "\n".join(lines[end : node.end_lineno])
+        end = node.end_lineno
         if isinstance(node, ast.Import | ast.ImportFrom):
             _add_import(name, module, node)
         elif number or ast.get_docstring(tree) is None:

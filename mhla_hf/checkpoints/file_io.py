@@ -227,7 +227,8 @@ def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument
     Raises:
         ValueError: the folder belongs to something else.
     """
-    folder, expected = Path(folder), json.loads(json.dumps(identity))
+    folder = Path(folder)
+    expected = json.loads(json.dumps(identity))
     if (stored := read_json(folder / record)) is not None:
         if changed := [key for key in sorted({*stored, *expected}) if stored.get(key) != expected.get(key)]:
             raise ValueError(

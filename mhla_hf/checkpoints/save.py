@@ -136,7 +136,8 @@ def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
     Raises:
         ValueError: `folder` is in use, is the working or home folder or one above, or cannot be written.
     """
-    path, start = Path(folder).expanduser().resolve(), f"output: got {str(folder)!r}"
+    path = Path(folder).expanduser().resolve()
+    start = f"output: got {str(folder)!r}"
     if path.exists() and not path.is_dir():
         raise ValueError(f"{start}, which is a file, expected a new folder.")
     if any(place.resolve().is_relative_to(path) for place in (Path.cwd(), Path.home())):

@@ -334,7 +334,8 @@ def run_distill(
     load: Any = load_language_model
     load_options: dict[str, Any] = {"device": "cpu"}
     if kind == "encoders":
-        load, options["files"] = load_encoder, read_sentence_files_or_warn(student)
+        load = load_encoder
+        options["files"] = read_sentence_files_or_warn(student)
     else:  # with FSDP, the main process sends the others their shards of the weights
         load_options["weights"] = is_main_process or not launched_with("FSDP")
     tokenizer_source = teacher if teacher and not has_tokenizer(student) else None

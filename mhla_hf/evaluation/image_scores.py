@@ -25,11 +25,11 @@ from ..checkpoints.load import no_code_prompts, summarize_error, wrap_errors
 from ..checkpoints.values import checked, checked_field
 
 CHUNK = 1000  # images per file of cached features
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".JPEG")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".JPEG")
 INCEPTION = "Inception"
 INCEPTION_SHA256 = "6726825d"  # first digits, as in the name of torch-fidelity's file; the network of 2015
 # metric -> its name with another network than Inception
-FOREIGN = {"FID": "Fréchet distance", "sFID": "spatial Fréchet distance", "IS": "classifier score"}
+OTHER_NAMES = {"FID": "Fréchet distance", "sFID": "spatial Fréchet distance", "IS": "classifier score"}
 
 
 @checked
@@ -51,7 +51,7 @@ class Extractor:
 
     def label(self, metric: str) -> str:
         """Return the metric's name in tables, which is "FID" only with FID's own network."""
-        return metric if self.genuine else f"{FOREIGN.get(metric, metric)} ({self.name})"
+        return metric if self.genuine else f"{OTHER_NAMES.get(metric, metric)} ({self.name})"
 
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the features by name, fp32 on the CPU."""
@@ -132,7 +132,7 @@ def extract_features(
     batch_size: int,
     state: Any,
     progress: bool,
-    what: str,
+    label: str,
 ) -> dict[str, torch.Tensor] | None:
     """Compute the features of images, cached in chunks of 1,000, so that an interruption loses less than one chunk.
 
@@ -143,7 +143,7 @@ def extract_features(
         batch_size: Images per call of the extractor.
         state: Accelerate's `PartialState`, whose processes share the work.
         progress: Whether to show a progress bar on stderr.
-        what: Label of the progress bar.
+        label: Label of the progress bar.
 
     Returns:
         Mapping from name to features, [N, ...], in the order of the images, on the main process; None on others.
@@ -158,13 +158,14 @@ def extract_features(
     first_by_file = {
         file: start for file, start in zip(files[local_chunks], starts[local_chunks], strict=True) if not file.is_file()
     }
-    with tqdm(total=CHUNK * len(first_by_file), desc=what, disable=not progress) as bar:
+    with tqdm(total=CHUNK * len(first_by_file), desc=label, disable=not progress) as bar:
         for file, first in first_by_file.items():
-            chunk, parts = images[first : first + CHUNK], []
+            chunk = images[first : first + CHUNK]
+            parts = []
             for start in range(0, len(chunk), batch_size):
                 batch = [read_image(image) for image in chunk[start : start + batch_size]]
                 if len({image.shape for image in batch}) > 1:
-                    raise ValueError(f"{what}: got images of different sizes, expected one size.")
+                    raise ValueError(f"{label}: got images of different sizes, expected one size.")
                 parts.append(extractor(torch.stack(batch)))
                 bar.update(len(batch))
             with atomic_file(file) as aside:
@@ -182,7 +183,7 @@ def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> s
     return hash_json([[file.relative_to(folder).as_posix(), hash_file(file)] for file in bar])
 
 
-def hash_place(place: Any, progress: bool = False) -> str | None:
+def hash_source(place: Any, progress: bool = False) -> str | None:
     """Return a hash of a file or of all files in a folder; anything else is returned as text, and None as None."""
     path = Path(place or "")
     if place is None or not path.exists():
@@ -285,15 +286,16 @@ def clip_scores(
         [N], fp64.
     """
     with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"), no_code_prompts():
-        model, processor = CLIPModel.from_pretrained(clip).to(device).eval(), CLIPProcessor.from_pretrained(clip)
+        model = CLIPModel.from_pretrained(clip).to(device).eval()
+        processor = CLIPProcessor.from_pretrained(clip)
     cosines = []
     for start in range(0, len(paths), batch_size):
         images = [Image.open(path).convert("RGB") for path in paths[start : start + batch_size]]
         inputs = {"text": prompts[start : start + batch_size], "images": images, "padding": True, "truncation": True}
         with torch.inference_mode():
             outputs = model(**processor(**inputs, return_tensors="pt").to(device))
-        pictures, texts = outputs.image_embeds.double(), outputs.text_embeds.double()
-        cosines.append(torch.nn.functional.cosine_similarity(pictures, texts, dim=-1).cpu())
+        images, texts = outputs.image_embeds.double(), outputs.text_embeds.double()
+        cosines.append(torch.nn.functional.cosine_similarity(images, texts, dim=-1).cpu())
     return 100 * torch.cat(cosines).clamp(min=0)
 
 

@@ -23,14 +23,14 @@ from ..data import load_split
 from ..training.datasets.images import LabeledImages, open_images, top1_accuracy
 from ..training.datasets.latents import prompt_lines
 from .image_scores import (
-    PICTURES,
+    IMAGE_SUFFIXES,
     Moments,
     clip_scores,
     extract_features,
     find_extractor,
     frechet_distance,
     hash_files,
-    hash_place,
+    hash_source,
     inception_score,
     precision_recall,
     share_error,
@@ -38,9 +38,15 @@ from .image_scores import (
 from .records import Results
 from .subjects import VERSION, PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
 
-NEEDS = {"FID": "features", "sFID": "spatial", "IS": "logits", "precision": "features", "recall": "features"}
-METRICS = (*NEEDS, "CLIP score")
-COMPARED = set(NEEDS) - {"IS"}  # metrics that compare with a reference
+FEATURES_BY_METRIC = {
+    "FID": "features",
+    "sFID": "spatial",
+    "IS": "logits",
+    "precision": "features",
+    "recall": "features",
+}
+METRICS = (*FEATURES_BY_METRIC, "CLIP score")
+REFERENCE_METRICS = set(FEATURES_BY_METRIC) - {"IS"}  # metrics that compare with a reference
 MOMENTS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # names in ADM's .npz files
 
 
@@ -86,74 +92,77 @@ class ImageProtocol:
         if unknown := sorted(wanted - set(METRICS)):
             raise ValueError(f"tasks: got {unknown[0]!r}, expected some of {', '.join(METRICS)}.")
         path = Path(self.reference or "")
-        if wanted & COMPARED and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
+        if wanted & REFERENCE_METRICS and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
             expected = "a folder of images or ADM's .npz file"
             raise ValueError(f"settings: reference: got {self.reference!r}, expected {expected}.")
         if "CLIP score" in wanted and self.prompts is None:
             raise ValueError("settings: prompts: got None, expected a file of prompts for the CLIP score.")
 
 
-def judge_image_pipelines(models: object, asked: Any) -> dict[str, Results]:
+def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
     """Score image pipelines, as far as the scores are not known.
 
     Args:
         models: As `evaluate` takes them.
-        asked: The checked arguments of `evaluate`, an `Asked`.
+        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
         Mapping from the name of each model to the requested scores.
     """
-    protocol, metrics = read_settings(ImageProtocol, asked.recipe.settings), set(asked.recipe.tasks)
+    protocol = read_settings(ImageProtocol, args.recipe.settings)
+    metrics = set(args.recipe.tasks)
     protocol.check(metrics)
-    subjects = find_subjects(models, asked, pipeline=True)
+    subjects = find_subjects(models, args, pipeline=True)
     with joined_processes() as state:
-        progress = asked.progress and state.is_main_process
+        progress = args.progress and state.is_main_process
         # What decides the scores besides model, number and seed, with hashes in place of files.
         content = {name: getattr(protocol, name) for name in ("name", "classes", "sampling", "neighbors", "splits")}
-        content |= {name: hash_place(getattr(protocol, name), progress) for name in ("reference", "prompts", "clip")}
+        content |= {name: hash_source(getattr(protocol, name), progress) for name in ("reference", "prompts", "clip")}
         extractor = None
-        if metrics & set(NEEDS):
-            device = choose_device(asked.device or state.device)
+        if metrics & set(FEATURES_BY_METRIC):
+            device = choose_device(args.device or state.device)
             extractor = find_extractor(protocol.extractor, protocol.weights, device)
             content["extractor"] = [extractor.name, extractor.genuine, extractor.version]
-        return {subject.name: _Judge(subject, asked, protocol, state, extractor, content).run() for subject in subjects}
+        return {subject.name: _Judge(subject, args, protocol, state, extractor, content).run() for subject in subjects}
 
 
 class _Judge(PipelineJudge):
     """Scores one pipeline under one protocol.
 
     Args:
-        subject, asked, protocol, state: As in `PipelineJudge`.
+        subject, args, protocol, state: As in `PipelineJudge`.
         extractor: None if no metric needs features.
         content: What decides the scores besides model, number of images and seed, as JSON values.
     """
 
     def __init__(
-        self, subject: Subject, asked: Any, protocol: Any, state: Any, extractor: Any, content: Mapping[str, Any]
+        self, subject: Subject, args: Any, protocol: Any, state: Any, extractor: Any, content: Mapping[str, Any]
     ) -> None:
-        super().__init__(subject, asked, protocol, state)
-        self.extractor, self.content = extractor, content
-        self.count = min(protocol.images, asked.limit or protocol.images)
+        super().__init__(subject, args, protocol, state)
+        self.extractor = extractor
+        self.content = content
+        self.count = min(protocol.images, args.limit or protocol.images)
         self.hash = hash_json([VERSION, self.count, content])
 
     def run(self) -> Results:
         """Compute the scores that are not known, and return all that were requested."""
-        task, labels = self.protocol.name, {name: self.label(name) for name in self.asked.recipe.tasks}
+        task = self.protocol.name
+        labels = {name: self.label(name) for name in self.args.recipe.tasks}
         if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
             self._score(missing)
-        shown = {(task, label, self.count, self.asked.limit) for label in labels.values()}
+        shown = {(task, label, self.count, self.args.limit) for label in labels.values()}
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.samples, r.limit) in shown)
 
     def label(self, name: str) -> str:
         """Return a metric's name in tables, which says whose features it is based on."""
-        return self.extractor.label(name) if name in NEEDS else name
+        return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
 
     def _features(self, images: Sequence[Any], cache: Path, what: str) -> dict[str, torch.Tensor] | None:
         """Return the features of all images by name, cached in the folder `cache`; None except on the main process."""
-        options = {"batch_size": self.asked.batch_size, "state": self.state, "progress": self.progress, "what": what}
+        options = {"batch_size": self.args.batch_size, "state": self.state, "progress": self.progress, "what": what}
         features = extract_features(images, self.extractor, cache, **options)
-        for name, part in NEEDS.items():
-            if name in self.asked.recipe.tasks and features is not None and part not in features:
+        for name, part in FEATURES_BY_METRIC.items():
+            if name in self.args.recipe.tasks and features is not None and part not in features:
                 raise ValueError(
                     f"extractor: got {self.extractor.name!r}, expected one with {part} features for {name}."
                 )
@@ -165,16 +174,17 @@ class _Judge(PipelineJudge):
         The moments in an .npz file are those of Inception's features and are used only with Inception. For other
         extractors, moments are computed from the images in the file.
         """
-        path, moments = Path(self.protocol.reference), {}
+        path = Path(self.protocol.reference)
+        moments = {}
         if path.is_dir():
-            images: Any = sorted(file for file in path.rglob("*") if file.suffix in PICTURES)
+            images: Any = sorted(file for file in path.rglob("*") if file.suffix in IMAGE_SUFFIXES)
         else:
             message = f"reference: got {str(path)!r}, expected an .npz file"
             with wrap_errors(message), numpy.load(path, allow_pickle=False) as file:
                 stored = {part: names for part, names in MOMENTS.items() if set(names) <= set(file.files)}
                 for part, names in stored.items() if self.extractor.genuine else ():
                     moments[part] = Moments(*(torch.from_numpy(file[name]) for name in names))
-                needed_moments = {NEEDS[name] for name in missing & {"FID", "sFID"}}
+                needed_moments = {FEATURES_BY_METRIC[name] for name in missing & {"FID", "sFID"}}
                 if needed_moments <= set(moments) and not missing & {"precision", "recall"}:
                     return None, moments
                 images = file["arr_0"] if "arr_0" in file.files else ()
@@ -207,10 +217,12 @@ class _Judge(PipelineJudge):
 
     def _score(self, missing: set[str]) -> None:
         """Generate the images and compute the metrics `missing`."""
-        started, plan, name = time.perf_counter(), self._plan(), self.subject.name
+        started = time.perf_counter()
+        plan = self._plan()
+        name = self.subject.name
         folder = self.folder / f"{self.protocol.name}-{self.count}"
         # Before the images are generated, so that an invalid reference is reported early.
-        reference = self._reference(missing) if missing & COMPARED else None
+        reference = self._reference(missing) if missing & REFERENCE_METRICS else None
         identity = {"plan": hash_json([dataclasses.astuple(sample) for sample in plan])}
         sampling = {"output_type": "pil", **self.protocol.sampling}
         self.make(
@@ -219,17 +231,18 @@ class _Judge(PipelineJudge):
             identity,
             sampling,
             lambda image, path: image.save(path, "PNG"),
-            batch_size=self.asked.batch_size,
+            batch_size=self.args.batch_size,
             what=f"{name}: images",
         )
-        paths, features = [folder / sample.name for sample in plan], None
-        if missing & set(NEEDS):
+        paths = [folder / sample.name for sample in plan]
+        features = None
+        if missing & set(FEATURES_BY_METRIC):
             features = self._features(paths, folder / f"features-{self.hash}", f"{name}: features")
         if self.state.is_main_process:
             scores = self._feature_scores(missing, features, reference)
             if "CLIP score" in missing:
                 prompts = [sample.condition for sample in plan]
-                values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.asked.batch_size)
+                values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.args.batch_size)
                 error = (values.std() / len(values) ** 0.5).item() if len(values) > 1 else None
                 scores["CLIP score"] = values.mean().item(), error, True, len(values)
             self.subject.keep(self.protocol.name, scores, self.hash, started, self.device, beside=True)
@@ -248,7 +261,7 @@ class _Judge(PipelineJudge):
         scores: dict[str, tuple[Any, ...]] = {}
         count = self.count
         for name in missing & {"FID", "sFID"}:
-            part = NEEDS[name]
+            part = FEATURES_BY_METRIC[name]
             scores[name] = frechet_distance(Moments.of(found[part]), reference[1][part]), None, False, count
         if "IS" in missing:
             scores["IS"] = *inception_score(found["logits"], self.protocol.splits, self.seed), True, count
@@ -276,56 +289,63 @@ class ClassificationProtocol:
     processor: object = None
 
 
-def judge_classifiers(models: object, asked: Any) -> dict[str, Results]:
+def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
     """Compute the top-1 accuracy of image classifiers, as far as it is not known.
 
     Args:
         models: As `evaluate` takes them.
-        asked: The checked arguments of `evaluate`, an `Asked`.
+        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
         Mapping from the name of each model to the requested scores.
     """
-    protocol = read_settings(ClassificationProtocol, asked.recipe.settings)
-    if list(asked.recipe.tasks) != ["acc"]:
-        raise ValueError(f"tasks: got {list(asked.recipe.tasks)}, expected ['acc'] for classifiers.")
-    subjects = find_subjects(models, asked)
+    protocol = read_settings(ClassificationProtocol, args.recipe.settings)
+    if list(args.recipe.tasks) != ["acc"]:
+        raise ValueError(f"tasks: got {list(args.recipe.tasks)}, expected ['acc'] for classifiers.")
+    subjects = find_subjects(models, args)
     processor: Any = protocol.processor
     if isinstance(processor, (str, Path)):
         with wrap_errors(f"settings: processor: got {str(processor)!r}, expected an image processor"):
-            processor = AutoImageProcessor.from_pretrained(processor, trust_remote_code=asked.trust_remote_code)
-    pictures, names, data = _read_examples(protocol, asked)
+            processor = AutoImageProcessor.from_pretrained(processor, trust_remote_code=args.trust_remote_code)
+    images, names, data = _read_examples(protocol, args)
     processor_settings = processor and processor.to_json_string()  # that of a model is part of its fingerprint
-    task, task_hash = protocol.name, hash_json([VERSION, data, pictures.labels.tolist(), names, processor_settings])
+    task = protocol.name
+    task_hash = hash_json([VERSION, data, images.labels.tolist(), names, processor_settings])
     compared = {}
     for subject in subjects:
         if not subject.knows(task, "acc", task_hash):
-            started, count, model, model_processor = time.perf_counter(), len(pictures), subject.source, None
+            started = time.perf_counter()
+            count = len(images)
+            model = subject.source
+            model_processor = None
             if not subject.loaded:
-                model, model_processor = load_classifier(model, dtype=asked.dtype, device=asked.device, **subject.where)
+                model, model_processor = load_classifier(
+                    model, dtype=args.dtype, device=args.device, **subject.load_options
+                )
             elif processor is None:
                 raise ValueError(f"settings: processor: got None, expected one for the loaded model {subject.name!r}.")
-            numbered = pictures.renumber_for(model.config)
-            bar = subject.name if asked.progress else None
-            accuracy = top1_accuracy(model, numbered, processor or model_processor, asked.batch_size, bar)
+            numbered = images.renumber_for(model.config)
+            bar = subject.name if args.progress else None
+            accuracy = top1_accuracy(model, numbered, processor or model_processor, args.batch_size, bar)
             scores = {"acc": (accuracy, share_error(accuracy, count), True, count)}
             subject.keep(task, scores, task_hash, started, model.device)
-        compared[subject.name] = Results(r for r in subject.kept if r.task == task and r.limit == asked.limit)
+        compared[subject.name] = Results(r for r in subject.kept if r.task == task and r.limit == args.limit)
     return compared
 
 
-def _read_examples(protocol: ClassificationProtocol, asked: Any) -> tuple[LabeledImages, list[str], Any]:
+def _read_examples(protocol: ClassificationProtocol, args: Any) -> tuple[LabeledImages, list[str], Any]:
     """Return the images to classify, the names of the classes, and a hash of a folder's files or the dataset's identity."""
     if not protocol.data:
         raise ValueError(
             "settings: data: got none, expected a folder with one folder of images per class, or a dataset."
         )
     folder = Path(protocol.data)
-    pictures = open_images(folder if folder.is_dir() else load_split(str(folder), split=protocol.split), "test")
-    names, size = list(pictures.classes()["id2label"].values()), len(pictures)
-    if asked.limit and asked.limit < size:
-        chosen = [index * size // asked.limit for index in range(asked.limit)]  # spread over the classes
-        items = [pictures.items[number] for number in chosen]
-        pictures = LabeledImages(items, pictures.labels[chosen], pictures.name, names, pictures.identity)
-    data = hash_files(pictures.items, folder, asked.progress) if folder.is_dir() else pictures.identity
-    return pictures, names, data
+    images = open_images(folder if folder.is_dir() else load_split(str(folder), split=protocol.split), "test")
+    names = list(images.classes()["id2label"].values())
+    size = len(images)
+    if args.limit and args.limit < size:
+        chosen = [index * size // args.limit for index in range(args.limit)]  # spread over the classes
+        items = [images.items[number] for number in chosen]
+        images = LabeledImages(items, images.labels[chosen], images.name, names, images.identity)
+    data = hash_files(images.items, folder, args.progress) if folder.is_dir() else images.identity
+    return images, names, data

@@ -67,7 +67,7 @@ class LanguageProtocol:
 
 @dataclasses.dataclass
 class Requested:
-    """One name that the user asked for.
+    """One name that the user args for.
 
     Args:
         name: A task, group, tag or pattern.
@@ -91,58 +91,60 @@ class Requested:
 
     def known(self, subject: Subject, window: int | None) -> bool:
         """Return whether all of these scores are kept for a model that sees `window` tokens."""
-        conditions = (subject.asked.limit, seed_of(subject.asked), subject.dtype, window)
+        conditions = (subject.args.limit, seed_of(subject.args), subject.dtype, window)
         kept = [r for r in subject.kept if (r.limit, r.seed, r.dtype, r.window) == conditions]
         known_scores = {(r.task, r.task_hash, r.shots) for r in kept}
         return known_scores >= {(name, *hash_and_shots) for name, hash_and_shots in self.scored.items()}
 
 
-def judge_language_models(models: object, asked: Any) -> dict[str, Results]:
+def judge_language_models(models: object, args: Any) -> dict[str, Results]:
     """Score language models on lm-eval tasks, as far as the scores are not known.
 
     Args:
         models: As `evaluate` takes them.
-        asked: The checked arguments of `evaluate`, an `Asked`.
+        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
         Mapping from the name of each model to the requested scores.
     """
-    protocol = read_settings(LanguageProtocol, asked.recipe.settings)
-    subjects = find_subjects(models, asked)
+    protocol = read_settings(LanguageProtocol, args.recipe.settings)
+    subjects = find_subjects(models, args)
     for subject in subjects:
-        if subject.loaded and asked.tokenizer is None:
+        if subject.loaded and args.tokenizer is None:
             raise ValueError(f"tokenizer: got None, expected one for the loaded model {subject.name!r}.")
-    with quiet_harness(asked.progress):
-        requested = _load_recipe(protocol, subjects[0], asked)
+    with quiet_harness(args.progress):
+        requested = _load_recipe(protocol, subjects[0], args)
     shots = {(name, shots) for item in requested for name, (_, shots) in item.scored.items()}
     compared = {}
     with joined_processes() as state:
         for subject in subjects:
             agree(subject, state)
-            window = _window(subject, asked) if subject.kept else None
-            missing = [item for item in requested if asked.force or not item.known(subject, window)]
+            window = _window(subject, args) if subject.kept else None
+            missing = [item for item in requested if args.force or not item.known(subject, window)]
             if missing:
                 lengths = cast(list[int], protocol.lengths)  # a list since `validate_lengths`
-                _judge(subject, missing, asked, state, max(lengths, default=0))
+                _judge(subject, missing, args, state, max(lengths, default=0))
                 agree(subject, state)
             else:
                 logger.info("%s: every score is known already", subject.name)
-            kept = (r for r in subject.kept if r.limit == asked.limit and (r.task, r.shots) in shots)
+            kept = (r for r in subject.kept if r.limit == args.limit and (r.task, r.shots) in shots)
             compared[subject.name] = Results(kept)
     return compared
 
 
-def _load_recipe(protocol: LanguageProtocol, first: Subject, asked: Any) -> list[Requested]:
+def _load_recipe(protocol: LanguageProtocol, first: Subject, args: Any) -> list[Requested]:
     """Load the requested tasks; lengths are counted in tokens of the tokenizer of the `first` model."""
-    names, paths, metadata = asked.recipe.tasks, paths_of(asked.include_path), None
+    names = args.recipe.tasks
+    paths = paths_of(args.include_path)
+    metadata = None
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-tasks-") as folder:
         if protocol.lengths:
-            tokenizer = asked.tokenizer or load_tokenizer(first.source, **first.where)
+            tokenizer = args.tokenizer or load_tokenizer(first.source, **first.load_options)
             tokenizer.save_pretrained(folder)
             metadata = {"tokenizer": str(folder), "max_seq_lengths": protocol.lengths}
             if any(name.startswith("needle_") for name in names):
                 paths.append(make_needles(Path(folder, "needles"), tokenizer, **vars(protocol)).folder)
-        return load_tasks(names, paths, asked.num_fewshot, metadata, asked.data_files)
+        return load_tasks(names, paths, args.num_fewshot, metadata, args.data_files)
 
 
 def load_tasks(
@@ -246,43 +248,42 @@ def task_hash(task: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _window(subject: Subject, asked: Any) -> int:
+def _window(subject: Subject, args: Any) -> int:
     """Return how many tokens the model will see at once, from its configuration and tokenizer, without its weights."""
-    if asked.max_length is not None:
-        return asked.max_length
-    config = subject.source.config if subject.loaded else load_config(subject.source, **subject.where)
-    tokenizer = asked.tokenizer or load_tokenizer(subject.source, **subject.where)
+    if args.max_length is not None:
+        return args.max_length
+    config = subject.source.config if subject.loaded else load_config(subject.source, **subject.load_options)
+    tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
     return resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
 
 
-def seed_of(asked: Any) -> int | str:
+def seed_of(args: Any) -> int | str:
     """Return the seed as records keep it: the user's, or lm-eval's own four as text."""
-    return ",".join(map(str, HARNESS_SEEDS)) if asked.seed is None else asked.seed
+    return ",".join(map(str, HARNESS_SEEDS)) if args.seed is None else args.seed
 
 
-def _judge(subject: Subject, missing: Sequence[Requested], asked: Any, state: Any, longest: int) -> None:
+def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any, longest: int) -> None:
     """Run the missing tasks on one model, and keep the records after each.
 
     Args:
         subject: The model.
         missing: What to run.
-        asked: The checked arguments of `evaluate`.
+        args: The checked arguments of `evaluate`.
         state: Accelerate's `PartialState`.
         longest: Number of tokens that the model has to see at once.
     """
     accelerator = Accelerator(cpu=not torch.accelerator.is_available()) if state.num_processes > 1 else None
-    device = asked.device or (accelerator and str(accelerator.device))
-    load_options = {"dtype": asked.dtype, "device": device, **subject.where}
-    loaded = (
-        (subject.source, asked.tokenizer) if subject.loaded else load_language_model(subject.source, **load_options)
-    )
-    (model, tokenizer), was_training = loaded, loaded[0].training
-    seeds = HARNESS_SEEDS if asked.seed is None else (asked.seed,) * 4
-    sizes = {"batch_size": asked.batch_size, "max_length": asked.max_length}
-    shared_facts: dict[str, Any] = {"seed": seed_of(asked), "dtype": str(model.dtype).removeprefix("torch.")}
+    device = args.device or (accelerator and str(accelerator.device))
+    load_options = {"dtype": args.dtype, "device": device, **subject.load_options}
+    loaded = (subject.source, args.tokenizer) if subject.loaded else load_language_model(subject.source, **load_options)
+    model, tokenizer = loaded
+    was_training = loaded[0].training
+    seeds = HARNESS_SEEDS if args.seed is None else (args.seed,) * 4
+    sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
+    shared_facts: dict[str, Any] = {"seed": seed_of(args), "dtype": str(model.dtype).removeprefix("torch.")}
     shared_facts |= {"revision": getattr(model.config, "_commit_hash", None)}
     try:
-        with quiet_harness(asked.progress):
+        with quiet_harness(args.progress):
             judge = HFLM(pretrained=model, tokenizer=tokenizer, **sizes)
         if longest > judge.max_length:  # lm-eval would truncate the text, perhaps with what the question asks for
             expected = f"at most the {judge.max_length} tokens that the model sees, or a larger max_length"
@@ -295,7 +296,7 @@ def _judge(subject: Subject, missing: Sequence[Requested], asked: Any, state: An
                 has_depths = any("_back_" in str(task.config.metric_list) for task in item.loaded["tasks"].values())
                 share = (0, 1) if has_depths else (accelerator.process_index, accelerator.num_processes)
                 judge.accelerator, (judge._rank, judge._world_size) = accelerator, share
-            with quiet_harness(asked.progress):
+            with quiet_harness(args.progress):
                 records = score(judge, item, seeds=seeds, facts=subject.facts(model.device, item.name) | shared_facts)
             if state.is_main_process:
                 subject.store(records)

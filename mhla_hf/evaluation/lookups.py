@@ -50,7 +50,8 @@ class Lookups:
         self, words: tuple[Sequence[str], Sequence[str]], rng: random.Random, besides: str | None = None
     ) -> None:
         self.names, self.values = words
-        self.rng, self.besides = rng, besides
+        self.rng = rng
+        self.besides = besides
         self.live: dict[str, str] = {}  # name -> value, the oldest first
 
     def line(self) -> str:
@@ -89,20 +90,26 @@ def make_recall(
         Rows {"context", "word", "distance", "back"}: "distance" is the number of tokens from the value to the end of the
         context, "back" the round number that it was meant to be.
     """
-    rng, rows = random.Random(f"recall {seed}"), []
+    rng = random.Random(f"recall {seed}")
+    rows = []
     lines = [line for line in text.splitlines(keepends=True) if line.strip()]
     target_distances = [int(depth * window) for depth in DEPTHS]
     for turn in range(2 * items):
         target_distance, name, value = target_distances[turn % len(target_distances)], *map(rng.choice, words)
-        lookups, between, size, start = Lookups(words, rng, besides=name), "\n", 0, rng.randrange(len(lines))
+        lookups = Lookups(words, rng, besides=name)
+        between = "\n"
+        size = 0
+        start = rng.randrange(len(lines))
         others = [line for line in lines[start:] + lines[:start] if not re.search(rf"\b{name}\b", line)]
         for line in itertools.cycle(others) if others else ():
             added = line + lookups.line()
-            between, size = between + added, size + count(added)
+            between = between + added
+            size = size + count(added)
             if size >= target_distance and count(between) >= target_distance:
                 break
         lead = next((line for line in others if count(line) >= LEAD), "")
-        context, distance = f"{lead}- {name} {value}{between}- {name}", count(between) + 2
+        context = f"{lead}- {name} {value}{between}- {name}"
+        distance = count(between) + 2
         if lead and distance >= target_distance and count(context) < window:
             rows.append({"context": context, "word": f" {value}", "distance": distance, "back": target_distance})
         if len(rows) == items:

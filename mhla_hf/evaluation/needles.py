@@ -62,9 +62,11 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
     def count(piece: str) -> int:
         return len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
 
-    longest, context_tokens = sorted(THINGS, key=count)[-len(depths) :], length - ANSWER_TOKENS
+    longest = sorted(THINGS, key=count)[-len(depths) :]
+    context_tokens = length - ANSWER_TOKENS
     noise = list(itertools.islice(itertools.cycle(NOISE), context_tokens))
-    facts, question = [FACT.format(thing, "8888") for thing in longest], ASK.format(longest[-1])
+    facts = [FACT.format(thing, "8888") for thing in longest]
+    question = ASK.format(longest[-1])
     fits = (
         bisect.bisect_right(
             range(context_tokens + 1), context_tokens, key=lambda n: count(" ".join(noise[:n] + facts) + question)

@@ -221,7 +221,8 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
     """
     by_model = {name: {record.identity: record for record in records} for name, records in models.items()}
     by_identity = {identity: record for records in reversed(by_model.values()) for identity, record in records.items()}
-    rows, places = [["task", "metric", "shots", "samples", *models]], 3 if short else 4
+    rows = [["task", "metric", "shots", "samples", *models]]
+    places = 3 if short else 4
     for identity in sorted(by_identity, key=_natural):
         first = by_identity[identity]
         samples = f"{first.samples}" if first.limit is None else f"{first.samples} (limit)"
@@ -349,7 +350,8 @@ class Comparison(dict[str, Results]):
         colors = dict(zip(self, itertools.cycle(PALETTE), strict=False))
         panels: list[Any] = [(_draw_points, *panel) for panel in points.items()]
         panels += [(_draw_curves, *panel) for panel in curves.items()]
-        num_columns, num_rows = min(4, len(panels)), math.ceil(len(panels) / 4)
+        num_columns = min(4, len(panels))
+        num_rows = math.ceil(len(panels) / 4)
         size = (3.4 * num_columns + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * num_rows + 0.5)
         with drawing(path, num_rows, num_columns, figsize=size) as (_, grid):
             for cell in grid.flat[len(panels) :]:
@@ -382,7 +384,8 @@ def speed_of_records(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] 
             what, unit = next(key for key, name in SPEED_METRICS.items() if name == metric)
             rows, kinds = tables.setdefault(record.task_hash, ({}, {}))
             row = rows.setdefault((what, int(length)), {"what": what, "length": int(length)})
-            row[f"{kind}_{unit}"], kinds[kind] = record.value, record
+            row[f"{kind}_{unit}"] = record.value
+            kinds[kind] = record
     for rows, kinds in tables.values():
         if set(kinds) == {"softmax", "mhla"}:
             provenance = {key: getattr(kinds["mhla"], key) for key in ("hardware", "versions", "seed", "command")}

@@ -83,7 +83,8 @@ def recipe_names() -> list[str]:
 
 def read_score_recipe(name: str | Path) -> ScoreRecipe:
     """Read a recipe of this package, by name, or a YAML file; raise ValueError if it is not valid."""
-    content, prefix = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe"), f"recipe {str(name)!r}: "
+    content = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe")
+    prefix = f"recipe {str(name)!r}: "
     if isinstance(content, dict):
         tasks = content.get("tasks")
         content |= {"name": str(name), **({"tasks": dict.fromkeys(tasks)} if isinstance(tasks, list) else {})}
@@ -91,7 +92,7 @@ def read_score_recipe(name: str | Path) -> ScoreRecipe:
 
 
 @checked
-class Asked:
+class EvaluationArgs:
     """The checked arguments of `evaluate`; the fields are those arguments, with the recipe read."""
 
     recipe: ScoreRecipe
@@ -115,7 +116,9 @@ class Asked:
 
     def validate_for_kind(self) -> None:
         """Raise ValueError for values that the recipe's kind does not allow, such as a tokenizer for image models."""
-        is_language, limit, size = self.recipe.kind == "language", self.limit, self.batch_size
+        is_language = self.recipe.kind == "language"
+        limit = self.limit
+        size = self.batch_size
         fraction_hint = " of documents, or a fraction below 1" if is_language else ""
         if limit is not None and not (0 < limit < math.inf and (limit == int(limit) or (is_language and limit < 1))):
             raise ValueError(f"limit: got {limit!r}, expected a whole number{fraction_hint}.")
@@ -173,14 +176,16 @@ def evaluate(
         ImportError: a library is missing; the message has the command that installs it.
     """
     arguments = {**locals(), "recipe": _find_recipe(recipe, tasks, settings)}
-    asked = read_settings(Asked, {field.name: arguments[field.name] for field in dataclasses.fields(Asked)}, "")
+    args = read_settings(
+        EvaluationArgs, {field.name: arguments[field.name] for field in dataclasses.fields(EvaluationArgs)}, ""
+    )
     choose_device(device)
-    module, judge = JUDGES[asked.recipe.kind]
+    module, judge = JUDGES[args.recipe.kind]
     try:
-        compared = Comparison(getattr(importlib.import_module(module, __package__), judge)(models, asked))
+        compared = Comparison(getattr(importlib.import_module(module, __package__), judge)(models, args))
     except ModuleNotFoundError as error:
         raise ImportError(f"evaluate needs {error.name}, which is missing: pip install 'mhla_hf[eval]'") from error
-    compared.columns = asked.recipe.columns
+    compared.columns = args.recipe.columns
     return compared
 
 
@@ -228,7 +233,7 @@ class SpeedProtocol:
             raise ValueError(f"lengths: got {self.lengths!r}, expected whole numbers of tokens.")
 
 
-def judge_speed(models: object, asked: Any) -> dict[str, Results]:
+def judge_speed(models: object, args: Any) -> dict[str, Results]:
     """Time language models, as far as the times are not known.
 
     A time means something only next to another. The models of one call are therefore timed in turns, and all their records
@@ -236,28 +241,28 @@ def judge_speed(models: object, asked: Any) -> dict[str, Results]:
 
     Args:
         models: As `evaluate` takes them.
-        asked: The checked arguments of `evaluate`, an `Asked`.
+        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
         Mapping from the name of each model to its times.
     """
-    protocol = read_settings(SpeedProtocol, asked.recipe.settings)
-    subjects = find_subjects(models, asked)
-    asked.command = asked.command or command_of(subjects)
+    protocol = read_settings(SpeedProtocol, args.recipe.settings)
+    subjects = find_subjects(models, args)
+    args.command = args.command or command_of(subjects)
     fingerprints = sorted(subject.fingerprint for subject in subjects)
-    task_hash = hash_json([fingerprints, *vars(protocol).values(), asked.device])
+    task_hash = hash_json([fingerprints, *vars(protocol).values(), args.device])
     lengths = cast(list[int], protocol.lengths)  # a list since `validate_lengths`
     metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in lengths]
     if not all(subject.knows(SPEED, metric, task_hash) for subject in subjects for metric in metrics):
         started = time.perf_counter()
-        load_options = {"dtype": asked.dtype, "device": asked.device}
+        load_options = {"dtype": args.dtype, "device": args.device}
         loaded = {
             subject.name: subject.source
             if subject.loaded
-            else load_language_model(subject.source, **load_options, **subject.where)[0]
+            else load_language_model(subject.source, **load_options, **subject.load_options)[0]
             for subject in subjects
         }
-        rows = measure_speed(loaded, **vars(protocol), progress=asked.progress)
+        rows = measure_speed(loaded, **vars(protocol), progress=args.progress)
         for subject in subjects:
             scores = {
                 f"{SPEED_METRICS[row['what'], unit]}_{row['length']}": (value, None, False, protocol.rounds)

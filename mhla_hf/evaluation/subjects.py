@@ -46,7 +46,7 @@ class Subject:
         fingerprint: Of the weights.
         dtype: Of the parameters, such as "float32"; "auto" for a model on the Hub.
         target: The model's results file; None to write none.
-        asked: The checked arguments of `evaluate`, an `Asked`.
+        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Subject:
     fingerprint: str
     dtype: str
     target: Path | None
-    asked: Any
+    args: Any
 
     @property
     def loaded(self) -> bool:
@@ -62,10 +62,10 @@ class Subject:
         return not isinstance(self.source, (str, Path))
 
     @property
-    def where(self) -> dict[str, Any]:
+    def load_options(self) -> dict[str, Any]:
         """Return options for `from_pretrained`; the revision of a Hub model is the commit in its fingerprint."""
         origin, _, commit = self.fingerprint.partition(":")
-        return {"revision": commit if origin == "hub" else None, "trust_remote_code": self.asked.trust_remote_code}
+        return {"revision": commit if origin == "hub" else None, "trust_remote_code": self.args.trust_remote_code}
 
     @functools.cached_property
     def kept(self) -> Results:
@@ -73,9 +73,9 @@ class Subject:
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
         local = measured_here(stored)
         num_foreign = len(stored) - len(local)
-        if local and not self.asked.force:
+        if local and not self.args.force:
             logger.info("%s: the scores in %s are read, not run again", self.name, self.target)
-        trusted = self.asked.trust_scores
+        trusted = self.args.trust_scores
         if num_foreign:
             message = "%s: %d scores in %s were not measured here and " + ("are read" if trusted else "do not count")
             logger.log(logging.WARNING if trusted else logging.INFO, message, self.name, num_foreign, self.target)
@@ -83,9 +83,9 @@ class Subject:
 
     def knows(self, task: str, metric: str, task_hash: str) -> bool:
         """Return whether a score is kept for the same weights, protocol, limit, seed and dtype; never with `force`."""
-        key = (task, metric, task_hash, self.asked.limit, self.asked.seed or 0, self.dtype)
+        key = (task, metric, task_hash, self.args.limit, self.args.seed or 0, self.dtype)
         kept_keys = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
-        return not self.asked.force and key in kept_keys
+        return not self.args.force and key in kept_keys
 
     def store(self, records: Sequence[Result], beside: bool = False) -> None:
         """Keep newly measured records, and write them to the results file; `beside` as in `Results.merge`."""
@@ -98,12 +98,12 @@ class Subject:
     def facts(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
         """Return the `Result` fields that do not depend on the score; `task` is the only one that the command names."""
         return {
-            **describe_run(self.asked.command or command_of([self], task), device),
+            **describe_run(self.args.command or command_of([self], task), device),
             "model": self.name if self.loaded else shown_path(self.source),
-            "revision": self.where["revision"],
+            "revision": self.load_options["revision"],
             "fingerprint": self.fingerprint,
             "dtype": self.dtype,
-            "limit": self.asked.limit,
+            "limit": self.args.limit,
         }
 
     def keep(
@@ -126,7 +126,7 @@ class Subject:
             beside: Whether to keep older scores with another number of samples.
         """
         facts = self.facts(device) | {"task": task, "shots": 0, "task_version": VERSION, "task_hash": task_hash}
-        facts |= {"seed": self.asked.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
+        facts |= {"seed": self.args.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
         names = ("value", "stderr", "higher_is_better", "samples")
         fields = {metric: dict(zip(names, score, strict=True)) for metric, score in scores.items()}
         self.store([Result(metric=metric, **values, **facts) for metric, values in fields.items()], beside)
@@ -134,21 +134,22 @@ class Subject:
 
 def command_of(subjects: Sequence[Subject], task: str | None = None) -> str:
     """Return the shell command that repeats the scores of a recipe, or of one of its tasks."""
-    asked, recipe = subjects[0].asked, subjects[0].asked.recipe
+    args = subjects[0].args
+    recipe = subjects[0].args.recipe
     models = [subject.name if subject.loaded else shown_path(subject.source) for subject in subjects]
     words = ["mhla-hf", "evaluate", *models, *(["--recipe", shown_path(recipe.name)] if recipe.name else [])]
     for name, value in recipe.changed.items():
         value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else getattr(value, "name", value)
         words += ["--set", f"{name}={shown_path(value) if isinstance(value, str) else value}"]
     words += ["--tasks", str(task) if task in recipe.tasks else ",".join(recipe.tasks)]
-    for path in paths_of(asked.include_path):
+    for path in paths_of(args.include_path):
         words += ["--include-path", shown_path(path)]
-    if asked.data_files is not None:
-        words += ["--data-files", shown_path(asked.data_files)]
+    if args.data_files is not None:
+        words += ["--data-files", shown_path(args.data_files)]
     for name in ("num_fewshot", "limit", "batch_size", "seed", "dtype", "max_length", "revision"):
-        if (value := getattr(asked, name)) is not None and (name, value) != ("dtype", "auto"):
+        if (value := getattr(args, name)) is not None and (name, value) != ("dtype", "auto"):
             words += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(words + ["--trust-remote-code"] * asked.trust_remote_code)
+    return shlex.join(words + ["--trust-remote-code"] * args.trust_remote_code)
 
 
 def paths_of(given: str | Path | Sequence[str | Path] | None) -> list[str]:
@@ -156,24 +157,25 @@ def paths_of(given: str | Path | Sequence[str | Path] | None) -> list[str]:
     return [str(path) for path in ([given] if isinstance(given, (str, Path)) else given or [])]
 
 
-def find_subjects(models: object, asked: Any, pipeline: bool = False) -> list[Subject]:
+def find_subjects(models: object, args: Any, pipeline: bool = False) -> list[Subject]:
     """Check the models passed to `evaluate`, without loading them.
 
     Args:
         models: As `evaluate` takes them.
-        asked: The checked arguments of `evaluate`.
+        args: The checked arguments of `evaluate`.
         pipeline: Whether the models must be pipelines of diffusers.
 
     Raises:
         ValueError, TypeError: A model or `output` is not valid.
     """
-    models, output = named_models(models), asked.output and Path(asked.output)
+    models = named_models(models)
+    output = args.output and Path(args.output)
     files = dict.fromkeys(models, output)
     if output and output.suffix != ".json":
         files = {name: output / f"{name.replace('/', '--')}.json" for name in models}
     elif output and len(models) > 1:
         raise ValueError(f"output: got {str(output)!r} for {len(models)} models, expected a folder.")
-    return [_subject(name, model, files[name], asked, pipeline) for name, model in models.items()]
+    return [_subject(name, model, files[name], args, pipeline) for name, model in models.items()]
 
 
 def named_models(models: Any) -> dict[str, Any]:
@@ -206,9 +208,9 @@ def named_models(models: Any) -> dict[str, Any]:
     return {str(name): model for name, model in models.items()}
 
 
-def _subject(name: str, model: Any, target: Path | None, asked: Any, pipeline: bool) -> Subject:
+def _subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
     """Check one model, compute its fingerprint, and find its dtype and results file."""
-    dtype = asked.dtype
+    dtype = args.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
             raise ValueError(
@@ -216,12 +218,13 @@ def _subject(name: str, model: Any, target: Path | None, asked: Any, pipeline: b
             )
         source = resolve_model_name(model, pipeline=pipeline)
         if isinstance(source, Path):
-            fingerprint, target = fingerprint_folder(source), target or results_path(source)
+            fingerprint = fingerprint_folder(source)
+            target = target or results_path(source)
             if dtype == "auto":
                 dtype = "float32" if pipeline else stored_dtype(source)
         else:
             with wrap_errors(f"models: got {source!r}, expected a folder or a model on the Hub"):
-                fingerprint = f"hub:{HfApi().model_info(source, revision=asked.revision).sha}"
+                fingerprint = f"hub:{HfApi().model_info(source, revision=args.revision).sha}"
     else:
         if not (hasattr(model, "components") if pipeline else isinstance(model, torch.nn.Module)):
             expected = "diffusers pipeline" if pipeline else "model of transformers"
@@ -233,7 +236,7 @@ def _subject(name: str, model: Any, target: Path | None, asked: Any, pipeline: b
     if target is not None:
         check_writable(target)
         Results.read(target)
-    return Subject(name, model, fingerprint, dtype, target, asked)
+    return Subject(name, model, fingerprint, dtype, target, args)
 
 
 def check_writable(target: Path) -> None:
@@ -250,7 +253,8 @@ def shown_path(path: Any) -> str:
     path = Path(path)
     if not path.exists():
         return str(path)
-    resolved, here = path.resolve(), Path.cwd().resolve()
+    resolved = path.resolve()
+    here = Path.cwd().resolve()
     return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else resolved.name
 
 
@@ -305,16 +309,20 @@ class PipelineJudge:
 
     Args:
         subject: The pipeline.
-        asked: The checked arguments of `evaluate`.
+        args: The checked arguments of `evaluate`.
         protocol: `ImageProtocol` or `VideoProtocol`.
         state: Accelerate's `PartialState`.
     """
 
-    def __init__(self, subject: Subject, asked: Any, protocol: Any, state: Any) -> None:
-        self.subject, self.asked, self.protocol, self.state = subject, asked, protocol, state
-        self.seed, self.progress = asked.seed or 0, asked.progress and state.is_main_process
+    def __init__(self, subject: Subject, args: Any, protocol: Any, state: Any) -> None:
+        self.subject = subject
+        self.args = args
+        self.protocol = protocol
+        self.state = state
+        self.seed = args.seed or 0
+        self.progress = args.progress and state.is_main_process
         source_device = getattr(subject.source, "device", None) if subject.loaded else None
-        self.device = choose_device(source_device or asked.device or state.device)
+        self.device = choose_device(source_device or args.device or state.device)
         self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # where this model's samples lie
         agree(subject, state)
 
@@ -323,7 +331,9 @@ class PipelineJudge:
         """The pipeline, loaded on first use; a pipeline that was passed as an object stays on its device."""
         if self.subject.loaded:
             return self.subject.source
-        return load_pipeline(self.subject.source, dtype=self.subject.dtype, device=self.device, **self.subject.where)
+        return load_pipeline(
+            self.subject.source, dtype=self.subject.dtype, device=self.device, **self.subject.load_options
+        )
 
     def make(
         self,
@@ -334,7 +344,7 @@ class PipelineJudge:
         save: Callable[[Any, Path], object],
         *,
         batch_size: int,
-        what: str,
+        label: str,
     ) -> None:
         """Generate those files of a plan that do not exist.
 
@@ -345,7 +355,7 @@ class PipelineJudge:
             sampling: Further arguments of the pipeline.
             save: Function (image or frames, path) that writes a file.
             batch_size: Samples per call of the pipeline.
-            what: Label of the progress bar.
+            label: Label of the progress bar.
 
         Raises:
             ValueError: The folder contains samples of something else, or the pipeline does not take the plan's conditions.
@@ -359,7 +369,7 @@ class PipelineJudge:
             if not can_resume(folder, IDENTITY, record | identity, "samples"):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_json(folder / IDENTITY, record | identity)
-            logger.info("%s: %d in %s", what, len(plan), folder)
+            logger.info("%s: %d in %s", label, len(plan), folder)
         state.wait_for_everyone()
         batches = [plan[start : start + batch_size] for start in range(0, len(plan), batch_size)]
         batches_here = batches[state.process_index :: state.num_processes]
@@ -369,7 +379,7 @@ class PipelineJudge:
         bar_config = getattr(pipeline, "_progress_bar_config", {})
         pipeline.set_progress_bar_config(disable=True)
         try:
-            for batch in tqdm(batches_here, desc=what, unit="batch", disable=not self.progress):
+            for batch in tqdm(batches_here, desc=label, unit="batch", disable=not self.progress):
                 torch.manual_seed(batch[0].seed)
                 conditions = {} if argument is None else {argument: [sample.condition for sample in batch]}
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in batch]

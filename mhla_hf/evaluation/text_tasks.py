@@ -161,16 +161,20 @@ def make_tasks(
 
 def split_text(text: str, tokens: int, count: Callable[[str], int]) -> list[str]:
     """Cut a text into parts of at most `tokens` tokens, at line ends if possible; joined, they are the text again."""
-    parts, current = [], ""
+    parts = []
+    current = ""
     for line in text.splitlines(keepends=True):
         while count(line) > tokens:
             cut = len(line) // 2
             while cut > 1 and count(line[:cut]) > tokens:
                 cut //= 2
             parts += [current] if current else []
-            parts, current, line = [*parts, line[:cut]], "", line[cut:]
+            parts = [*parts, line[:cut]]
+            current = ""
+            line = line[cut:]
         if current and count(current + line) > tokens:
-            parts, current = [*parts, current], ""
+            parts = [*parts, current]
+            current = ""
         current += line
     return parts + ([current] if current else [])
 
@@ -193,7 +197,8 @@ def find_sentences(text: str) -> list[tuple[int, int]]:
 def _context_before(text: str, end: int, tokens: int, count: Callable[[str], int]) -> str:
     """Return the last lines of `text[:end]` that fit in `tokens` tokens, starting with a whole line."""
     start = max(0, end - 12 * tokens)
-    lines, context = text[start:end].splitlines(keepends=True), ""
+    lines = text[start:end].splitlines(keepends=True)
+    context = ""
     for line in reversed(lines[1:] if start else lines):
         if count(line + context) > tokens:
             break
@@ -217,7 +222,8 @@ def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: i
     Returns:
         Rows {"context", "choices", "answer"}; choices begin with the space that separates them from the context.
     """
-    rng, rows = random.Random(f"cloze {seed}"), []
+    rng = random.Random(f"cloze {seed}")
+    rows = []
     endings = []
     for start, end in find_sentences(text):
         if text.find(text[start:end]) < start:
@@ -292,7 +298,8 @@ def make_generation(
     Returns:
         Rows {"context", "target"}.
     """
-    rng, rows = random.Random(f"generation {seed}"), []
+    rng = random.Random(f"generation {seed}")
+    rows = []
     sentences = find_sentences(text)
     for start, end in rng.sample(sentences, len(sentences)):
         words = [match.end() for match in re.finditer(r"\S+", text[start:end])]

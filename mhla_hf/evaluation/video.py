@@ -108,23 +108,23 @@ def vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
     return dict(zip(TOTALS, (*parts, (parts[0] * 4 + parts[1] * 1) / 5), strict=True))
 
 
-def judge_video_pipelines(models: object, asked: Any) -> dict[str, Results]:
+def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
     """Score video pipelines, as far as the scores are not known.
 
     Args:
         models: As `evaluate` takes them.
-        asked: The checked arguments of `evaluate`, an `Asked`.
+        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
         Mapping from the name of each model to the requested scores, and the totals if all dimensions are known.
     """
-    protocol = read_settings(VideoProtocol, asked.recipe.settings)
-    if unknown := sorted(set(asked.recipe.tasks) - set(DIMENSIONS)):
+    protocol = read_settings(VideoProtocol, args.recipe.settings)
+    if unknown := sorted(set(args.recipe.tasks) - set(DIMENSIONS)):
         raise ValueError(f"tasks: got {unknown[0]!r}, expected dimensions of VBench: {', '.join(DIMENSIONS)}.")
     bench = Bench(protocol.python)
-    subjects = find_subjects(models, asked, pipeline=True)
+    subjects = find_subjects(models, args, pipeline=True)
     with joined_processes() as state:
-        return {subject.name: _Judge(subject, asked, protocol, state, bench).run() for subject in subjects}
+        return {subject.name: _Judge(subject, args, protocol, state, bench).run() for subject in subjects}
 
 
 class Bench:
@@ -148,7 +148,8 @@ class Bench:
             raise ValueError(f"settings: python: got {python!r}, expected an interpreter that has vbench.")
         self.python = str(executable)
         self.version, path = json.loads(self._run(ABOUT).splitlines()[-1])
-        self.prompts, self.sha256 = json.loads(Path(path).read_text(encoding="utf-8")), hash_file(path)
+        self.prompts = json.loads(Path(path).read_text(encoding="utf-8"))
+        self.sha256 = hash_file(path)
 
     def _run(self, source: str, *arguments: object) -> str:
         """Run Python source in the interpreter, without our environment, and return its stdout."""
@@ -191,18 +192,18 @@ class Bench:
 class _Judge(PipelineJudge):
     """Scores one pipeline on VBench; arguments as in `PipelineJudge`, and a `Bench`."""
 
-    def __init__(self, subject: Subject, asked: Any, protocol: Any, state: Any, bench: Bench) -> None:
-        super().__init__(subject, asked, protocol, state)
+    def __init__(self, subject: Subject, args: Any, protocol: Any, state: Any, bench: Bench) -> None:
+        super().__init__(subject, args, protocol, state)
         self.bench = bench
         self.hash = hash_json([bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
 
     def entries(self, dimension: str) -> list[dict[str, Any]]:
         """Return VBench's prompts for a dimension, only the first `limit` if there is a limit."""
-        return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.asked.limit]
+        return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.args.limit]
 
     def run(self) -> Results:
         """Compute the scores that are not known, and return all that were requested and the totals."""
-        dimensions = self.asked.recipe.tasks
+        dimensions = self.args.recipe.tasks
         missing = [name for name in dimensions if not self.subject.knows(TASK, name, self.hash)]
         if missing:
             self._make(missing)
@@ -211,7 +212,7 @@ class _Judge(PipelineJudge):
                 logger.info("%s: %s (%d of %d)", self.subject.name, dimension, number, len(missing))
                 self._judge(dimension)
             self._keep_totals()
-        shown = {(TASK, name, self.asked.limit) for name in (*dimensions, *TOTALS)}
+        shown = {(TASK, name, self.args.limit) for name in (*dimensions, *TOTALS)}
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.limit) in shown)
 
     def _make(self, dimensions: Sequence[str]) -> None:
@@ -224,7 +225,8 @@ class _Judge(PipelineJudge):
             if prompt in needed
             for i in range(self.protocol.videos)
         ]
-        sampling, fps = {"output_type": "np", **self.protocol.sampling}, self.protocol.fps
+        sampling = {"output_type": "np", **self.protocol.sampling}
+        fps = self.protocol.fps
         save = functools.partial(save_video, fps=fps)
         identity = {"seed": self.seed, "fps": fps}
         what = f"{self.subject.name}: videos"
@@ -232,7 +234,8 @@ class _Judge(PipelineJudge):
 
     def _judge(self, dimension: str) -> None:
         """Score the videos in one dimension, and keep the score."""
-        started, entries = time.perf_counter(), self.entries(dimension)
+        started = time.perf_counter()
+        entries = self.entries(dimension)
         names = [f"{entry['prompt_en']}-{i}.mp4" for entry in entries for i in range(self.protocol.videos)]
         videos = [self.folder / TASK / "videos" / name for name in set(names)]
         average, values = self.bench.judge(dimension, entries, videos, self.device)
@@ -250,7 +253,7 @@ class _Judge(PipelineJudge):
             for name in DIMENSIONS
             if name in by_metric and by_metric[name].value is not None
         }
-        if self.asked.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
+        if self.args.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
             logger.info("%s: no total for a part of VBench's videos or dimensions", self.subject.name)
         elif (totals := vbench_totals(averages)) != {
             name: by_metric[name].value for name in TOTALS if name in by_metric

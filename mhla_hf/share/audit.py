@@ -74,7 +74,8 @@ def audit(
     if teacher is not None:
         subject.teacher = _load_teacher(teacher, subject)
     subject.progress = progress
-    rows, bar = [], tqdm(CHECKS.items(), unit="check", disable=not progress)
+    rows = []
+    bar = tqdm(CHECKS.items(), unit="check", disable=not progress)
     for name, (measured, check) in bar:
         bar.set_description(f"audit: {name}")
         rows.append(run_check(name, measured, check, subject))
@@ -104,7 +105,8 @@ def _open_subject(
     folder: PathLike, text: PathLike | None, tokens: int, device: torch.device, trust_remote_code: bool
 ) -> AuditSubject:
     """Load everything but the weights. `ValueError` if there is no language model with a tokenizer, or too little text."""
-    path, expected = Path(folder), "expected the folder of a causal language model"
+    path = Path(folder)
+    expected = "expected the folder of a causal language model"
     if not path.is_dir():
         raise ValueError(f"folder: got {str(folder)!r}, which does not exist, {expected}.")
     if is_pipeline(path):

@@ -205,7 +205,8 @@ def check_loads(subject: AuditSubject) -> dict[str, Any]:
 
 
 def check_cache(subject: AuditSubject) -> dict[str, Any]:
-    ids, tail = subject.text(subject.short)[None], subject.short // 4
+    ids = subject.text(subject.short)[None]
+    tail = subject.short // 4
     expected = whole_logits(subject.model, ids)
     splits = {
         "chunks": [1, tail - 1, tail + 1, subject.short - 2 * tail - 1],
@@ -266,7 +267,8 @@ def stock_model(subject: AuditSubject) -> Any:
 
 
 def check_far_part(subject: AuditSubject) -> dict[str, Any]:
-    window, length = subject.mhla.get("window", 2) * subject.mhla["block_size"] + subject.mhla["sinks"], subject.short
+    window = subject.mhla.get("window", 2) * subject.mhla["block_size"] + subject.mhla["sinks"]
+    length = subject.short
     if length <= window:
         raise NotApplicable(f"a text of {length} tokens ends within the window of {window}")
     batch = {"input_ids": subject.text(length)[None].to(subject.device), "use_cache": False}
@@ -292,7 +294,8 @@ def long_logits(subject: AuditSubject, cached: Any, whole: Any) -> tuple[torch.T
         The logits of both, fp32 `[1, positions, vocabulary]`.
     """
     length = subject.long
-    ids, single = subject.text(length)[None], min(32, length // 2)
+    ids = subject.text(length)[None]
+    single = min(32, length // 2)
     full_chunks, rest = divmod(length - single, 512)
     sizes = [*[512] * full_chunks, *([rest] if rest else []), *[1] * single]
     at = torch.cat([torch.arange(0, length - single, max(1, length // 128)), torch.arange(length - single, length)])
@@ -384,7 +387,8 @@ def check_scores(subject: AuditSubject) -> dict[str, Any]:
 
 
 def check_claims(subject: AuditSubject) -> dict[str, Any]:
-    readme, records = subject.folder / CARD_FILE, Results.read(subject.folder)
+    readme = subject.folder / CARD_FILE
+    records = Results.read(subject.folder)
     claims = (ModelCard.load(readme).data.eval_results or []) if readme.is_file() else []
     if not claims or not records:
         raise NotApplicable("no results.json says where the numbers are from" if claims else "no number is claimed")

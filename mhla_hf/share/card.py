@@ -61,7 +61,8 @@ def write_card(
     Raises:
         ValueError: something is missing or wrong; nothing has been written.
     """
-    folder, compared = Path(folder), dict(compared or {})
+    folder = Path(folder)
+    compared = dict(compared or {})
     records = {label: facts_module.read_records(path) for label, path in compared.items()}
     measured = facts_module.measure(folder, records)
     given_terms = {key: person_fields.pop(key, None) for key in ("license_name", "license_link")}
@@ -152,7 +153,8 @@ def plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mappi
 
 def render_card(facts: Facts) -> str:
     """Render README.md: YAML metadata, then the sections in the order in which a reader asks."""
-    person, scores = facts.person, _metadata_scores(facts)
+    person = facts.person
+    scores = _metadata_scores(facts)
     fields: dict[str, Any] = {key: getattr(person, key) or None for key in facts_module.METADATA_FIELDS}
     if scores:
         fields |= {"model_name": person.name.split("/")[-1], "eval_results": scores}

@@ -119,7 +119,8 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
             if foreign := [key for key in stored if key not in content]:
                 raise ValueError(f"{folder / path}: got the key {foreign[0]!r}, expected only keys that name no code.")
     dtype = check_weights(folder)
-    is_measured, readme = (folder / PERSON_FILE).is_file(), folder / CARD_FILE
+    is_measured = (folder / PERSON_FILE).is_file()
+    readme = folder / CARD_FILE
     if card is not None and not readme.exists():
         write_text(readme, card)
     _check_readme(readme, repo_id, is_measured)

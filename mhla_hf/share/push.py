@@ -95,7 +95,8 @@ def push(
         )
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(temporary_folder(tempfile.gettempdir(), "mhla_hf-push-"))
-        folder, card = _as_folder(what, tokenizer, temporary / "saved"), None
+        folder = _as_folder(what, tokenizer, temporary / "saved")
+        card = None
         logger.info("push: checking %s", what if isinstance(what, str | Path) else type(what).__name__)
         if (license is not None or base_model is not None) and folder.is_dir():
             card = _make_card(folder, repo_id, license, base_model, dry_run)
@@ -123,7 +124,8 @@ def send(
     """
     additions = [CommitOperationAdd(file.relative_to(folder).as_posix(), file) for file in list_files(folder)]
     paths = {addition.path_in_repo for addition in additions}
-    api, branch = HfApi(token=token, library_name="mhla_hf"), revision or "main"
+    api = HfApi(token=token, library_name="mhla_hf")
+    branch = revision or "main"
     try:
         if not create_pr:
             api.create_repo(repo_id, private=private, exist_ok=True)

@@ -95,7 +95,9 @@ def activation_bytes(student: Any, stage: Any, element_size: int, checkpointed: 
     config = student.config
     tokens = stage.batch_size // stage.grad_accum * stage.seq_len
     cores = [module.mhla for module in student.modules() if hasattr(module, "mhla")]
-    core, width, layers = cores[0], config.hidden_size, config.num_hidden_layers
+    core = cores[0]
+    width = config.hidden_size
+    layers = config.num_hidden_layers
     qkv_width = core.num_heads * core.q_map.head_dim + core.num_kv_heads * (core.k_map.head_dim + core.value_dim)
     if stage.loss == "transfer":  # attention alone: q, k and v, and the error of each output
         score_gradients = 3 * FP32_BYTES * window_scores(core)  # only of the core that runs backward
@@ -112,7 +114,10 @@ def activation_bytes(student: Any, stage: Any, element_size: int, checkpointed: 
 
 def mhla_activation_bytes(core: Any) -> int:
     """Return the bytes per token that one MHLA core keeps for the backward pass, in fp32, besides its q, k and v."""
-    heads, kv_heads, features, value_dim = core.num_heads, core.num_kv_heads, core.k_map.num_features, core.value_dim
+    heads = core.num_heads
+    kv_heads = core.num_kv_heads
+    features = core.k_map.num_features
+    value_dim = core.value_dim
     decays, block_size = core.settings.num_decays, core.settings.block_size
     kept = (2 + decays) * heads * features + 2 * kv_heads * features + (3 * heads + kv_heads) * value_dim
     kept += 4.5 * decays * kv_heads * features * (value_dim + 1) / block_size  # states at the ends of blocks
@@ -136,7 +141,8 @@ def logit_bytes(student: Any, stage: Any, element_size: int) -> int:
     """
     if stage.loss == "transfer":
         return 0
-    tokens, vocab_size = stage.batch_size // stage.grad_accum * stage.seq_len, student.config.vocab_size
+    tokens = stage.batch_size // stage.grad_accum * stage.seq_len
+    vocab_size = student.config.vocab_size
     whole_distribution = stage.loss == "logits" and not stage.top_k
     if type(student.get_output_embeddings()) is not nn.Linear:
         return (4 if whole_distribution else 3) * tokens * vocab_size * element_size

@@ -113,7 +113,8 @@ class NoiseProcess:
             sigma = time / self.num_times
             return (1 - sigma) * clean + sigma * noise, noise - clean
         alpha = self.alphas_cumprod[int(time)].item()
-        signal_scale, noise_scale = math.sqrt(alpha), math.sqrt(1 - alpha)
+        signal_scale = math.sqrt(alpha)
+        noise_scale = math.sqrt(1 - alpha)
         velocity = signal_scale * noise - noise_scale * clean
         target = {"epsilon": noise, "sample": clean, "v_prediction": velocity}[self.prediction]
         return signal_scale * clean + noise_scale * noise, target

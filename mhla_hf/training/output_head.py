@@ -58,7 +58,8 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
         return f"its output head is a {type(layer).__name__}, not a torch.nn.Linear"
     if type(layer.weight.data) is not torch.Tensor:
         return f"its output head's weight is a {type(layer.weight.data).__name__}"
-    config, ids = model.config, ids[:1, :NUM_PROBE_TOKENS]
+    config = model.config
+    ids = ids[:1, :NUM_PROBE_TOKENS]
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
     head = OutputHead(layer, float(scale), getattr(config, "final_logit_softcapping", None))
     probe = torch.linspace(-PROBE_RANGE, PROBE_RANGE, ids.numel() * layer.out_features, device=ids.device)

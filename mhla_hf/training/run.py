@@ -57,9 +57,16 @@ class Run:
         self, accelerator: Any, task: Task, source: DataSource, stages: Sequence[CommonStage], options: Options, seed: int,
         folder: RunFolder, progress: bool, command: str | None,
     ) -> None:  # fmt: skip
-        self.accelerator, self.task, self.source, self.stages = accelerator, task, source, stages
-        self.options, self.seed, self.folder, self.command = options, seed, folder, command
-        self.student, self.teacher = task.student, task.teacher
+        self.accelerator = accelerator
+        self.task = task
+        self.source = source
+        self.stages = stages
+        self.options = options
+        self.seed = seed
+        self.folder = folder
+        self.command = command
+        self.student = task.student
+        self.teacher = task.teacher
         self.is_main = accelerator.is_main_process
         self.interrupt = Interrupt()
         self.average: Any = None  # of the weights, in a stage with ema
@@ -151,9 +158,12 @@ class Run:
 
     def _train_stage(self, number: int, latest: Path | None) -> None:
         """Train one stage, from its start or from the state `latest`, to its end, which is saved."""
-        stage, accelerator, progress = self.stages[number], self.accelerator, self.progress
+        stage = self.stages[number]
+        accelerator = self.accelerator
+        progress = self.progress
         accelerator.free_memory()
-        groups, betas = parameter_groups(self.task.student, stage), (stage.beta1, stage.beta2)
+        groups = parameter_groups(self.task.student, stage)
+        betas = (stage.beta1, stage.beta2)
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
         objective = self.task.objective(stage)
         if accelerator.is_fsdp2:
@@ -244,7 +254,8 @@ class Run:
         Returns:
             the norm of the gradient before clipping, or None without clipping.
         """
-        accelerator, grad_norm = self.accelerator, None
+        accelerator = self.accelerator
+        grad_norm = None
         for group in optimizer.param_groups:
             group["lr"] = group["top_lr"] * stage.lr_factor(self.progress["step"])
         processes, rank = accelerator.num_processes, accelerator.process_index
@@ -282,7 +293,9 @@ class Run:
 
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
         """Log an entry of the history, and return whether any process was asked to stop. Synchronizes with the device."""
-        progress, unit, device = self.progress, self.task.unit, self.accelerator.device
+        progress = self.progress
+        unit = self.task.unit
+        device = self.accelerator.device
         requested = torch.tensor(float(self.interrupt.requested), device=device)
         *means, requests = self.accelerator.reduce(torch.stack([*sums.values(), requested]), reduction="mean").tolist()
         entry = {"stage": stage.name, "step": progress["step"], "total": progress["total"], unit: progress[unit]}
@@ -350,7 +363,8 @@ class Run:
 
     def _record(self) -> dict[str, Any]:
         """Return the content of train.json."""
-        progress, unit = self.progress, self.task.unit
+        progress = self.progress
+        unit = self.task.unit
         return {
             "format_version": 1,
             "seed": self.folder.identity["seed"],
@@ -373,7 +387,8 @@ class Run:
         }
 
     def _stage_records(self) -> list[dict[str, Any]]:
-        records, previous_seconds = [], 0.0
+        records = []
+        previous_seconds = 0.0
         for stage in self.stages:
             entries = [entry for entry in self.progress["history"] if entry["stage"] == stage.name]
             record = dataclasses.asdict(stage)

@@ -50,7 +50,8 @@ def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> d
         raise ValueError(
             f"batch: got {', '.join(unknown)}, expected only {', '.join(sorted(BATCH_KEYS))} (no padding)."
         )
-    ids, rank = batch["input_ids"], dist.get_rank(group)
+    ids = batch["input_ids"]
+    rank = dist.get_rank(group)
     _check_same_batch(ids, group)
     borders = packed_borders(batch, len(ids), 0)
     if borders is None:
@@ -197,7 +198,8 @@ def gathered_attention(
             f"model: got a softmax layer with one of {', '.join(SOFTMAX_ONLY)}, "
             "expected none of them but sliding_window."
         )
-    (block_tokens, group), borders = module.mhla_shards, kwargs.get("cu_seq_lens_q")
+    block_tokens, group = module.mhla_shards
+    borders = kwargs.get("cu_seq_lens_q")
     shards, rank = shards_of(borders, block_tokens, group)
     assert borders is not None  # `shards_of` refuses None
     k, v = (gather_parts(x, shards.token_borders, 2, group) for x in (key, value))

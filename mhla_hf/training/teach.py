@@ -88,7 +88,8 @@ def teach(
     rows = len(source.tokens) // seq_len
     if not rows:
         raise ValueError(f"seq_len: got {seq_len}, expected at most the {len(source.tokens)} tokens of the text.")
-    out, vocab_size = Path(out), teacher.config.vocab_size
+    out = Path(out)
+    vocab_size = teacher.config.vocab_size
     values = {
         "text": source.describe(),
         "teacher": identify(teacher),
@@ -202,7 +203,8 @@ class TaughtText:
     """
 
     def __init__(self, folder: str | Path, vocab_size: int) -> None:
-        self.name, self.vocab_size = str(folder), vocab_size
+        self.name = str(folder)
+        self.vocab_size = vocab_size
         self.record = read_record(folder)
         if self.record.done < self.record.rows:
             raise ValueError(

@@ -46,8 +46,11 @@ class LabeledImages:
     def __init__(
         self, items: Any, labels: Any, name: str, class_names: Sequence[str] | None = None, identity: str | None = None
     ) -> None:
-        self.items, self.labels = items, torch.as_tensor(labels).long()
-        self.name, self.class_names, self.identity = name, class_names, identity
+        self.items = items
+        self.labels = torch.as_tensor(labels).long()
+        self.name = name
+        self.class_names = class_names
+        self.identity = identity
         if not len(self.labels) or len(self.labels) != len(items):
             raise ValueError(
                 f"data: got {name!r} with {len(items)} images and {len(self.labels)} labels, "
@@ -230,7 +233,8 @@ def _open_table(table: Any, name: str) -> LabeledImages:
             f"data: got {name!r} with the columns {list(types)}, expected one of images and one of labels."
         )
     class_names = getattr(table.features[label_columns[0]], "names", None)
-    images, labels = table[image_columns[0]], list(table[label_columns[0]])
+    images = table[image_columns[0]]
+    labels = list(table[label_columns[0]])
     return LabeledImages(images, labels, name, class_names, table._fingerprint)
 
 
@@ -252,8 +256,12 @@ class ImageReader(Reader):
         num_classes: int, state: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(key, state)
-        self.images, self.stage, self.processor, self.channels = images, stage, processor, channels
-        self.num_classes, self.size = num_classes, output_size(processor, channels)
+        self.images = images
+        self.stage = stage
+        self.processor = processor
+        self.channels = channels
+        self.num_classes = num_classes
+        self.size = output_size(processor, channels)
         self.pool = ThreadPoolExecutor(NUM_THREADS)
         self.next_samples: Iterator[Sample] | None = None  # of the next batch, being made by the pool
 
@@ -282,8 +290,10 @@ class ImageReader(Reader):
 
     def _make_sample(self, number: int) -> Sample:
         """Return one augmented image and its smoothed label."""
-        stage, index = self.stage, self.shuffled(number, len(self.images))
-        random, image = numpy.random.default_rng((*self.key, number, 1)), self.images.image(index, self.channels)
+        stage = self.stage
+        index = self.shuffled(number, len(self.images))
+        random = numpy.random.default_rng((*self.key, number, 1))
+        image = self.images.image(index, self.channels)
         changes: dict[str, Any] = {}
         if stage.crop < 1:
             box = _scale_box(random_box(random, stage.crop), *image.size)
@@ -307,7 +317,8 @@ class ImageReader(Reader):
         self, pixels: torch.Tensor, targets: torch.Tensor, other_pixels: torch.Tensor, other_targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Apply mixup or CutMix to each image and its neighbor in the batch, with one proportion for the whole batch."""
-        random, (height, width) = numpy.random.default_rng((*self.key, self.next, 2)), self.size
+        random = numpy.random.default_rng((*self.key, self.next, 2))
+        height, width = self.size
         use_cutmix = bool(self.stage.cutmix)
         if self.stage.mixup and self.stage.cutmix:
             use_cutmix = random.random() < 0.5
@@ -346,7 +357,8 @@ def random_box(random: numpy.random.Generator, min_area: float, max_area: float 
     """
     area = random.uniform(min_area, max_area)
     aspect = numpy.exp(random.uniform(-numpy.log(MAX_ASPECT), numpy.log(MAX_ASPECT)))
-    width, height = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)
+    width = min(1.0, (area * aspect) ** 0.5)
+    height = min(1.0, (area / aspect) ** 0.5)
     left, top = random.uniform(0, 1 - width), random.uniform(0, 1 - height)
     return left, top, left + width, top + height
 
@@ -370,7 +382,8 @@ def top1_accuracy(
         batch_size: images per forward pass.
         bar: label of a progress bar on stderr; None: no bar.
     """
-    was_training, num_correct = model.training, 0
+    was_training = model.training
+    num_correct = 0
     model.eval()
     for indices in tqdm(torch.arange(len(images)).split(batch_size), bar, unit="batch", disable=bar is None):
         batch = [images.image(index, getattr(model.config, "num_channels", 3)) for index in indices.tolist()]

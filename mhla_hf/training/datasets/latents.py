@@ -60,7 +60,9 @@ class Latents:
     """
 
     def __init__(self, rows: Any, name: str, identity: Any) -> None:
-        self.rows, self.name, self.identity = rows, name, identity
+        self.rows = rows
+        self.name = name
+        self.identity = identity
         if not len(rows):
             raise ValueError(f"data: got {name!r}, which is empty, expected latents.")
         first = rows[0]
@@ -99,7 +101,10 @@ class LatentReader(Reader):
         state: dict[str, Any] | None,
     ) -> None:  # fmt: skip
         super().__init__(key, state)
-        self.source, self.conditions, self.process, self.stage = source, conditions, process, stage
+        self.source = source
+        self.conditions = conditions
+        self.process = process
+        self.stage = stage
 
     def take_rows(self, count: int, rows: slice) -> Batch:
         """Advance to the next batch, and return the rows of it that this process computes.
@@ -150,7 +155,10 @@ class TrajectoryReader(Reader):
         key: Key, state: dict[str, Any] | None, show_bar: bool,
     ) -> None:  # fmt: skip
         super().__init__(key, state)
-        self.teacher, self.shape, self.conditions, self.stage = teacher, shape, conditions, stage
+        self.teacher = teacher
+        self.shape = shape
+        self.conditions = conditions
+        self.stage = stage
         self.show_bar = show_bar
         self.round: int | None = None  # of trajectories: how many sets of them came before the current one
         self.trajectories: list[Trajectory] = []
@@ -254,7 +262,8 @@ class TextConditions:
     def __init__(
         self, encode: Callable[[list[str]], tuple[Conditions, Conditions]], prompts: Iterable[str] = ()
     ) -> None:
-        self.encode, self.prompts = encode, list(prompts)
+        self.encode = encode
+        self.prompts = list(prompts)
         self.empty: Conditions | None = None  # known after the first call of `encode`
 
     def draw(self, generator: torch.Generator) -> Condition:

@@ -60,7 +60,9 @@ class Task(abc.ABC, Generic[StageT]):
     trains_without_data = False  # whether `data=None` is allowed
 
     def __init__(self, student: Any, teacher: Any) -> None:
-        self.returned, self.student, self.teacher = student, student, teacher
+        self.returned = student
+        self.student = student
+        self.teacher = teacher
         self.preprocessor: Any = None  # a tokenizer or image processor that is saved with the model
         self.show_bars = False  # set by the loop
         # Set by the loop: whether this process holds the student's weights. With FSDP only the main process does.
@@ -178,7 +180,8 @@ class Objective(nn.Module):
 
     def __init__(self, student: nn.Module, teacher: nn.Module | None, stage: Any) -> None:
         super().__init__()
-        self.student, self.stage = student, stage
+        self.student = student
+        self.stage = stage
         self.__dict__["teacher"] = teacher
 
     def attention_transfer_loss(

@@ -63,7 +63,9 @@ class DiffusionObjective(Objective):
         """
         *tensors, sample_weight = tensors_and_weight
         batch = dict(zip(self.get_names(), tensors, strict=True))
-        noisy, times, target = batch.pop("noisy"), batch.pop("times"), batch.pop("target", None)
+        noisy = batch.pop("noisy")
+        times = batch.pop("times")
+        target = batch.pop("target", None)
         if self.stage.loss == "transfer":
             loss = self._transfer_loss(noisy, times, batch) * sample_weight
             return loss, {"loss": loss.detach()}
@@ -83,7 +85,8 @@ class DiffusionObjective(Objective):
 
     def _transfer_loss(self, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
         """Return the L1 error of attention outputs. The student's attention also gets the grid of tokens."""
-        grid, state = self.student.token_grid(noisy), self.student.mhla_state
+        grid = self.student.token_grid(noisy)
+        state = self.student.mhla_state
 
         def call_attention(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.student.is_gradient_checkpointing:
@@ -179,7 +182,8 @@ class DiffusionTask(Task[DiffusionStage]):
         key = (seed, number)
         if source.latents is not None:
             return LatentReader(source.latents, source.conditions, self.process, stage, key, state)
-        teacher, shape = (self.teacher, self.pipeline.scheduler), self._latent_shape(stage)
+        teacher = (self.teacher, self.pipeline.scheduler)
+        shape = self._latent_shape(stage)
         return TrajectoryReader(teacher, shape, source.conditions, stage, key, state, self.show_bars)
 
     def take(
@@ -251,7 +255,9 @@ class DiffusionTask(Task[DiffusionStage]):
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
         """Return the shape `(C, (F,) h, w)` of a sample's latents, from the stage's size in pixels or the model's own."""
-        config, pipeline, num_axes = self.student.config, self.pipeline, len(_patch_size(self.student))
+        config = self.student.config
+        pipeline = self.pipeline
+        num_axes = len(_patch_size(self.student))
         if stage.size is None and num_axes == 2 and isinstance(config.get("sample_size"), int):
             return config.in_channels, config.sample_size, config.sample_size
         if stage.size is None or len(stage.size) != num_axes:
@@ -268,8 +274,10 @@ class DiffusionTask(Task[DiffusionStage]):
 
     def _check_shape(self, shape: tuple[int, ...], stage: DiffusionStage, latents: Latents | None) -> None:
         """Raise `ValueError` for latents of another VAE, or of a size that the model or the stage does not have."""
-        config, patch_size = self.student.config, _patch_size(self.student)
-        sample_size, fixed_size = config.get("sample_size"), _trainable_family(self.student).fixed_size
+        config = self.student.config
+        patch_size = _patch_size(self.student)
+        sample_size = config.get("sample_size")
+        fixed_size = _trainable_family(self.student).fixed_size
         expected = None
         if len(shape) != len(patch_size) + 1 or shape[0] != config.in_channels:
             axes = ", ".join(AXES[-len(patch_size) :])

@@ -57,7 +57,9 @@ class EncoderTask(Task[EncoderStage]):
         self, student: Any, teacher: Any, tokenizer: Any = None, text_field: str = "text", files: Any = ()
     ) -> None:
         super().__init__(student, teacher)
-        self.preprocessor, self.text_field, self.files = tokenizer, text_field, files
+        self.preprocessor = tokenizer
+        self.text_field = text_field
+        self.files = files
 
     def open(self, data: Any, stages: Sequence[EncoderStage]) -> Any:
         """Open text in any form of `open_text`; sequences leave room for the tokenizer's special tokens."""

@@ -98,7 +98,8 @@ class ImageTask(Task[ImageStage]):
 
     def __init__(self, student: Any, teacher: Any, processor: Any = None, test: Any = None) -> None:
         super().__init__(student, teacher)
-        self.preprocessor, self.test = processor, test
+        self.preprocessor = processor
+        self.test = test
         self.test_images: LabeledImages | None = None
 
     def check(self, stages: Sequence[ImageStage]) -> None:

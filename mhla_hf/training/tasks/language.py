@@ -186,7 +186,8 @@ class LanguageTask(Task[Stage]):
 
     def __init__(self, student: Any, teacher: Any, tokenizer: Any = None, text_field: str = "text") -> None:
         super().__init__(student, teacher)
-        self.preprocessor, self.text_field = tokenizer, text_field
+        self.preprocessor = tokenizer
+        self.text_field = text_field
 
     def check(self, stages: Sequence[Stage]) -> None:
         """Check as every task, and that the student has an output head, unlike bodies and classifiers."""
@@ -208,7 +209,8 @@ class LanguageTask(Task[Stage]):
             source: Any = TaughtText(data, vocab_size)
         else:
             source = open_text(data, self.preprocessor, text_field=self.text_field, vocab_size=vocab_size)
-        longest, limit = max(stage.seq_len for stage in stages), max_positions(self.student.config)
+        longest = max(stage.seq_len for stage in stages)
+        limit = max_positions(self.student.config)
         if longest > limit:
             raise ValueError(f"seq_len: got {longest}, expected at most the {limit} positions of the student.")
         source.reader(longest, 0, 0).take(1)  # fails now if the text is too short
