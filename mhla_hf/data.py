@@ -1,9 +1,9 @@
-"""Text to train on, cut into sequences of full length: from files, tokens in memory, or a stream of `datasets`.
+"""Training text, cut into sequences of full length: from files, tokens in memory, or a stream of `datasets`.
 
-Text on disk is tokenized once and treated as a ring of tokens; which sequences a step reads follows from (seed, stage,
-step) alone. A stream is read in its own order and resumes where `datasets` says it was, with a refilled shuffle buffer.
-Every process reads the same rows and keeps its share of them. There is no padding, so every token has a loss unless the
-data's own `labels` say -100.
+Text on disk is tokenized once and treated as a ring of tokens; the sequences of a step are a function of (seed, stage,
+step). A stream is read in its own order and resumes at the position that `datasets` recorded, with a refilled shuffle
+buffer. Every process reads the same rows and keeps its share of them. There is no padding, so every token has a loss
+unless its label in the data is -100.
 """
 
 import functools
@@ -24,17 +24,17 @@ TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")
 TABLE_ENDINGS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 ROWS_AT_ONCE = 32  # rows of a stream that are tokenized together
 
-Key = tuple[int, ...]  # (seed, stage), from which a stage's random choices follow
-Batch = tuple[torch.Tensor, ...]  # of text: token ids and labels, int64 `[count, length]`
-TokensAndLabels = tuple[list[int], list[int]]  # flat lists of one length
+Key = tuple[int, ...]  # (seed, stage), which seeds the random choices of a stage
+Batch = tuple[torch.Tensor, ...]  # token ids and labels, int64 `[count, length]`
+TokensAndLabels = tuple[list[int], list[int]]  # flat lists of equal length
 
 
 class Reader:
-    """Base class of what reads the batches of one training stage.
+    """Base class of readers, which return the batches of one training stage.
 
     Args:
-        key: (seed, stage), from which all random choices follow.
-        state: what `state()` returned, to resume from there.
+        key: (seed, stage), which seeds all random choices.
+        state: the state from which to resume, as `state()` returned it.
     """
 
     def __init__(self, key: Iterable[int], state: dict[str, Any] | None = None) -> None:
@@ -46,16 +46,16 @@ class Reader:
         raise NotImplementedError
 
     def shuffled(self, number: int, count: int) -> int:
-        """Return which of `count` samples comes as number `number`; every epoch takes all of them in a new order."""
+        """Return the index of the sample to read as number `number`; every epoch reads all `count` in a new order."""
         epoch, position = divmod(number, count)
         return int(_permutation((*self.key, epoch), count)[position])
 
     def state(self) -> dict[str, Any]:
-        """Return what is needed to resume here, as JSON-serializable values."""
+        """Return the state from which a new reader can resume, as JSON-serializable values."""
         return {"next": self.next}
 
     def handover(self) -> dict[str, Any] | None:
-        """Return the state from which the next stage's reader continues, or None if it starts at its own beginning."""
+        """Return the state from which the next stage's reader continues, or None to let it start from the beginning."""
         return None
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ def _permutation(key: Key, count: int) -> numpy.ndarray:
 
 
 def max_positions(config: Any) -> float:
-    """Return how many tokens a language model can read at once; infinite with RoPE, whose positions have no end."""
+    """Return the longest sequence that a language model can read, in tokens; infinite with RoPE."""
     has_rope = getattr(config, "rope_parameters", None) is not None
     return inf if has_rope else getattr(config, "max_position_embeddings", inf)
 
@@ -76,7 +76,7 @@ def max_positions(config: Any) -> float:
 def open_text(
     data: Any, tokenizer: Any = None, *, text_field: str = "text", vocab_size: int | None = None
 ) -> "TokenRing | TokenStream":
-    """Open training text in any of the forms that users have.
+    """Open training text.
 
     Args:
         data: one of
@@ -86,10 +86,13 @@ def open_text(
             - a Dataset or IterableDataset of `datasets`, read as a stream;
             - a list of texts;
             - token ids, integers `[N]`.
-        tokenizer: required unless the data are tokens (a tensor, or rows with `input_ids` and optionally `labels`). Its
-            end-of-sequence token is added after every document.
+        tokenizer: a tokenizer, required unless the data are tokens (a tensor, or rows with `input_ids` and optionally
+            `labels`). Its end-of-sequence token is added after every document.
         text_field: the column of a dataset that holds the text.
-        vocab_size: token ids must be below it (default: they are not checked).
+        vocab_size: size of the vocabulary, by which token ids are checked (default: they are not checked).
+
+    Returns:
+        A `TokenStream` for data that are read as a stream, else a `TokenRing`.
 
     Raises:
         ValueError, TypeError, ImportError: the data cannot be opened.
@@ -121,9 +124,9 @@ class TokenRing:
     """Tokens in memory, treated as a ring in which the first token follows the last.
 
     Args:
-        tokens: whole numbers `[N]`.
-        vocab_size: token ids must be below it; None: they are not checked.
-        name: what error messages call the data.
+        tokens: integers `[N]`.
+        vocab_size: size of the vocabulary, by which token ids are checked; None for no check.
+        name: name of the data in error messages.
     """
 
     def __init__(self, tokens: Any, vocab_size: int | None, name: str) -> None:
@@ -136,12 +139,12 @@ class TokenRing:
         check_token_ids(self.tokens, vocab_size, name)
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the data, as JSON-serializable values."""
+        """Return a JSON-serializable description that identifies the data."""
         digest = hashlib.sha256(self.tokens.numpy()).hexdigest()[:32]
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
     def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
-        """Return a reader of one stage's sequences of `length` tokens, from the start or from `state`."""
+        """Return a reader of sequences of `length` tokens for one stage, which starts from `state` if it is given."""
         _check_length(len(self.tokens), length, self.name)
         return _RingReader(self.tokens, length, (seed, stage), state)
 
@@ -180,10 +183,10 @@ class TokenStream:
 
     Args:
         dataset: a `datasets.IterableDataset` whose rows have `text_field`, or `input_ids` and optionally `labels`.
-        tokenizer: required for rows with text.
+        tokenizer: a tokenizer, required for rows with text.
         text_field: the column that holds the text.
-        vocab_size: token ids must be below it; None: they are not checked.
-        name: what error messages call the data.
+        vocab_size: size of the vocabulary, by which token ids are checked; None for no check.
+        name: name of the data in error messages.
         identity: JSON-serializable value that identifies the data.
     """
 
@@ -198,15 +201,15 @@ class TokenStream:
         self.identity = identity
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the data, as JSON-serializable values."""
+        """Return a JSON-serializable description that identifies the data."""
         return {"kind": "stream", "source": self.identity, "field": self.text_field}
 
     def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
-        """Return a reader of one stage's sequences. The stream has its own order, so seed and stage do not matter."""
+        """Return a reader of sequences of `length` tokens. The stream has its own order, so seed and stage are ignored."""
         return _StreamReader(self, length, state)
 
     def tokens(self, rows: Sequence[dict[str, Any]]) -> TokensAndLabels:
-        """Return the ids and labels of some rows, with the end-of-sequence token after each text."""
+        """Return the concatenated ids and labels of rows, with the end-of-sequence token after each text."""
         if "input_ids" in rows[0]:
             ids = [token for row in rows for token in row["input_ids"]]
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
@@ -230,7 +233,7 @@ class TokenStream:
 class _StreamReader(Reader):
     """Reads the sequences of a stream in its order.
 
-    Its state is the position of `datasets` in the stream and the tokens that were read beyond the last batch.
+    The state consists of the position of `datasets` in the stream and the tokens that were read beyond the last batch.
     """
 
     def __init__(self, stream: TokenStream, length: int, state: dict[str, Any] | None) -> None:
@@ -258,27 +261,27 @@ class _StreamReader(Reader):
                     _check_length(len(ids), self.length, self.stream.name)
                 self._go_to(self.epoch + 1, None)
             else:
-                self.place = self.stream.dataset.state_dict()
+                self.position = self.stream.dataset.state_dict()
         self.rest = [ids[needed:], labels[needed:]]
         self.is_first_epoch = False
         return torch.tensor([ids[:needed], labels[:needed]]).view(2, count, self.length).unbind()
 
     def state(self) -> dict[str, Any]:
-        """Return the epoch, the position of `datasets` in it, and the tokens that were read but not taken."""
-        return {"epoch": self.epoch, "place": self.place, "rest": self.rest}
+        """Return the epoch, the position of `datasets` in it, and the tokens that were read but not returned."""
+        return {"epoch": self.epoch, "place": self.position, "rest": self.rest}
 
     handover = state
 
-    def _go_to(self, epoch: int, place: Any) -> None:
+    def _go_to(self, epoch: int, position: Any) -> None:
         self.epoch = epoch
-        self.place = place
+        self.position = position
         self.stream.dataset.set_epoch(epoch)
-        self.stream.dataset.load_state_dict(place)
+        self.stream.dataset.load_state_dict(position)
         self.rows = iter(self.stream.dataset)
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return the file, or the text files in a folder, or else its tables of one kind."""
+    """Return the file itself; or the text files in a folder; or if it has none, its tables of one format."""
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -292,7 +295,8 @@ def _list_files(path: Path) -> list[Path]:
 def check_data_path(data: PathLike, argument: str = "data") -> Path:
     """Return `data` as a path.
 
-    `ValueError` for an empty string, such as that of an unset variable, which would mean the working folder.
+    Raises:
+        ValueError: `data` is empty, as an unset shell variable is, and would mean the working folder.
     """
     if not str(data).strip():
         raise ValueError(f"{argument}: got {str(data)!r}, expected a file, a folder or a dataset.")
@@ -300,7 +304,7 @@ def check_data_path(data: PathLike, argument: str = "data") -> Path:
 
 
 def read_text_file(file: Path, argument: str = "data") -> str:
-    """Return the text of a UTF-8 file. `ValueError` if it is anything else."""
+    """Return the content of a UTF-8 text file. Raise `ValueError` if it is not one."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -312,12 +316,12 @@ def read_text_file(file: Path, argument: str = "data") -> str:
     return text
 
 
-def load_split(name: str, *place: Any, split: str = "train", **options: Any) -> Any:
+def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -> Any:
     """Load a split with `datasets.load_dataset`.
 
     Args:
-        name: id on the Hub, "id" or "id:configuration". If `place` is given, it is only used in error messages.
-        *place: arguments of `load_dataset` for local files.
+        name: id on the Hub, "id" or "id:configuration". With `builder`, it is only used in error messages.
+        *builder: positional arguments of `load_dataset` for local files.
         split: name of the split.
         **options: further arguments of `load_dataset`.
 
@@ -327,16 +331,16 @@ def load_split(name: str, *place: Any, split: str = "train", **options: Any) -> 
     """
     repository, _, configuration = name.partition(":")
     looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
-    if not place and (looks_local or repository.count("/") > 1):
+    if not builder and (looks_local or repository.count("/") > 1):
         raise ValueError(f"data: got {name!r}, which does not exist, expected a file or a folder.")
     with require_extra(f"data: {name!r}", "datasets", "train"):
         import datasets
     with wrap_errors(f"data: got {name!r}, expected a file or folder, or a dataset that can be reached"):
-        return datasets.load_dataset(*(place or (repository, configuration or None)), split=split, **options)
+        return datasets.load_dataset(*(builder or (repository, configuration or None)), split=split, **options)
 
 
 def identify_files(files: Iterable[Path]) -> list[list[Any]]:
-    """Return name, size and a hash of the first megabyte of each file, to recognize the data when training resumes."""
+    """Return name, size and a hash of the first mebibyte of each file, to recognize the data when training resumes."""
     identities = []
     for file in files:
         with file.open("rb") as stream:
@@ -357,20 +361,20 @@ def _encode(tokenizer: Any, texts: list[Any], name: str) -> list[int]:
 
 
 def special_tokens(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids, int64, that a tokenizer puts before a text and behind it; none without a tokenizer."""
-    special = [] if tokenizer is None else tokenizer("")["input_ids"]
-    begins = special[:1] if special and special[0] in (tokenizer.cls_token_id, tokenizer.bos_token_id) else []
-    return torch.tensor(begins).long(), torch.tensor(special[len(begins) :]).long()
+    """Return the ids that a tokenizer adds before and after a text, int64 each; empty without a tokenizer."""
+    ids = [] if tokenizer is None else tokenizer("")["input_ids"]
+    num_before = 1 if ids and ids[0] in (tokenizer.cls_token_id, tokenizer.bos_token_id) else 0
+    return torch.tensor(ids[:num_before]).long(), torch.tensor(ids[num_before:]).long()
 
 
-def with_special_tokens(ids: torch.Tensor, around: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rows `[B, T]` with what `special_tokens` gave before and behind each."""
-    before, after = (part.expand(len(ids), -1) for part in around)
+def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Add special tokens, as `special_tokens` returns them, before and after each row of `ids` `[B, T]`."""
+    before, after = (added.expand(len(ids), -1) for added in added_ids)
     return torch.cat([before, ids, after], 1)
 
 
 def check_token_ids(tokens: Any, vocab_size: int | None, name: str) -> None:
-    """Raise `ValueError` unless all of `tokens` (of torch or NumPy) are at least 0 and below `vocab_size`, if given."""
+    """Raise `ValueError` unless all `tokens` (torch or NumPy) are from 0 to `vocab_size` - 1; None checks nothing."""
     if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         start = f"data: got {name!r} with tokens {tokens.min()} to {tokens.max()}"
         raise ValueError(f"{start}, expected 0 to {vocab_size - 1} as the model knows.")

@@ -2,9 +2,9 @@
 
     mhla_hf.convert(model, tokenizer=tokenizer, text="notes.txt")
     mhla_hf.save_adapter(model, "llama-mhla-adapter")                          # the MHLA modules alone
-    peft_model = mhla_hf.load_adapter(base, "llama-mhla-adapter")              # base: softmax, this or a fine-tune of it
+    peft_model = mhla_hf.load_adapter(base, "llama-mhla-adapter")              # base: the softmax model or a fine-tune
 
-    peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=8))     # with LoRA; train it with anything
+    peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=8))     # with LoRA; use any trainer
     mhla_hf.save_adapter(peft_model, "llama-mhla-adapter")
 
 A loaded adapter is a `PeftModel`, so `set_adapter`, `merge_and_unload` and several adapters side by side work as in PEFT.
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 SETTINGS_FILE = "mhla.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 FILES = (SETTINGS_FILE, "adapter_config.json", WEIGHTS_FILE)
-NO_LORA = "dummy-target-modules"  # PEFT's name for no target modules
-# Entries of a configuration, at least one of which differs between two bases of the same model type.
+NO_LORA = "dummy-target-modules"  # PEFT's placeholder for an adapter without LoRA layers
+# Config entries that tell apart models of one type but different sizes.
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def import_peft(model: Any = None) -> Any:
-    """Import PEFT.
+    """Import and return the `peft` module.
 
     Args:
-        model: a converted model, for which PEFT's default LoRA targets are registered.
+        model: a converted model, for which PEFT's default LoRA targets are registered. None registers nothing.
 
     Raises:
         ImportError: PEFT is not installed.
@@ -79,20 +79,21 @@ def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> No
     Raises:
         TypeError: the model is neither.
     """
-    saved: Any = model
-    is_peft_model = hasattr(saved, "peft_config")
-    base = getattr(saved, "base_model", None) if is_peft_model else saved
+    untyped_model: Any = model
+    is_peft_model = hasattr(model, "peft_config")
+    base = getattr(model, "base_model", None) if is_peft_model else model
     config: Any = getattr(base, "config", None)
     if getattr(config, "mhla", None) is None:
         raise TypeError(f"model: got {type(model).__name__}, expected a converted model or a PeftModel of one.")
     if is_peft_model:
-        saved.save_pretrained(folder)
+        untyped_model.save_pretrained(folder)
     else:
-        lora: Any = adapter_config(saved, target_modules=NO_LORA, base_model_name_or_path=config.name_or_path or None)
+        name_or_path = config.name_or_path or None
+        lora: Any = adapter_config(model, target_modules=NO_LORA, base_model_name_or_path=name_or_path)
         lora.inference_mode = True
         lora.save_pretrained(folder)
         weights = {
-            f"base_model.model.{name}": x.contiguous() for name, x in saved.state_dict().items() if ".mhla." in name
+            f"base_model.model.{name}": x.contiguous() for name, x in model.state_dict().items() if ".mhla." in name
         }
         save_file(weights, Path(folder, WEIGHTS_FILE), {"format": "pt"})
     record = {
@@ -118,17 +119,17 @@ def load_adapter(
     Args:
         model: a softmax language model, which is converted in place; a model that was converted with the same settings; or a
             `PeftModel` of one, which gets one more adapter.
-        source: folder or Hub id of what `save_adapter` wrote.
+        source: folder or Hub id of an adapter that `save_adapter` wrote.
         adapter_name: name of the adapter in PEFT.
         revision: branch, tag or commit on the Hub.
-        is_trainable: whether the adapter's weights will be trained.
+        is_trainable: whether the adapter's weights require gradients.
 
     Returns:
-        the `PeftModel`, in eval mode unless it is trainable.
+        The `PeftModel`, in eval mode unless `is_trainable`.
 
     Raises:
-        ValueError: the adapter is not an MHLA adapter or belongs to another base, or its name is taken. The model is
-            unchanged then.
+        ValueError: the adapter is not an MHLA adapter or belongs to another base, or its name is taken. In these cases
+            the model is unchanged.
         TypeError: the model is not a language model of transformers.
         ImportError: PEFT is not installed.
     """
@@ -161,7 +162,7 @@ def load_adapter(
 
 
 def _fetch_adapter(source: str | Path, revision: str | None) -> Path:
-    """Return the folder of an adapter, downloaded from the Hub if it is not local. `ValueError` if a file is missing."""
+    """Return the folder of an adapter, downloading it if it is on the Hub. Raise `ValueError` if a file is missing."""
     folder = Path(source)
     if not folder.is_dir():
         with wrap_errors(f"source: got {str(source)!r}, expected a folder or an adapter on the Hub"):
@@ -175,7 +176,7 @@ def _fetch_adapter(source: str | Path, revision: str | None) -> Path:
 
 
 def _check_base(config: Any, record: dict[str, Any], source: str | Path) -> None:
-    """Raise `ValueError` unless the configuration is that of the adapter's base, converted or not."""
+    """Raise `ValueError` unless a model's configuration matches the base of the adapter, converted or not."""
     model_type = getattr(config, "base_model_type", config.model_type)
     if model_type != record["base_model_type"]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Estimates of the memory and FLOPs of a recipe's stages, from the sizes of a model, without its weights."""
+"""Estimate the memory and FLOPs of a recipe's stages from the sizes of a model, without its weights."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ FP32_BYTES = 4
 
 
 def active_parameters(model: Any) -> int:
-    """Return the number of parameters that are active for a token, which is routed to some of the experts only.
+    """Return the number of parameters that each token uses: all of them, or in a mixture of experts, those it is routed to.
 
     Args:
-        model: of transformers, may be on the meta device.
+        model: a transformers model, which may be on the meta device.
     """
     config = model.config
     experts_per_token = getattr(config, "num_experts_per_tok", None)
@@ -35,19 +35,22 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
 
     Args:
         student: the converted language model, on the meta device. Its `requires_grad` flags are changed.
-        recipe: its stages have `seq_len`.
+        recipe: a recipe whose stages have `seq_len`.
         parameters: number of parameters of the softmax original.
-        active: those that one token uses, from `active_parameters`.
+        active: number of these that one token uses, as `active_parameters` returns it.
         tflops: speed of the machine in TFLOP/s, or None.
 
     Returns:
-        `stages`, with `name`, `tokens`, `trained` (parameters), `memory` (bytes by purpose) and `flops` each; the largest
-        `memory` of a stage in bytes; `flops` of all stages, without attention's own products; `tflops`; and `hours`, None
-        without `tflops`.
+        A dict with
+            - "stages": a list of dicts with "name", "tokens", "trained" (number of parameters), "memory" (bytes by
+              purpose) and "flops";
+            - "memory": the largest total memory of a stage, in bytes;
+            - "flops": the FLOPs of all stages, without the products of attention with its keys and values;
+            - "tflops": as given;
+            - "hours": the estimated time, or None without `tflops`.
     """
-    element_size = (
-        2 if recipe.run.get("mixed_precision") == "bf16" else FP32_BYTES
-    )  # in matrix products, and the teacher's
+    # Bytes per number in matrix products and in the teacher's weights.
+    element_size = 2 if recipe.run.get("mixed_precision") == "bf16" else FP32_BYTES
     checkpointed = recipe.run.get("gradient_checkpointing", False)
     converted = [module for module in student.modules() if hasattr(module, "mhla")]
     attention_parameters = sum(x.numel() for module in converted for x in module.parameters())
@@ -82,13 +85,13 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
 
 
 def activation_bytes(student: Any, stage: Any, element_size: int, checkpointed: bool) -> int:
-    """Return the bytes of activations that the student's layers keep for the backward pass of one part of a batch.
+    """Return the bytes of activations that the student's layers keep for the backward pass of one micro-batch.
 
     The estimate is for PyTorch's own operators, not for MHLA's Triton kernels.
 
     Args:
         student: the converted model.
-        stage: decides loss, batch and sequence length.
+        stage: its loss, batch size, accumulation and sequence length are used.
         element_size: bytes per number in matrix products.
         checkpointed: whether gradient checkpointing is on.
     """
@@ -113,18 +116,18 @@ def activation_bytes(student: Any, stage: Any, element_size: int, checkpointed: 
 
 
 def mhla_activation_bytes(core: Any) -> int:
-    """Return the bytes per token that one MHLA core keeps for the backward pass, in fp32, besides its q, k and v."""
+    """Return the bytes per token that an MHLA core keeps for the backward pass, in fp32, in addition to q, k and v."""
     heads = core.num_heads
     kv_heads = core.num_kv_heads
     features = core.k_map.num_features
     value_dim = core.value_dim
     decays, block_size = core.settings.num_decays, core.settings.block_size
-    kept = (2 + decays) * heads * features + 2 * kv_heads * features + (3 * heads + kv_heads) * value_dim
-    kept += 4.5 * decays * kv_heads * features * (value_dim + 1) / block_size  # states at the ends of blocks
+    numbers = (2 + decays) * heads * features + 2 * kv_heads * features + (3 * heads + kv_heads) * value_dim
+    numbers += 4.5 * decays * kv_heads * features * (value_dim + 1) / block_size  # states at the ends of blocks
     if hasattr(core, "form"):  # scores within the window and their mask, and its keys and values
         scores = window_scores(core)
-        kept += 1.25 * scores + scores * 2 * kv_heads * value_dim / block_size / heads
-    return round(FP32_BYTES * kept)
+        numbers += 1.25 * scores + scores * 2 * kv_heads * value_dim / block_size / heads
+    return round(FP32_BYTES * numbers)
 
 
 def window_scores(core: Any) -> int:
@@ -136,8 +139,8 @@ def window_scores(core: Any) -> int:
 def logit_bytes(student: Any, stage: Any, element_size: int) -> int:
     """Return the peak bytes of logits and of the tensors that the loss computes from them.
 
-    With a linear output head, only the logits of one chunk exist at a time, in fp32 (see `output_head`), else those of one
-    part of a batch. The loss "transfer" has none.
+    With a linear output head, only the logits of one chunk exist at a time, in fp32 (see `output_head`); otherwise those
+    of a whole micro-batch do. The loss "transfer" computes no logits.
     """
     if stage.loss == "transfer":
         return 0

@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-PIXELS_PER_LATENT = 8  # of the VAE of PixArt, whose size conditions are in pixels
+PIXELS_PER_LATENT = 8  # for PixArt, which is conditioned on the size of the image in pixels
 
 Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, `[B, ...]` each
 
 
 def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Return a transformer's prediction, which is velocity, noise or clean sample, depending on its training.
+    """Return what a diffusion transformer was trained to predict: the velocity, the noise or the clean sample.
 
     Args:
-        transformer: of diffusers.
-        noisy: `[B, C, (F,) h, w]`, noisy latents.
-        times: `[B]`, on the scheduler's scale (0 to 1,000).
-        conditions: keyword arguments of the transformer, those of `Family.conditions`.
+        transformer: a diffusers transformer.
+        noisy: noisy latents `[B, C, (F,) h, w]`.
+        times: timesteps `[B]`, on the scheduler's scale (0 to 1,000).
+        conditions: keyword arguments of the transformer, as listed in `Family.conditions`.
 
     Returns:
-        the shape of `noisy`, fp32; a learned variance (of DiT and PixArt) is left out.
+        The prediction, fp32, in the shape of `noisy`. The variance that DiT and PixArt also predict is dropped.
     """
     dtype = transformer.dtype
     arguments: dict[str, Any] = {
@@ -34,7 +34,7 @@ def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditio
     }
     if scale := transformer.config.get("timestep_scale"):
         times = times * scale
-    if getattr(transformer, "use_additional_conditions", False):  # of PixArt, about the size of the image
+    if getattr(transformer, "use_additional_conditions", False):  # PixArt's size of the image
         height, width = (side * PIXELS_PER_LATENT for side in noisy.shape[-2:])
         ones = torch.ones(len(noisy), 1, device=noisy.device, dtype=dtype)
         arguments["added_cond_kwargs"] = {
@@ -53,10 +53,10 @@ class NoiseProcess:
     scheduler's `prediction_type`.
 
     Args:
-        scheduler: of diffusers.
+        scheduler: a diffusers scheduler.
 
     Raises:
-        ValueError: the scheduler is of neither kind.
+        ValueError: the scheduler is for neither flow matching nor DDPM.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -78,16 +78,16 @@ class NoiseProcess:
 
     @property
     def is_flow(self) -> bool:
-        """Whether this is flow matching; otherwise it is DDPM."""
+        """Whether the process is that of flow matching rather than DDPM."""
         return self.prediction == "flow_prediction"
 
     def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
         """Draw a random time on the scheduler's scale.
 
         Args:
-            generator: of random numbers.
+            generator: random number generator.
             distribution: "logit-normal" or "uniform".
-            shift: shift towards noise, for flow matching only; None: the scheduler's.
+            shift: shift toward noise, for flow matching only; None means the scheduler's.
         """
         if distribution == "logit-normal":
             fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
@@ -99,15 +99,15 @@ class NoiseProcess:
         return self.num_times * shift * fraction / (1 + (shift - 1) * fraction)
 
     def mix(self, clean: torch.Tensor, noise: torch.Tensor, time: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add noise to clean latents, and return them with the target of the transformer's prediction.
+        """Add noise to clean latents.
 
         Args:
-            clean: latents.
-            noise: the same shape.
-            time: on the scheduler's scale.
+            clean: clean latents.
+            noise: Gaussian noise of the same shape.
+            time: time on the scheduler's scale.
 
         Returns:
-            two tensors of the same shape.
+            The noisy latents and the target of the transformer's prediction, both in the shape of `clean`.
         """
         if self.is_flow:
             sigma = time / self.num_times
@@ -129,18 +129,18 @@ def trajectory(
     """Sample clean latents from noise, as the pipeline does.
 
     Args:
-        transformer: of diffusers.
-        scheduler: of diffusers; a copy of it is used.
+        transformer: a diffusers transformer.
+        scheduler: a diffusers scheduler, which is copied.
         noise: `[B, C, (F,) h, w]`, fp32.
         conditions: keyword arguments of the transformer, `[B, ...]` each.
-        unconditional: the same without text or class, for guidance; not used if `guidance` is 1.
+        unconditional: the conditions without text or class, for guidance; not used if `guidance` is 1.
         steps: number of sampling steps.
-        guidance: scale of classifier-free guidance; 1: none.
-        generators: one per row, for schedulers that add noise.
-        on_step: called with the transformer's input and the time before every step.
+        guidance: scale of classifier-free guidance; 1 turns it off.
+        generators: one random generator per row, for schedulers that add noise.
+        on_step: called before every step as `on_step(model_input, time)`.
 
     Returns:
-        latents, the shape of `noise`, fp32.
+        Clean latents, fp32, in the shape of `noise`.
     """
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device=noise.device)

@@ -1,9 +1,9 @@
-"""distill(): the one training loop, on Accelerate, for every kind of model.
+"""`distill`: one training loop, built on Accelerate, for every kind of model.
 
 A run that is killed at any moment resumes bit for bit: the order of the data is a function of (seed, stage, step), the
 learning rate is a function of the step, and everything else (weights, optimizer moments, random generators, sums that are
-not logged yet, the position in a stream) is in a state that is written to a temporary folder and then renamed. The loop
-waits for the device only when it logs or saves.
+not logged yet, the position in a stream) is saved in a state folder, which is written under a temporary name and then
+renamed. The loop waits for the device only when it logs or saves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,22 +34,22 @@ def distill(
 ) -> Student:  # fmt: skip
     """Train a model, by distillation from a teacher or on data alone, and save it to `out`.
 
-    If a run was interrupted, the same call resumes it. If it had finished, the same call loads the result.
+    Calling it again with the same arguments resumes an interrupted run, or loads the result of a finished one.
 
     Args:
         student: a causal language model, text encoder or image model of transformers, or a transformer or pipeline of
             diffusers. It is trained in place, in float32. A pipeline is saved whole.
         teacher: the softmax original, with the same layer names and vocabulary, in any dtype; never changed. Required by
             losses that compare with it. For diffusion, student or teacher has to be a pipeline, for its scheduler.
-        out: folder to create. During the run its state is in `<out>.state`.
+        out: folder to create. Until the run is finished, its state is in `<out>.state`.
         data: text (see `mhla_hf.data.open_text`), labeled images (see `open_images`) or latents (see `open_latents`); None:
             the recipe's. A diffusion model without latents is trained on trajectories that the teacher samples, for prompts
             (a list, or a .txt file with one per line) or, given None, for random classes.
-        stages: list of stages or of mappings of their fields.
+        stages: list of stages, or of dicts with their fields.
         recipe: name of a recipe, path of a YAML file, or `Recipe`; pass either this or `stages`.
-        seed: from 0 to 2**32 - 1. Decides the order of the data and every other random choice.
-        mixed_precision: "no" (default) or "bf16", which is float32 weights and bfloat16 arithmetic.
-        save_dtype: dtype of the saved weights, "float32", "bfloat16" or "float16" (or torch's); None: as `student` came in.
+        seed: random seed from 0 to 2**32 - 1, which determines the order of the data and every other random choice.
+        mixed_precision: "no" (default) or "bf16" (float32 weights and bfloat16 arithmetic).
+        save_dtype: dtype of the saved weights, "float32", "bfloat16" or "float16" (or torch's); None: the student's.
             Mixing matrices are always float32.
         gradient_checkpointing: whether to recompute the student's layers in the backward pass (default False).
         save_every: optimizer steps between states (default 100). States are also saved at the end of a stage and on Ctrl-C.
@@ -57,20 +57,21 @@ def distill(
         tracker: "tensorboard" (written to `runs/`) or another one that Accelerate knows; None or "": none.
         progress: whether to show progress on stderr: bars on a terminal, else a line every `log_every` steps.
         command: shell command that repeats the run, for the record.
-        **options: options of the task. Language models and encoders: `tokenizer` (saved with the model) and `text_field`.
-            Encoders: `files` (saved with the model, see `checkpoints.save.read_sentence_files`). Image models: `processor`
-            (saved with the model) and `test` (images on which the accuracy is logged).
+        **options: options for the kind of model. Language models and encoders: `tokenizer` (saved with the model) and
+            `text_field`. Encoders: `files` (saved with the model, see `checkpoints.save.read_sentence_files`). Image
+            models: `processor` (saved with the model) and `test` (images on which the accuracy is logged).
 
     Returns:
-        `student`, trained, in the dtype in which it was saved. If `accelerate launch` shards the run by FSDP2, only the main
-        process has its weights. `out/train.json` records stages, tokens, seconds, losses, versions, hardware and seed.
+        The trained `student`, in the dtype in which it was saved. If `accelerate launch` shards the run with FSDP2, only
+        the main process has its weights. `out/train.json` records stages, tokens, seconds, losses, versions, hardware and
+        seed.
 
     Raises:
         ValueError, TypeError, ImportError: an argument is not valid; raised before anything is written.
         OSError: a file cannot be written.
         KeyboardInterrupt: on Ctrl-C, after the current step is done and the state is saved.
 
-        After any error the student is as the last step left it.
+    If an error is raised during training, the student keeps the weights of the last step.
     """
     run_arguments = {
         "mixed_precision": mixed_precision,
@@ -89,7 +90,7 @@ def distill(
 def _resolve(
     task: Task, stages: Any, recipe: Any, data: Any, seed: Any, run_arguments: Mapping[str, Any]
 ) -> tuple[tuple[CommonStage, ...], Any, Options]:
-    """Return checked stages, data and options: from the arguments, else from the recipe, else the defaults."""
+    """Return the checked stages, data and options; arguments override the recipe, which overrides the defaults."""
     if (stages is None) == (recipe is None):
         passed = "None and no recipe" if recipe is None else "stages and a recipe"
         raise ValueError(f"stages: got {passed}, expected one of the two.")
@@ -113,10 +114,10 @@ def _train(
     task: Task, stages: Sequence[CommonStage], data: Any, options: Options, seed: int, folder: RunFolder, progress: bool,
     command: str | None,
 ) -> Any:  # fmt: skip
-    """Create an Accelerator and run the training with it. Accelerate's global state is reset at the end."""
+    """Create an `Accelerator` and train with it. Reset Accelerate's global state at the end."""
     with require_extra("distill", "accelerate", "train"):
         import accelerate
-    trackers = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
+    trackers = [str(tracker.value) for tracker in accelerate.tracking.get_available_trackers()]
     if options.tracker and options.tracker not in trackers:
         raise ValueError(f"tracker: got {options.tracker!r}, expected one that is installed, such as {trackers}.")
     is_first_accelerator = not accelerate.state.PartialState._shared_state
@@ -134,12 +135,12 @@ def _train(
     finally:
         accelerator.free_memory()
         if is_first_accelerator:
-            alone = accelerator.num_processes == 1
-            accelerate.state.AcceleratorState._reset_state(reset_partial_state=alone)
+            is_single_process = accelerator.num_processes == 1
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=is_single_process)
 
 
 def _check_launch(accelerator: Any, stages: Sequence[CommonStage]) -> None:
-    """Check that the launcher set a supported precision, and that the processes can split every batch evenly."""
+    """Raise `ValueError` for an unsupported precision, or a batch that the processes cannot split evenly."""
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"mixed_precision: got {accelerator.mixed_precision!r} from the launcher, expected 'no' or 'bf16'."

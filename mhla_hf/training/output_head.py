@@ -1,4 +1,4 @@
-"""The output head of a causal language model, apart from its body, so that a loss never needs all logits of a batch.
+"""Separate the output head of a causal language model from its body, so that a loss never needs all logits of a batch.
 
 The logits of a batch are often the largest tensor of a training step. Where the head is a linear layer, the loss and its
 gradients are computed here chunk by chunk from the hidden states, and only the logits of one chunk exist at a time.
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 NUM_PROBE_TOKENS = 4
-PROBE_RANGE = 100.0  # the made-up logits reach this far to both sides, so that a soft cap shows
+PROBE_RANGE = 100.0  # probe logits go from -100 to 100, so that a soft cap changes them
 CPU_CHUNK = 1 << 22  # logits per chunk
 GPU_CHUNK = 1 << 25
 
@@ -41,17 +41,17 @@ class OutputHead(NamedTuple):
 
 @torch.no_grad()
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
-    """Return the output head of a model, if it can be separated from the body.
+    """Return the output head of a model if it can be separated from the body.
 
-    This is tested and not assumed: the model runs on a few tokens with made-up logits in place of the output of its linear
-    layer, and has to return what `OutputHead.transform` makes of them. Random generators are left as they were.
+    To verify that it can, the model runs on a few tokens with probe logits in place of the output of its linear layer, and
+    has to return what `OutputHead.transform` makes of them. Random generators are left as they were.
 
     Args:
-        model: a causal language model of transformers.
-        ids: int64 `[B, L]`, any tokens; a few of them are used.
+        model: a transformers causal language model.
+        ids: token ids, int64 `[B, L]`, of which a few are used.
 
     Returns:
-        the head, or the reason in a few words why there is none.
+        The head, or a string with the reason why it cannot be separated.
     """
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
@@ -83,12 +83,12 @@ def run_body(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torc
     """Run a model without its output head.
 
     Args:
-        model: a causal language model of transformers.
-        head: what `find_head` returned for it.
-        ids: int64 `[B, L]`.
+        model: a transformers causal language model.
+        head: its output head, as `find_head` returned it.
+        ids: token ids, int64 `[B, L]`.
 
     Returns:
-        the model's output, whose logits have no meaning, and the hidden states `[B, L, width]` that the head would read.
+        The model's output, whose logits are meaningless, and the inputs of the head, hidden states `[B, L, width]`.
     """
     inputs: list[torch.Tensor] = []
 
@@ -103,7 +103,7 @@ def run_body(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torc
 
 @contextlib.contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Replace the `forward` of `module` within the context."""
+    """Context manager that replaces the `forward` of `module`."""
     instance: Any = module
     previous = vars(module).get("forward")  # Accelerate sets one on the instance
     instance.forward = forward
@@ -116,7 +116,7 @@ def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch
 
 
 class _SumInChunks(torch.autograd.Function):
-    """Sums a loss over tokens, chunk by chunk.
+    """Sum a loss over tokens, chunk by chunk.
 
     The forward pass also computes the gradients, so that the logits of a chunk can be freed before the next one.
     """
@@ -124,9 +124,9 @@ class _SumInChunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
-        loss: ChunkLoss, others: Sequence[torch.Tensor], grad_enabled: bool,
+        loss: ChunkLoss, token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute the sums, see `sum_in_chunks`. `weight` and `bias` are the head's, passed so that autograd sees them."""
+        """Compute the sums of `sum_in_chunks`. `weight` and `bias` are the head's, passed so that autograd sees them."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
         need_hidden, need_weight, need_bias = (needs and grad_enabled for needs in ctx.needs_input_grad[:3])
@@ -140,7 +140,7 @@ class _SumInChunks(torch.autograd.Function):
             raw = (hidden[chunk] if head is None else head.layer(hidden[chunk])).detach().requires_grad_(need_any)
             with torch.enable_grad():
                 logits = raw if head is None else head.transform(raw)
-                chunk_sums = loss(logits, *(x[chunk] for x in others))
+                chunk_sums = loss(logits, *(x[chunk] for x in token_tensors))
                 differentiable = chunk_sums[0]
             sums = sums + chunk_sums.detach()
             if not need_any:
@@ -164,19 +164,19 @@ class _SumInChunks(torch.autograd.Function):
 
 
 def sum_in_chunks(
-    hidden: torch.Tensor, head: OutputHead | None, loss: ChunkLoss, others: Sequence[torch.Tensor] = ()
+    hidden: torch.Tensor, head: OutputHead | None, loss: ChunkLoss, token_tensors: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """Sum a loss over tokens, without ever holding the logits of all tokens.
+    """Sum a loss over tokens without ever holding the logits of all tokens.
 
     Args:
-        hidden: `[N, width]`, the hidden states that `head` reads; without a head, the logits `[N, vocab]`.
+        hidden: inputs of the head, hidden states `[N, width]`; without a head, the logits `[N, vocab]`.
         head: the output head, or None.
-        loss: called as `loss(logits, *rows)` with the logits of a chunk and the same rows of `others`; returns sums over
-            the chunk's tokens, `[S]`.
-        others: tensors `[N, ...]`.
+        loss: called as `loss(logits, *rows)` with the logits of a chunk and the same rows of `token_tensors`; returns one
+            or several sums over the chunk's tokens, `[S]`.
+        token_tensors: further inputs of the loss, `[N, ...]` each.
 
     Returns:
-        `[S]`, the sums over all tokens. Only the first of them has a gradient, with respect to hidden states and head.
+        The sums over all tokens, `[S]`. Only the first has a gradient, with respect to the hidden states and the head.
     """
     weight, bias = (None, None) if head is None else (head.layer.weight, head.layer.bias)
-    return _SumInChunks.apply(hidden, weight, bias, head, loss, others, torch.is_grad_enabled())
+    return _SumInChunks.apply(hidden, weight, bias, head, loss, token_tensors, torch.is_grad_enabled())

@@ -1,4 +1,4 @@
-"""Stages and recipes: what a training run does, as dataclasses that check their values and refuse unknown keys."""
+"""Stages and recipes of training runs: dataclasses that validate their values and reject unknown keys."""
 
 import copy
 import dataclasses
@@ -16,29 +16,29 @@ RECIPE_FOLDER = Path(__file__).parent / "recipes"
 
 @checked
 class CommonStage:
-    """The fields that stages of all tasks share: a loss, the parameters that it trains, and how.
+    """Base class of a training stage: a loss, the parameters that it trains, and the optimizer's settings.
 
     Args:
         name: identifies the stage in logs and records; unique within a run.
-        loss: one of the losses of the task, see the subclass.
+        loss: one of the losses that the subclass lists.
         steps: number of optimizer steps.
         lr: peak learning rate.
         batch_size: samples per optimizer step, over all processes and accumulation steps.
-        grad_accum: number of equal parts in which each process computes its share of the batch, one after another. Changes
-            the memory, not the result.
-        trainable: "mhla" (only what the conversion added), "attention" (the converted attention modules with their
-            projections) or "all".
-        lr_mhla: peak learning rate of the parameters under `.mhla.`; None: `lr`.
-        warmup: steps of linear warmup.
-        schedule: of the learning rate after the warmup: "cosine", "linear" or "constant".
+        grad_accum: number of equal micro-batches into which each process splits its share of the batch. Changes the
+            memory, not the result.
+        trainable: "mhla" (only the modules that the conversion added), "attention" (the converted attention modules with
+            their projections) or "all".
+        lr_mhla: peak learning rate of the parameters under `.mhla.`; None means `lr`.
+        warmup: number of steps of linear warmup.
+        schedule: learning-rate schedule after the warmup: "cosine", "linear" or "constant".
         lr_end: final learning rate, as a fraction of `lr`. Not used by the constant schedule.
-        weight_decay: of AdamW; applies to matrices outside of `.mhla.` only.
-        beta1: of AdamW.
-        beta2: of AdamW.
-        eps: of AdamW.
-        max_grad_norm: norm to which gradients are clipped; 0: no clipping.
-        ema: decay of an exponential moving average of the weights, with which the stage ends; 0: no average. At step n the
-            decay is at most (1 + n) / (10 + n), so that early weights are forgotten.
+        weight_decay: AdamW's weight decay, applied only to matrices outside of `.mhla.`.
+        beta1: AdamW's beta1.
+        beta2: AdamW's beta2.
+        eps: AdamW's epsilon.
+        max_grad_norm: norm to which gradients are clipped; 0 disables clipping.
+        ema: decay of an exponential moving average of the weights, which replaces them at the end of the stage; 0 disables
+            it. At step n the decay is at most (1 + n) / (10 + n), so that early weights are forgotten.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ()  # losses that need no teacher
@@ -62,7 +62,7 @@ class CommonStage:
     ema: Number = values.fraction_below_one(0.0)
 
     def validate_trainable(self) -> None:
-        """Refuse trainable="all" with the loss "transfer", which only depends on attention."""
+        """Reject trainable="all" with the loss "transfer", which depends on attention only."""
         if self.loss == "transfer" and self.trainable not in ("mhla", "attention"):
             raise ValueError(f"trainable: got {self.trainable!r} with loss 'transfer', expected 'mhla' or 'attention'.")
 
@@ -72,33 +72,33 @@ class CommonStage:
         return self.loss not in self.WITHOUT_TEACHER
 
     def lr_factor(self, step: int) -> float:
-        """Return the factor of the peak learning rates at `step` (0-based). It depends on the step alone."""
+        """Return the factor by which the peak learning rates are multiplied at `step` (0-based)."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.schedule == "constant":
             return 1.0
         progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        falling = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
-        return self.lr_end + (1 - self.lr_end) * falling
+        decay = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
+        return self.lr_end + (1 - self.lr_end) * decay
 
 
 @checked
 class Stage(CommonStage):
-    """A stage that trains a language model. All other fields are those of `CommonStage`.
+    """A stage that trains a language model; see also the fields of `CommonStage`.
 
     Args:
         loss: one of
             - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
               from the teacher's hidden states;
             - "logits": KL divergence from the teacher's next-token distribution, plus `ce_weight` times cross-entropy;
-            - "stored": as "logits", with the teacher's most likely tokens that `mhla-hf teach` wrote, and no teacher;
+            - "stored": the same from the teacher's most likely tokens, stored by `mhla-hf teach`, without the teacher;
             - "lm": cross-entropy.
         seq_len: tokens per sequence.
         ce_weight: weight of the cross-entropy in "logits" and "stored".
-        temperature: of both distributions in the KL divergence, which is multiplied by its square. It has to be 1 with
-            `top_k` or "stored".
+        temperature: softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
+            Must be 1 with `top_k` or "stored".
         top_k: compute the KL divergence over this many of the teacher's most likely tokens and the sum of all others, which
-            takes less memory; 0: over the whole vocabulary.
+            takes less memory; 0 means over the whole vocabulary.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("lm", "stored")
@@ -110,7 +110,7 @@ class Stage(CommonStage):
     top_k: int = values.at_least(0, 0)
 
     def validate_top_k(self) -> None:
-        """Refuse a temperature if only the probabilities of the most likely tokens are known."""
+        """Reject a temperature other than 1 if only the probabilities of the most likely tokens are known."""
         if (self.top_k or self.loss == "stored") and self.temperature != 1:
             raise ValueError(
                 f"temperature: got {self.temperature} with a KL divergence over the most likely tokens, expected 1."
@@ -119,7 +119,7 @@ class Stage(CommonStage):
 
 @checked
 class DiffusionStage(CommonStage):
-    """A stage that trains a diffusion transformer. All other fields are those of `CommonStage`.
+    """A stage that trains a diffusion transformer; see also the fields of `CommonStage`.
 
     Args:
         loss: one of
@@ -128,14 +128,14 @@ class DiffusionStage(CommonStage):
             - "prediction": squared error against the teacher's prediction (velocity, noise or clean sample), plus
               `data_weight` times the loss "denoising";
             - "denoising": the usual flow-matching or DDPM loss on data.
-        trainable: also "lora": what the conversion added, and LoRA of rank `lora_rank` on the projections of the converted
-            attention modules, which is merged into their weights at the end of the stage.
+        trainable: as in `CommonStage`, or "lora": the modules that the conversion added, and LoRA of rank `lora_rank` on
+            the projections of the converted attention modules, merged into their weights at the end of the stage.
         data_weight: weight of the denoising loss in "prediction".
         lora_rank: rank of LoRA.
-        size: size in pixels, [rows, columns] or [frames, rows, columns]; None: the data's size, or the model's own.
-        timesteps: distribution of the times, "logit-normal" or "uniform"; None: logit-normal for flow matching, uniform for
-            DDPM.
-        shift: shift of the times towards noise in flow matching; None: that of the scheduler.
+        size: size in pixels, [rows, columns] or [frames, rows, columns]; None means the data's size, or the model's own.
+        timesteps: distribution from which training draws timesteps, "logit-normal" or "uniform"; None means logit-normal
+            for flow matching and uniform for DDPM.
+        shift: timestep shift toward noise in flow matching; None means the scheduler's.
         drop_condition: fraction of samples that are trained without their text or class, for classifier-free guidance.
         sampling_steps: steps of the teacher's trajectories, on which the student is trained when there is no data.
         guidance: scale of the classifier-free guidance of these trajectories.
@@ -164,7 +164,7 @@ class DiffusionStage(CommonStage):
 
 @checked
 class ImageStage(CommonStage):
-    """A stage that trains an image classifier or a vision tower. All other fields are those of `CommonStage`.
+    """A stage that trains an image classifier or a vision tower; see also the fields of `CommonStage`.
 
     Args:
         loss: one of
@@ -174,14 +174,14 @@ class ImageStage(CommonStage):
             - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
               from the teacher's hidden states.
         ce_weight: weight of the cross-entropy in "logits".
-        temperature: of both distributions in the KL divergence, which is multiplied by its square.
+        temperature: softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
         smoothing: label smoothing, from 0 to 1.
-        crop: smallest fraction of an image's area that a random crop keeps; 1: no cropping.
-        flip: fraction of images that are mirrored.
+        crop: smallest fraction of an image's area that a random crop keeps; 1 disables cropping.
+        flip: fraction of images that are flipped horizontally.
         shift: largest distance in pixels by which images are moved, wrapping around at the edges.
         erase: fraction of images in which a random box is replaced by noise.
-        mixup: parameter a of the distribution Beta(a, a) of mixing weights; 0: no mixup.
-        cutmix: likewise for CutMix. With both, each batch uses one of them at random.
+        mixup: parameter a of the distribution Beta(a, a) of mixup's weights; 0 disables mixup.
+        cutmix: the same parameter of CutMix; 0 disables it. With both, each batch uses one of them at random.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("labels",)
@@ -206,14 +206,14 @@ class ImageStage(CommonStage):
 
 @checked
 class EncoderStage(CommonStage):
-    """A stage that trains a text encoder. All other fields are those of `CommonStage`.
+    """A stage that trains a text encoder; see also the fields of `CommonStage`.
 
     Args:
         loss: one of
             - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
               from the teacher's hidden states;
-            - "embeddings": cosine distance from the teacher's last hidden states: the sum of those of the tokens (averaged),
-              of the first token, and of the mean over tokens.
+            - "embeddings": sum of three cosine distances from the teacher's last hidden states: that of the tokens,
+              averaged; that of the first token; and that of the mean over tokens.
         seq_len: tokens per sequence, including special tokens.
     """
 
@@ -223,7 +223,7 @@ class EncoderStage(CommonStage):
 
 @checked
 class Options:
-    """How a run is executed: the arguments of `distill` that a recipe can set under `run`. They are described there."""
+    """The arguments of `distill` that a recipe can set under `run`; see `distill`."""
 
     mixed_precision: Literal["no", "bf16"] | None = None
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -246,12 +246,12 @@ class Recipe:
     """Everything that a training run is made of, as read from a YAML file.
 
     Args:
-        stages: stages or mappings of their fields, in the order in which they run.
+        stages: stages, or dicts with their fields, in the order in which they run.
         task: kind of model, a key of `STAGE_TYPES`.
         about: one or two sentences about the recipe.
         base: folder or Hub id of the softmax model that is converted.
-        tokenizer: folder or Hub id of the tokenizer; None: that of `base`.
-        data: what to train on, as `distill` takes it.
+        tokenizer: folder or Hub id of the tokenizer; None means that of `base`.
+        data: training data in any form that `distill` accepts.
         settings: arguments of `convert`; or, to train from scratch, `preset` and arguments of `MHLAConfig`.
         run: fields of `Options`.
     """
@@ -271,16 +271,16 @@ class Recipe:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the recipes that come with this package."""
+    """Return the names of the package's training recipes."""
     return sorted(path.stem for path in RECIPE_FOLDER.glob("*.yaml"))
 
 
 def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """Read a recipe, by its name or from a YAML file.
+    """Read one of the package's recipes, or a YAML file.
 
     Args:
         name: one of `recipe_names()`, or the path of a YAML file. A `Recipe` is returned as it is.
-        changes: values that replace those of the recipe. Keys are "STAGE.FIELD", "*.FIELD" (in every stage),
+        changes: values that override those of the recipe. Keys are "STAGE.FIELD", "*.FIELD" (in every stage),
             "settings.FIELD", "run.FIELD", or the name of a field of `Recipe`.
 
     Raises:
@@ -298,7 +298,7 @@ def apply_changes(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[s
     """Return a copy of a recipe's YAML content with some values replaced.
 
     Args:
-        content: the recipe as read from YAML, not yet checked.
+        content: the recipe as read from YAML, before validation.
         changes: as for `read_recipe`.
 
     Raises:
@@ -329,8 +329,8 @@ def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[Com
     """Create and check the stages of a run.
 
     Args:
-        stages: a list of stages, or of mappings of their fields.
-        stage_type: the type of all stages.
+        stages: a list of stages, or of dicts with their fields.
+        stage_type: the class of all stages.
 
     Raises:
         ValueError: there is no stage, a field is unknown or not valid, or names are missing or not unique.

@@ -1,4 +1,4 @@
-"""One training run: stages, steps, states, history and record, from its folder to its result."""
+"""One training run: its stages, optimizer steps, saved states, history and record."""
 
 import dataclasses
 import logging
@@ -35,21 +35,32 @@ from .trainable import (
 )
 
 logger = logging.getLogger("mhla_hf")
-Sums = dict[str, torch.Tensor]  # what is logged, by name: scalars on the device, summed since the last entry
+Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the device, summed since the last log entry
 
 
 class Run:
-    """One call of `distill`, from its folder to its record.
+    """One training run, as `distill` starts it.
+
+    Args:
+        accelerator: Accelerate's `Accelerator`.
+        task: the task, with student and teacher.
+        source: the opened training data.
+        stages: the checked stages.
+        options: the options of the run.
+        seed: random seed.
+        folder: the folders of the run.
+        progress: whether to show progress on stderr.
+        command: shell command that repeats the run, for the record.
 
     Attributes:
-        progress: the state that the loop itself keeps, saved as progress.json:
+        progress: the state of the loop, saved as progress.json:
             - "stage": number of the current stage, 0-based;
             - "step", "total": optimizer steps done in this stage, and in the run;
             - "tokens", "images" or "samples": units processed;
             - "seconds": time spent in steps;
             - "resumed": how often the run was resumed;
             - "reader": state of the data reader;
-            - "history": what was logged, one entry every `log_every` steps;
+            - "history": log entries, one every `log_every` steps;
             - "sums", "since": sums of losses that are not logged yet, and the number of steps in them.
     """
 
@@ -89,7 +100,7 @@ class Run:
         }
 
     def execute(self) -> Any:
-        """Do the run: check or resume the folder, train, and save. Returns what `distill` returns."""
+        """Check or resume the run's folder, train, and save the result. Return the student, or its pipeline."""
         from accelerate.utils import broadcast_object_list
 
         dtypes = get_dtypes(self.student)
@@ -99,7 +110,10 @@ class Run:
         latest = self.folder.find(identity, self.student)
         self.accelerator.wait_for_everyone()
         if self.is_main:
-            self.folder.clear() if latest == "finished" else self.folder.begin()
+            if latest == "finished":
+                self.folder.clear()
+            else:
+                self.folder.begin()
         self.accelerator.wait_for_everyone()
         if latest == "finished":
             set_dtypes(self.student, saved_dtypes)
@@ -125,7 +139,7 @@ class Run:
         return self.task.returned
 
     def _train(self, latest: Path | None, requires_grad: Mapping[nn.Parameter, bool]) -> None:
-        """Train all stages, or those that remain after the state `latest`."""
+        """Train all stages, or resume from the saved state `latest`."""
         import accelerate
 
         if latest is not None:
@@ -157,7 +171,7 @@ class Run:
                 self.task.set_gradient_checkpointing(False)
 
     def _train_stage(self, number: int, latest: Path | None) -> None:
-        """Train one stage, from its start or from the state `latest`, to its end, which is saved."""
+        """Train one stage from its start, or from the saved state `latest`, and save a state at its end."""
         stage = self.stages[number]
         accelerator = self.accelerator
         progress = self.progress
@@ -217,7 +231,10 @@ class Run:
         return EMAModel(trained, decay=stage.ema)
 
     def _restore(self, latest: Path) -> None:
-        """Load weights, optimizer, average and, if the number of processes is the same, random generators from a state."""
+        """Load the weights, optimizer, average and random generators from a saved state.
+
+        With another number of processes, the random generators are not restored.
+        """
         from accelerate.utils import load
 
         try:
@@ -241,7 +258,7 @@ class Run:
         stage: CommonStage,
         sums: Sums,
     ) -> torch.Tensor | None:
-        """Do one optimizer step.
+        """Run one optimizer step.
 
         Args:
             objective: the prepared `Objective`.
@@ -249,10 +266,10 @@ class Run:
             trained: all trained parameters.
             reader: reads the stage's batches.
             stage: the current stage.
-            sums: what the objective logs is added to it.
+            sums: the quantities that the objective logs are added to it in place.
 
         Returns:
-            the norm of the gradient before clipping, or None without clipping.
+            The norm of the gradient before clipping, or None without clipping.
         """
         accelerator = self.accelerator
         grad_norm = None
@@ -263,26 +280,26 @@ class Run:
         rows = slice(rank * rows_per_process, (rank + 1) * rows_per_process)
         tensors, weights = self.task.take(reader, stage, rows)
         weights = tuple(processes * weight for weight in weights)
-        parts = list(zip(*(tensor.chunk(stage.grad_accum) for tensor in tensors), strict=True))
-        for part in parts:
-            # Without synchronization FSDP would keep the gradients of all earlier parts unsharded.
-            synchronize = part is parts[-1] or accelerator.is_fsdp2
+        micro_batches = list(zip(*(tensor.chunk(stage.grad_accum) for tensor in tensors), strict=True))
+        for micro_batch in micro_batches:
+            # Without synchronization FSDP would keep the gradients of all earlier micro-batches unsharded.
+            synchronize = micro_batch is micro_batches[-1] or accelerator.is_fsdp2
             with nullcontext() if synchronize else accelerator.no_sync(objective):
                 with accelerator.autocast():
-                    loss, logs = objective(*(tensor.to(accelerator.device) for tensor in part), *weights)
+                    loss, logs = objective(*(tensor.to(accelerator.device) for tensor in micro_batch), *weights)
                 accelerator.backward(loss)
             for key, value in logs.items():
                 sums[key] = sums[key] + value if key in sums else value
         if stage.max_grad_norm:
             # Accelerate recognizes an FSDP model by the list of all of its parameters.
-            clipped = list(objective.parameters()) if accelerator.is_fsdp2 else trained
-            grad_norm = accelerator.clip_grad_norm_(clipped, stage.max_grad_norm)
+            parameters = list(objective.parameters()) if accelerator.is_fsdp2 else trained
+            grad_norm = accelerator.clip_grad_norm_(parameters, stage.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         return grad_norm
 
     def _count_step(self, stage: CommonStage, last_time: float) -> float:
-        """Count a step and the seconds since `last_time`; return the current time."""
+        """Add a step, and the seconds since `last_time`, to the progress. Return the current time in seconds."""
         now = time.monotonic()
         self.progress["step"] += 1
         self.progress["total"] += 1
@@ -292,12 +309,13 @@ class Run:
         return now
 
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
-        """Log an entry of the history, and return whether any process was asked to stop. Synchronizes with the device."""
+        """Log an entry of the history, and return whether any process was interrupted. This waits for the device."""
         progress = self.progress
         unit = self.task.unit
         device = self.accelerator.device
-        requested = torch.tensor(float(self.interrupt.requested), device=device)
-        *means, requests = self.accelerator.reduce(torch.stack([*sums.values(), requested]), reduction="mean").tolist()
+        interrupted = torch.tensor(float(self.interrupt.requested), device=device)
+        means = self.accelerator.reduce(torch.stack([*sums.values(), interrupted]), reduction="mean").tolist()
+        num_interrupted = means.pop()
         entry = {"stage": stage.name, "step": progress["step"], "total": progress["total"], unit: progress[unit]}
         for key, mean in zip(sums, means, strict=True):
             entry[key] = mean / progress["since"]
@@ -315,13 +333,13 @@ class Run:
         tracked = (key for key in (*sums, "lr", "grad_norm") if key in entry)
         self.accelerator.log({f"{stage.name}/{key}": entry[key] for key in tracked}, step=progress["total"])
         units_per_second = progress[unit] / max(progress["seconds"], 1e-9)
-        shown = {"loss": f"{entry['loss']:.4g}", f"{unit}/s": f"{units_per_second:,.0f}"}
-        bar.set_postfix(shown, refresh=False)
+        postfix = {"loss": f"{entry['loss']:.4g}", f"{unit}/s": f"{units_per_second:,.0f}"}
+        bar.set_postfix(postfix, refresh=False)
         if not self.show_bars:
             label = f"{stage.name} ({progress['stage'] + 1}/{len(self.stages)})"
-            values = ", ".join(f"{name} {value}" for name, value in shown.items())
+            values = ", ".join(f"{name} {value}" for name, value in postfix.items())
             self._report(f"{label}: step {progress['step']} of {stage.steps}, {values}")
-        return requests > 0
+        return num_interrupted > 0
 
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
         norm = 0.0 if grad_norm is None else float(grad_norm)
@@ -351,7 +369,7 @@ class Run:
         accelerator.wait_for_everyone()
 
     def _save_result(self) -> None:
-        """Write the trained model with all that belongs to it, and the record."""
+        """Write the trained model with its tokenizer or processor, and the record."""
         self.accelerator.wait_for_everyone()
         if self.is_main:
             with self.folder.result() as temporary:
@@ -380,7 +398,7 @@ class Run:
             "resumed": progress["resumed"],
             "history": progress["history"],
             "seconds": round(progress["seconds"], 3),
-            "data": self.source.describe() | {"name": _public_name(self.source.name)},
+            "data": {**self.source.describe(), "name": _public_name(self.source.name)},
             "gradient_checkpointing": self.options.gradient_checkpointing,
             **describe_run(self.command, self.accelerator.device),
             "fingerprint": self.folder.identity,
@@ -401,7 +419,7 @@ class Run:
         return records
 
     def _identity(self) -> dict[str, Any]:
-        """Return all that determines the trained weights. The first entry that differs is the one that an error names."""
+        """Return everything that determines the trained weights. Errors name the first entry that differs."""
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
         frozen = [name for name, parameter in self.student.named_parameters() if not parameter.requires_grad]
         return {
@@ -424,7 +442,7 @@ class Run:
 
 
 class Interrupt:
-    """Context manager that defers the first Ctrl-C by setting `requested`, so that a step can finish; the second raises."""
+    """Context manager in which the first Ctrl-C only sets `requested`, so that the step can finish; the second raises."""
 
     requested = False
 
@@ -445,5 +463,5 @@ class Interrupt:
 
 
 def _public_name(name: str | None) -> str | None:
-    """Return a Hub id as it is, and only the last part of a local path, since records are published."""
+    """Return a Hub id as it is, and only the last component of a local path, since records are published."""
     return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name

@@ -1,15 +1,15 @@
-"""The folder of a training run: its layout, which run it belongs to, who may write to it, and how it survives a kill.
+"""The folders of a training run, which survive a killed process.
 
-During a run, all of its state is beside the output, in `<out>.state/`:
+During a run, its state is in `<out>.state/`, beside the output folder:
 
-    step-N/                the latest states of the run, from which it resumes
-    runs/                  what trackers write
-    unfinished/            what is being written
+    step-N/                the latest saved states, from which the run resumes
+    runs/                  files of trackers
+    unfinished/            files that are being written
     lock                   locked by the process that trains
     of_a_run_of_mhla_hf    marks the folder as that of a run; no other folder is written to or cleared
 
-Each state identifies its run and has a checksum of each of its files (`run.json`). Resuming anything else is refused with
-the name of what differs. `<out>` appears by one rename when everything in it is complete.
+In each state, `run.json` identifies the run and holds a checksum of every file. A different run cannot resume from it; the
+error names what differs. `<out>` is created by one rename when everything in it is complete.
 """
 
 import contextlib
@@ -33,25 +33,31 @@ IDENTITY = "run.json"
 MARKER = "of_a_run_of_mhla_hf"
 STATE_PATTERN = "step-" + 9 * "[0-9]"
 NUM_KEPT_STATES = 2
-# how error messages call the entries of a run's identity, where the key alone would not help
+# How error messages name entries of a run's identity, where the key alone would not help.
 IDENTITY_NAMES = {
     "student": "student (its configuration or weights; one from scratch needs torch.manual_seed)",
     "data": "data or tokenizer",
     "stages": "recipe (its stages)",
     "sharded": "kind of launch (with or without FSDP)",
 }
-# entries of a configuration that do not change what a model computes
-VOLATILE_ENTRIES = {"_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map"}
-VOLATILE_ENTRIES |= {"_class_name", "_diffusers_version", "_use_default_values"}
-# student -> {folder: the student's hash when the run into this folder began}. In a notebook, the call that resumes a run
-# passes the same object, which the run has trained in the meantime.
+# Entries of a configuration that do not change what a model computes.
+VOLATILE_ENTRIES = {
+    "_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map",
+    "_class_name", "_diffusers_version", "_use_default_values",
+}  # fmt: skip
+# Student -> {folder: hash of the student when the run into this folder began}. In a notebook, the call that resumes a run
+# passes the same object, whose weights the run has already changed.
 INITIAL_HASHES: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()
 
 
 def identify(model: Any, frozen: Sequence[str] = ()) -> str:
-    """Return a hash of a model's configuration, weights, and the names of its frozen parameters.
+    """Return a hash of a model's configuration, weights, and frozen parameters.
 
-    It reads all weights, which takes about a second per gigabyte.
+    Reading all weights takes about a second per gigabyte.
+
+    Args:
+        model: a transformers or diffusers model.
+        frozen: names of the parameters that are frozen.
     """
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     config = {key: value for key, value in config.items() if key not in VOLATILE_ENTRIES}
@@ -59,7 +65,7 @@ def identify(model: Any, frozen: Sequence[str] = ()) -> str:
 
 
 class RunFolder:
-    """The folders of one run, and everything that is written to them.
+    """The output folder and the state folder of one run.
 
     Args:
         out: the folder that the run creates.
@@ -78,21 +84,21 @@ class RunFolder:
         self.identity: dict[str, Any] = {}
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
-        """Look for earlier work of this run.
+        """Find what an earlier call of this run has written.
 
         Args:
             identity: JSON-serializable values that make this run different from others.
             student: the model that is trained.
 
         Returns:
-            "finished", the newest state to resume from, or None if there is nothing yet.
+            "finished", the folder of the newest state to resume from, or None if there is nothing yet.
 
         Raises:
-            ValueError: the folder belongs to another run, or is not that of a run.
+            ValueError: the folder belongs to another run, or to something else.
         """
         current = json.loads(json.dumps(identity))
         initial_hashes = INITIAL_HASHES.setdefault(student, {})
-        self.identity = current | {"student": initial_hashes.get(self.out, current["student"])}
+        self.identity = {**current, "student": initial_hashes.get(self.out, current["student"])}
         latest = self._find_latest()
         if latest is None:
             self.identity = current
@@ -114,14 +120,14 @@ class RunFolder:
             )
         state = max(self._states(), default=None)
         if state is not None:
-            known = read_json(state / IDENTITY)
-            if known is None:
+            stored_identity = read_json(state / IDENTITY)
+            if stored_identity is None:
                 raise unreadable_state(state, f"{IDENTITY} is missing")
-            self._check_identity(known)
+            self._check_identity(stored_identity)
         return state
 
     def begin(self) -> None:
-        """Create the state folder, lock it, and remove what a killed process left unfinished.
+        """Create the state folder, lock it, and remove unfinished files of a killed process.
 
         Raises:
             ValueError: another process has locked it.
@@ -140,20 +146,20 @@ class RunFolder:
 
     @contextlib.contextmanager
     def new_state(self, step: int) -> Iterator[Path]:
-        """Yield an empty folder that becomes the newest state when the block ends.
+        """Context manager that yields an empty folder, which becomes the newest state at the end.
 
         Args:
-            step: optimizer steps that the whole run has done.
+            step: number of optimizer steps that the whole run has done.
         """
         target = self.state / f"step-{step:09d}"
         with self._explain_errors("a state"), atomic_folder(target, parent=self.unfinished) as temporary:
             yield temporary
-            write_json(temporary / IDENTITY, self.identity | {"files": _checksums(temporary)})
-        for old in sorted(self._states())[:-NUM_KEPT_STATES]:
-            shutil.rmtree(old.rename(self.unfinished / old.name))
+            write_json(temporary / IDENTITY, {**self.identity, "files": _checksums(temporary)})
+        for old_state in sorted(self._states())[:-NUM_KEPT_STATES]:
+            shutil.rmtree(old_state.rename(self.unfinished / old_state.name))
 
     def find_damage(self, state: Path) -> str:
-        """Compare a state with its checksums. Returns the first damage in a few words, or "" if it is intact."""
+        """Compare a state with its checksums, and return a description of the first difference; "" if it is intact."""
         expected = (read_json(state / IDENTITY) or {}).get("files") or {}
         if not expected:
             return f"{IDENTITY} has no checksums"
@@ -167,7 +173,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def result(self) -> Iterator[Path]:
-        """Yield an empty folder that becomes `out` when the block ends; the state is removed then."""
+        """Context manager that yields an empty folder, which becomes `out` at the end; the state is then removed."""
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
             if (self.state / "runs").exists():
@@ -175,7 +181,7 @@ class RunFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the state of a finished run. Files that others put into its folder are kept, and then so is the folder."""
+        """Remove the state of a finished run. If its folder holds files of other programs, these are kept."""
         self.lock.release()
         if not (self.state / MARKER).is_file():
             return
@@ -188,7 +194,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _explain_errors(self, content: str) -> Iterator[None]:
-        """Turn any error in writing `content` into an `OSError` that names the output folder."""
+        """Context manager that turns errors in writing `content` into an `OSError` that names the output folder."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -213,7 +219,7 @@ class RunFolder:
 
 
 def unreadable_state(state: Path, reason: str) -> ValueError:
-    """Return the error for a state from which a run cannot resume."""
+    """Return the `ValueError` to raise for a state from which a run cannot resume."""
     return ValueError(
         f"out: got the state {str(state)!r}, which cannot be read ({reason}), "
         "expected an intact one: delete it to resume from the state before it."
@@ -221,6 +227,6 @@ def unreadable_state(state: Path, reason: str) -> ValueError:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file in a state, by relative path, except for the file that holds them."""
+    """Return the SHA-256 of every file in a state except `IDENTITY`, by relative path."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / IDENTITY)
     return {file.relative_to(folder).as_posix(): hash_file(file) for file in files}

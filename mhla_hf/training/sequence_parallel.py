@@ -1,4 +1,4 @@
-"""Sequence parallelism for causal language models: each process computes its share of the tokens of every sequence.
+"""Sequence parallelism for causal language models: each process computes a shard of the tokens of every sequence.
 
 MHLA layers exchange their states, whose size does not depend on the sequence length if they mix by decays (see
 `ops/causal_shards.py`). The softmax layers of a hybrid gather the keys and values of all processes.
@@ -23,28 +23,30 @@ from ..ops.causal_shards import RowShards, gather_parts, sharded_causal_mhla, sh
 
 GATHERED = "mhla_gathered"  # name of the attention function
 IGNORED_LABEL = -100
-BATCH_KEYS = {"input_ids", "labels", "position_ids", "seq_idx"}
-BATCH_KEYS |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+BATCH_KEYS = {
+    "input_ids", "labels", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+}  # fmt: skip
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
 
 
 def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> dict[str, Any]:
-    """Return the arguments with which this process calls `model`, within `sequence_parallel`.
+    """Return the arguments with which this process calls `model` inside `sequence_parallel`.
 
     Args:
-        batch: the same in all processes: `input_ids` `[B, T]`, without padding, and `labels` `[B, T]` to train. Sequences
-            that are packed into one row (B is 1) come with `position_ids`, `seq_idx` or `cu_seq_lens_q`, as for one process.
+        batch: the whole batch, the same in all processes: `input_ids` `[B, T]` without padding and, for training, `labels`
+            `[B, T]`. Sequences that are packed into one row (B = 1) come with `position_ids`, `seq_idx` or
+            `cu_seq_lens_q`, as on a single process.
         model: a converted language model.
-        group: the P processes that share sequences; None: all.
+        group: process group of the P processes that share sequences; None means all processes.
 
     Returns:
-        `input_ids` and `position_ids` `[B, T / P]`, where T / P is up to a block more or less, and `cu_seq_lens_q` of the
-        whole row; with labels also `labels`, `shift_labels` and `num_items_in_batch`, with which the losses of all processes
-        add up to that of the whole batch.
+        `input_ids` and `position_ids` of this process, `[B, t]` with t within a block of T / P, and `cu_seq_lens_q` of the
+        whole row. With labels, also `labels`, `shift_labels` and `num_items_in_batch`, so that the losses of all processes
+        add up to the loss of the whole batch.
 
     Raises:
-        ValueError: in all processes, if there is less than a block for each, if there is padding, or if they have different
-            batches.
+        ValueError: there is less than one block per process, there is padding, or the processes have different batches.
+            It is raised in all processes.
     """
     if unknown := sorted(batch.keys() - BATCH_KEYS):
         raise ValueError(
@@ -71,7 +73,7 @@ def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> d
 
 
 def _check_same_batch(ids: torch.Tensor, group: Any) -> None:
-    """Raise `ValueError` in all processes if shapes or sums of the ids differ."""
+    """Raise `ValueError` in all processes if the shapes or the sums of their ids differ."""
     summary = torch.tensor([*ids.shape, int(ids.sum())], device=ids.device)
     maxima = torch.stack([summary, -summary])  # the second row: minima, negated
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
@@ -93,14 +95,14 @@ def mhla_cores(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
-    """Context manager in which each process runs `model` on its share of every sequence (see `share_of_sequence`).
+    """Context manager in which each process runs `model` on its shard of every sequence (see `share_of_sequence`).
 
-    In the backward pass, each process computes only its own tokens' contribution to the gradients of the weights; sum them
-    over the group. Call the model with `use_cache=False`.
+    In the backward pass, each process computes the gradients of the weights from its own tokens only; sum them over the
+    group. Call the model with `use_cache=False`.
 
     Args:
-        model: a converted language model, in every process of the group.
-        group: the processes that share sequences; None is the default group.
+        model: a converted language model, the same in every process of the group.
+        group: process group of the processes that share sequences; None means all processes.
 
     Raises:
         ValueError: the model is called with a cache, or has one of these: a layer that is neither MHLA nor softmax;
@@ -131,7 +133,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
 
 
 def _check_model(model: Any, cores: list[Any], num_layers: int) -> None:
-    """Raise `ValueError` if the model has something that cannot be computed from shares of sequences."""
+    """Raise `ValueError` if the model has a layer or a loss that cannot be computed from shards of sequences."""
     config = model.config.get_text_config()
     if num_layers != config.num_hidden_layers:
         raise ValueError(
@@ -158,13 +160,13 @@ def _check_model(model: Any, cores: list[Any], num_layers: int) -> None:
 
 
 def refuse_cache(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` for a cache, with which a share would be computed as if it were a whole sequence."""
+    """Forward pre-hook that raises `ValueError` for a cache, with which a shard would be read as a whole sequence."""
     if kwargs.get("cache") is not None:
         raise ValueError("use_cache: got a cache with a share of a sequence, expected False.")
 
 
 def sharded_attend(core: Any, group: Any) -> Callable[..., torch.Tensor]:
-    """Return a replacement for the method `attend` of an MHLA core, for inputs that are shares of sequences."""
+    """Return a replacement for the method `attend` of an MHLA core that takes shards of sequences."""
     if isinstance(core, DecayMHLA):
         return lambda *inputs, **padding: sharded_local_attention(*inputs, group=group, **padding)
 
@@ -182,16 +184,19 @@ def gathered_attention(
 
     Args:
         module: the attention module.
-        query: `[B, H, t, K]`, with t tokens in the share.
+        query: `[B, H, t, K]`, with t tokens in the shard.
         key: `[B, G, t, K]`.
         value: `[B, G, t, V]`.
-        attention_mask: not read; there is no padding.
+        attention_mask: ignored, since there is no padding.
         scaling: factor of the scores.
-        dropout: probability of dropout.
+        dropout: dropout probability.
         **kwargs: `cu_seq_lens_q`, the borders of the sequences in the whole row, and optionally `sliding_window`.
 
     Returns:
-        the outputs `[B, t, H, V]`, and None.
+        The outputs `[B, t, H, V]`, and None in place of the attention weights.
+
+    Raises:
+        ValueError: the layer needs another option of softmax attention.
     """
     if any(kwargs.get(name) is not None for name in SOFTMAX_ONLY if name != "sliding_window"):
         raise ValueError(

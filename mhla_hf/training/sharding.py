@@ -1,8 +1,8 @@
 """Training with FSDP2, as `accelerate launch` sets it up.
 
-The caller's student and teacher stay unsharded, on the CPU, and their weights may exist in the main process alone. Every
-stage works on copies whose parameters are sharded over all processes, layer by layer. At its end, the student's weights are
-gathered in the main process.
+The caller's student and teacher stay unsharded, on the CPU, and only the main process needs their weights. Every stage
+works on copies whose parameters are sharded over all processes, layer by layer. At the end of a stage, the student's
+weights are gathered in the main process.
 """
 
 import contextlib
@@ -23,24 +23,24 @@ from .trainable import find_mhla_attentions
 
 AVERAGE_FILE = "average.pt"
 AVERAGE_FOLDER = "average"  # with FSDP, where each process writes its shard
-# Modules that are also called from outside of their block, and so have to be gathered on their own: DiT calls the
-# embeddings of its first block once more.
+# Modules that are also called from outside of their block and therefore have to be FSDP units of their own: DiT calls the
+# embeddings of its first block a second time.
 CALLED_FROM_OUTSIDE = {"CombinedTimestepLabelEmbeddings"}
 
 
 def launched_with(engine: str) -> bool:
-    """Return whether `accelerate launch` was told to use an engine, such as "FSDP" or "DEEPSPEED"."""
+    """Return whether `accelerate launch` was configured for an engine, such as "FSDP" or "DEEPSPEED"."""
     return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
 
 
 def make_accelerator(**options: Any) -> Any:
-    """Create an `accelerate.Accelerator` for the launched processes, on GPUs, or else on CPUs with gloo.
+    """Create an `accelerate.Accelerator` for the launched processes, on GPUs or, with gloo, on CPUs.
 
     Args:
         **options: arguments of `Accelerator`.
 
     Raises:
-        ValueError: the launcher asked for FSDP1, for another engine, or to offload where there is no GPU.
+        ValueError: the launcher is configured for FSDP1, for another engine, or for offloading without a GPU.
     """
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -72,10 +72,9 @@ def make_accelerator(**options: Any) -> Any:
 
 
 def share_state_names(accelerator: Any) -> Any:
-    """Use the same parameter names in states with and without data parallelism, so that each can resume the other.
+    """Register hooks that save states without DistributedDataParallel's prefix "module.", and return `accelerator`.
 
-    Returns:
-        `accelerator`, with hooks that remove the prefix "module." of DistributedDataParallel.
+    Runs with and without data parallelism can then resume from each other's states.
     """
 
     def remove_prefix(_models: Any, state_dicts: list[dict[str, Any]], _folder: str) -> None:
@@ -100,7 +99,7 @@ def evaluate_sharded(accelerator: Any, task: Task) -> dict[str, float]:
 
 
 def save_average(accelerator: Any, average: Any, folder: Path) -> None:
-    """Write an `EMAModel` into a state's folder: the main process writes all of it, or with FSDP each its shard."""
+    """Save an `EMAModel` in the folder of a state, from the main process or, with FSDP, one shard per process."""
     if accelerator.is_fsdp2:
         save_shards(average.state_dict(), checkpoint_id=folder / AVERAGE_FOLDER)
     elif accelerator.is_main_process:
@@ -108,7 +107,7 @@ def save_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 
 def load_average(accelerator: Any, average: Any, folder: Path) -> None:
-    """Load what `save_average` wrote into the `EMAModel` `average`."""
+    """Load into the `EMAModel` `average` what `save_average` saved."""
     if accelerator.is_fsdp2:
         state = average.state_dict()
         load_shards(state, checkpoint_id=folder / AVERAGE_FOLDER)
@@ -120,10 +119,10 @@ def load_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """Within the context, replace the models of `task` by copies that FSDP shards. Without FSDP, they stay as they are.
+    """Context manager that replaces the models of `task` by copies that FSDP shards; without FSDP, it does not.
 
     Args:
-        accelerator: without FSDP, the teacher is only moved to its device.
+        accelerator: an `Accelerator`. Without FSDP, the teacher is only moved to its device.
         task: its student becomes a copy that `Accelerator.prepare` will shard, its teacher a sharded copy.
         needs_teacher: whether the stage uses the teacher.
     """
@@ -143,22 +142,23 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
 
 
 def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
-    """Tell Accelerate how to shard `root`: which modules are units, and where its embeddings and tied weights are.
+    """Tell Accelerate how to shard `root`: which modules are FSDP units, and where its embeddings and tied weights are.
 
     Attention modules that are MHLA in the student are units of their own, also in the teacher: the loss "transfer" needs a
     layer of the teacher without its attention and the student's attention at the same time.
 
     Args:
-        accelerator: its plugin gets the names of the units' classes.
-        root: module around `model`; gets the methods of `model` that Accelerate looks for.
+        accelerator: the `Accelerator` whose FSDP plugin gets the names of the units' classes.
+        root: module around `model`, which gets the methods of `model` that Accelerate looks for.
         model: student or teacher.
-        student: decides which attention modules are MHLA.
+        student: the student, which determines the attention modules that are MHLA.
     """
     modules = dict(model.named_modules())
-    units = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}
-    units |= CALLED_FROM_OUTSIDE | set(getattr(model, "_no_split_modules", None) or ())
-    present = {type(module).__name__ for module in modules.values()}
-    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(units & present)
+    attention_classes = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}
+    block_classes = set(getattr(model, "_no_split_modules", None) or ())
+    present_classes = {type(module).__name__ for module in modules.values()}
+    units = (attention_classes | block_classes | CALLED_FROM_OUTSIDE) & present_classes
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(units)
     for name in ("get_input_embeddings", "get_output_embeddings", "tie_weights"):
         if hasattr(model, name):
             setattr(root, name, getattr(model, name))
@@ -173,14 +173,14 @@ def gather_weights(accelerator: Any, root: nn.Module, student: nn.Module) -> Non
 
 
 class _Root(nn.Module):
-    """Root module of a sharded model. With it, any part of the model can be called, not only the whole."""
+    """Root module of a sharded model, which lets any submodule of the model be called, not only the whole model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self) -> None:
-        """Do nothing. FSDP's hooks around this call gather the parameters that belong to no unit."""
+        """Gather the parameters that belong to no unit, which FSDP's hooks around this call do."""
 
 
 def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> nn.Module:
@@ -201,7 +201,8 @@ def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> 
 def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:
     """Return a copy that shares its weights with `model` in the main process, and has uninitialized ones elsewhere.
 
-    Memory that is never written to costs nothing. Buffers are made non-persistent, because they are not sharded.
+    Uninitialized memory that is never written takes no space. Buffers become non-persistent, because FSDP does not shard
+    them.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():

@@ -1,7 +1,7 @@
-"""A teacher's most likely next tokens on a text, stored once by `teach`, for stages with the loss "stored".
+"""Store a teacher's most likely next tokens on a text, for stages with the loss "stored".
 
-A folder holds ids.npy, int32 `[N, L]`; tokens.npy, int32 `[N, L, k]`; log_p.npy, fp16 `[N, L, k]`; and taught.json. A
-student learns from the folder alone, without the teacher in memory and without its forward passes.
+The folder holds ids.npy, int32 `[N, L]`; tokens.npy, int32 `[N, L, k]`; log_p.npy, fp16 `[N, L, k]`; and taught.json. A
+student is trained from this folder, without loading or running the teacher.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ class Record:
     """The content of taught.json.
 
     Args:
-        text: what identifies the text.
+        text: description that identifies the text.
         teacher: hash of the teacher.
         rows: number of sequences, N.
         seq_len: tokens per sequence, L.
         top_k: tokens stored per position, k.
-        vocab_size: number of tokens that the teacher knows.
-        done: number of sequences that are written.
+        vocab_size: size of the teacher's vocabulary.
+        done: number of sequences written so far.
     """
 
     text: dict
@@ -60,20 +60,20 @@ def teach(
 ) -> dict[str, Any]:  # fmt: skip
     """Store a teacher's most likely next tokens at every position of a text.
 
-    If it was interrupted, the same call resumes it.
+    Calling it again with the same arguments resumes it after an interruption.
 
     Args:
-        teacher: a causal language model of transformers; switched to eval mode.
-        text: a file, folder, list of texts or tokens `[N]`, as `open_text` takes them; no stream.
-        tokenizer: of transformers; None for tokens.
+        teacher: a transformers causal language model, which is switched to eval mode.
+        text: a file, folder, list of texts or token ids `[N]`, as for `open_text`, but no stream.
+        tokenizer: a transformers tokenizer; None for token ids.
         out: folder to create.
-        seq_len: tokens per sequence. The text is cut into as many sequences as it has, from its beginning.
+        seq_len: tokens per sequence. The text is cut into sequences from its beginning; an incomplete last one is dropped.
         top_k: number of tokens to store per position; they take 6 bytes each.
         batch_size: sequences per forward pass.
-        progress: whether to show a bar on stderr.
+        progress: whether to show a progress bar on stderr.
 
     Returns:
-        the content of taught.json.
+        The content of taught.json.
 
     Raises:
         ValueError: a size or the text is not valid, or `out` was begun with other arguments or holds other files.
@@ -123,17 +123,17 @@ def teach(
 
 
 def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most likely tokens of logits `[..., vocab]`.
+    """Return the `count` most likely tokens of logits `[..., vocab]`.
 
     Returns:
-        the tokens, int64 `[..., k]`, and their log-probabilities, fp32 `[..., k]`, with k the smaller of count and vocab.
+        The tokens, int64 `[..., k]`, and their log-probabilities, fp32 `[..., k]`, where k = min(count, vocab).
     """
-    best = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
-    return best.indices, best.values
+    top = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
+    return top.indices, top.values
 
 
 def read_record(folder: str | Path) -> Record:
-    """Return the `Record` in a folder that `teach` wrote. `ValueError` if it is not valid."""
+    """Return the `Record` in a folder that `teach` wrote. Raise `ValueError` if it is not valid."""
     file = Path(folder) / RECORD
     return read_settings(Record, read_json(file), f"{file}: ")
 
@@ -141,10 +141,10 @@ def read_record(folder: str | Path) -> Record:
 def create_arrays(folder: Path, record: Record) -> None:
     """Create arrays of zeros, and reserve their space on the disk.
 
-    Otherwise, writing to a memory-mapped file when the disk is full would kill the process.
+    Without the reservation, writing to a memory-mapped file on a full disk would kill the process.
 
     Raises:
-        OSError: there is not enough room.
+        OSError: there is not enough space.
     """
     for name, dtype in ARRAYS.items():
         file = folder / f"{name}.npy"
@@ -162,18 +162,18 @@ def create_arrays(folder: Path, record: Record) -> None:
 
 
 def open_arrays(folder: str | Path, record: Record, mode: Any) -> dict[str, Any]:
-    """Map the arrays of a folder into memory.
+    """Open the arrays in a folder as memory maps.
 
     Args:
-        folder: what `teach` wrote.
-        record: its record.
+        folder: a folder that `teach` wrote.
+        record: the folder's record.
         mode: "r" to read, "r+" to write.
 
     Returns:
-        `numpy.memmap` by name.
+        The `numpy.memmap` of each of `ARRAYS`, by name.
 
     Raises:
-        ValueError: an array is missing, or is not what `record` says.
+        ValueError: an array is missing, or does not have the dtype and shape that `record` states.
     """
     arrays: dict[str, Any] = {}
     for name, dtype in ARRAYS.items():
@@ -192,14 +192,14 @@ def open_arrays(folder: str | Path, record: Record, mode: Any) -> dict[str, Any]
 
 
 class TaughtText:
-    """The folder that `teach` wrote, as training data.
+    """Training data from a folder that `teach` wrote.
 
     Args:
-        folder: what `teach` wrote, completely.
-        vocab_size: number of tokens that the student knows.
+        folder: a complete folder.
+        vocab_size: size of the student's vocabulary.
 
     Raises:
-        ValueError: the folder is incomplete, damaged or has other tokens.
+        ValueError: the folder is incomplete or damaged, or has tokens outside of the student's vocabulary.
     """
 
     def __init__(self, folder: str | Path, vocab_size: int) -> None:
@@ -220,18 +220,18 @@ class TaughtText:
         check_token_ids(self.arrays["ids"], vocab_size, self.name)
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the data, as JSON-serializable values."""
+        """Return a JSON-serializable description that identifies the data."""
         return {"kind": "taught", "rows": self.record.rows, "sha256": hash_json(dataclasses.asdict(self.record), 32)}
 
     def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
-        """Return a reader of one stage's sequences, which have to be as long as the stored ones."""
+        """Return a reader of the sequences for one stage. Raise `ValueError` unless `length` is the stored length."""
         if length != self.record.seq_len:
             raise ValueError(f"seq_len: got {length}, expected the {self.record.seq_len} of {self.name!r}.")
         return TaughtReader(self, (seed, stage), state)
 
 
 class TaughtReader(Reader):
-    """Reads all sequences in every epoch, in a new random order."""
+    """Reads all sequences in every epoch, each time in a new random order."""
 
     def __init__(self, source: TaughtText, key: tuple[int, int], state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
@@ -241,7 +241,7 @@ class TaughtReader(Reader):
         """Return the next `count` sequences.
 
         Returns:
-            ids and labels, int64 `[count, L]`; the teacher's most likely tokens, int64 `[count, L, k]`; and their
+            Ids and labels, int64 `[count, L]`; the teacher's most likely tokens, int64 `[count, L, k]`; and their
             log-probabilities, fp16 `[count, L, k]`.
         """
         arrays = self.source.arrays

@@ -1,8 +1,8 @@
-"""What a training stage trains: the parameters, their learning rates and dtypes, and checks that training can work.
+"""Select the parameters that a training stage trains, with their learning rates and dtypes, and check the models.
 
 MHLA layers are found by the names of their modules, not by class, so that models whose code came from the Hub can be
-trained too. Parameters that were frozen before the run stay frozen, whatever a stage trains. Plain linear attention, the
-baseline, relies on this: it is MHLA with a uniform, frozen mixing matrix.
+trained too. Parameters that were frozen before the run stay frozen in every stage. Plain linear attention, the baseline,
+relies on this: it is MHLA with a uniform, frozen mixing matrix.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,17 +20,18 @@ FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 def find_mhla_attentions(model: nn.Module) -> list[str]:
     """Return the names of the attention modules that have an MHLA core.
 
-    The core is the child `mhla` of the attention module, or in diffusers of the attention's `processor`.
+    The core is the submodule `mhla` of the attention module or, in diffusers, of its `processor`.
     """
     cores = (name for name, _ in model.named_modules() if name.endswith(".mhla"))
     return [name.removesuffix(".mhla").removesuffix(".processor") for name in cores]
 
 
 def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
-    """Check that every stage has something to train.
+    """Check that every stage has parameters to train.
 
     Raises:
-        ValueError: the student is quantized or has no MHLA layer that a stage needs, or all that a stage trains is frozen.
+        ValueError: the student is quantized, lacks the MHLA layers that a stage trains, or a stage trains only frozen
+            parameters.
     """
     attentions = find_mhla_attentions(student)
     parameters = dict(student.named_parameters())
@@ -54,18 +55,17 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequence[CommonStage]) -> None:
-    """Check that the teacher is what the stages need: present, separate from the student, and its softmax original.
+    """Check that stages that need a teacher have one.
 
     Raises:
         ValueError: the teacher is missing, shares weights with the student, or is not its softmax original.
     """
-    needing = [stage for stage in stages if stage.needs_teacher]
-    if not needing:
+    teacher_stages = [stage for stage in stages if stage.needs_teacher]
+    if not teacher_stages:
         return
     if teacher is None:
-        raise ValueError(
-            f"teacher: got None with stage {needing[0].name!r}, expected a model for its loss {needing[0].loss!r}."
-        )
+        stage = teacher_stages[0]
+        raise ValueError(f"teacher: got None with stage {stage.name!r}, expected a model for its loss {stage.loss!r}.")
     student_storages = {parameter.untyped_storage().data_ptr() for parameter in student.parameters()}
     for name, parameter in teacher.named_parameters():
         if parameter.untyped_storage().data_ptr() in student_storages:
@@ -73,7 +73,7 @@ def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequenc
                 f"teacher: got a model that shares {name!r} with the student, "
                 "expected a copy made before the conversion."
             )
-    if not any(stage.loss == "transfer" for stage in needing):
+    if not any(stage.loss == "transfer" for stage in teacher_stages):
         return
     teacher_modules = dict(teacher.named_modules())
     teacher_attentions = find_mhla_attentions(teacher)
@@ -94,13 +94,13 @@ def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, t
 
     Args:
         model: the student before training.
-        dtype: of the weights; None: each keeps the one it has. Weights that the model's class always keeps in float32
-            are saved in float32 instead of a half precision.
+        dtype: dtype of the weights; None means that each keeps its own. Weights that the model's class always keeps in
+            float32 are saved in float32 instead of a half precision.
     """
     model_class = type(model)  # an attribute of the instance may come from the class before the conversion
-    if hasattr(model_class, "_keep_in_fp32_modules_strict"):  # of transformers
+    if hasattr(model_class, "_keep_in_fp32_modules_strict"):  # transformers
         fp32_modules = model_class._keep_in_fp32_modules_strict
-    else:  # of diffusers
+    else:  # diffusers
         fp32_modules = getattr(model_class, "_keep_in_fp32_modules", None)
     dtypes = get_dtypes(model)
     for name, _ in model.named_parameters():
@@ -114,10 +114,10 @@ def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights
     """Convert parameters and buffers in place, and drop all gradients.
 
     Args:
-        model: changed in place.
-        dtypes: by name; tensors that are not named keep theirs.
-        keep_weights: whether the values of parameters matter. Otherwise they become uninitialized memory, which costs
-            nothing where another process holds the weights.
+        model: the model, which is changed in place.
+        dtypes: dtype by name of the parameter or buffer; all others keep theirs.
+        keep_weights: whether to keep the values of parameters. Otherwise they become uninitialized memory, which takes
+            no space; for processes that do not hold the weights.
     """
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         dtype = dtypes.get(name, value.dtype)
@@ -129,7 +129,7 @@ def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights
 
 
 def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowed: bool) -> bool:
-    """Return whether `stage` trains the parameter `name`, given whether the caller lets it be trained."""
+    """Return whether `stage` trains the parameter `name`; always False if it is not `allowed`, that is, frozen."""
     if not allowed:
         return False
     trainable: str = stage.trainable
@@ -144,9 +144,10 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
     """Set `requires_grad` for the parameters that `stage` trains, and clear it for all others.
 
     Args:
-        student: changed in place.
-        stage: what to train.
-        allowed: whether the caller lets each parameter be trained; those that are not listed may be.
+        student: the model, which is changed in place.
+        stage: the stage.
+        allowed: whether each parameter may be trained; False for those that were frozen before the run. Parameters that
+            are not listed may be trained.
     """
     attentions = find_mhla_attentions(student)
     for name, parameter in student.named_parameters():
@@ -154,10 +155,10 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
 
 
 def parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
-    """Return the parameter groups of AdamW for what `stage` trains.
+    """Return AdamW's parameter groups for the parameters that `stage` trains.
 
-    Parameters under `.mhla.` have the learning rate `lr_mhla`. Weight decay applies to matrices elsewhere only. A group's
-    `top_lr` is its peak learning rate, from which the loop sets `lr` at every step.
+    Parameters under `.mhla.` have the learning rate `lr_mhla` and no weight decay; elsewhere it applies to matrices only. A
+    group's `top_lr` is its peak learning rate, from which the loop sets `lr` at every step.
     """
     lr_mhla = stage.lr if stage.lr_mhla is None else stage.lr_mhla
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -178,7 +179,7 @@ def parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, A
 
 
 def find_direct_mixings(student: nn.Module) -> list[nn.Parameter]:
-    """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative.
+    """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative after each step.
 
     All other forms are nonnegative by their parametrization, or may have any sign.
     """

@@ -1,7 +1,7 @@
-"""Labeled images to train and evaluate on: from tensors, a folder with one folder per class, or a dataset.
+"""Labeled images for training and evaluation: from tensors, a folder with one folder per class, or a dataset.
 
-Which images a step reads, and how each is cropped, moved, erased and mixed, depends on (seed, stage, number of the sample)
-alone. The model's own image processor makes the pixels, one batch ahead, in a few threads.
+The order and the augmentation of the images are functions of (seed, stage, number of the sample). The model's own image
+processor computes the pixels in a few threads, one batch ahead.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from ..recipe import ImageStage
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 SPLIT_FOLDERS = {"train": ("train", "training"), "test": ("test", "val", "validation")}
 NUM_THREADS = 4
-MAX_ASPECT = 4 / 3  # of random boxes; the smallest is its inverse
+MAX_ASPECT = 4 / 3  # largest aspect ratio of random boxes; the smallest is its inverse
 ERASED_AREA = (0.02, 1 / 3)  # smallest and largest fraction of an image that `erase` replaces
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 `[C, H, W]`, class probabilities fp32 `[classes]`
@@ -33,14 +33,14 @@ class LabeledImages:
     """Images with labels.
 
     Args:
-        items: uint8 `[N, C, H, W]`, or a sequence of paths or PIL images.
-        labels: whole numbers `[N]`.
-        name: what error messages call the data.
+        items: images as a tensor, uint8 `[N, C, H, W]`, or as a sequence of paths or PIL images.
+        labels: integers `[N]`.
+        name: name of the data in error messages.
         class_names: names of the classes in the order of their numbers, or None.
-        identity: hash that identifies the images; None: computed from `items`, which has to be a tensor then.
+        identity: hash that identifies the images. With None it is computed from `items`, which then has to be a tensor.
 
     Raises:
-        ValueError: there are no images, or not as many labels.
+        ValueError: there are no images, or the number of labels differs.
     """
 
     def __init__(
@@ -61,24 +61,24 @@ class LabeledImages:
         return len(self.labels)
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the data, as JSON-serializable values."""
+        """Return a JSON-serializable description that identifies the data."""
         if self.identity is None:
             content = self.items.numpy().tobytes() + self.labels.numpy().tobytes()
             self.identity = hashlib.sha256(content).hexdigest()[:32]
         return {"kind": "images", "images": len(self), "sha256": self.identity}
 
     def classes(self) -> dict[str, Any]:
-        """Return the configuration entries that describe these classes, for a model from scratch."""
+        """Return the config entries "num_labels", "id2label" and "label2id" for a model from scratch."""
         names = self.class_names or [str(label) for label in range(int(self.labels.max()) + 1)]
         label2id = {name: label for label, name in enumerate(names)}
         return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": label2id}
 
     def renumber_as(self, class_names: Sequence[str], training_name: str) -> "LabeledImages":
-        """Return these test images with the class numbers of the training data.
+        """Return these test images, relabeled with the class numbers of the training data.
 
         Args:
-            class_names: of the training data, in the order of their numbers.
-            training_name: what error messages call the training data.
+            class_names: names of the training classes, in the order of their numbers.
+            training_name: name of the training data in error messages.
 
         Raises:
             ValueError: the training data lack a class.
@@ -93,17 +93,17 @@ class LabeledImages:
         return self._renumber([list(class_names).index(name) for name in names], class_names)
 
     def renumber_for(self, config: Any, argument: str = "data") -> "LabeledImages":
-        """Return these images with the class numbers of a model.
+        """Return these images, relabeled with the class numbers of a model.
 
-        Classes are matched by name if the model knows the names. If it knows none of them, but has as many classes, they are
-        matched by order.
+        Classes are matched by name. If the model has none of the names, but the same number of classes, they are matched by
+        order.
 
         Args:
             config: the model's configuration.
-            argument: what error messages begin with.
+            argument: name of the argument in error messages.
 
         Raises:
-            ValueError: the model knows only some of the names, has another number of classes, or a label is out of range.
+            ValueError: the model has only some of the names, has another number of classes, or a label is out of range.
         """
         names = self.class_names or ()
         model_numbers = {str(label): int(number) for number, label in config.id2label.items()}
@@ -138,7 +138,7 @@ class LabeledImages:
             )
 
     def image(self, index: int, channels: int) -> Image.Image:
-        """Return one image in color, or in gray for a model with one channel."""
+        """Return one image in RGB, or in grayscale if `channels` is 1."""
         item = self.items[index]
         if isinstance(item, torch.Tensor):
             item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
@@ -151,9 +151,9 @@ def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) ->
     """Apply an image processor to PIL images, and return the pixels, fp32 `[N, C, H, W]`.
 
     Args:
-        processor: an image processor of transformers.
+        processor: a transformers image processor.
         images: PIL images.
-        **changes: options that replace the processor's.
+        **changes: arguments that override the processor's settings.
     """
     return processor(images=images, return_tensors="pt", **changes)["pixel_values"].float()
 
@@ -161,7 +161,8 @@ def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) ->
 def output_size(processor: Any, channels: int) -> tuple[int, int]:
     """Return the height and width of an image processor's output.
 
-    `ValueError` if they depend on the input, or if the output has another number of channels.
+    Raises:
+        ValueError: they depend on the input, or the output does not have `channels` channels.
     """
     blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
     expected = f"one that makes images of one height and width and {channels} channels"
@@ -171,15 +172,15 @@ def output_size(processor: Any, channels: int) -> tuple[int, int]:
 
 
 def open_images(data: Any, split: str = "train") -> LabeledImages:
-    """Open labeled images in any of the forms that users have.
+    """Open labeled images from a folder, a dataset or tensors.
 
     Args:
         data: one of
             - a pair of tensors, images uint8 `[N, C, H, W]` and labels `[N]`;
-            - a folder with one folder of images per class, optionally below a folder named after the split;
+            - a folder with one folder of images per class, optionally inside a folder named after the split;
             - the id of a dataset on the Hub, "id" or "id:configuration", or a `datasets.Dataset`, with columns of images and
               class labels.
-        split: "train", or "test", whose folder may also be called "val" or "validation".
+        split: "train" or "test". The folder of "test" may also be called "val" or "validation".
 
     Raises:
         ValueError, TypeError, ImportError: the data cannot be opened.
@@ -214,8 +215,12 @@ def _open_folder(folder: Path, split: str) -> LabeledImages:
                     f"data: got {str(folder)!r} with {name!r} and nothing to {split} on, expected {split}/CLASS in it."
                 )
     class_folders = sorted(path for path in root.iterdir() if path.is_dir())
-    files = [(path, label) for label, each in enumerate(class_folders) for path in sorted(each.rglob("*"))]
-    files = [(path, label) for path, label in files if path.suffix.lower() in IMAGE_ENDINGS]
+    files = [
+        (path, label)
+        for label, class_folder in enumerate(class_folders)
+        for path in sorted(class_folder.rglob("*"))
+        if path.suffix.lower() in IMAGE_ENDINGS
+    ]
     if not files:
         raise ValueError(f"data: got {str(folder)!r}, which holds no folders of images, expected one folder per class.")
     listing = "\n".join(f"{path.relative_to(root)} {path.stat().st_size}" for path, _ in files)
@@ -226,8 +231,10 @@ def _open_folder(folder: Path, split: str) -> LabeledImages:
 
 def _open_table(table: Any, name: str) -> LabeledImages:
     types = {column: type(feature).__name__ for column, feature in table.features.items()}
-    image_columns = [column for column, kind in types.items() if kind == "Image"]
-    label_columns = [column for column, kind in types.items() if kind == "ClassLabel" or column in ("label", "labels")]
+    image_columns = [column for column, type_name in types.items() if type_name == "Image"]
+    label_columns = [
+        column for column, type_name in types.items() if type_name == "ClassLabel" or column in ("label", "labels")
+    ]
     if not image_columns or not label_columns:
         raise ValueError(
             f"data: got {name!r} with the columns {list(types)}, expected one of images and one of labels."
@@ -239,16 +246,16 @@ def _open_table(table: Any, name: str) -> LabeledImages:
 
 
 class ImageReader(Reader):
-    """Reads and augments the batches of an `ImageStage`. Every epoch takes all images, in a new random order.
+    """Reads and augments the batches of an `ImageStage`. Every epoch reads all images in a new random order.
 
     Args:
-        images: labeled images, numbered as the model numbers classes.
-        stage: decides the augmentation.
+        images: labeled images, with the model's class numbers.
+        stage: the stage, which sets the augmentation.
         key: (seed, number of the stage).
         processor: the model's image processor.
-        channels: the model's channels.
-        num_classes: the model's classes.
-        state: what `state()` returned, to resume from there.
+        channels: number of channels of the model's input.
+        num_classes: number of classes of the model.
+        state: the state from which to resume, as `state()` returned it.
     """
 
     def __init__(
@@ -263,25 +270,25 @@ class ImageReader(Reader):
         self.num_classes = num_classes
         self.size = output_size(processor, channels)
         self.pool = ThreadPoolExecutor(NUM_THREADS)
-        self.next_samples: Iterator[Sample] | None = None  # of the next batch, being made by the pool
+        self.next_samples: Iterator[Sample] | None = None  # samples of the next batch, which the pool is computing
 
     def take_rows(self, count: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advance to the next batch, and return the rows of it that this process computes.
+        """Read the next batch, and return this process's rows of it.
 
         Args:
-            count: images in the batch.
-            rows: which of them to return.
+            count: number of images in the batch.
+            rows: the rows to return.
 
         Returns:
-            pixels, fp32 `[rows, C, H, W]`, and class probabilities, fp32 `[rows, classes]`.
+            Pixels, fp32 `[rows, C, H, W]`, and class probabilities, fp32 `[rows, classes]`.
         """
         row_numbers = list(range(count))[rows]
         is_mixed = bool(self.stage.mixup or self.stage.cutmix)
         partners = [row ^ 1 if (row ^ 1) < count else row for row in row_numbers] if is_mixed else []
         needed = sorted({*row_numbers, *partners})
-        made = self.next_samples or self.pool.map(self._make_sample, [self.next + row for row in needed])
+        current_samples = self.next_samples or self.pool.map(self._make_sample, [self.next + row for row in needed])
         self.next_samples = self.pool.map(self._make_sample, [self.next + count + row for row in needed])
-        samples = dict(zip(needed, made, strict=True))
+        samples = dict(zip(needed, current_samples, strict=True))
         pixels, targets = _stack(samples[row] for row in row_numbers)
         if is_mixed:
             pixels, targets = self._mix(pixels, targets, *_stack(samples[row] for row in partners))
@@ -323,7 +330,7 @@ class ImageReader(Reader):
         if self.stage.mixup and self.stage.cutmix:
             use_cutmix = random.random() < 0.5
         alpha = self.stage.cutmix if use_cutmix else self.stage.mixup
-        share = random.beta(alpha, alpha)  # that the image keeps
+        share = random.beta(alpha, alpha)  # the image's share in the mixture; the neighbor has the rest
         if use_cutmix:
             side = (1 - share) ** 0.5
             center_row, center_column = random.random() * height, random.random() * width
@@ -348,10 +355,10 @@ def _stack(samples: Iterable[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def random_box(random: numpy.random.Generator, min_area: float, max_area: float = 1.0) -> Box:
-    """Return a random box with an aspect ratio between 3/4 and 4/3, unless it is as wide or as high as the image.
+    """Return a random box with an aspect ratio between 3/4 and 4/3, clipped to the width and height of the image.
 
     Args:
-        random: generator of random numbers.
+        random: NumPy random generator.
         min_area: smallest fraction of the image's area.
         max_area: largest fraction of the image's area.
     """
@@ -376,11 +383,11 @@ def top1_accuracy(
     """Return the top-1 accuracy of an image classifier in eval mode, from 0 to 1.
 
     Args:
-        model: an image classifier of transformers; its mode is restored.
-        images: labeled images, numbered as the model numbers classes.
-        processor: its image processor.
+        model: a transformers image classifier, whose training mode is restored at the end.
+        images: labeled images, with the model's class numbers.
+        processor: the model's image processor.
         batch_size: images per forward pass.
-        bar: label of a progress bar on stderr; None: no bar.
+        bar: label of a progress bar on stderr; None for no bar.
     """
     was_training = model.training
     num_correct = 0

@@ -1,7 +1,7 @@
-"""Latents to train diffusion models on: from a folder, a dataset, tensors, or the teacher's own trajectories.
+"""Latents for training diffusion models: from a folder, a dataset, tensors, or trajectories that the teacher samples.
 
-Every random choice about a sample comes from its own generator, seeded by (seed, stage, number of the sample). So a batch
-does not depend on the process that reads it, nor on where a run was interrupted.
+Every sample has its own random generator, seeded with (seed, stage, number of the sample). So a batch does not depend on
+the process that reads it, nor on where a run was interrupted.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from ...data import Reader, check_data_path, identify_files, load_split, read_te
 from ..denoising import Conditions, NoiseProcess, trajectory
 from ..recipe import DiffusionStage
 
-# column beside the latents -> the transformer's argument that it is
+# Column of the data -> keyword argument of the transformer.
 CONDITION_COLUMNS = {
     "class_labels": "class_labels",
     "label": "class_labels",
@@ -29,16 +29,15 @@ CONDITION_COLUMNS = {
     "prompt_attention_mask": "encoder_attention_mask",
 }
 
-Condition = Any  # of one sample: a dict of tensors, a prompt as text, or None for neither text nor class
+Condition = Any  # condition of one sample: a dict of tensors, a prompt (str), or None for unconditional
 Batch = dict[str, torch.Tensor]
 Key = tuple[int, int]  # (seed, number of the stage)
-Trajectory = tuple[
-    int, list[tuple[torch.Tensor, float]], Condition
-]  # number, [(latents, time)] in random order, condition
+# (number of the sample, [(latents, time), ...] in random order, condition)
+Trajectory = tuple[int, list[tuple[torch.Tensor, float]], Condition]
 
 
 class ConditionEncoder(Protocol):
-    """Interface of `ClassConditions` and `TextConditions`, which combine the conditions of samples into those of a batch."""
+    """Interface of `ClassConditions` and `TextConditions`, which collate the conditions of samples into a batch."""
 
     def draw(self, generator: torch.Generator) -> Condition:
         """Return a random condition."""
@@ -48,11 +47,12 @@ class ConditionEncoder(Protocol):
 
 
 class Latents:
-    """Latents with their conditions, one sample per row.
+    """A dataset of latents with their conditions.
 
     Args:
-        rows: index -> mapping with `latents` `[C, (F,) h, w]` and some of `CONDITION_COLUMNS`, or a text `prompt`.
-        name: what error messages call the data.
+        rows: map-style dataset whose rows are dicts with `latents` `[C, (F,) h, w]` and either some of `CONDITION_COLUMNS`
+            or a text `prompt`.
+        name: name of the data in error messages.
         identity: JSON-serializable value that identifies the data.
 
     Raises:
@@ -72,7 +72,7 @@ class Latents:
         self.columns = tuple(column for column in (*CONDITION_COLUMNS, "prompt") if column in first)
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the data, as JSON-serializable values."""
+        """Return a JSON-serializable description that identifies the data."""
         return {"kind": "latents", "samples": len(self.rows), "shape": list(self.shape), "source": self.identity}
 
     def sample(self, index: int) -> tuple[torch.Tensor, Condition]:
@@ -85,15 +85,15 @@ class Latents:
 
 
 class LatentReader(Reader):
-    """Reads batches of noisy latents. Every epoch takes all samples, in a new random order.
+    """Reads batches of noisy latents. Every epoch reads all samples in a new random order.
 
     Args:
         source: clean latents.
         conditions: encodes the conditions of a batch.
         process: adds the noise.
-        stage: decides times and dropped conditions.
+        stage: the stage, which sets the distribution of times and the fraction of dropped conditions.
         key: (seed, number of the stage).
-        state: what `state()` returned, to resume from there.
+        state: the state from which to resume, as `state()` returned it.
     """
 
     def __init__(
@@ -107,19 +107,20 @@ class LatentReader(Reader):
         self.stage = stage
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Advance to the next batch, and return the rows of it that this process computes.
+        """Read the next batch, and return this process's rows of it.
 
         Args:
-            count: samples in the batch.
-            rows: which of them to return.
+            count: number of samples in the batch.
+            rows: the rows to return.
 
         Returns:
-            "noisy" and "target" `[rows, C, (F,) h, w]`, "times" `[rows]` and the conditions `[rows, ...]`.
+            A dict with "noisy" and "target", `[rows, C, (F,) h, w]`, "times" `[rows]`, and the conditions, `[rows, ...]`
+            each.
         """
         samples = [self._make_sample(self.next + row) for row in range(*rows.indices(count))]
         self.next += count
         noisy, times, conditions, targets = zip(*samples, strict=True)
-        return _collate(noisy, times, conditions, self.conditions) | {"target": torch.stack(targets)}
+        return {**_collate(noisy, times, conditions, self.conditions), "target": torch.stack(targets)}
 
     def _make_sample(self, number: int) -> tuple[torch.Tensor, float, Condition, torch.Tensor]:
         latents, condition = self.source.sample(self.shuffled(number, len(self.source.rows)))
@@ -136,17 +137,17 @@ class LatentReader(Reader):
 class TrajectoryReader(Reader):
     """Reads points on trajectories that the teacher samples.
 
-    There is one trajectory per row of the batch. Its points serve as many steps as it has, in random order; then new
-    trajectories are sampled. A process samples those of its own rows only, and samples the current ones again when a run
-    resumes.
+    Every row of the batch has a trajectory, whose points are read in random order, one per training step. After the last
+    point, new trajectories are sampled. A process samples the trajectories of its own rows only, and when a run resumes, it
+    samples the current ones again.
 
     Args:
         teacher: (transformer, scheduler).
-        shape: of the latents of one sample.
-        conditions: draws and encodes what is sampled.
-        stage: decides steps, guidance and dropped conditions.
+        shape: shape of the latents of one sample, `(C, (F,) h, w)`.
+        conditions: draws and encodes the conditions of the trajectories.
+        stage: the stage, which sets the sampling steps, guidance and fraction of dropped conditions.
         key: (seed, number of the stage).
-        state: what `state()` returned, to resume from there.
+        state: the state from which to resume, as `state()` returned it.
         show_bar: whether to show a progress bar while trajectories are sampled.
     """
 
@@ -160,25 +161,25 @@ class TrajectoryReader(Reader):
         self.conditions = conditions
         self.stage = stage
         self.show_bar = show_bar
-        self.round: int | None = None  # of trajectories: how many sets of them came before the current one
+        self.round: int | None = None  # number of sets of trajectories sampled before the current one
         self.trajectories: list[Trajectory] = []
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Advance to the next batch, and return rows of it as `LatentReader.take_rows` does, without "target"."""
+        """Read the next batch, and return this process's rows as `LatentReader.take_rows` does, without "target"."""
         current_round, position = divmod(self.next, self.stage.sampling_steps)
         if current_round != self.round:
             numbers = [current_round * count + row for row in range(*rows.indices(count))]
-            # A batch that is trained in parts may be too large to sample at once.
-            part_size = -(-len(numbers) // self.stage.grad_accum)
-            parts = [numbers[start : start + part_size] for start in range(0, len(numbers), part_size)]
-            self.trajectories = [sampled for part in parts for sampled in self._sample(part)]
+            # A batch that is trained in micro-batches may be too large to sample at once.
+            size = -(-len(numbers) // self.stage.grad_accum)
+            micro_batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+            self.trajectories = [sampled for batch in micro_batches for sampled in self._sample(batch)]
             self.round = current_round
         self.next += 1
         samples = []
         for number, points, condition in self.trajectories:
-            chance = torch.rand((), generator=make_generator(*self.key, number, position)).item()
+            draw = torch.rand((), generator=make_generator(*self.key, number, position)).item()
             latents, time = points[position]
-            samples.append((latents, time, None if chance < self.stage.drop_condition else condition))
+            samples.append((latents, time, None if draw < self.stage.drop_condition else condition))
         noisy, times, conditions = zip(*samples, strict=True)
         return _collate(noisy, times, conditions, self.conditions)
 
@@ -188,10 +189,10 @@ class TrajectoryReader(Reader):
         device = next(transformer.parameters()).device
         generators = [make_generator(*self.key, number) for number in numbers]
         noise = torch.stack([torch.randn(self.shape, generator=generator) for generator in generators])
-        drawn = [self.conditions.draw(generator) for generator in generators]
+        drawn_conditions = [self.conditions.draw(generator) for generator in generators]
         conditions, unconditional = (
             {key: value.to(device) for key, value in self.conditions.batch(samples).items()}
-            for samples in (drawn, [None] * len(drawn))
+            for samples in (drawn_conditions, [None] * len(drawn_conditions))
         )
         device_generators = [torch.Generator(device).manual_seed(generator.initial_seed()) for generator in generators]
         points: list[tuple[torch.Tensor, float]] = []
@@ -214,7 +215,7 @@ class TrajectoryReader(Reader):
                 on_step=keep_point,
             )
         trajectories = []
-        for row, (number, condition) in enumerate(zip(numbers, drawn, strict=True)):
+        for row, (number, condition) in enumerate(zip(numbers, drawn_conditions, strict=True)):
             order = numpy.random.default_rng((*self.key, number)).permutation(len(points))
             shuffled = [(points[step][0][row], points[step][1]) for step in order]
             trajectories.append((number, shuffled, condition))
@@ -224,11 +225,11 @@ class TrajectoryReader(Reader):
 def _collate(
     noisy: Sequence[torch.Tensor], times: Sequence[float], conditions: Sequence[Condition], encoder: ConditionEncoder
 ) -> Batch:
-    return {"noisy": torch.stack(list(noisy)), "times": torch.tensor(times)} | encoder.batch(conditions)
+    return {"noisy": torch.stack(list(noisy)), "times": torch.tensor(times), **encoder.batch(conditions)}
 
 
 class ClassConditions:
-    """Class labels as conditions. The index after the last class stands for no label.
+    """Class labels as conditions. `num_classes` is the label of an unconditional sample.
 
     Args:
         num_classes: number of classes.
@@ -242,7 +243,7 @@ class ClassConditions:
         return {"class_labels": torch.randint(self.num_classes, (), generator=generator)}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the labels of a batch, int64 `[B]`."""
+        """Return the labels of a batch, int64 `[B]`. Raise `ValueError` for labels that the model does not have."""
         labels = torch.tensor([self.num_classes if row is None else int(row["class_labels"]) for row in samples])
         if not 0 <= labels.min() <= labels.max() <= self.num_classes:
             raise ValueError(
@@ -252,10 +253,10 @@ class ClassConditions:
 
 
 class TextConditions:
-    """Texts as conditions, encoded by the pipeline batch by batch. The empty prompt stands for no text.
+    """Texts as conditions, which the pipeline encodes per batch. The empty prompt is that of an unconditional sample.
 
     Args:
-        encode: returns the conditions of texts, `[B, ...]` each, and those of the empty prompt, `[1, ...]`.
+        encode: function that returns the conditions of texts, `[B, ...]` each, and those of the empty prompt, `[1, ...]`.
         prompts: texts for which trajectories are sampled.
     """
 
@@ -264,7 +265,7 @@ class TextConditions:
     ) -> None:
         self.encode = encode
         self.prompts = list(prompts)
-        self.empty: Conditions | None = None  # known after the first call of `encode`
+        self.empty: Conditions | None = None  # conditions of the empty prompt, set by the first call of `encode`
 
     def draw(self, generator: torch.Generator) -> Condition:
         """Return a random prompt."""
@@ -294,17 +295,17 @@ class TextConditions:
 
 
 def make_generator(*key: int) -> torch.Generator:
-    """Return a random generator that is seeded by the whole numbers `key`."""
+    """Return a random generator that is seeded with the integers `key`."""
     seed = numpy.random.SeedSequence(key).generate_state(1, numpy.uint64)[0]
     return torch.Generator().manual_seed(int(seed >> 1))
 
 
 def open_latents(data: Any) -> Latents:
-    """Open latents in any of the forms that users have.
+    """Open latents from a folder, a dataset or tensors.
 
     Args:
         data: one of
-            - a folder of safetensors files, each with `latents` `[N, C, (F,) h, w]`, scaled as the model sees them, and
+            - a folder of safetensors files, each with `latents` `[N, C, (F,) h, w]`, scaled as the model's input, and
               `class_labels` `[N]`, or `prompt_embeds` `[N, L, D]` and optionally `prompt_attention_mask` `[N, L]`;
             - a dict of such tensors;
             - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), or a Dataset of `datasets`, with
@@ -328,16 +329,16 @@ def open_latents(data: Any) -> Latents:
 
 
 def _open_folder(path: Path, name: str) -> Latents:
-    """Open a folder of safetensors files. They are memory-mapped, so a row is only read when it is used."""
+    """Open a folder of safetensors files, which are memory-mapped."""
     files = sorted(path.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"data: got the folder {name!r} without latents, expected .safetensors files.")
-    parts = []
+    datasets = []
     for file in files:
         with wrap_errors(f"data: got {str(file)!r}, expected latents that can be read"):
             tensors: dict[str, Any] = load_file(file)
-            parts.append(StackDataset(**tensors))
-    return Latents(ConcatDataset(parts), name, identify_files(files))
+            datasets.append(StackDataset(**tensors))
+    return Latents(ConcatDataset(datasets), name, identify_files(files))
 
 
 def prompt_lines(path: Path) -> list[str]:
@@ -346,9 +347,10 @@ def prompt_lines(path: Path) -> list[str]:
 
 
 def read_prompts(data: Any) -> list[str] | None:
-    """Return the prompts in a list, or in a .txt file with one per line; None if `data` is anything else.
+    """Return the prompts in a list, or in a .txt file with one prompt per line; None if `data` is anything else.
 
-    `ValueError` if there is no such file, no prompt, or a prompt that is not text.
+    Raises:
+        ValueError: the file does not exist, there is no prompt, or a prompt is not a string.
     """
     if isinstance(data, (str, Path)) and Path(data).suffix.lower() == ".txt":
         path = check_data_path(data)

@@ -16,9 +16,9 @@ def find_task(student: Any, teacher: Any, options: Mapping[str, Any]) -> Task:
     """Return the task that trains `student`.
 
     Args:
-        student: as for `distill`.
-        teacher: as for `distill`.
-        options: arguments of the task, such as a tokenizer.
+        student: the student that was passed to `distill`.
+        teacher: the teacher that was passed to `distill`, or None.
+        options: further arguments of the task, such as a tokenizer.
 
     Raises:
         TypeError: the task has no such option.

@@ -1,7 +1,7 @@
-"""The interface between the training loop and a kind of model: `Task`, and `Objective`, the losses that it computes.
+"""The interface between the training loop and a kind of model: `Task`, and `Objective`, which computes its losses.
 
-A task knows the data, batches and losses of its kind of model; everything else belongs to the loop. A new kind of model is a
-subclass each of `Task`, `Objective` and `mhla_hf.data.Reader`, a stage type in `recipe.STAGE_TYPES`, and a line in
+A task implements the data, batches and losses of a kind of model; everything else belongs to the loop. To add a kind of
+model, subclass `Task`, `Objective` and `mhla_hf.data.Reader`, and add a stage type to `recipe.STAGE_TYPES` and a line to
 `tasks.find_task`.
 """
 
@@ -34,29 +34,28 @@ class DataSource(Protocol):
     name: str
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the data, as JSON-serializable values."""
+        """Return a JSON-serializable description that identifies the data."""
 
 
 class Task(abc.ABC, Generic[StageT]):
-    """Base class: how one kind of model is trained.
+    """Base class of tasks, each of which implements the training of one kind of model.
 
     Args:
-        student: what `distill` was called with: a model of transformers, or a transformer or pipeline of diffusers.
+        student: the student passed to `distill`: a transformers model, or a transformer or pipeline of diffusers.
         teacher: the softmax original, or None.
 
     Attributes:
-        returned: what `distill` was called with, saves and returns: the student, or the pipeline that holds it.
+        returned: the object that `distill` saves and returns: the student, or the pipeline that holds it.
         student: the module that is trained.
-        teacher: the module that is asked for targets, or None. The loop moves it to the device and never trains it.
+        teacher: the module that computes targets, or None. The loop moves it to the device and never trains it.
     """
 
     name: str  # key of recipe.STAGE_TYPES; appears in recipes and records
     objective_type: type["Objective"]
     unit: str  # what the record counts: "tokens", "images" or "samples"
-    expected_model: str  # for error messages: what student and teacher have to be
-    equal_sizes: tuple[
-        tuple[str, str], ...
-    ] = ()  # (loss, config entry on which student and teacher have to agree for it)
+    expected_model: str  # what student and teacher have to be, for error messages
+    # (loss, config entry that has to be equal in student and teacher for this loss)
+    equal_sizes: tuple[tuple[str, str], ...] = ()
     trains_without_data = False  # whether `data=None` is allowed
 
     def __init__(self, student: Any, teacher: Any) -> None:
@@ -72,8 +71,8 @@ class Task(abc.ABC, Generic[StageT]):
         """Check student, teacher and stages before any data is opened or anything is written.
 
         Raises:
-            TypeError: student or teacher is another kind of model.
-            ValueError: they do not fit each other or the stages.
+            TypeError: student or teacher is not the kind of model that this task trains.
+            ValueError: student, teacher and stages do not fit together.
         """
         for argument, model in (("student", self.student), ("teacher", self.teacher)):
             if not hasattr(model, "num_parameters") and (argument == "student" or model is not None):
@@ -86,16 +85,17 @@ class Task(abc.ABC, Generic[StageT]):
         check_teacher(self.student, self.teacher, stages)
 
     def _check_equal_size(self, entry: str) -> None:
-        of_student, of_teacher = (getattr(model.config, entry, None) for model in (self.student, self.teacher))
-        if of_student != of_teacher:
-            raise ValueError(f"teacher: got {entry} {of_teacher}, expected {of_student} as the student has.")
+        student_size = getattr(self.student.config, entry, None)
+        teacher_size = getattr(self.teacher.config, entry, None)
+        if student_size != teacher_size:
+            raise ValueError(f"teacher: got {entry} {teacher_size}, expected {student_size} as the student has.")
 
     @abc.abstractmethod
     def open(self, data: Any, stages: Sequence[StageT]) -> Any:
-        """Return the data as a `DataSource`.
+        """Open the training data, and return a `DataSource`.
 
         Args:
-            data: what the user passed to `distill`, or the recipe's.
+            data: the data passed to `distill`, or named in the recipe.
             stages: all stages of the run.
 
         Raises:
@@ -107,25 +107,26 @@ class Task(abc.ABC, Generic[StageT]):
         """Return a reader of the batches of one stage.
 
         Args:
-            source: what `open` returned.
+            source: the data that `open` returned.
             stage: the stage.
-            number: its 0-based position in the run.
-            seed: seed of the run.
-            state: what `Reader.state` or the previous stage's `Reader.handover` returned; None: start at the beginning.
+            number: 0-based position of the stage in the run.
+            seed: random seed of the run.
+            state: the state from which to continue, as `Reader.state` or the previous stage's `Reader.handover` returned
+                it; None starts at the beginning.
         """
 
     def take(self, reader: Any, stage: StageT, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
         """Read the next batch.
 
         Args:
-            reader: what `reader` returned. All processes read the same batches.
+            reader: the stage's reader. All processes read the same batches.
             stage: the stage.
-            rows: the samples of the batch that this process computes.
+            rows: the rows of the batch that belong to this process.
 
         Returns:
-            tensors `[rows, ...]`, which the loop splits into `grad_accum` parts, and weights such as 1 / batch size, by
-            which sums over samples become means over the batch. The loop multiplies the weights by the number of processes,
-            whose gradients are averaged. Both are the arguments of the objective, in this order.
+            The arguments of the objective: tensors `[rows, ...]`, which the loop splits into `grad_accum` micro-batches,
+            and weights such as 1 / batch size, which turn sums over samples into means over the batch. The loop multiplies
+            the weights by the number of processes, because gradients are averaged over processes.
         """
         return reader.take_rows(stage.batch_size, rows), (1 / stage.batch_size,)
 
@@ -134,20 +135,20 @@ class Task(abc.ABC, Generic[StageT]):
         return self.objective_type(self.student, self.teacher, stage)
 
     def units_per_step(self, stage: StageT) -> int:
-        """Return how many units (tokens, images or samples) one optimizer step processes."""
+        """Return the number of units (tokens, images or samples) that one optimizer step processes."""
         return stage.batch_size
 
     def evaluate(self) -> dict[str, float]:
-        """Return scores of the student in its current state, by name, for the history."""
+        """Return evaluation scores of the student by name, to be logged in the history."""
         return {}
 
     @contextlib.contextmanager
     def prepare(self, stage: StageT) -> Iterator[None]:
-        """Change the student for the duration of `stage`, for example by adding LoRA."""
+        """Context manager that changes the student for the duration of `stage`, for example by adding LoRA."""
         yield
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Recompute the student's layers in the backward pass, or stop doing so."""
+        """Turn gradient checkpointing of the student on or off."""
         set_gradient_checkpointing(self.student, enabled)
 
     def save(self, folder: Path) -> None:
@@ -158,21 +159,22 @@ class Task(abc.ABC, Generic[StageT]):
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote into the student."""
-        subfolder = "" if self.returned is self.student else "transformer"  # of a pipeline
+        subfolder = "" if self.returned is self.student else "transformer"  # the pipeline's component
         trained = type(self.student).from_pretrained(folder, subfolder=subfolder, dtype=self.student.dtype)
         self.student.load_state_dict(trained.state_dict())
 
 
 class Objective(nn.Module):
-    """Base class: the student with the loss of one stage, as the module that Accelerate wraps.
+    """Base class of the module that Accelerate wraps: the student and the loss of one stage.
 
-    `forward` takes what `Task.take` returned, tensors and then weights. It returns the loss of a part of the batch and a
-    dict of detached scalars to log, "loss" among them. Both are sums over the parts of a batch.
+    `forward` takes the tensors and weights that `Task.take` returned. It returns the loss of a micro-batch and a dict of
+    detached scalars to log, including "loss". The values of all micro-batches add up to those of the batch.
 
     Args:
-        student: trained; a submodule.
-        teacher: not a submodule, so that nobody moves, wraps or saves it.
-        stage: decides the loss.
+        student: the model that is trained; a submodule.
+        teacher: the model that computes targets, or None. It is not a submodule, so that Accelerate does not move, wrap or
+            save it.
+        stage: the stage, which selects the loss.
     """
 
     student: Any
@@ -190,19 +192,19 @@ class Objective(nn.Module):
         call_attention: Callable[..., Any] | None = None,
         magnitude: Elementwise = torch.square,
     ) -> torch.Tensor:
-        """Return the relative error of the student's attention outputs, given the teacher's hidden states as inputs.
+        """Return the relative error of the student's attention outputs on the teacher's hidden states.
 
-        The student's attention modules run inside the teacher's forward pass, where their inputs are; no other part of the
-        student runs. Every layer is thus trained by itself, without the errors of the layers before it.
+        Forward hooks run the student's attention modules on the inputs of the teacher's during the teacher's forward pass;
+        no other part of the student runs. Every layer is thus trained on its own, without the errors of earlier layers.
 
         Args:
             run_teacher: runs the teacher on the batch.
             call_attention: called as `call_attention(attention, *args, **kwargs)` with the student's attention module and
-                the arguments of the teacher's; default: call the module.
+                the arguments of the teacher's (default: call the module).
             magnitude: elementwise measure of errors and outputs.
 
         Returns:
-            scalar, fp32: the sum over MHLA layers and samples of `relative_error`.
+            The sum of `relative_error` over MHLA layers and samples, a scalar in fp32.
         """
         losses: list[torch.Tensor] = []
         dtype = self.student.dtype
@@ -232,15 +234,15 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _first(output: Any) -> torch.Tensor:
-    """Return the hidden states of an attention's output, which may be a tuple."""
+    """Return the hidden states from the output of an attention module, which may be a tuple."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments with `requires_grad` set on the first floating-point tensor.
 
-    FSDP reshards a module's weights in the backward pass when the gradient of its input has been computed, so without such
-    a gradient every layer would stay unsharded.
+    In the backward pass, FSDP reshards a module's weights once the gradient of its input is computed. Without that
+    gradient, every layer would stay unsharded.
     """
     leaves, structure = tree_flatten((args, kwargs))
     first = next(i for i, x in enumerate(leaves) if torch.is_tensor(x) and x.is_floating_point())
@@ -254,11 +256,11 @@ def relative_error(output: torch.Tensor, target: torch.Tensor, magnitude: Elemen
 
     Args:
         output: `[B, ...]`, any floating dtype.
-        target: the same shape.
-        magnitude: elementwise, `torch.square` or `torch.abs`.
+        target: tensor of the same shape.
+        magnitude: `torch.square` or `torch.abs`.
 
     Returns:
-        scalar, fp32.
+        A scalar, fp32.
     """
     output, target = output.float().flatten(1), target.float().flatten(1)
     scale = magnitude(target).sum(1).clamp_min(torch.finfo(torch.float32).tiny)

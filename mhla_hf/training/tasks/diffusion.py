@@ -1,7 +1,7 @@
-"""The task of diffusion transformers: every family whose record has `conditions`, alone or in a pipeline.
+"""The task of diffusion transformers: every `Family` that has `conditions`, alone or in a pipeline.
 
-Without latents the teacher samples its own trajectories, for given prompts or random classes, and the student is trained on
-the points of these.
+Without latents, the teacher samples trajectories for given prompts or random classes, and the student is trained on their
+points.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ TRAINABLE_BASES = tuple(family.base for family in DIFFUSION if family.conditions
 
 
 class DiffusionObjective(Objective):
-    """A diffusion transformer with the loss "transfer", "prediction" or "denoising", see `DiffusionStage`.
+    """A diffusion transformer with one of the losses that `DiffusionStage` describes.
 
     Args:
-        student: as for `Objective`.
-        teacher: as for `Objective`.
-        stage: as for `Objective`.
-        get_names: returns the names of the tensors of the current batch, in order: "noisy", "times", those of the
+        student: see `Objective`.
+        teacher: see `Objective`.
+        stage: see `Objective`.
+        get_names: returns the names of the tensors of the current batch, in order: "noisy", "times", the names of the
             conditions, and with data "target".
     """
 
@@ -56,12 +56,13 @@ class DiffusionObjective(Objective):
         self.get_names = get_names
 
     def forward(self, *tensors_and_weight: Any) -> LossAndLogs:
-        """Return the loss of a part of a batch, and what is logged.
+        """Return the loss of a micro-batch, and the values to log.
 
         Args:
             *tensors_and_weight: the tensors that `get_names` names, then 1 / number of samples in the whole batch.
         """
-        *tensors, sample_weight = tensors_and_weight
+        tensors = tensors_and_weight[:-1]
+        sample_weight = tensors_and_weight[-1]
         batch = dict(zip(self.get_names(), tensors, strict=True))
         noisy = batch.pop("noisy")
         times = batch.pop("times")
@@ -84,7 +85,7 @@ class DiffusionObjective(Objective):
         return total, {"loss": total.detach(), **logs}
 
     def _transfer_loss(self, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-        """Return the L1 error of attention outputs. The student's attention also gets the grid of tokens."""
+        """Return the relative L1 error of attention outputs. The student's attention also gets the grid of tokens."""
         grid = self.student.token_grid(noisy)
         state = self.student.mhla_state
 
@@ -99,16 +100,16 @@ class DiffusionObjective(Objective):
 
 
 def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the sum over samples of the mean squared error of each."""
+    """Return the mean squared error of each sample, summed over samples."""
     return (prediction - target).square().flatten(1).mean(1).sum()
 
 
 class DiffusionTask(Task[DiffusionStage]):
-    """The task of a transformer of diffusers, or of a pipeline of one, which is saved whole.
+    """The task of a diffusers transformer, or of a pipeline with one, which is then saved as a whole.
 
     Args:
         student: a transformer or a pipeline.
-        teacher: likewise, or None. One of the two has to be a pipeline, for its scheduler.
+        teacher: a transformer or a pipeline, or None. One of student and teacher has to be a pipeline, for its scheduler.
     """
 
     name = "diffusion"
@@ -120,10 +121,10 @@ class DiffusionTask(Task[DiffusionStage]):
         super().__init__(student, teacher)
         self.student, self.teacher = (getattr(model, "transformer", model) for model in (student, teacher))
         self.pipeline: Any = next((model for model in (teacher, student) if hasattr(model, "scheduler")), None)
-        self.names: tuple[str, ...] = ()  # of the tensors in the current batch
+        self.names: tuple[str, ...] = ()  # names of the tensors in the current batch
 
     def check(self, stages: Sequence[DiffusionStage]) -> None:
-        """Check as every task, and that families, channels and pipelines fit."""
+        """Check student, teacher and stages as `Task.check` does, and that families, channels and pipelines fit."""
         family = self._check_model("student", self.student)
         models = [self.student] if self.teacher is None else [self.student, self.teacher]
         if self.teacher is not None:
@@ -133,11 +134,11 @@ class DiffusionTask(Task[DiffusionStage]):
         if self.pipeline.components.get("transformer_2") is not None:
             raise ValueError("student: got a pipeline with two transformers for different times, expected one.")
         config = self.student.config
-        if (config.out_channels or math.inf) < config.in_channels:  # an input image comes as channels
+        if (config.out_channels or math.inf) < config.in_channels:  # the input image takes additional channels
             raise ValueError("student: got an image-to-video model, expected one that generates from text alone.")
-        kinds = [f"{_trainable_family(model).base} of {model.config.in_channels} channels" for model in models]
-        if kinds[0] != kinds[-1]:
-            raise ValueError(f"teacher: got a {kinds[-1]}, expected a {kinds[0]} as the student is.")
+        descriptions = [f"{_trainable_family(model).base} of {model.config.in_channels} channels" for model in models]
+        if descriptions[0] != descriptions[-1]:
+            raise ValueError(f"teacher: got a {descriptions[-1]}, expected a {descriptions[0]} as the student is.")
         self.condition_names = family.conditions
         self.process = NoiseProcess(self.pipeline.scheduler)
         super().check(stages)
@@ -151,7 +152,7 @@ class DiffusionTask(Task[DiffusionStage]):
         return family
 
     def open(self, data: Any, stages: Sequence[DiffusionStage]) -> Any:
-        """Open latents, see `open_latents`, or prompts, see `read_prompts`; None: random classes."""
+        """Open latents (see `open_latents`) or prompts (see `read_prompts`); None means random classes."""
         prompts = read_prompts(data)
         takes_text = "encoder_hidden_states" in self.condition_names
         latents = open_latents(data) if data is not None and prompts is None else None
@@ -178,7 +179,7 @@ class DiffusionTask(Task[DiffusionStage]):
     def reader(
         self, source: Any, stage: DiffusionStage, number: int, seed: int, state: dict[str, Any] | None
     ) -> Reader:
-        """Return a reader of noisy latents, or if there are no data, of points on the teacher's trajectories."""
+        """Return a reader of noisy latents or, if there are no latents, of points on the teacher's trajectories."""
         key = (seed, number)
         if source.latents is not None:
             return LatentReader(source.latents, source.conditions, self.process, stage, key, state)
@@ -189,7 +190,7 @@ class DiffusionTask(Task[DiffusionStage]):
     def take(
         self, reader: Any, stage: DiffusionStage, rows: slice
     ) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
-        """Return the arguments of `DiffusionObjective.forward`, and remember the names of the tensors."""
+        """Return the arguments of `DiffusionObjective.forward`, and store the names of the tensors for it."""
         batch = reader.take_rows(stage.batch_size, rows)
         self.names = tuple(batch)
         return tuple(batch.values()), (1 / stage.batch_size,)
@@ -200,9 +201,9 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @contextlib.contextmanager
     def prepare(self, stage: DiffusionStage) -> Iterator[None]:
-        """Put the student in eval mode, and add LoRA for the duration of a stage that trains it.
+        """Context manager that puts the student in eval mode and, if `stage` trains LoRA, adds it and merges it at the end.
 
-        In training mode DiT would randomly drop labels that the teacher sees.
+        In training mode, DiT would randomly drop labels that the teacher sees.
         """
         self.student.eval()
         if stage.trainable != "lora":
@@ -222,7 +223,7 @@ class DiffusionTask(Task[DiffusionStage]):
                     self.student.set_submodule(name, module.get_base_layer())
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Recompute the student's layers in the backward pass, or stop doing so."""
+        """Turn gradient checkpointing of the student on or off."""
         if enabled:
             self.student.enable_gradient_checkpointing()
         else:
@@ -231,7 +232,7 @@ class DiffusionTask(Task[DiffusionStage]):
     def _check_data(
         self, stages: Sequence[DiffusionStage], prompts: list[str] | None, latents: Latents | None, takes_text: bool
     ) -> None:
-        """Raise `ValueError` if the data lack the model's conditions, or what a loss needs."""
+        """Raise `ValueError` if the data lack the model's conditions, or latents that a loss needs."""
         columns = () if latents is None else latents.columns
         condition_columns = ("prompt_embeds", "prompt") if takes_text else ("class_labels", "label")
         if latents is not None and not set(condition_columns) & set(columns):
@@ -254,7 +255,7 @@ class DiffusionTask(Task[DiffusionStage]):
             )
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
-        """Return the shape `(C, (F,) h, w)` of a sample's latents, from the stage's size in pixels or the model's own."""
+        """Return the shape `(C, (F,) h, w)` of a sample's latents for the stage's size in pixels, or for the model's own."""
         config = self.student.config
         pipeline = self.pipeline
         num_axes = len(_patch_size(self.student))
@@ -268,12 +269,12 @@ class DiffusionTask(Task[DiffusionStage]):
         scale = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None)
         if scale is None:  # DiT's pipeline has no such attribute
             scale = 2 ** (len(pipeline.vae.config.block_out_channels) - 1)
-        *frames, rows, columns = stage.size
-        latent_frames = [(count - 1) // pipeline.vae_scale_factor_temporal + 1 for count in frames]
+        rows, columns = stage.size[-2:]
+        latent_frames = [(frames - 1) // pipeline.vae_scale_factor_temporal + 1 for frames in stage.size[:-2]]
         return (config.in_channels, *latent_frames, rows // scale, columns // scale)
 
     def _check_shape(self, shape: tuple[int, ...], stage: DiffusionStage, latents: Latents | None) -> None:
-        """Raise `ValueError` for latents of another VAE, or of a size that the model or the stage does not have."""
+        """Raise `ValueError` for latents of another VAE, or of a size that does not fit the model or the stage."""
         config = self.student.config
         patch_size = _patch_size(self.student)
         sample_size = config.get("sample_size")
@@ -293,7 +294,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> tuple[Conditions, Conditions]:
-        """Encode texts as the pipeline does. Return their conditions, `[B, ...]`, and the empty prompt's, `[1, ...]`."""
+        """Encode texts with the pipeline. Return their conditions, `[B, ...]` each, and the empty prompt's, `[1, ...]`."""
         pipeline = self.pipeline
         pipeline.text_encoder.to(self.student.device)
         arguments = {"prompt": texts, "do_classifier_free_guidance": True, "device": self.student.device}
@@ -310,12 +311,12 @@ class DiffusionTask(Task[DiffusionStage]):
 
 
 def _trainable_family(model: Any) -> Any:
-    """Return the model's family if models of it can be trained, which needs `conditions`, else None."""
+    """Return the model's family if it can be trained, that is, if it has `conditions`; else None."""
     family = family_of(model)
     return family if family is not None and family.conditions else None
 
 
 def _patch_size(model: Any) -> tuple[int, ...]:
-    """Return the patch size of each axis."""
+    """Return the patch size of a diffusion transformer along each axis."""
     patch_size = model.config.patch_size
     return (patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)

@@ -1,4 +1,4 @@
-"""The task of text encoders: their data, sequences with special tokens, and losses against the original's embeddings."""
+"""The task of text encoders: sequences with special tokens, and losses against the original's embeddings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +14,13 @@ from .base import LossAndLogs, Objective, Task
 
 
 class EncoderObjective(Objective):
-    """A text encoder with the loss "transfer" or "embeddings", see `EncoderStage`."""
+    """A text encoder with one of the losses that `EncoderStage` describes."""
 
     def forward(self, ids: torch.Tensor, sequence_weight: float) -> LossAndLogs:
-        """Return the loss of a part of a batch, and what is logged.
+        """Return the loss of a micro-batch, and the values to log.
 
         Args:
-            ids: int64 `[B, L]`.
+            ids: token ids, int64 `[B, L]`.
             sequence_weight: 1 / number of sequences in the whole batch.
         """
         if self.stage.loss == "transfer":
@@ -37,12 +37,12 @@ class EncoderObjective(Objective):
 
 
 class EncoderTask(Task[EncoderStage]):
-    """The task of a text encoder of transformers. Only its body is trained, whatever head it has.
+    """The task of a transformers text encoder. Only its body is trained, whatever head it has.
 
     Args:
-        student: as for `distill`.
-        teacher: as for `distill`.
-        tokenizer: of transformers; required for data that are text, and saved with the model.
+        student: see `Task`.
+        teacher: see `Task`.
+        tokenizer: a transformers tokenizer, required if the data are text, and saved with the model.
         text_field: the column of a dataset that holds the text.
         files: further files to save with the model, as `checkpoints.save.read_sentence_files` returns them.
     """
@@ -62,7 +62,7 @@ class EncoderTask(Task[EncoderStage]):
         self.files = files
 
     def open(self, data: Any, stages: Sequence[EncoderStage]) -> Any:
-        """Open text in any form of `open_text`; sequences leave room for the tokenizer's special tokens."""
+        """Open text with `open_text`, for sequences that leave room for the tokenizer's special tokens."""
         tokenizer = self.preprocessor
         self.special_tokens = special_tokens(tokenizer)
         num_special = sum(map(len, self.special_tokens))
@@ -84,15 +84,15 @@ class EncoderTask(Task[EncoderStage]):
         return source.reader(stage.seq_len - num_special, seed, number, state)
 
     def take(self, reader: Any, stage: EncoderStage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
-        """Return the arguments of `EncoderObjective.forward`, with special tokens."""
+        """Return the arguments of `EncoderObjective.forward`, with special tokens added to the ids."""
         ids = reader.take(stage.batch_size)[0][rows]
         return (with_special_tokens(ids, self.special_tokens),), (1 / stage.batch_size,)
 
     def units_per_step(self, stage: EncoderStage) -> int:
-        """Return the number of tokens, including special ones."""
+        """Return the number of tokens that one optimizer step processes, including special tokens."""
         return stage.batch_size * stage.seq_len
 
     def save(self, folder: Any) -> None:
-        """Write the model and its tokenizer as `Task.save` does, and `files`, e.g. those of sentence-transformers."""
+        """Write the model and its tokenizer as `Task.save` does, and the further `files`."""
         super().save(folder)
         write_files(folder, self.files)

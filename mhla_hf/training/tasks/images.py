@@ -16,27 +16,27 @@ from .base import LossAndLogs, Objective, Task, relative_error
 
 
 def is_classifier(model: Any) -> bool:
-    """Return whether a model computes logits over classes of images."""
+    """Return whether a model is an image classifier, by the name of its class."""
     return "ForImageClassification" in type(model).__name__
 
 
 def get_tower(model: Any) -> Any:
     """Return the body of a classifier, and any other model as it is.
 
-    Some vision towers have a `base_model` too, but one without the embeddings.
+    `base_model` is not used for vision towers, because for some of them it lacks the embeddings.
     """
     return model.base_model if is_classifier(model) else model
 
 
 class ImageObjective(Objective):
-    """An image model with the loss "labels", "logits", "features" or "transfer", see `ImageStage`."""
+    """An image model with one of the losses that `ImageStage` describes."""
 
     def forward(self, pixels: torch.Tensor, targets: torch.Tensor, image_weight: float) -> LossAndLogs:
-        """Return the loss of a part of a batch, and what is logged.
+        """Return the loss of a micro-batch, and the values to log.
 
         Args:
             pixels: `[B, C, H, W]`.
-            targets: `[B, classes]`, class probabilities.
+            targets: class probabilities `[B, classes]`.
             image_weight: 1 / number of images in the whole batch.
         """
         teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
@@ -69,11 +69,11 @@ class ImageObjective(Objective):
         return total, {"loss": total.detach(), **logs}
 
     def _attention_caller(self, pixels: torch.Tensor) -> Callable[..., Any]:
-        """Return a function that calls the student's attention with the grid of tokens, which a teacher does not pass."""
+        """Return a function that calls the student's attention with the grid of tokens, which the teacher lacks."""
         grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
 
         def call_attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
-            if "mhla_grid" in inspect.signature(attention.forward).parameters:  # of models from scratch
+            if "mhla_grid" in inspect.signature(attention.forward).parameters:  # only in models from scratch
                 kwargs["mhla_grid"] = grid
             return attention(*args, **kwargs)
 
@@ -81,13 +81,14 @@ class ImageObjective(Objective):
 
 
 class ImageTask(Task[ImageStage]):
-    """The task of an image classifier or a vision tower of transformers.
+    """The task of a transformers image classifier or vision tower.
 
     Args:
-        student: as for `distill`.
-        teacher: as for `distill`.
-        processor: its image processor, saved with the model; None: the model's own, which classifiers from scratch have.
-        test: labeled images, as `open_images` takes them, on which the accuracy is logged as "test_accuracy".
+        student: see `Task`.
+        teacher: see `Task`.
+        processor: the student's image processor, which is saved with the model. None means the one that classifiers from
+            scratch define in their configuration.
+        test: labeled images, in any form that `open_images` accepts, on which the accuracy is logged as "test_accuracy".
     """
 
     name = "images"
@@ -103,7 +104,7 @@ class ImageTask(Task[ImageStage]):
         self.test_images: LabeledImages | None = None
 
     def check(self, stages: Sequence[ImageStage]) -> None:
-        """Check as every task, that models are classifiers where needed, and that the processor fits the student."""
+        """Check as `Task.check` does, that models are classifiers where needed, and that the processor fits the student."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
         if losses & {"logits", "labels"} or self.test is not None:
@@ -122,7 +123,7 @@ class ImageTask(Task[ImageStage]):
             raise ValueError(f"{argument}: got {type(model).__name__}, expected an image classifier.")
 
     def open(self, data: Any, stages: Sequence[ImageStage]) -> LabeledImages:
-        """Open labeled images, see `open_images`, with the student's class numbers; any images if no loss reads labels."""
+        """Open labeled images with `open_images`, numbered as the student numbers classes if a loss reads the labels."""
         config = self.student.config
         reads_labels = any(stage.reads_labels for stage in stages)
         images = open_images(data)

@@ -1,4 +1,4 @@
-"""The task of causal language models: their data, text cut into sequences of full length, and their losses."""
+"""The task of causal language models: text cut into sequences of full length, and next-token losses."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -16,27 +16,28 @@ from .base import LossAndLogs, Objective, Task
 
 logger = logging.getLogger("mhla_hf")
 IGNORED_LABEL = -100
-MIN_REST = 1e-8  # smallest probability of all tokens that are not among the most likely ones, for its logarithm
+MIN_REST = 1e-8  # lower bound of the probability of all tokens outside of the top k, whose logarithm is taken
 
 Heads = tuple[OutputHead | None, OutputHead | None]
 Tensors = Sequence[torch.Tensor]
 
 
 class LanguageObjective(Objective):
-    """A causal language model with the loss "transfer", "logits", "stored" or "lm", see `Stage`."""
+    """A causal language model with one of the losses that `Stage` describes."""
 
-    heads: Heads | None = None  # of student and teacher, once `_find_heads` has looked for them
+    heads: Heads | None = None  # output heads of student and teacher, after the first call of `_find_heads`
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor, *rest: Any) -> LossAndLogs:
-        """Return the loss of a part of a batch, and what is logged.
+        """Return the loss of a micro-batch, and the values to log.
 
         Args:
-            ids: int64 `[B, L]`.
+            ids: token ids, int64 `[B, L]`.
             labels: int64 `[B, L]`, not shifted; -100 marks tokens without a loss.
             *rest: with "stored", the teacher's most likely tokens, int64 `[B, L, k]`, and their log-probabilities
                 `[B, L, k]`; then 1 / number of predicted tokens and 1 / number of sequences in the whole batch.
         """
-        *stored, token_weight, sequence_weight = rest
+        stored = rest[:-2]
+        token_weight, sequence_weight = rest[-2:]
         if self.stage.loss == "transfer":
             loss = sequence_weight * self.attention_transfer_loss(
                 lambda: self.teacher.base_model(input_ids=ids, use_cache=False), _call_without_mask
@@ -64,12 +65,12 @@ class LanguageObjective(Objective):
         logs = {"ce": ce.detach()}
         if teacher_values:
             logs["kl"] = kl.detach()
-        if getattr(output, "aux_loss", None) is not None:  # balances experts; a mean over the part of the batch
+        if getattr(output, "aux_loss", None) is not None:  # load-balancing loss of experts, a mean over the micro-batch
             loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * sequence_weight)
         return loss, {"loss": loss.detach(), **logs}
 
     def _teacher_targets(self, head: OutputHead | None) -> Callable[[torch.Tensor], Tensors]:
-        """Return a function that turns the teacher's hidden states, or without a head its logits, into targets."""
+        """Return a function that turns the teacher's hidden states, or without `head` its logits, into targets."""
         top_k = self.stage.top_k
 
         def to_targets(x: torch.Tensor) -> Tensors:
@@ -79,16 +80,20 @@ class LanguageObjective(Objective):
         return to_targets
 
     def _find_heads(self, ids: torch.Tensor) -> Heads:
-        """Return the heads of student and teacher if both can be separated, else (None, None). Log the choice once."""
+        """Return the output heads of student and teacher, or (None, None) if one of them cannot be separated.
+
+        The choice is logged at the first call.
+        """
         if self.heads is None:
             models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
-            found = [find_head(model, ids) for model in models]
-            heads = [head for head in found if isinstance(head, OutputHead)]
-            reasons = [
-                f"{type(model).__name__}: {reason}"
-                for model, reason in zip(models, found, strict=True)
-                if isinstance(reason, str)
-            ]
+            heads: list[OutputHead] = []
+            reasons: list[str] = []
+            for model in models:
+                head = find_head(model, ids)
+                if isinstance(head, OutputHead):
+                    heads.append(head)
+                else:
+                    reasons.append(f"{type(model).__name__}: {head}")
             method = f"from the logits of whole batches. {'; '.join(reasons)}" if reasons else "in chunks of tokens"
             logger.info("stage %r: computes its loss %s", self.stage.name, method)
             self.heads = (None, None) if reasons else (heads[0], heads[-1])
@@ -96,15 +101,15 @@ class LanguageObjective(Objective):
 
 
 def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call MHLA attention without the mask, which is made for the teacher's attention. Sequences have no padding."""
+    """Call MHLA attention without the mask of the teacher's attention. Sequences have no padding, so none is needed."""
     return attention(*args, **{**kwargs, "attention_mask": None})
 
 
 def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Run a model on token ids.
+    """Run a model on token ids `[B, L]`.
 
     Returns:
-        The output, and the hidden states that `head` takes as input; if `head` is None, the logits instead of these.
+        The model's output, and the inputs of `head`, hidden states `[B, L, width]`; without a head, the logits.
     """
     if head is not None:
         return run_body(model, head, ids)
@@ -120,21 +125,21 @@ def next_token_loss(
     """Return the sums over tokens of the distillation loss, its KL divergence and its cross-entropy.
 
     The loss is T^2 * KL(teacher / T || student / T) + ce_weight * cross-entropy. It is computed in chunks of tokens, so that
-    nothing of the size of all logits is allocated, apart from the logits themselves if there is no `head`.
+    no tensor of the size of all logits is allocated, apart from the logits themselves if there is no `head`.
 
     Args:
-        student: `[N, width]`, the hidden states that `head` reads; without a head, the logits `[N, vocab]`.
+        student: inputs of `head`, hidden states `[N, width]`; without a head, the logits `[N, vocab]`.
         targets: int64 `[N]`; -100 marks tokens without a loss.
         teacher: the teacher's logits `[N, vocab]`; or its most likely tokens, int64 `[N, k]`, and their log-probabilities
-            `[N, k]`, where all other tokens count as one; or nothing, and the KL divergence is 0.
+            `[N, k]`, where all other tokens are merged into one; or an empty sequence, for a KL divergence of 0.
         temperature: T.
         ce_weight: weight of the cross-entropy.
         head: the student's output head, or None.
-        to_teacher_targets: computes what is described under `teacher` from the rows of a chunk, if `teacher` is something
-            else, such as hidden states.
+        to_teacher_targets: function that computes these targets from the rows of a chunk of `teacher`, if `teacher` holds
+            something else, such as hidden states.
 
     Returns:
-        `[3]`, fp32: loss, KL divergence and cross-entropy. Only the loss has a gradient.
+        Loss, KL divergence and cross-entropy, fp32 `[3]`. Only the loss has a gradient.
     """
 
     def chunk_loss(logits: torch.Tensor, chunk_targets: torch.Tensor, *chunk_teacher: torch.Tensor) -> torch.Tensor:
@@ -149,7 +154,7 @@ def next_token_loss(
 def _kl_and_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, teacher: Tensors, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return T^2 * KL and the cross-entropy, summed over the tokens with a target; arguments as in `next_token_loss`."""
+    """Return T^2 * KL and the cross-entropy, summed over the tokens with a target; for arguments see `next_token_loss`."""
     log_q = logits.float().log_softmax(-1)
     ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=IGNORED_LABEL)
     if len(teacher) == 1:
@@ -169,12 +174,12 @@ def _kl_and_cross_entropy(
 
 
 class LanguageTask(Task[Stage]):
-    """The task of a causal language model of transformers.
+    """The task of a transformers causal language model.
 
     Args:
-        student: as for `distill`.
-        teacher: as for `distill`.
-        tokenizer: of transformers; required for data that are text, and saved with the model.
+        student: see `Task`.
+        teacher: see `Task`.
+        tokenizer: a transformers tokenizer, required if the data are text, and saved with the model.
         text_field: the column of a dataset that holds the text.
     """
 
@@ -190,20 +195,20 @@ class LanguageTask(Task[Stage]):
         self.text_field = text_field
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Check as every task, and that the student has an output head, unlike bodies and classifiers."""
+        """Check as `Task.check` does, and that the student has an output head."""
         head = getattr(self.student, "get_output_embeddings", lambda: self)()
         if head is None:
             raise TypeError(f"student: got {type(self.student).__name__}, expected {self.expected_model}.")
         super().check(stages)
 
     def open(self, data: Any, stages: Sequence[Stage]) -> Any:
-        """Open text in any form of `open_text`, or for the loss "stored" a folder that `teach` wrote."""
+        """Open text with `open_text` or, for the loss "stored", a folder that `teach` wrote."""
         need_stored = [stage.loss == "stored" for stage in stages]
         is_path = isinstance(data, (str, Path))
         is_stored = is_path and (Path(data) / RECORD).is_file()
         if any(need_stored) and not (all(need_stored) and is_stored):
-            given = repr(str(data)) if is_path else type(data).__name__
-            raise ValueError(f"data: got {given}, expected a folder that `mhla-hf teach` wrote, for all stages.")
+            data_name = repr(str(data)) if is_path else type(data).__name__
+            raise ValueError(f"data: got {data_name}, expected a folder that `mhla-hf teach` wrote, for all stages.")
         vocab_size = self.student.get_input_embeddings().weight.shape[0]
         if is_stored:
             source: Any = TaughtText(data, vocab_size)
@@ -222,11 +227,12 @@ class LanguageTask(Task[Stage]):
 
     def take(self, reader: Any, stage: Stage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
         """Return the arguments of `LanguageObjective.forward`."""
-        ids, labels, *teacher = reader.take(stage.batch_size)
-        num_predicted = int((labels.numpy()[:, 1:] != IGNORED_LABEL).sum())
-        tensors = (ids, labels, *teacher) if stage.loss == "stored" else (ids, labels)
+        tensors = reader.take(stage.batch_size)
+        if stage.loss != "stored":
+            tensors = tensors[:2]  # without the teacher's tokens, which a folder that `teach` wrote also has
+        num_predicted = int((tensors[1].numpy()[:, 1:] != IGNORED_LABEL).sum())
         return tuple(x[rows] for x in tensors), (1 / max(1, num_predicted), 1 / stage.batch_size)
 
     def units_per_step(self, stage: Stage) -> int:
-        """Return the number of tokens."""
+        """Return the number of tokens that one optimizer step processes."""
         return stage.batch_size * stage.seq_len
