@@ -1,10 +1,10 @@
-"""Fold a model, and what it needs of ops, nn and models, into one self-contained source file.
+"""Bundle a model, with the code of ops, nn and models that it uses, into one self-contained source file.
 
-A checkpoint carries its own code, and diffusers fetches exactly one source file from the Hub. The bundle is cut from the
-source that the installed package runs: names are never rewritten, and functions, classes and assignments that nothing
-refers to are left out. Source that would mean something else after merging is rejected.
+A checkpoint carries its own code, and diffusers fetches exactly one source file from the Hub. The bundle is assembled from
+the source of the installed package: names are never rewritten, and functions, classes and assignments that nothing refers
+to are left out. Source whose meaning would change by merging is rejected.
 
-The Hub loaders scan the file with regular expressions, so nothing in it may look like a relative import, and every import
+The Hub loaders scan the file with regular expressions, so no text in it may look like a relative import, and every import
 outside `try:` is treated as a requirement.
 """
 
@@ -46,7 +46,8 @@ def build_bundle(entry: str) -> str:
         entry: one of `ENTRIES`.
 
     Raises:
-        ValueError: `entry` is unknown, or a module breaks a rule for code that ships in checkpoints (see CONTRIBUTING.md).
+        ValueError: `entry` is unknown, or a module violates a rule for code that ships in checkpoints (see
+            CONTRIBUTING.md).
     """
     if entry not in ENTRIES:
         raise ValueError(f"entry: got {entry!r}, expected one of {list(ENTRIES)}.")
@@ -56,8 +57,8 @@ def build_bundle(entry: str) -> str:
 def make_source(entry: str) -> tuple[str, str]:
     """Return the file name and the source text of the bundle for `entry`.
 
-    diffusers caches the source files of all repositories in one folder. To avoid collisions there, the file name of a bundle
-    for diffusers contains the hash of its text.
+    For diffusers, the file name contains the hash of the text, because diffusers caches the source files of all
+    repositories in one folder.
     """
     text = build_bundle(entry)
     if "diffusers" not in ENTRIES[entry]:
@@ -70,10 +71,10 @@ def check_bundle(text: str) -> dict[str, str]:
     """Parse the header of a bundle and verify its hash.
 
     Returns:
-        {"format", "entry", "version", "sha256"}. The hash has 12 hex digits and is also the bundle's namespace.
+        A dict with "format", "entry", "version" and "sha256". The hash has 12 hex digits and is also the bundle's namespace.
 
     Raises:
-        ValueError: there is no header, the format is newer than this package, or the text was changed.
+        ValueError: there is no header, the format is newer than this package supports, or the text was changed.
     """
     header = _HEADER.search(text)
     if header is None:
@@ -88,18 +89,18 @@ def check_bundle(text: str) -> dict[str, str]:
 
 
 def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
-    """Build the bundle of any package that follows the rules of the bundled rooms.
+    """Build the bundle of a module of any package that follows the rules for bundled code.
 
     Args:
         package: the package's folder, with `__version__ = "..."` in its `__init__.py`.
-        entry: dotted path of the module below the package.
-        libraries: what the bundle may import outside `try:`, besides `COMMON_LIBRARIES`.
+        entry: dotted path of the module inside the package.
+        libraries: libraries that the bundle may import outside `try:`, in addition to `COMMON_LIBRARIES`.
 
     Returns:
         The source text.
 
     Raises:
-        ValueError: a module breaks a rule; the message names the file.
+        ValueError: a module violates a rule; the message names the file.
     """
     init = (package / "__init__.py").read_text(encoding="utf-8")
     version = re.search(r'^__version__ = "(.+)"$', init, re.MULTILINE)
@@ -138,13 +139,13 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
 
 @dataclass(eq=False)
 class _Statement:
-    """One top-level statement, with the comments above it.
+    """A top-level statement with the comments above it.
 
     Attributes:
         text: the source.
         binds: module-level names that it defines.
         uses: module-level names that it refers to.
-        droppable: whether it may be left out if nothing uses its names: a function, a class or an assignment.
+        droppable: whether it may be left out if nothing uses its names: True for functions, classes and assignments.
     """
 
     text: str
@@ -155,13 +156,13 @@ class _Statement:
 
 @dataclass
 class _Module:
-    """One source file.
+    """A source file.
 
     Attributes:
-        path: the file, relative to the package.
+        path: path relative to the package.
         statements: its top-level statements except imports and the docstring.
-        siblings: dotted names of the package's modules that it imports from.
-        imports: name -> the import line that brings it in from a library.
+        siblings: dotted names of the modules of the package that it imports from.
+        imports: imported name -> the line that imports it from a library.
     """
 
     path: str
@@ -226,11 +227,11 @@ def _is_droppable(node: ast.stmt) -> bool:
 
 
 def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -> None:
-    """Record which sibling an import statement of module `name` refers to, or which names it takes from a library."""
+    """Add an import statement of the module `name` to the siblings or to the imports of `module`."""
     if isinstance(node, ast.ImportFrom) and node.level:
         if not node.module or any(alias.asname for alias in node.names):
-            where = f"{module.path}:{node.lineno}"
-            raise ValueError(f"{where}: got {ast.unparse(node)!r}, expected `from .file import name`, without `as`.")
+            location = f"{module.path}:{node.lineno}"
+            raise ValueError(f"{location}: got {ast.unparse(node)!r}, expected `from .file import name`, without `as`.")
         module.siblings.append(".".join([*name.split(".")[: -node.level], node.module]))
         return
     for alias in node.names:
@@ -240,14 +241,14 @@ def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -
 
 
 def _check_names(modules: Iterable[_Module]) -> None:
-    """Check that a module-level name means one thing in the whole bundle, and that none hides a builtin."""
-    known: dict[str, tuple[str, str]] = {}  # name -> (file that defines it or its import line, file)
+    """Raise `ValueError` if two modules define a name differently, or if a name shadows a builtin."""
+    meanings: dict[str, tuple[str, str]] = {}  # name -> (file that defines it or its import line, file)
     for module in modules:
         defined = {name: module.path for statement in module.statements for name in statement.binds}
         for name, meaning in (*defined.items(), *module.imports.items()):
             if hasattr(builtins, name) and not name.startswith("_"):
                 raise ValueError(f"{module.path}: got the name {name!r}, expected one that hides no builtin.")
-            other_meaning, other_path = known.setdefault(name, (meaning, module.path))
+            other_meaning, other_path = meanings.setdefault(name, (meaning, module.path))
             if other_meaning != meaning:
                 raise ValueError(
                     f"{module.path}: got the name {name!r}, which means something else in {other_path}, "
@@ -256,12 +257,12 @@ def _check_names(modules: Iterable[_Module]) -> None:
 
 
 def _drop_unreachable(modules: dict[str, _Module], entry: str) -> set[str]:
-    """Drop the droppable statements that the module `entry` does not need; return the names still in use."""
+    """Drop the droppable statements that the module `entry` does not use, and return the names that are still used."""
     statements = [statement for module in modules.values() for statement in module.statements]
-    kept = [each for each in statements if not each.droppable or each in modules[entry].statements]
+    kept = [item for item in statements if not item.droppable or item in modules[entry].statements]
     used: set[str] = set()
     for statement in kept:  # grows while iterating, until everything that is used is in it
-        used |= statement.uses
+        used.update(statement.uses)
         kept += [other for other in statements if other.binds & statement.uses and other not in kept]
     for module in modules.values():
         module.statements = [statement for statement in module.statements if statement in kept]

@@ -1,7 +1,7 @@
 """Read and write files: atomic files and folders, JSON and YAML, and errors that name the file or argument at fault.
 
-Everything is written under a temporary name first and then renamed, so that a reader never sees half of a file or
-folder, and an interruption leaves the old one in place.
+Files and folders are written under a temporary name and then renamed, so that a reader never sees an incomplete one, and
+an interruption leaves the old one in place.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 SHARD_SIZE = "5GB"  # largest weights file, as `save_pretrained(max_shard_size=...)` takes it
 LOCK_FILE = ".mhla_hf.lock"  # marks, in each temporary folder, that this package made it
-REPLACED = "old"  # where a temporary folder holds the folder that it is about to replace
+REPLACED = "old"  # name, inside a temporary folder, of the folder that is being replaced
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PIPELINE_INDEX = "model_index.json"
 TOKENIZER_FILES = (
@@ -36,9 +36,9 @@ TOKENIZER_FILES = (
 
 @contextlib.contextmanager
 def wrap_errors(message: str) -> Iterator[None]:
-    """Turn any exception raised in the block into `ValueError("<message> (<reason>).")`, on one line.
+    """Context manager that turns any exception into `ValueError("<message> (<reason>).")`, on one line.
 
-    For code that reads other people's files, where any exception may come out of a third-party library.
+    For code that reads files of unknown origin, on which a third-party library may raise anything.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def wrap_errors(message: str) -> Iterator[None]:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the first line of an error's text, joined with the lines that continue it, or its class name."""
+    """Return the first line of an error's text, joined with its continuation lines, or the name of its class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     ends = (number for number, line in enumerate(lines, 1) if not line.endswith((":", ",", " or")))
     return " ".join(lines[: next(ends, len(lines))])
@@ -57,9 +57,11 @@ def resolve_model_name(name: PathLike, pipeline: bool = False) -> Path | str:
     """Return a local model or pipeline as a `Path`, and a Hub id as a `str`.
 
     Raises:
-        ValueError: `name` is a folder without a model, or neither a folder nor a possible Hub id.
+        ValueError: `name` is a folder without a model, or neither a folder nor a valid Hub id.
     """
-    name, path, kind = str(name), Path(name), "pipeline" if pipeline else "model"
+    name = str(name)
+    path = Path(name)
+    kind = "pipeline" if pipeline else "model"
     if path.is_dir():
         index, weights = (PIPELINE_INDEX, "*/*.safetensors") if pipeline else ("config.json", "*.safetensors")
         if not (path / index).is_file() or not any(path.glob(weights)):
@@ -75,9 +77,9 @@ def resolve_model_name(name: PathLike, pipeline: bool = False) -> Path | str:
 
 @contextlib.contextmanager
 def atomic_file(path: PathLike) -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename it to `path` when the block succeeds.
+    """Context manager that yields a temporary path to write to, and renames it to `path` at the end.
 
-    If the block fails, the temporary file is removed and `path` is unchanged. An `OSError` about the temporary path is
+    After an error, the temporary file is removed and `path` is unchanged. An `OSError` about the temporary path is
     reported for `path`.
     """
     path = Path(path)
@@ -95,10 +97,10 @@ def atomic_file(path: PathLike) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder(parent: PathLike, prefix: str) -> Iterator[Path]:
-    """Make an empty folder in `parent`, named `prefix` plus random letters, and remove it when the block ends.
+    """Context manager that creates a folder in `parent`, named `prefix` plus random letters, and removes it at the end.
 
-    The folder holds `LOCK_FILE`, locked while the process lives. Folders with the same prefix whose process was killed
-    are removed first.
+    The folder contains `LOCK_FILE`, which is locked while the process lives. Folders with the same prefix whose process
+    was killed are removed first.
     """
     remove_abandoned(parent, prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -110,7 +112,7 @@ def temporary_folder(parent: PathLike, prefix: str) -> Iterator[Path]:
 
 
 def remove_abandoned(parent: PathLike, prefix: str) -> None:
-    """Remove the folders that `temporary_folder` made in `parent` with this prefix and whose process has ended.
+    """Remove the folders that `temporary_folder` created in `parent` with this prefix and whose process has ended.
 
     Folders without `LOCK_FILE`, with a locked one, or that cannot be removed are left alone.
     """
@@ -123,7 +125,7 @@ def remove_abandoned(parent: PathLike, prefix: str) -> None:
 
 
 def _remove_temporary(folder: Path) -> None:
-    """Remove a temporary folder, and put back what `atomic_folder` had moved into it if nothing took its place."""
+    """Remove a temporary folder, after restoring a folder that `atomic_folder` moved into it but did not replace."""
     target = folder.parent / folder.name.rpartition(".tmp-")[0]
     if (folder / REPLACED).exists() and not target.exists():
         os.replace(folder / REPLACED, target)
@@ -132,12 +134,12 @@ def _remove_temporary(folder: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(target: PathLike, replace: bool = False, parent: PathLike | None = None) -> Iterator[Path]:
-    """Yield an empty temporary folder, and rename it to `target` when the block succeeds; otherwise remove it.
+    """Context manager that yields an empty temporary folder, and renames it to `target` at the end if there was no error.
 
     Args:
-        target: the folder to make.
-        replace: replace an existing folder at `target`. If False, an existing folder that is not empty is an `OSError`.
-        parent: where to make the temporary folder, on the same file system as `target` (default: beside it).
+        target: the folder to create.
+        replace: whether to replace an existing folder. If False, `OSError` is raised unless it is empty.
+        parent: folder in which to create the temporary folder, on the file system of `target` (default: its parent).
     """
     target = Path(target)
     parent = Path(parent or target.parent)
@@ -217,9 +219,9 @@ def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument
 
     Args:
         folder: an output folder.
-        record: name of the JSON file in it that says what the folder was made for.
+        record: name of the JSON file in it that describes the work.
         identity: JSON-serializable description of the current work.
-        argument: what the error message begins with.
+        argument: name of the argument in error messages.
 
     Returns:
         True if `record` equals `identity`, False if `folder` does not exist or is empty.
@@ -244,12 +246,12 @@ def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument
 
 
 def write_text(path: PathLike, text: str) -> Path:
-    """Write `text` to `path` atomically, as UTF-8 with unchanged line ends, and return the path."""
+    """Write `text` to `path` atomically, as UTF-8 with unchanged line endings, and return the path."""
     with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
     return Path(path)
 
 
 def write_json(path: PathLike, content: Any) -> Path:
-    """Write `content` to `path` atomically as JSON, and return the path. `ValueError` for NaN or infinity."""
+    """Write `content` to `path` atomically as JSON, and return the path. Raise `ValueError` for NaN or infinity."""
     return write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

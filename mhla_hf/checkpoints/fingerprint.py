@@ -1,4 +1,4 @@
-"""Hashes of what a score depends on: a model folder's files, a loaded model's weights, or settings."""
+"""Hash model folders, loaded models and settings, so that scores can be matched to what they were measured on."""
 
 import hashlib
 import json
@@ -22,8 +22,8 @@ FILES_WITH_ORIGIN = ("config.json", PIPELINE_INDEX)
 def fingerprint_folder(folder: PathLike) -> str:
     """Return `"files:"` plus a sha256 over the files that determine a local model's output.
 
-    These are weights, configuration, tokenizer and source code, in the component folders too if it is a pipeline.
-    Cards, results, plots and training records do not count.
+    These are weights, configuration, tokenizer and source code, for a pipeline also those in the component folders. Cards,
+    results, plots and training records are ignored.
 
     Raises:
         FileNotFoundError: the folder has no weights.
@@ -70,9 +70,9 @@ def hash_json(content: Any, digits: int = 16) -> str:
 
 
 def strip_origin(data: bytes) -> bytes:
-    """Remove from a configuration's bytes the path or Hub id that diffusers recorded when it was loaded.
+    """Return a configuration file's bytes without the path or Hub id from which diffusers loaded it.
 
-    Both pushing and fingerprinting do this, so that a pushed model has the fingerprint of the one that was evaluated.
+    Both pushing and fingerprinting do this, so that a pushed model has the fingerprint of the model that was evaluated.
     """
     try:
         content = json.loads(data)
@@ -85,7 +85,12 @@ def strip_origin(data: bytes) -> bytes:
 
 
 def hash_file(path: PathLike, digest: Any = None) -> str:
-    """Return the sha256 of a file's bytes, 64 hex digits; `digest`: a hashlib object to update instead of a new one."""
+    """Return the sha256 of a file's bytes, 64 hex digits.
+
+    Args:
+        path: the file.
+        digest: a hashlib object to update instead of a new one.
+    """
     digest = digest or hashlib.sha256()
     with Path(path).open("rb") as stream:
         while chunk := stream.read(1 << 22):

@@ -1,6 +1,6 @@
-"""Load a saved model the way a user without mhla_hf does: in a separate process that can import neither it nor Triton.
+"""Load a saved model as a user without mhla_hf does, in a process that can import neither mhla_hf nor Triton.
 
-The process has an empty Hugging Face cache, no network and no token, so a model that needs more than its folder fails.
+The process has an empty Hugging Face cache, no network and no token, so that a model that needs more than its folder fails.
 """
 
 import json
@@ -25,11 +25,11 @@ def load_isolated(
     folder: PathLike, kind: str, *, inputs: PathLike | None = None, prompt: str | None = None, new_tokens: int = 0,
     dtype: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
-    """Load a saved model in an isolated process, optionally run it, and report what happened.
+    """Load a saved model in an isolated process, optionally run it, and return a report.
 
     Args:
         folder: a saved model or pipeline.
-        kind: its kind, as in `share.facts.Facts`.
+        kind: kind of model, as in `share.facts.Facts`.
         inputs: a safetensors file for language models, with token ids `ids` `[B, T]` and optionally the expected
             `logits` `[B, T, vocabulary]`.
         prompt: text for a language model to continue greedily.
@@ -38,8 +38,8 @@ def load_isolated(
 
     Returns:
         A dict with "class" (module and name), "missing" and "unexpected" (weight names) and "imported" (modules that
-        should be absent). For language models also "finite", with expected logits "logits_equal" and
-        "largest_difference", and with a prompt "continuation".
+        should be absent). For language models, also "finite"; with expected logits, "logits_equal" and
+        "largest_difference"; and with a prompt, "continuation".
 
     Raises:
         ValueError: the model does not load there; the message gives the reason.
@@ -73,7 +73,7 @@ def load_isolated(
 
 
 def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str:
-    """Check that a model loads without mhla_hf, with all its weights, from its bundled source, and computes finite values.
+    """Check that a model loads without mhla_hf, from its own source and with all weights, and that its logits are finite.
 
     Returns:
         The module and name of its class.

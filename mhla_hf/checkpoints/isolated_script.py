@@ -30,7 +30,7 @@ AUTO_CLASSES = {
 
 
 def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a transformers model; report its missing and unexpected weights."""
+    """Load a transformers model, and return it with a report of missing and unexpected weights."""
     auto_class = getattr(transformers, AUTO_CLASSES.get(request["kind"], "AutoModel"))
     options = {"trust_remote_code": True, "output_loading_info": True, "dtype": request["dtype"]}
     model, loading_info = auto_class.from_pretrained(folder, **options)
@@ -40,7 +40,7 @@ def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
 
 @torch.no_grad()
 def load_and_run_language_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a causal language model and its tokenizer, run it on the given ids, and continue the prompt if there is one."""
+    """Load a causal language model, run it on the ids of the request, and continue its prompt if there is one."""
     model, report = load_transformers_model(folder)
     if request["prompt"] is not None or any(Path(folder).glob("tokenizer*.json")):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
@@ -63,7 +63,7 @@ def load_and_run_language_model(folder: str) -> tuple[Any, dict[str, Any]]:
 
 
 def load_diffusers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a diffusers model or pipeline; compare its MHLA models' weights with those in the safetensors files."""
+    """Load a diffusers model or pipeline, and compare the weights of its MHLA models with the safetensors files."""
     import diffusers
 
     is_model = request["kind"] == "model"

@@ -1,4 +1,4 @@
-"""Provenance of a measurement: hardware, library versions, commit, command and date, as text for records and cards."""
+"""Describe how a measurement was made: hardware, library versions, commit, command and date."""
 
 import datetime
 import importlib.metadata
@@ -32,7 +32,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_hardware(device: torch.device | str = "cpu") -> str:
-    """Return one line such as "AMD EPYC, 2 cores, 1 thread", with the GPU's name in front if `device` is one."""
+    """Return a line such as "AMD EPYC, 2 cores, 1 thread", preceded by the GPU's name if `device` is a GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     host = f"{_cpu_name()}, {_count(cores, 'core')}, {_count(torch.get_num_threads(), 'thread')}"
     if torch.device(device).type == "cuda":
@@ -73,11 +73,11 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def describe_run(command: str | None, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return what every record of a measurement states about how it was made.
+    """Return the entries on hardware and software that every record of a measurement contains.
 
     Args:
         command: the shell command that repeats the measurement, or None.
-        device: where it ran.
+        device: the device on which it ran.
 
     Returns:
         A dict with "hardware", "versions", "commit", "command" and "date".

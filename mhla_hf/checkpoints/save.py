@@ -1,6 +1,6 @@
 """Save models atomically, and list the files that make up a saved model.
 
-The list serves two purposes: only these files may be overwritten by a new model, and only these are pushed to the Hub.
+Only the listed files may be overwritten by a new model, and only these are pushed to the Hub.
 """
 
 import functools
@@ -24,7 +24,7 @@ from .file_io import (
 )
 
 CARD_FILE = "README.md"
-RECORDS = ("results.json", "train.json", "card.json")  # what mhla_hf itself writes about a model
+RECORDS = ("results.json", "train.json", "card.json")  # written by evaluate, distill and card
 LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
 CONFIG_FILES = (
     "config.json", "generation_config.json", "scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -58,7 +58,8 @@ def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str
         revision: branch, tag or commit on the Hub.
 
     Returns:
-        Path in the model folder -> JSON content, or the local `Path` of a module's weights. Empty without a modules.json.
+        A dict from path in the model folder to JSON content, or to the local `Path` of a module's weights. It is empty if
+        there is no modules.json.
 
     Raises:
         ValueError: a module is not one of the known types, which may mean that it runs code.
@@ -74,25 +75,25 @@ def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str
         types_and_paths = [(str(module["type"]), str(module["path"])) for module in modules]
     files: dict[str, Any] = {SENTENCE_MODULES: modules}
     for type_name, path in types_and_paths:
-        where = f"model: got {str(name)!r}, whose {SENTENCE_MODULES} names {type_name!r} in {path!r}"
+        start = f"model: got {str(name)!r}, whose {SENTENCE_MODULES} names {type_name!r} in {path!r}"
         match = SENTENCE_MODULE_TYPE.fullmatch(type_name)
         if match is None:
             known = "Transformer, Pooling, Normalize, Dense or LayerNorm"
-            raise ValueError(f"{where}, expected a {known} of sentence-transformers.")
+            raise ValueError(f"{start}, expected a {known} of sentence-transformers.")
         if path == "" and match[2] == "Transformer":
             continue
         if not SENTENCE_MODULE_FOLDER.fullmatch(path):
-            raise ValueError(f"{where}, expected a folder such as 1_Pooling.")
+            raise ValueError(f"{start}, expected a folder such as 1_Pooling.")
         if (config_file := find(f"{path}/config.json")) is not None:
             config = read_json(config_file) or {}
             activation = config.get("activation_function", "torch.nn.")
             if not str(activation).startswith("torch.nn."):
-                raise ValueError(f"{where} with the activation {activation!r}, expected one of torch.nn.")
+                raise ValueError(f"{start} with the activation {activation!r}, expected one of torch.nn.")
             files[f"{path}/config.json"] = config
         if (weights := find(f"{path}/model.safetensors")) is not None:
             files[f"{path}/model.safetensors"] = Path(weights)
         elif match[2] in ("Dense", "LayerNorm"):
-            raise ValueError(f"{where} without model.safetensors, expected that file.")
+            raise ValueError(f"{start} without model.safetensors, expected that file.")
     for file, keys in SENTENCE_SETTINGS.items():
         if (settings_file := find(file)) is not None:
             files[file] = {key: value for key, value in (read_json(settings_file) or {}).items() if key in keys}
@@ -117,12 +118,12 @@ def saved_files(folder: PathLike) -> list[Path]:
         with wrap_errors(f"{modules_file}: got an unknown format, expected a list of modules"):
             paths = [str(module["path"]) for module in json.loads(modules_file.read_text(encoding="utf-8"))]
         module_folders = [folder / path for path in paths if SENTENCE_MODULE_FOLDER.fullmatch(path)]
-        candidates += [part / name for part in module_folders for name in ("config.json", "model.safetensors")]
+        candidates += [module / name for module in module_folders for name in ("config.json", "model.safetensors")]
         candidates += [folder / name for name in (SENTENCE_MODULES, *SENTENCE_SETTINGS)]
-    for part in (folder, *components):
-        candidates += [part / name for name in (*CONFIG_FILES, *TOKENIZER_FILES)]
-        candidates += [file for file in part.iterdir() if WEIGHTS_AND_SOURCE.fullmatch(file.name)]
-        candidates += part.glob("additional_chat_templates/*.jinja")
+    for model_folder in (folder, *components):
+        candidates += [model_folder / name for name in (*CONFIG_FILES, *TOKENIZER_FILES)]
+        candidates += [file for file in model_folder.iterdir() if WEIGHTS_AND_SOURCE.fullmatch(file.name)]
+        candidates += model_folder.glob("additional_chat_templates/*.jinja")
     return sorted(file for file in candidates if os.path.lexists(file))
 
 
@@ -130,17 +131,17 @@ def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
     """Return `folder` as an absolute path after checking that a model can be saved there.
 
     Args:
-        folder: where to save.
-        overwrite: allow a folder that holds nothing but a model saved by this package.
+        folder: folder to save to.
+        overwrite: whether to allow a folder that contains a model saved by this package and nothing else.
 
     Raises:
-        ValueError: `folder` is in use, is the working or home folder or one above, or cannot be written.
+        ValueError: `folder` contains other files, is or contains the working or home folder, or cannot be written.
     """
     path = Path(folder).expanduser().resolve()
     start = f"output: got {str(folder)!r}"
     if path.exists() and not path.is_dir():
         raise ValueError(f"{start}, which is a file, expected a new folder.")
-    if any(place.resolve().is_relative_to(path) for place in (Path.cwd(), Path.home())):
+    if any(protected.resolve().is_relative_to(path) for protected in (Path.cwd(), Path.home())):
         raise ValueError(f"{start}, which contains the working or the home folder, expected another folder.")
     if path.exists() and any(path.iterdir()):
         if not overwrite:
@@ -171,13 +172,13 @@ def holds_saved_model(folder: Path) -> bool:
 def save_model(
     model: Any, folder: PathLike, processor: Any = None, overwrite: bool = False, files: Mapping[str, Any] | None = None
 ) -> Path:
-    """Save a model or pipeline atomically; an old model in `folder` stays until the new one is complete.
+    """Save a model or pipeline atomically, keeping an old model in `folder` until the new one is complete.
 
     Args:
-        model: a model of transformers or diffusers, or a pipeline.
-        folder: where to save; see `check_new_folder`.
-        processor: its tokenizer or image processor.
-        overwrite: replace a model that this package saved.
+        model: a transformers or diffusers model, or a pipeline.
+        folder: folder to save to; see `check_new_folder`.
+        processor: the model's tokenizer or image processor.
+        overwrite: whether to replace a model that this package saved.
         files: further files to save, as `read_sentence_files` returns them.
 
     Returns:
@@ -202,7 +203,12 @@ def save_model(
 
 
 def write_files(folder: PathLike, files: Mapping[str, Any]) -> None:
-    """Write files into a model's folder: relative path -> JSON content, or the `Path` of a file to copy."""
+    """Write files into a model's folder.
+
+    Args:
+        folder: the model's folder.
+        files: relative path -> JSON content, or the `Path` of a file to copy.
+    """
     for path, content in dict(files).items():
         target = Path(folder, path)
         target.parent.mkdir(exist_ok=True)

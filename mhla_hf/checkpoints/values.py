@@ -1,4 +1,4 @@
-"""Validated dataclasses for settings that users pass as arguments or write in YAML, with one form of error message."""
+"""Dataclasses that validate settings from arguments or YAML files, with uniform error messages."""
 
 import dataclasses
 import functools
@@ -21,9 +21,9 @@ def checked_field(is_valid: Callable[[Any], bool], expected: str, default: Any =
     """Declare a dataclass field whose value must satisfy `is_valid`, or be None.
 
     Args:
-        is_valid: returns whether a value that already has the annotated type is acceptable.
-        expected: what the error message says was expected.
-        default: the field's default; without one the field is required.
+        is_valid: returns whether a value of the annotated type is acceptable.
+        expected: description of acceptable values for the error message.
+        default: default of the field; without one, the field is required.
     """
 
     def check(value: Any) -> None:
@@ -34,7 +34,7 @@ def checked_field(is_valid: Callable[[Any], bool], expected: str, default: Any =
 
 
 def at_least(minimum: int, default: Any = MISSING) -> Any:
-    """Declare a field that holds a whole number of at least `minimum`, or None."""
+    """Declare a field for integers of at least `minimum`, or None."""
     return checked_field(lambda value: value >= minimum, f"a whole number of at least {minimum}", default)
 
 
@@ -54,7 +54,7 @@ if typing.TYPE_CHECKING:
 else:
 
     def checked(cls: type[T]) -> type[T]:
-        """Make `cls` a dataclass that checks its fields, and raises `ValueError` in the form of our other errors."""
+        """Make `cls` a dataclass that validates its fields, and raises `ValueError` as `field: got X, expected Y.`"""
         cls = strict(dataclasses.dataclass(cls))
         unchecked_init = cls.__init__
 
@@ -71,15 +71,15 @@ else:
 
 
 def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
-    """Build the checked dataclass `cls` from a mapping of field names to values.
+    """Create a checked dataclass from a dict of its fields.
 
     Args:
         cls: a class decorated with `checked`.
-        values: the mapping, typically read from YAML or JSON.
-        prefix: what error messages begin with, such as `"recipe 'x': "`.
+        values: field -> value, typically read from YAML or JSON.
+        prefix: beginning of error messages, such as `"recipe 'x': "`.
 
     Raises:
-        ValueError: `values` is not a mapping, a name is unknown or missing, or a value is not valid.
+        ValueError: `values` is not a dict, a field is unknown or missing, or a value is not valid.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{prefix}got {values!r:.80}, expected a mapping.")
