@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from mhla_hf.cli import script
 from mhla_hf.evaluation.language import load_tasks, quiet_harness
 from mhla_hf.evaluation.lookups import choose_words
-from mhla_hf.evaluation.needles import FACT, THINGS
+from mhla_hf.evaluation.needles import FACT, OBJECTS
 from mhla_hf.models.transformers_api import forward_cached
 
 from .heads import FORMS, converted, load, read_text
@@ -112,7 +112,7 @@ def make_lookups(tokenizer, text, length, seed):
         return tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
 
     (codes, pairs), (names, values) = FACTS[length], choose_words(tokenizer)
-    codes = zip(rng.sample(THINGS, codes), rng.sample(range(1000, 10_000), codes), strict=True)
+    codes = zip(rng.sample(OBJECTS, codes), rng.sample(range(1000, 10_000), codes), strict=True)
     codes = [FACT.format(*code) + "\n" for code in codes]
     pairs = [f"- {' '.join(pair)}\n" for pair in zip(rng.sample(names, pairs), rng.sample(values, pairs), strict=True)]
     facts = []

@@ -1,9 +1,9 @@
-"""Time the MHLA operator against what a user would pick instead: torch's fused softmax, and plain linear attention.
+"""Time the MHLA operator against the alternatives: torch's fused softmax attention, and plain linear attention.
 
-Nothing is timed before it agrees with its definition in fp64. The competitors take turns, round after round in one process,
-and the fastest round of each counts, so that a busy moment of the machine affects all of them alike. A competitor that is
-wrong, fails or runs out of memory gets that reason instead of a time, and the others go on. What decoding keeps in memory is
-counted, too.
+Every implementation is compared with its definition in fp64 before it is timed. The implementations are timed in turns,
+for several rounds in one process, and the fastest round of each counts. In this way, other load on the machine affects all
+of them alike. If one is wrong, fails or runs out of memory, the reason is reported in place of a time, and the others are
+still timed. The memory of decoding is reported, too.
 """
 
 import contextlib
@@ -30,22 +30,26 @@ from .ops.local_state import LocalState
 from .speed import clock
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
-MIN_TURN_SECONDS = 0.02  # a competitor's turn repeats its call for at least that long
-FORWARD, TRAINING = "forward", "forward + backward"
-SAMPLED_QUERIES = 16  # that are compared with the definition
-LENGTHS, HEADS, WIDTH, BLOCK_SIZE = (512, 2048, 8192), 4, 64, 64  # of the default cases
-WRONG = "is wrong"  # how the reason of a failure begins if the results are not right
+MIN_TURN_SECONDS = 0.02  # in which a call is repeated and timed
+FORWARD = "forward"
+TRAINING = "forward + backward"
+NUM_SAMPLED_QUERIES = 16  # compared with the definition
+LENGTHS = (512, 2048, 8192)  # of the default cases, as the sizes below
+HEADS = 4
+WIDTH = 64
+BLOCK_SIZE = 64
+WRONG = "is wrong"  # beginning of the reason if results differ from the definition
 
 Device = torch.device | str
 
 
 class Case(Protocol):
-    """What `run_bench` can check and time.
+    """Interface of the cases that `run_bench` checks and times.
 
     Attributes:
-        name: shown in the table.
+        name: name in the table.
         dtype: name of a torch dtype, which selects the tolerance.
-        modes: what is timed, e.g. `FORWARD` and `TRAINING`.
+        modes: the modes that are timed, such as `FORWARD` and `TRAINING`.
     """
 
     @property
@@ -58,19 +62,19 @@ class Case(Protocol):
     def modes(self) -> tuple[str, ...]: ...
 
     def competitors(self, device: Device) -> list[str]:
-        """Return the names of the competitors that run on the device."""
+        """Return the names of the implementations that run on the device."""
         ...
 
     def errors(self, name: str, device: Device, seed: int) -> dict[str, float]:
-        """Return the relative errors of a competitor against its definition, by what is compared."""
+        """Return the relative errors of an implementation against its definition, by name of the compared tensor."""
         ...
 
     def prepare(self, device: Device, seed: int) -> Any:
-        """Return what all competitors share while they are timed, e.g. their inputs."""
+        """Return the inputs that all implementations share."""
         ...
 
     def work(self, prepared: Any, mode: str, name: str) -> Callable[[], Any]:
-        """Return the function to time."""
+        """Return the function to time, for a mode and an implementation."""
         ...
 
 
@@ -78,16 +82,16 @@ def exact_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor | None, queries: torch.Tensor, blocks: Blocks,
     causal: bool, normalize: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the outputs of some queries in fp64, of MHLA or, if `mixing` is None, of softmax attention.
+    """Compute attention for some queries in fp64: MHLA or, if `mixing` is None, softmax attention.
 
     Args:
         q, k, v: `[B, T, H, K]`, `[B, T, H, K]` and `[B, T, H, V]`.
         mixing: `[M, M]` or None.
         queries: token indices `[N]`.
-        blocks, causal, normalize: as `mhla` takes them.
+        blocks, causal, normalize: see `mhla`.
 
     Returns:
-        `[B, N, H, V]`
+        The outputs, fp64 `[B, N, H, V]`.
     """
     token = torch.arange(k.shape[1], device=q.device)
     later = (token > queries[:, None]) & causal
@@ -105,7 +109,7 @@ def exact_attention(
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the Frobenius norm of the difference over that of `expected`."""
+    """Return ||actual - expected|| / ||expected|| in the Frobenius norm, computed in fp64."""
     actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).norm() / expected.norm())
 
@@ -115,10 +119,16 @@ def linear_attention(
 ) -> torch.Tensor:
     """Compute plain linear attention in PyTorch, the baseline without mixing.
 
-    All queries read one sum of k v^T. If causal, the sequence is processed in chunks of `chunk` tokens: each reads the
-    cumulative sum of the chunks before it, and masked linear attention within the chunk is added.
+    All queries read one sum of k v^T. If causal, each chunk of tokens reads the cumulative sum of the chunks before it, and
+    masked linear attention within the chunk is added.
 
-    Shapes as in `exact_attention`; returns `[B, T, H, V]`.
+    Args:
+        q, k, v: `[B, T, H, K]`, `[B, T, H, K]` and `[B, T, H, V]`.
+        causal, normalize: see `mhla`.
+        chunk: tokens per chunk.
+
+    Returns:
+        The outputs `[B, T, H, V]`.
     """
     length = q.shape[1]
     scale = q.shape[-1] ** -0.5
@@ -140,16 +150,16 @@ Prepared = tuple[list[torch.Tensor], torch.Tensor]  # (inputs of `Operator`, gra
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """A case that times one shape of attention: MHLA against softmax and plain linear attention.
+    """A case that times attention of one shape: MHLA against softmax and plain linear attention.
 
     Attributes:
-        name: shown in the table.
+        name: name in the table.
         blocks: number and layout of the tokens.
         batch, heads: sizes of the inputs.
-        widths: of keys and of values.
-        causal, normalize: as `mhla` takes them.
-        dtype: of q, k and v.
-        modes: what is timed.
+        widths: (width of the keys, width of the values).
+        causal, normalize: see `mhla`.
+        dtype: dtype of q, k and v.
+        modes: the modes that are timed.
     """
 
     name: str
@@ -163,11 +173,11 @@ class Operator:
     modes = (FORWARD, TRAINING)
 
     def competitors(self, device: Device) -> list[str]:
-        """Return the names of the competitors that run on the device."""
+        """Return the names of the implementations that run on the device."""
         return ["sdpa", "linear", "mhla triton" if torch.device(device).type == "cuda" else "mhla torch"]
 
     def prepare(self, device: Device, seed: int) -> Prepared:
-        """Return random inputs q, k, v and mixing (fp32 `[M, M]`) that require gradients, and the gradient of the output."""
+        """Return random q, k, v and mixing (fp32 `[M, M]`) that require gradients, and a gradient of the output."""
         generator = torch.Generator(device).manual_seed(seed)
         randn = functools.partial(torch.randn, generator=generator, device=device)
         size = (self.batch, self.blocks.length, self.heads)
@@ -179,7 +189,7 @@ class Operator:
         return [x.requires_grad_() for x in (q, k, v, mixing)], randn(*size, self.widths[1]).to(dtype)
 
     def attend(self, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: Any = None) -> Any:
-        """Return the output of one competitor."""
+        """Return the output of one implementation."""
         if name == "sdpa":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
@@ -189,18 +199,18 @@ class Operator:
         return mhla(q, k, v, mixing, blocks=self.blocks, causal=self.causal, normalize=self.normalize, impl=impl)
 
     def errors(self, name: str, device: Device, seed: int) -> dict[str, float]:
-        """Return the relative errors of the output ("output") and of the gradients ("dq", ...) of one sequence.
+        """Return the relative errors of the output ("output") and of the gradients ("dq", ...) for one sequence.
 
-        Only some queries are compared, and gradients are those of their outputs alone.
+        Only a sample of the queries is compared, and gradients are computed from their outputs alone.
         """
         tensors, output_gradient = dataclasses.replace(self, batch=1).prepare(device, seed)
         length = self.blocks.length
-        queries = torch.linspace(0, length - 1, min(SAMPLED_QUERIES, length), device=device).round().long()
+        queries = torch.linspace(0, length - 1, min(NUM_SAMPLED_QUERIES, length), device=device).round().long()
         inputs = tensors if name.startswith("mhla") else tensors[:3]
         exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
         mixing = {"sdpa": None, "linear": torch.ones_like(tensors[3])}.get(name, exact_inputs[-1])
         output = self.attend(name, *inputs)[:, queries]
-        q, k, v, *_ = exact_inputs
+        q, k, v = exact_inputs[:3]
         exact_output = exact_attention(q, k, v, mixing, queries, self.blocks, self.causal, self.normalize)
         actual = output, *torch.autograd.grad(output, inputs, output_gradient[:, queries])
         expected = exact_output, *torch.autograd.grad(exact_output, exact_inputs, output_gradient[:, queries].double())
@@ -208,7 +218,7 @@ class Operator:
         return {compared: relative_error(x, y) for compared, x, y in zip(names, actual, expected, strict=True)}
 
     def work(self, prepared: Prepared, mode: str, name: str) -> Callable[[], Any]:
-        """Return a function that runs one forward pass, or one with the gradients of all inputs."""
+        """Return a function that runs a forward pass, or for `TRAINING` also computes the gradients of all inputs."""
         tensors, output_gradient = prepared
         inputs = tensors if name.startswith("mhla") else tensors[:3]
         if mode == FORWARD:
@@ -217,7 +227,7 @@ class Operator:
 
 
 def quick_cases() -> list[Operator]:
-    """Return the default cases: causal attention in fp32 at several lengths, a minute or two on a CPU."""
+    """Return the default cases: causal attention in fp32 at several lengths. They take a minute or two on a CPU."""
     return [
         Operator(
             f"{length:,} tokens", Blocks.sequence(length, BLOCK_SIZE), batch=1, heads=HEADS, widths=(WIDTH, WIDTH),
@@ -229,9 +239,9 @@ def quick_cases() -> list[Operator]:
 
 @torch.no_grad()
 def kept_bytes(length: int) -> dict[str, int]:
-    """Return the bytes that a causal layer keeps for decoding after `length` tokens in fp32, by competitor.
+    """Return the bytes of a causal layer's cache or state after `length` tokens in fp32, by implementation.
 
-    "mhla" is the paper's form without denominator, "mhla window" that of converted language models.
+    "mhla" is the paper's MHLA without denominator, "mhla window" that of converted language models.
     """
     k = torch.zeros(1, length, HEADS, WIDTH)
     blocks = Blocks.sequence(length, BLOCK_SIZE)
@@ -251,26 +261,27 @@ def run_bench(
     cases: Iterable[Case] | None = None, *, device: Device = "cpu", threads: int = 1, seed: int = 0, rounds: int = 5,
     out: PathLike | None = None, progress: bool = True, command: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Check and time the competitors of each case.
+    """Check and time the implementations of each case.
 
     Args:
-        cases: what to time (default: `quick_cases`).
-        device: where to run.
-        threads: CPU threads while timing; the old number is restored.
-        seed: of the random inputs.
-        rounds: turns of each competitor.
+        cases: the cases (default: `quick_cases`).
+        device: device on which to run.
+        threads: number of CPU threads during the benchmark.
+        seed: seed of the random inputs.
+        rounds: number of rounds, of which the fastest counts.
         out: JSON file, rewritten after each case, so that an interruption loses only the current one.
-        progress: show a progress bar.
-        command: the shell command that repeats it, for the record.
+        progress: whether to show a progress bar.
+        command: the shell command that repeats the benchmark, for the record.
 
     Returns:
-        A JSON-serializable dict. "rows" is a list of dicts with "case", "what" (the mode), "ms" (competitor ->
-        milliseconds), "error" (competitor -> the largest relative error found before) and "failed" (competitor -> why it
-        has no time). "kept" is length -> what `kept_bytes` returns. Other keys are the seed, versions, hardware, commit,
-        command and date.
+        A JSON-serializable dict with
+            - "rows": a list of dicts with "case", "what" (the mode), "ms" (implementation -> milliseconds), "error"
+              (implementation -> the largest relative error) and "failed" (implementation -> why it has no time);
+            - "kept": length -> the result of `kept_bytes`;
+            - "seed" and the results of `describe_run`.
 
     Raises:
-        ValueError, OSError: an argument is wrong; nothing was timed.
+        ValueError, OSError: an argument is not valid; nothing was timed.
     """
     if threads < 1:
         raise ValueError(f"threads: got {threads!r}, expected a whole number of at least 1.")
@@ -292,7 +303,7 @@ def run_bench(
 
 
 def time_case(case: Case, device: Device, seed: int = 0, rounds: int = 5) -> list[dict[str, Any]]:
-    """Return the rows of one case, one for each of its modes; see `run_bench`."""
+    """Check and time one case, and return a row for each of its modes; see `run_bench`."""
     error: dict[str, float] = {}
     failed: dict[str, str] = {}
     rows = []
@@ -323,10 +334,10 @@ def time_case(case: Case, device: Device, seed: int = 0, rounds: int = 5) -> lis
 
 @contextlib.contextmanager
 def record_failure(failed: dict[str, str], name: str) -> Iterator[None]:
-    """Store an exception of the block in `failed[name]` instead of raising it, so that other competitors go on."""
+    """Context manager that stores an exception in `failed[name]` instead of raising it."""
     try:
         yield
-    except Exception as error:  # Triton's are not RuntimeErrors
+    except Exception as error:  # Triton's errors are not RuntimeErrors
         failed[name] = describe_failure(error)
 
 
@@ -338,7 +349,7 @@ def describe_failure(error: Exception) -> str:
 
 
 def time_call(function: Callable[[], Any], device: Device) -> float:
-    """Return the seconds of one call, averaged over the calls that begin within `MIN_TURN_SECONDS`."""
+    """Return the seconds per call, averaged over repeated calls for at least `MIN_TURN_SECONDS`."""
     calls = 0
     start = clock(device)
     while calls == 0 or time.perf_counter() - start < MIN_TURN_SECONDS:
@@ -348,7 +359,7 @@ def time_call(function: Callable[[], Any], device: Device) -> float:
 
 
 def render_bench(record: Mapping[str, Any]) -> str:
-    """Render the record as Markdown: the fastest competitor of each kind, and the speed of MHLA relative to the others."""
+    """Render what `run_bench` returns as Markdown, with the fastest implementation of each kind and MHLA's speedup."""
     largest_error = max((error for row in record["rows"] for error in row["error"].values()), default=0.0)
     versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if name in ("torch", "triton"))
     lines = [
@@ -363,7 +374,7 @@ def render_bench(record: Mapping[str, Any]) -> str:
             continue
         others = [fastest(row["ms"], "sdpa", "softmax"), fastest(row["ms"], "linear")]
         ratios = [f"{other[0] / ours[0]:.2f}" if other else "" for other in others]
-        times = [f"{each[0]:.4g} {each[1]}".rstrip() if each else "" for each in (ours, *others)]
+        times = [f"{best[0]:.4g} {best[1]}".rstrip() if best else "" for best in (ours, *others)]
         case = row["case"] if kind == "mhla" else f"{row['case']}, {kind}"
         lines.append(f"| {case} | {row['what']} | {' | '.join([*times, *ratios])} |")
     if kept := record.get("kept"):
@@ -377,6 +388,10 @@ def render_bench(record: Mapping[str, Any]) -> str:
 
 
 def fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | None:
-    """Return (milliseconds, rest of the name) of the fastest competitor whose name begins with one of `kinds`, or None."""
+    """Return the fastest implementation whose name begins with one of `kinds`, or None.
+
+    Returns:
+        (milliseconds, the rest of its name).
+    """
     times = [(value, name.partition(" ")[2]) for name, value in ms.items() if name.startswith(kinds)]
     return min(times, default=None)

@@ -1,7 +1,7 @@
-"""plan(): estimate what a conversion of a causal language model would change, from its configuration alone.
+"""`plan`: estimate the effects of converting a causal language model from its configuration alone.
 
-The model is built and converted on the meta device, so no weights are loaded or initialized. The exception is the
-attention of one layer, which is allocated on a real device to time it.
+The model is built and converted on the meta device, so no weights are loaded or initialized. Only the attention of one
+layer is allocated on a real device, to time it.
 """
 
 import copy
@@ -38,13 +38,14 @@ from .training.costs import active_parameters, estimate_costs
 from .training.recipe import read_recipe, recipe_names
 
 TIMED_LENGTHS = tuple(256 << n for n in range(10))
-ROUNDS = 3  # of timing a length
+ROUNDS = 3  # measurements per length
 SECONDS_PER_LENGTH = 1.0  # after which no further round of a length begins
-SECONDS = 10.0  # for all lengths of prefill, and again for decoding
-EXTRAPOLATION = 4  # times the longest length measured, beyond which no crossover is reported
-MIN_CACHE_REDUCTION = 2  # times by which the cache has to shrink for a conversion to be worth it
-MAX_ATTENTION_SHARE = 0.5  # of a prompt's operations, above which sparse attention is advised if MHLA does not help
-MIB, GIB = 2**20, 2**30
+SECONDS_PER_PHASE = 10.0  # for all lengths, for prefill and for decoding each
+EXTRAPOLATION = 4  # crossovers are extrapolated to this multiple of the longest measured length
+MIN_CACHE_REDUCTION = 2  # factor by which the cache has to shrink to recommend a conversion
+MAX_ATTENTION_SHARE = 0.5  # of a prompt's operations, above which sparse attention is recommended if MHLA does not help
+MIB = 2**20
+GIB = 2**30
 
 Work = Callable[[], Any]  # a call to be timed
 
@@ -55,27 +56,27 @@ def plan(
     tflops: float | None = None, revision: str | None = None, progress: bool = True, command: str | None = None,
     **settings: object,
 ) -> dict[str, Any]:  # fmt: skip
-    """Estimate what a conversion changes: layers, parameters, cache and speed, and what its distillation costs.
+    """Estimate the effects of a conversion on layers, parameters, cache and speed, and the cost of its distillation.
 
     Args:
-        model: folder or Hub id, of which only config.json is read, or a configuration of transformers.
-        context: length in tokens of the sequences that the model is for.
-        layers, settings: as `convert` takes them, with `mixing_form="decay"` (the default) only.
-        recipe: name or YAML file of the distillation.
-        device: to time one layer's attention on (default: CUDA if there is a GPU, else the CPU). If it is not available
-            here, the speed is reported as unknown.
-        timing: whether to time anything.
+        model: folder or Hub id, of which only config.json is read, or a transformers configuration.
+        context: length of the sequences for which the model is used, in tokens.
+        layers, settings: see `convert`; only `mixing_form="decay"` (the default) is supported.
+        recipe: name or YAML file of the recipe for the distillation.
+        device: device on which to time the attention of one layer (default: CUDA if there is a GPU, else the CPU). If it
+            is not available on this machine, the speed is reported as unknown.
+        timing: whether to time the attention.
         tflops: TFLOP/s of the training machine (default: no hours are estimated).
         revision: branch, tag or commit on the Hub.
-        progress: show a progress bar.
-        command: the shell command that repeats it, for the record.
+        progress: whether to show a progress bar.
+        command: the shell command that repeats the estimate, for the record.
 
     Returns:
-        JSON-serializable values, which `render_plan` makes readable. Bytes are those of one sequence.
+        A JSON-serializable dict, which `render_plan` renders as text. Cache sizes are in bytes per sequence.
 
     Raises:
-        NotConvertible: nothing in this model type can be converted; the message says why.
-        ValueError, TypeError: an argument is wrong.
+        NotConvertible: nothing in this model type can be converted; the message gives the reason.
+        ValueError, TypeError: an argument is not valid.
     """
     if not is_whole(context, 1):
         raise ValueError(f"context: got {context!r}, expected the tokens of a sequence, a whole number of at least 1.")
@@ -85,7 +86,8 @@ def plan(
         raise ValueError(f"recipe: got one for {loaded_recipe.task}, expected one for language.")
     config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else load_config(model, revision=revision)
     student = model_without_weights(config)
-    attentions, softmax_caches = softmax_attentions(student), cache_of_layers(student)
+    attentions = softmax_attentions(student)
+    softmax_caches = cache_of_layers(student)
     parameters = student.num_parameters()
     active = active_parameters(student)
     reasons = {index: reason_to_keep_softmax(attention, config) for index, attention in attentions.items()}
@@ -99,7 +101,7 @@ def plan(
     for index in sorted(set(range(config.num_hidden_layers)) - set(converted_layers)):
         reason = reasons.get(index, "it has no softmax attention") or "by the choice of layers"
         kept_layers.setdefault(reason, []).append(index)
-    # Operations per token of q k^T and of the product with v: two for each pair, but half of the pairs are masked
+    # Operations per token of q k^T and of the product with v: two for each pair, but half of the pairs are masked.
     products = num_convertible * core.num_heads * (core.q_map.head_dim + core.value_dim) * context
     record = {
         "model": None if isinstance(model, PreTrainedConfig) else str(model),
@@ -115,7 +117,7 @@ def plan(
         "timing": time_layer(core, student.dtype, device, progress, command) if timing else None,
         "distillation": estimate_costs(student, loaded_recipe, parameters, active, tflops),
     }
-    return record | {"advice": advise(record)}
+    return {**record, "advice": advise(record)}
 
 
 def check_tflops(tflops: float | None) -> None:
@@ -128,7 +130,7 @@ def model_without_weights(config: Any) -> Any:
     """Build the causal language model of a configuration on the meta device.
 
     Raises:
-        NotConvertible, ValueError: it is not a softmax language model that can be converted.
+        NotConvertible, ValueError: the model is not a softmax language model that can be converted.
     """
     start = f"model: got {config.model_type!r}"
     if getattr(config, "mhla", None) is not None:
@@ -141,33 +143,36 @@ def model_without_weights(config: Any) -> Any:
 
 
 def cache_of_saved(config: Any, tokens: int) -> dict[str, int] | None:
-    """Return the cache size in bytes of a converted decoder ("mhla") and of its softmax original ("softmax").
+    """Return the cache sizes of a converted decoder and of its softmax original.
 
     Args:
-        config: of the converted model.
+        config: configuration of the converted model.
         tokens: length of the sequence.
 
     Returns:
-        None for a model from scratch, or one whose state grows with the length (`mixing_form="softmax"`).
+        A dict with the bytes of "mhla" and "softmax"; None for a model from scratch, or one whose state grows with the
+        length (`mixing_form="softmax"`).
     """
     if not hasattr(config, "base_model_type") or config.mhla["mixing_form"] != "decay":
         return None
     with torch.device("meta"):
-        original, student = (AutoModelForCausalLM.from_config(each).eval() for each in (softmax_config(config), config))
+        original = AutoModelForCausalLM.from_config(softmax_config(config)).eval()
+        student = AutoModelForCausalLM.from_config(config).eval()
     rows = compare_caches(cache_of_layers(original), cache_of_mhla(student), tokens)["rows"]
     return next({name: row[name] for name in ("softmax", "mhla")} for row in rows if row["tokens"] == tokens)
 
 
 def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> list[dict[str, Any]]:
-    """Describe the recipes of this package.
+    """Describe the package's training recipes.
 
     Args:
-        model: folder or Hub id of a softmax language model. With it, memory and work of recipes that convert a model are
-            estimated; without it, only those of recipes that start from scratch. For images and diffusion they are None.
-        tflops: as in `plan`.
+        model: folder or Hub id of a softmax language model, for which to estimate the costs of recipes that convert a
+            model. Without it, only the costs of recipes that train a language model from scratch are estimated.
+        tflops: see `plan`.
 
     Returns:
-        A list of dicts with "name", "task", "base", "about", "stages", and "memory", "flops" and "hours" as in `plan`.
+        A list of dicts with "name", "task", "base", "about" and "stages", and with "memory", "flops" and "hours" as
+        `estimate_costs` returns them, or None if they are not estimated.
     """
     check_tflops(tflops)
     config = None if model is None else load_config(model)
@@ -185,13 +190,13 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
             student = model_without_weights(copy.deepcopy(config))
             sizes = student.num_parameters(), active_parameters(student)
             student = convert(student, **settings)
-        work = {} if student is None else estimate_costs(student, recipe, *sizes, tflops)
+        costs = {} if student is None else estimate_costs(student, recipe, *sizes, tflops)
         recipes.append({
             "name": name,
             "task": recipe.task,
             "base": recipe.base,
             "stages": [{key: getattr(stage, key) for key in stage_keys if hasattr(stage, key)} for stage in recipe.stages],
-            **{key: work.get(key) for key in ("memory", "flops", "hours")},
+            **{key: costs.get(key) for key in ("memory", "flops", "hours")},
             "about": recipe.about,
         })  # fmt: skip
     return recipes
@@ -213,16 +218,16 @@ def render_recipes(recipes: Sequence[Mapping[str, Any]]) -> str:
 def time_layer(
     core: Any, dtype: torch.dtype, device: torch.device | str | None, progress: bool, command: str | None
 ) -> dict[str, Any]:
-    """Time softmax and the MHLA core of one layer, for a prompt and for the next token after it.
+    """Time softmax attention and the MHLA core of one layer, for prefill and for decoding one token.
 
     Args:
-        core: on the meta device.
-        dtype: of the inputs.
-        device, progress, command: as in `plan`.
+        core: the MHLA core, on the meta device.
+        dtype: dtype of the inputs.
+        device, progress, command: see `plan`.
 
     Returns:
-        "prefill" and "decoding", each with "rows" and what `crossover` returns, and what `describe_run` returns; or only
-        "unknown", a reason.
+        A dict with "prefill" and "decoding", each a dict with "rows" and the entries of `crossover`, and the entries of
+        `describe_run`. If the device is not available, a dict with "unknown", the reason.
     """
     try:
         device = choose_device(device)
@@ -238,7 +243,7 @@ def time_layer(
 
 
 def initialize_core(core: Any, device: torch.device | str) -> Any:
-    """Return a copy of a core on `device` with its initial weights, in eval mode."""
+    """Return a copy of an MHLA core on `device`, with initialized weights and in eval mode."""
     core = copy.deepcopy(core).to_empty(device=device)
     for module in core.modules():
         for name, value in module.initial_values().items() if hasattr(module, "initial_values") else ():
@@ -249,21 +254,21 @@ def initialize_core(core: Any, device: torch.device | str) -> Any:
 def time_lengths(
     make_works: Callable[[int], dict[str, Work]], device: torch.device, progress: bool
 ) -> list[dict[str, Any]]:
-    """Time softmax and MHLA by length, until MHLA is clearly faster or the next length would take too long.
+    """Time softmax and MHLA at increasing lengths, until MHLA is clearly faster or the next length would take too long.
 
     Args:
-        make_works: from a length to the calls "softmax" and "mhla", which take turns; the fastest turn of each counts.
-        device: where they run.
-        progress: show a progress bar.
+        make_works: function from a length to the calls "softmax" and "mhla", which are timed in turns; the fastest counts.
+        device: device on which they run.
+        progress: whether to show a progress bar.
 
     Returns:
-        Rows with "tokens", "softmax_ms" and "mhla_ms".
+        A list of dicts with "tokens", "softmax_ms" and "mhla_ms".
     """
     rows = []
     spent = 0.0
     expected = 0.0
     for tokens in tqdm(TIMED_LENGTHS, desc="timing", disable=not progress):
-        if spent + expected > SECONDS:
+        if spent + expected > SECONDS_PER_PHASE:
             break
         works = make_works(tokens)
         spent_before = spent
@@ -275,7 +280,7 @@ def time_lengths(
             if spent - spent_before > SECONDS_PER_LENGTH:
                 break
         rows.append({"tokens": tokens, **{f"{name}_ms": 1e3 * seconds for name, seconds in best.items()}})
-        # At twice the length, softmax takes four times as long and MHLA twice
+        # At twice the length, softmax takes four times as long and MHLA twice.
         expected = math.inf if best["softmax"] > 1.5 * best["mhla"] else 4 * best["softmax"] + 2 * best["mhla"]
     return rows
 
@@ -291,13 +296,13 @@ def random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.devi
 
 
 def softmax_like(core: Any) -> Callable[..., Any]:
-    """Return softmax attention of q, k and v with the heads of `core`, called as transformers' models call it."""
+    """Return a function of q, k and v that computes softmax attention with the heads of `core`, as transformers does."""
     module = SimpleNamespace(num_key_value_groups=core.num_heads // core.num_kv_heads)
     return lambda q, k, v: sdpa_attention_forward(module, q, k, v, None)
 
 
 def prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
-    """Return the calls "softmax" and "mhla" that attend over a prompt and cache it, as `generate` does by default."""
+    """Return functions "softmax" and "mhla" that attend over a prompt and cache it, as `generate` does by default."""
     q, k, v = random_inputs(core, tokens, dtype, device)
     softmax = softmax_like(core)
     transposed = [x.transpose(1, 2) for x in (q, k, v)]
@@ -308,17 +313,18 @@ def prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, toke
 
 
 def decoding_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
-    """Return the calls "softmax" and "mhla" that decode one token after `tokens` others."""
+    """Return functions "softmax" and "mhla" that decode one token after `tokens` others."""
     q, k, v = random_inputs(core, 1, dtype, device)
     softmax = softmax_like(core)
     transposed = [x.transpose(1, 2) for x in (q, k, v)]
-    _, *past = random_inputs(core, tokens, dtype, device)
-    layer, cache = DynamicLayer(), MHLACacheLayer()
-    layer.update(*past)
+    _, past_k, past_v = random_inputs(core, tokens, dtype, device)
+    layer = DynamicLayer()
+    layer.update(past_k, past_v)
+    cache = MHLACacheLayer()
     core(*transposed, cache=cache)  # one token is enough: neither the state nor the time of a step grows
 
     def step() -> Any:
-        layer.keys, layer.values = past  # each call would lengthen them otherwise
+        layer.keys, layer.values = past_k, past_v  # `update` appends to them
         return softmax(q, *layer.update(k, v))
 
     return {"softmax": step, "mhla": lambda: core(*transposed, cache=cache)}
@@ -330,14 +336,15 @@ WORKS = {"prefill": prefill_work, "decoding": decoding_work}
 def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Find the length from which MHLA is faster.
 
-    Between two lengths, and beyond the longest by at most `EXTRAPOLATION` times, the ratio of the times is taken to be
-    linear, since softmax's time per token grows with the length and MHLA's does not.
+    The ratio of the times is interpolated linearly between two lengths, and extrapolated up to `EXTRAPOLATION` times the
+    longest length, since softmax's time per token grows linearly with the length and MHLA's is constant.
 
     Args:
         rows: as `time_lengths` returns them.
 
     Returns:
-        "faster_from" (tokens from which MHLA stays faster, or None) and "known_to" (tokens up to which that is known).
+        A dict with "faster_from" (tokens from which MHLA stays faster, or None) and "known_to" (tokens up to which this is
+        known).
     """
     points = [(row["tokens"], row["softmax_ms"] / row["mhla_ms"] - 1) for row in rows]
     longest = rows[-1]["tokens"]
@@ -356,7 +363,7 @@ def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def advise(record: Mapping[str, Any]) -> str:
-    """Return one or two sentences on whether to convert, from the other entries of a plan."""
+    """Return one or two sentences that advise whether to convert, from the other entries of a plan."""
     context = record["context"]
     positions = record["positions"]
     timing = record["timing"] or {}
@@ -364,17 +371,15 @@ def advise(record: Mapping[str, Any]) -> str:
         return f"Plan for at most {positions:,} tokens: the model has no more positions, with softmax or with MHLA."
     row = next(row for row in record["cache"]["rows"] if row["tokens"] == context)
     reduction = row["softmax"] / row["mhla"]
-    where = f"at {context:,} tokens"
+    at_context = f"at {context:,} tokens"
     known = {phase: timing[phase]["faster_from"] or timing[phase]["known_to"] for phase in WORKS if phase in timing}
     slower = [phase for phase, tokens in known.items() if context < tokens]
     unknown = [phase for phase in WORKS if phase not in slower and not timing.get(phase, {}).get("faster_from")]
     against = None
     if reduction < MIN_CACHE_REDUCTION:
-        against = (
-            f"{where} the cache would shrink by a factor of {reduction:.2f}, and {MIN_CACHE_REDUCTION} is the least"
-        )
+        against = f"{at_context} the cache would shrink by a factor of {reduction:.2f}, and {MIN_CACHE_REDUCTION} is the least"
     elif len(slower) == len(WORKS):
-        against = f"{where} neither prefill nor decoding is faster with MHLA"
+        against = f"{at_context} neither prefill nor decoding is faster with MHLA"
     if against and record["attention"] > MAX_ATTENTION_SHARE:
         share = f"{record['attention']:.0%} of a prompt's operations are attention's"
         return f"Use sparse attention: {share}, and {against}."
@@ -384,7 +389,7 @@ def advise(record: Mapping[str, Any]) -> str:
     caveats += f"; whether {' or '.join(unknown)} is faster there is not known" if unknown else ""
     saved = f"{len(record['mhla_layers'])} MHLA layers save {(row['softmax'] - row['mhla']) / MIB:,.1f} MiB of cache"
     command = "mhla-hf convert MODEL OUT --text FILE --keep 1/6"
-    return f"Convert: {where} {saved} ({reduction:.2f} times smaller){caveats}. Let measurement choose the layers: {command}"
+    return f"Convert: {at_context} {saved} ({reduction:.2f} times smaller){caveats}. Let measurement choose the layers: {command}"
 
 
 def render_plan(record: Mapping[str, Any]) -> str:
@@ -415,20 +420,20 @@ def render_plan(record: Mapping[str, Any]) -> str:
 
 
 def three_digits(number: float | None) -> str:
-    """Format a number below 100 with three digits, and others as whole numbers; "" for None."""
+    """Format a number with three significant digits below 100, and as an integer from there on; "" for None."""
     if number is None:
         return ""
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
 
 
 def format_hours(hours: float) -> str:
-    """Format a duration in the largest of hours, minutes and seconds of which it has at least one."""
+    """Format a duration in hours, minutes or seconds, whichever is the largest unit of at least 1."""
     unit, size = ("hours", 1) if hours >= 1 else ("minutes", 60) if 60 * hours >= 1 else ("seconds", 3600)
     return f"{hours * size:,.1f} {unit}"
 
 
 def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
-    """Render the times of one layer as lines; none if nothing was timed."""
+    """Render what `time_layer` returns as lines; return [] if nothing was timed."""
     if timing is None:
         return []
     if "unknown" in timing:
@@ -445,14 +450,14 @@ def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
     lines = [render_rows(header, [[*cells(prefill), *cells(decoding)] for prefill, decoding in pairs], left=0)]
     lines.append(f"Attention of one layer, one sequence, {dtype}, not compiled; {machine}.")
     for phase in WORKS:
-        tokens, known = timing[phase]["faster_from"], timing[phase]["known_to"]
-        slower = f"slower up to {known:,} tokens; longer contexts were not measured"
+        tokens = timing[phase]["faster_from"]
+        slower = f"slower up to {timing[phase]['known_to']:,} tokens; longer contexts were not measured"
         lines.append(f"With MHLA {phase} is {f'faster from {tokens:,} tokens on' if tokens else slower}.")
     return [*lines, ""]
 
 
 def render_work(work: Mapping[str, Any]) -> list[str]:
-    """Render memory and work of the distillation as lines."""
+    """Render the memory and FLOPs of the distillation as lines."""
     rows = []
     for stage in work["stages"]:
         sizes = [sum(stage["memory"].values()), *stage["memory"].values()]

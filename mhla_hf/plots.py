@@ -1,4 +1,4 @@
-"""What our figures share: a color for each kind of model, a style, and an atomic way to write PNG files."""
+"""Colors, style and file writing for all figures, and a text map of softmax heads."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -29,17 +29,22 @@ STYLE: dict[str, Any] = {
 
 
 def draw_heads(measured: Mapping[str, Any]) -> str:
-    """Return a text map of the KV heads that keep softmax, with one line per KV head and one column per layer.
+    """Draw the KV heads that keep softmax as text, with one line per KV head and one column per layer.
 
     Args:
         measured: `config.mhla_measured` of a conversion that chose heads by gates.
     """
-    gates, kept = measured["gates"], measured["softmax_heads"]
+    gates = measured["gates"]
+    softmax_heads = measured["softmax_heads"]
     layers = range(max(map(int, gates)) + 1)
     lines = ["layer " + "".join(str(layer % 10) for layer in layers)]
     for head in range(max(map(len, gates.values()))):
-        is_kept = {layer: head in kept.get(str(layer), ()) for layer in layers if head < len(gates.get(str(layer), ()))}
-        marks = "".join({True: "#", False: ".", None: " "}[is_kept.get(layer)] for layer in layers)
+        marks = ""
+        for layer in map(str, layers):
+            if head >= len(gates.get(layer, ())):
+                marks += " "
+            else:
+                marks += "#" if head in softmax_heads.get(layer, ()) else "."
         lines.append(f"KV {head:<3}{marks}".rstrip())
     return "\n".join(lines)
 
@@ -49,15 +54,18 @@ def drawing(
     path: PathLike, rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], style: dict[str, Any] = STYLE,
     note: str = "", **options: Any,
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
-    """Yield a matplotlib figure and its axes `[rows][columns]`, and write it to `path` as PNG when the block succeeds.
+    """Context manager that yields a matplotlib figure and its axes `[rows][columns]`, and writes it to `path` at the end.
 
     Args:
-        path: the PNG file.
-        rows, columns: of axes.
+        path: PNG file to write.
+        rows, columns: numbers of rows and columns of axes.
         figsize: width and height in inches.
         style: matplotlib's rc parameters.
-        note: one line of small text below the axes.
+        note: a line of small text below the axes.
         **options: arguments of `Figure.subplots`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
     with require_extra("a figure", "matplotlib", "eval"):
         from matplotlib import rc_context

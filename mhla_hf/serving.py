@@ -1,8 +1,9 @@
-"""Continuous batching: decode requests that come and go together, each with a state of fixed size in its own slot.
+"""Continuous batching: decode requests together as they arrive and finish, each with a fixed-size state in its own slot.
 
-This is the engine-independent core of a server. A prompt is read alone, in chunks, as `generate` would; its state is then
-copied into a free slot, and all slots decode together in forward passes of `[slots, 1]` tokens, always with the same graph.
-The continuous batching of transformers cannot be used, because it keeps pages of keys and values, which MHLA layers lack.
+This is the engine-independent core of a server. A prompt is prefilled alone, in chunks, as in `generate`; its state is then
+copied into a free slot, and all slots are decoded together in forward passes of `[slots, 1]` tokens, always with the same
+graph. The continuous batching of transformers cannot be used, because it is based on pages of keys and values, which MHLA
+layers do not have.
 """
 
 import copy
@@ -24,18 +25,18 @@ MASKED_LAYER_TYPES = ("full_attention", "sliding_attention")  # for which `Conti
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt and what has been generated for it.
+    """A prompt and the tokens generated for it.
 
     Attributes:
         request_id: name of the request.
-        prompt: token ids.
-        max_new_tokens: how many tokens to generate at most.
-        tokens: the generated token ids so far.
-        finished: whether no more tokens will come.
-        slot: where it is being decoded; None before and after.
-        num_cached: tokens in `cache`.
-        cache: of the prompt while it is being read.
-        processors: logits processors, as `generate` makes them.
+        prompt: token ids of the prompt.
+        max_new_tokens: maximum number of tokens to generate.
+        tokens: token ids generated so far.
+        finished: whether generation has ended.
+        slot: slot in which the request is decoded; None before and after.
+        num_cached: number of tokens in `cache`.
+        cache: cache of the prompt during prefill.
+        processors: logits processors, as in `generate`.
     """
 
     request_id: str
@@ -53,7 +54,7 @@ class SoftmaxSlots(CacheLayerMixin):
     """Cache layer of a hybrid's softmax layer: keys and values `[slots, G, max_length, D]`.
 
     Args:
-        position: int64 `[slots]`, shared by all layers: where each slot writes its next token.
+        position: position of the next token in each slot, int64 `[slots]`, shared by all layers.
     """
 
     is_compileable = True
@@ -69,33 +70,33 @@ class SoftmaxSlots(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one token `[slots, G, 1, D]` per slot; return all keys and values, most of which the mask hides."""
+        """Write one token per slot, `[slots, G, 1, D]`, and return all keys and values; masks hide unused positions."""
         rows = torch.arange(len(self.position), device=self.position.device)
-        # autocast may give a dtype other than that of the cache
+        # Under autocast, the dtype may differ from that of the cache.
         self.keys[rows, :, self.position] = key_states[:, :, 0].to(self.keys.dtype)
         self.values[rows, :, self.position] = value_states[:, :, 0].to(self.values.dtype)
         return self.keys, self.values
 
     def admit(self, slot: int, slots: int, max_length: int, layer: Any, length: int) -> None:
-        """Copy the keys and values of one request into a slot; allocate all slots on first use.
+        """Copy the keys and values of a request into a slot, and allocate all slots at the first call.
 
         Args:
             slot: index of the slot.
             slots: total number of slots.
             max_length: capacity of a slot, in tokens.
-            layer: cache layer that was filled when the request was prefilled.
-            length: number of tokens of the request that were prefilled.
+            layer: cache layer from the prefill of the request.
+            length: number of tokens that were prefilled.
         """
         for name in ("keys", "values"):
             source = getattr(layer, name)
             if getattr(self, name) is None:
                 setattr(self, name, source.new_zeros(slots, source.shape[1], max_length, source.shape[3]))
-            # zeros, because NaN left by an earlier request would survive a weight of 0
+            # Zeros, because NaN left by an earlier request would survive an attention weight of 0.
             target = getattr(self, name)[slot].zero_()
             target[:, length - source.shape[2] : length] = source[0]
 
     def get_seq_length(self) -> int:
-        return 0  # slots have no common length: each step brings positions and masks
+        return 0  # slots have no common length; positions and masks are passed at each step
 
     def get_max_length(self) -> int:
         return -1
@@ -112,7 +113,7 @@ class MHLASlots(MHLACacheLayer):
 
     @torch.inference_mode(False)
     def admit(self, slot: int, slots: int, max_length: int, layer: Any, length: int) -> None:
-        """Copy the state of one request into a slot; arguments as in `SoftmaxSlots.admit`."""
+        """Copy the state of a request into a slot; for arguments see `SoftmaxSlots.admit`."""
         source = layer.state.tensors()
         state: Any = self.state
         if state is None:
@@ -126,20 +127,20 @@ class MHLASlots(MHLACacheLayer):
 
 
 class ContinuousBatch:
-    """Decode requests together as they come: `add` them, and call `step` until nothing is `pending`.
+    """Decode requests together as they arrive: `add` them, and call `step` while any are `pending`.
 
     Args:
-        model: a converted causal language model whose MHLA layers mix by decays (the default). Other layers keep a state
-            that grows.
+        model: a converted causal language model whose MHLA layers mix by decays (the default), so that their state has a
+            fixed size.
         slots: number of requests decoded together.
-        max_length: tokens of a request, prompt and answer, that softmax layers of a hybrid have room for. MHLA layers need
-            none.
-        chunk_size: tokens of a prompt read in one step, so that a long prompt does not hold up the other requests.
-        generation_config: as for `generate`, greedy or sampled with one sequence each (default: the model's own).
-        compile: compile the decode step; a string names the backend.
+        max_length: maximum length of prompt and answer in tokens, for which softmax layers of a hybrid allocate memory.
+            Models without softmax layers have no limit.
+        chunk_size: number of prompt tokens read in one step, so that a long prompt does not block the other requests.
+        generation_config: greedy decoding or sampling of one sequence, as for `generate` (default: the model's own).
+        compile: whether to compile the decoding step; a string names the backend.
 
     Raises:
-        ValueError: an argument is wrong, or slots cannot hold the cache of a layer.
+        ValueError: an argument is not valid, or slots cannot hold the cache of a layer.
     """
 
     def __init__(
@@ -166,7 +167,8 @@ class ContinuousBatch:
                 "generation_config: got beams or several sequences, expected one sequence for each request."
             )
         for name in ("stop_strings", "max_time"):
-            if (value := getattr(self.config, name)) is not None:
+            value = getattr(self.config, name)
+            if value is not None:
                 expected = "tokens and lengths alone to end a request"
                 raise ValueError(f"generation_config: got {name}={value!r}, expected {expected}.")
         self.forward: Any = model
@@ -179,7 +181,7 @@ class ContinuousBatch:
 
     @property
     def pending(self) -> int:
-        """Number of requests that are not finished."""
+        """Number of unfinished requests."""
         return len(self.waiting) + len(self.running)
 
     def add(self, prompt: list[int], max_new_tokens: int | None = None, request_id: str | None = None) -> Request:
@@ -187,11 +189,14 @@ class ContinuousBatch:
 
         Args:
             prompt: token ids.
-            max_new_tokens: tokens to generate at most (default: as in `generation_config`).
-            request_id: its name (default: "request-N").
+            max_new_tokens: maximum number of tokens to generate (default: as in `generation_config`).
+            request_id: name of the request (default: "request-N").
+
+        Returns:
+            The request, whose `tokens` grow with every step.
 
         Raises:
-            ValueError: an empty prompt, more tokens than softmax layers have room for, or a name that is in use.
+            ValueError: the prompt is empty, a softmax model's `max_length` is exceeded, or the name is in use.
         """
         new_tokens = max_new_tokens if max_new_tokens is not None else self.config.max_new_tokens
         if new_tokens is None:
@@ -214,7 +219,7 @@ class ContinuousBatch:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Stop a request, waiting or running; it keeps what has been generated."""
+        """Stop a waiting or running request, which keeps the tokens generated so far."""
         if request in self.waiting:
             self.waiting.remove(request)
         self.finish(request)
@@ -223,10 +228,10 @@ class ContinuousBatch:
     def step(self) -> list[Request]:
         """Decode one token in every occupied slot, and read a chunk of the next prompt if a slot is free.
 
-        After an error, all unfinished requests, with what they have generated, are read again by the next steps.
+        After an error, the next steps prefill all unfinished requests again, with the tokens generated so far.
 
         Returns:
-            The requests that got a token, in order of arrival at their slots. Finished ones have left their slots.
+            The requests for which a token was generated, in the order in which they got their slots.
         """
         was_training = self.model.training
         advanced = []
@@ -237,7 +242,7 @@ class ContinuousBatch:
                 self.decode(advanced)
             if self.waiting and len(self.running) < self.slots and self.read_chunk(self.waiting[0]):
                 advanced.append(self.waiting.popleft())
-        except BaseException:  # some layers may have taken the step and others not
+        except BaseException:  # the caches of some layers may have been updated and others not
             self.requeue()
             raise
         finally:
@@ -245,19 +250,19 @@ class ContinuousBatch:
         return advanced
 
     def read_chunk(self, request: Request) -> bool:
-        """Prefill the next chunk of a request; after the last one, move its cache to a free slot and append its next token.
+        """Prefill the next chunk of a request. After the last one, copy its cache to a free slot and generate a token.
 
         Returns:
             Whether the prefill is complete.
         """
         if request.cache is None:
             request.cache = DynamicCache(config=self.model.config)
-        known = request.prompt + request.tokens
-        chunk = known[request.num_cached : request.num_cached + self.chunk_size]
+        context = request.prompt + request.tokens  # a request that was interrupted by an error has tokens
+        chunk = context[request.num_cached : request.num_cached + self.chunk_size]
         ids = torch.tensor([chunk], device=self.model.device)
         logits = forward_cached(self.model, ids, request.cache, logits_to_keep=1)[0].logits
         request.num_cached += len(chunk)
-        if request.num_cached < len(known):
+        if request.num_cached < len(context):
             return False
         request.slot = min(set(range(self.slots)) - self.running.keys())
         for slots_layer, layer in zip(self.cache.layers, request.cache.layers, strict=True):
@@ -268,7 +273,7 @@ class ContinuousBatch:
         return True
 
     def requeue(self) -> None:
-        """Put running requests back at the head of the queue, and forget all caches."""
+        """Move running requests back to the head of the queue, and drop all caches."""
         running = [request for request in self.running.values() if request not in self.waiting]
         self.waiting.extendleft(reversed(running))
         self.running.clear()
@@ -278,7 +283,7 @@ class ContinuousBatch:
             request.num_cached = 0
 
     def decode(self, requests: list[Request]) -> None:
-        """Generate the next token of each of the running requests."""
+        """Generate the next token of each of the given running requests."""
         ids, position = torch.zeros(2, self.slots, dtype=torch.int64)
         for request in requests:
             ids[request.slot] = request.tokens[-1]
@@ -292,22 +297,24 @@ class ContinuousBatch:
         self.append(requests, logits[[request.slot for request in requests]])
 
     def masks(self) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return the additive mask of softmax layers, `[slots, 1, 1, max_length]`, by layer type if the model has types."""
+        """Return the additive mask of softmax layers, `[slots, 1, 1, max_length]`; a dict if the model has layer types."""
         config = self.model.config.get_text_config()
         column = torch.arange(self.max_length, device=self.position.device)
         visible = {"full_attention": column <= self.position[:, None]}
         if (window := getattr(config, "sliding_window", None)) is not None:
             visible["sliding_attention"] = visible["full_attention"] & (column > self.position[:, None] - window)
         lowest = torch.finfo(self.model.dtype).min
-        masks = {kind: (~mask)[:, None, None].to(self.model.dtype) * lowest for kind, mask in visible.items()}
+        masks = {
+            layer_type: (~mask)[:, None, None].to(self.model.dtype) * lowest for layer_type, mask in visible.items()
+        }
         return masks if getattr(config, "layer_types", None) is not None else masks[list(masks)[-1]]
 
     def append(self, requests: list[Request], logits: torch.Tensor) -> None:
-        """Choose each request's next token as `generate` does, and finish requests that have ended.
+        """Choose the next token of each request as `generate` does, and finish requests that have ended.
 
         Args:
-            requests: in running slots.
-            logits: `[requests, vocabulary]`.
+            requests: running requests.
+            logits: logits of their last tokens, `[requests, vocabulary]`.
         """
         logits = logits.float()
         if any(request.processors for request in requests):
@@ -328,7 +335,7 @@ class ContinuousBatch:
                 self.finish(request)
 
     def finish(self, request: Request) -> None:
-        """Mark a request as finished and free its slot, which the next request overwrites."""
+        """Mark a request as finished, and free its slot for the next request."""
         if request.slot is not None:
             self.running.pop(request.slot, None)
         request.finished = True
@@ -340,11 +347,11 @@ def slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLay
     """Return a cache layer with slots for each layer of the model.
 
     Args:
-        model: as in `ContinuousBatch`.
-        position: as in `SoftmaxSlots`.
+        model: see `ContinuousBatch`.
+        position: see `SoftmaxSlots`.
 
     Raises:
-        ValueError: a layer's state grows, or it is neither MHLA nor softmax attention that takes a mask.
+        ValueError: the state of a layer grows with the length, or it is neither MHLA nor softmax attention with a mask.
     """
     config = model.config.get_text_config()
     attentions = softmax_attentions(model)
@@ -371,16 +378,16 @@ def slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLay
 def generate_batch(
     model: PreTrainedModel, prompts: list[list[int]], *, max_new_tokens: int | None = None, **options: Any
 ) -> list[list[int]]:
-    """Generate for several prompts, of any lengths, decoded together.
+    """Generate for several prompts of any lengths by continuous batching.
 
     Args:
-        model: as in `ContinuousBatch`.
+        model: see `ContinuousBatch`.
         prompts: token ids of each prompt.
-        max_new_tokens: tokens to generate for each (default: as in the generation config).
+        max_new_tokens: maximum number of tokens to generate for each (default: as in the generation config).
         **options: further arguments of `ContinuousBatch`.
 
     Returns:
-        The new token ids of each prompt.
+        The generated token ids for each prompt.
     """
     batch = ContinuousBatch(model, **options)
     requests = [batch.add(prompt, max_new_tokens) for prompt in prompts]

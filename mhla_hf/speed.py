@@ -1,7 +1,7 @@
-"""Time whole models against context length: a forward pass, and decoding with a cache, whose size is reported too.
+"""Time whole models by context length: a forward pass, and decoding with a cache, whose size is reported, too.
 
-The models take turns in one process, round after round, and the fastest round counts, so that a busy moment of the
-machine affects all of them alike.
+The models are timed in turns, for several rounds in one process, and the fastest round counts. In this way, other load on
+the machine affects all of them alike.
 """
 
 import itertools
@@ -27,14 +27,14 @@ def measure_speed(
     rounds: int = 3,
     progress: bool = True,
 ) -> list[dict[str, Any]]:
-    """Time a forward pass and decoding of several language models at batch size 1, on the device where they are.
+    """Time a forward pass and decoding of several language models at batch size 1, on the models' own devices.
 
     Args:
-        models: name -> model of transformers.
+        models: name -> transformers model.
         lengths: context lengths in tokens.
-        decode_tokens: tokens decoded after each context; the time reported is that of one of them.
-        rounds: how often each is timed; the fastest counts.
-        progress: show a progress bar.
+        decode_tokens: number of tokens decoded after each context; the time per token is reported.
+        rounds: number of measurements, of which the fastest counts.
+        progress: whether to show a progress bar.
 
     Returns:
         A list of dicts with "what" ("forward" or "decode, per token"), "length" and "<name>_ms" (milliseconds), and for
@@ -51,7 +51,7 @@ def measure_speed(
     vocabulary = min(model.config.vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (1, max(lengths)), generator=generator)
     training = {name: model.training for name, model in models.items()}
-    best: dict[tuple[str, int, str], float] = {}  # (what, length, model) -> seconds
+    best: dict[tuple[str, int, str], float] = {}  # (phase, length, model) -> seconds
     cached: dict[tuple[int, str], int] = {}  # (length, model) -> bytes
     runs = [min(WARM_UP_TOKENS, max(lengths)), *(length for length in lengths for _ in range(rounds))]
     total = len(models) * sum(2 * length + decode_tokens for length in runs)
@@ -63,32 +63,33 @@ def measure_speed(
                 _time_once(model, ids[:, :WARM_UP_TOKENS], decode_tokens, bar)
             for length, _, name in itertools.product(lengths, range(rounds), models):
                 seconds, cached[length, name] = _time_once(models[name], ids[:, :length], decode_tokens, bar)
-                for what, value in seconds.items():
-                    best[what, length, name] = min(best.get((what, length, name), value), value)
+                for phase, value in seconds.items():
+                    best[phase, length, name] = min(best.get((phase, length, name), value), value)
     finally:
         for name, model in models.items():
             model.train(training[name])
     rows = []
-    for what, length in itertools.product(("forward", DECODE), lengths):
-        row: dict[str, Any] = {"what": what, "length": length}
-        row |= {f"{name}_ms": 1e3 * best[what, length, name] for name in models}
-        if what == DECODE:
-            row |= {f"{name}_mib": cached[length, name] / 2**20 for name in models}
+    for phase, length in itertools.product(("forward", DECODE), lengths):
+        row: dict[str, Any] = {"what": phase, "length": length}
+        for name in models:
+            row[f"{name}_ms"] = 1e3 * best[phase, length, name]
+        for name in models if phase == DECODE else ():
+            row[f"{name}_mib"] = cached[length, name] / 2**20
         rows.append(row)
     return rows
 
 
 def _time_once(model: Any, ids: torch.Tensor, decode_tokens: int, bar: Any) -> tuple[dict[str, float], int]:
-    """Time one forward pass over ids `[1, T]`, and decoding after it.
+    """Time one forward pass and decoding after it.
 
     Args:
         model: a causal language model.
         ids: token ids `[1, T]`.
-        decode_tokens: how many tokens to decode.
-        bar: a progress bar, which is updated only between the timed parts.
+        decode_tokens: number of tokens to decode.
+        bar: a progress bar, which is not updated while time is measured.
 
     Returns:
-        (seconds of the forward pass and of one decoded token, bytes in the cache after the context)
+        (seconds of the forward pass and of one decoded token, bytes in the cache after the context).
     """
     ids = ids.to(model.device)
     start = clock(model.device)
@@ -108,26 +109,26 @@ def _time_once(model: Any, ids: torch.Tensor, decode_tokens: int, bar: Any) -> t
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of all tensors that a cache object holds, however nested; shared storage counts once."""
+    """Return the bytes of all tensors in a cache object, at any depth; shared storage counts once."""
     sizes: dict[int, int] = {}  # address of a storage -> its bytes
     visited: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
     pending = [cache]
     while pending:
-        part = pending.pop()
-        if isinstance(part, torch.Tensor):
-            storage = part.untyped_storage()
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
-        elif id(part) not in visited:
-            visited[id(part)] = part
-            if isinstance(part, (list, tuple)):
-                pending += part
+        elif id(item) not in visited:
+            visited[id(item)] = item
+            if isinstance(item, (list, tuple)):
+                pending += item
             else:
-                pending += (part if isinstance(part, dict) else getattr(part, "__dict__", {})).values()
+                pending += (item if isinstance(item, dict) else getattr(item, "__dict__", {})).values()
     return sum(sizes.values())
 
 
 def clock(device: torch.device | str) -> float:
-    """Return the time in seconds, after the device has finished its work."""
+    """Return the current time in seconds after waiting for the device."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -258,7 +258,7 @@ def test_timed_work_is_attention():
 def test_whole_models_cross_where_the_plan_says(what, monkeypatch):
     """Two layers with Llama-3.2-1B's heads and all around them, by turns at every length: within 30 % of the plan's."""
     monkeypatch.setattr(time, "perf_counter", time.process_time)  # of one thread: other processes do not count
-    monkeypatch.setattr(planning, "SECONDS", 60.0)
+    monkeypatch.setattr(planning, "SECONDS_PER_PHASE", 60.0)
     monkeypatch.setattr(planning, "WORKS", {what: planning.WORKS[what]})
     small = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "dtype": "float32"}
     config = config_of("Llama-3.2-1B", **small, bos_token_id=1, eos_token_id=2)

@@ -1,4 +1,4 @@
-"""analyze(): compare the attention of models on the same inputs, as JSON, a table and figures."""
+"""`analyze`: compare the attention of models on the same inputs, as JSON, a table and figures."""
 
 import re
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ def analyze(
     samples: int = 8, length: int = 256, device: torch.device | str | None = None, trust_remote_code: bool = False,
     progress: bool = True, command: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure rank and entropy of the attention of each model, layer by layer (figure 3b), with maps (3a) and mixing (4b).
+    """Measure rank and entropy of the attention of each model by layer, and plot maps and mixing (figures 3 and 4b).
 
     Args:
-        models: a folder, a Hub id, a model or a diffusers pipeline; a list of them; or a dict label -> one of them.
+        models: a folder, a Hub id, a model or a diffusers pipeline; a list of them; or a dict from label to one of them.
         inputs: keyword arguments of the models' forward, or of the pipelines' call. Required unless `models` are folders
             or Hub ids of causal language models or image classifiers.
         data: for language models a text (file, folder or dataset id; default: the Python language reference), for
@@ -35,14 +35,14 @@ def analyze(
         out: folder for analysis.json, mixing.json, layers.png, maps.png and mixing-LABEL.png (default: nothing is written).
         samples: number of sequences or images.
         length: tokens in a sequence.
-        device: where the models run (default: CUDA if there is a GPU, else the CPU).
-        trust_remote_code: run source code from the models' folders.
-        progress: show progress bars.
+        device: device on which the models run (default: CUDA if there is a GPU, else the CPU).
+        trust_remote_code: whether to run source code from the models' folders.
+        progress: whether to show progress bars.
         command: the shell command that repeats the analysis, for the record.
 
     Returns:
-        What analysis.json holds: "models" (label -> what `measure_calls` returns), "inputs" (label -> what it was run
-        on), and hardware, versions and command.
+        The content of analysis.json: a dict with "models" (label -> the result of `measure_calls`), "inputs" (label -> a
+        description of the inputs), and hardware, versions and command.
 
     Raises:
         ValueError: an argument is wrong, or a model has no attention that can be recorded.
@@ -50,15 +50,16 @@ def analyze(
     for name, value in (("samples", samples), ("length", length)):
         if value < 1:
             raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
-    device, by_label = choose_device(device), named_models(models)
-    for model in by_label.values():
+    device = choose_device(device)
+    models_by_label = named_models(models)
+    for model in models_by_label.values():
         if isinstance(model, (str, Path)):
             resolve_model_name(model)
     if out is not None:
         out = Path(out).expanduser()
-        check_writable(out / RECORD)
-    measured, inputs_in_words, maps, mixing = {}, {}, {}, {}
-    for label, model in by_label.items():
+        check_writable(out / RECORD, "out")
+    measured, descriptions, maps, mixing = {}, {}, {}, {}
+    for label, model in models_by_label.items():
         batch: Any = inputs
         description = "given by the caller"
         run = None
@@ -73,13 +74,14 @@ def analyze(
             model = model.transformer
         calls = record_model(model.to(device), batch, run)
         measured[label] = measure_calls(calls, progress=progress)
-        inputs_in_words[label] = description
-        maps[label], mixing[label] = attention_maps(calls), describe_mixing(model)
-    record = {"models": measured, "inputs": inputs_in_words, **describe_run(command, device)}
+        descriptions[label] = description
+        maps[label] = attention_maps(calls)
+        mixing[label] = describe_mixing(model)
+    record = {"models": measured, "inputs": descriptions, **describe_run(command, device)}
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         layers = {label: model_record["layers"] for label, model_record in measured.items()}
-        plot_layers(out / "layers.png", layers, "; ".join(dict.fromkeys(inputs_in_words.values())))
+        plot_layers(out / "layers.png", layers, "; ".join(dict.fromkeys(descriptions.values())))
         plot_maps(out / "maps.png", maps)
         write_json(out / "mixing.json", mixing)
         for label, model_mixing in mixing.items():
@@ -89,7 +91,7 @@ def analyze(
 
 
 def render_analysis(record: Mapping[str, Any]) -> str:
-    """Render the record as a table for a terminal, with one line per layer and model."""
+    """Render what `analyze` returns as a table for a terminal, with one line per layer and model."""
     header = ["model", "layer", "kind", "rank", "of", "effective", "entropy", "of", "far"]
     layers = [(label, layer) for label, model in record["models"].items() for layer in model["layers"]]
     rows = []

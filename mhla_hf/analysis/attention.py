@@ -1,7 +1,8 @@
 """Record the attention of any model in one forward pass, and compute its attention matrices.
 
-MHLA layers are recognized by their core, whose inputs a hook records; softmax layers by their call of torch's
-`scaled_dot_product_attention`. A matrix is the attention's definition in fp64, applied to unit vectors as values.
+In MHLA layers, a hook records the inputs of the core; in softmax layers, the calls of torch's
+`scaled_dot_product_attention` are recorded. A matrix is the output of the attention's reference implementation in fp64
+with unit vectors as values.
 """
 
 import contextlib
@@ -22,16 +23,16 @@ from ..ops.reference import local_reference, mhla_reference
 
 @dataclasses.dataclass
 class Attention:
-    """One call of one attention layer, from which its attention matrix can be computed.
+    """One call of an attention layer, from which its attention matrix can be computed.
 
     Attributes:
         layer: name of the attention module in the model.
         kind: "softmax", "mhla" or "linear" (MHLA with uniform mixing).
-        q: `[B, T, H, K]`; in MHLA layers feature-mapped and rotated.
-        k: `[B, S, G, K]`, the same.
-        options: arguments of `scaled_dot_product_attention`, or of `mhla`, with the mixing `[H or 1, M, M]` and the blocks
-            among them. A layer with a softmax window also has "form", "balance" and "near", the q and k that are not
-            feature-mapped; see `local_reference`.
+        q: `[B, T, H, K]`; in MHLA layers, after feature map and RoPE.
+        k: `[B, S, G, K]`, likewise.
+        options: arguments of `scaled_dot_product_attention`; or of `mhla`, including "mixing" `[H or 1, M, M]` and
+            "blocks". A layer with a softmax window also has "form", "balance" and "near", the q and k before the feature
+            map; see `local_reference`.
         grid: size of the grid that the tokens form; None for a sequence.
     """
 
@@ -43,7 +44,7 @@ class Attention:
     grid: tuple[int, ...] | None = None
 
     def matrix(self, sample: int = 0, head: int = 0) -> torch.Tensor:
-        """Return the weights of all query tokens on all key tokens, fp64 `[T, S]`, as the layer applied them to v."""
+        """Return the attention weights of all query tokens on all key tokens, fp64 `[T, S]`, as applied to v."""
         heads = self.q.shape[2]
         options = dict(self.options)
 
@@ -76,7 +77,7 @@ class Attention:
         return mhla_reference(q, k, units, mixing[[head if len(mixing) > 1 else 0]], **options)[0, :, 0]
 
     def far_share(self, sample: int = 0, head: int = 0) -> float:
-        """Return the share of the weights on tokens outside the window, averaged over queries that have such tokens."""
+        """Return the share of the weights on tokens outside the window, averaged over the queries that see such tokens."""
         form = self.options["form"]
         blocks = self.options["blocks"].index()
         distance = blocks[:, None] - blocks[None, :]
@@ -88,7 +89,7 @@ class Attention:
 
     @functools.cached_property
     def is_causal(self) -> bool:
-        """Whether no token attends to a later one, because of the layer's form or its mask."""
+        """Whether no token attends to a later one, according to the layer's form or its mask."""
         if self.options.get("attn_mask") is not None:
             return self.matrix().triu(1).abs().max().item() == 0.0
         return self.options.get("is_causal" if self.kind == "softmax" else "causal", False)
@@ -96,9 +97,9 @@ class Attention:
 
 @contextlib.contextmanager
 def recorded_attention(model: nn.Module) -> Iterator[list[Attention]]:
-    """Record the calls of attention layers while the block runs, in the order in which they are made.
+    """Context manager that yields a list to which the calls of attention layers are appended, with tensors on the CPU.
 
-    Cross-attention, recognized by its different numbers of queries and keys, is left out. Tensors are kept on the CPU.
+    Cross-attention is not recorded; it is recognized by different numbers of queries and keys.
     """
     calls: list[Attention] = []
     stack: list[str] = []  # names of the modules whose forward is running
@@ -125,17 +126,17 @@ def recorded_attention(model: nn.Module) -> Iterator[list[Attention]]:
 
 
 def is_core(module: nn.Module) -> bool:
-    """Return whether a module is the core of an MHLA layer, of this package or of a checkpoint's own source."""
+    """Return whether a module is the core of an MHLA layer, from this package or from a checkpoint's own source."""
     return all(getattr(module, name, None) is not None for name in ("mixing", "settings", "q_map", "k_map"))
 
 
 def layer_of(core_name: str) -> str:
-    """Return the name of the attention module that owns the core of this name (in diffusers, through its processor)."""
+    """Return the name of the attention module that contains a core (in diffusers, in its processor)."""
     return core_name.removesuffix(".mhla").removesuffix(".processor")
 
 
 class _SoftmaxRecorder(TorchFunctionMode):
-    """Records every call of `scaled_dot_product_attention` that is made inside the model."""
+    """Records every call of `scaled_dot_product_attention` inside the model."""
 
     def __init__(self, calls: list[Attention], stack: list[str]) -> None:
         super().__init__()
@@ -161,7 +162,7 @@ class _SoftmaxRecorder(TorchFunctionMode):
 
 @torch.no_grad()
 def _record_core(calls: list[Attention], layer: str, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Record what the operator will receive in this call of an MHLA core."""
+    """Forward pre-hook that records the operator's inputs in a call of an MHLA core."""
     inputs = {**dict(zip("qkv", args, strict=False)), **kwargs}
     if inputs.get("cu_seqlens") is not None or inputs.get("cache") is not None:
         raise ValueError(f"inputs: {layer} got packed sequences or a cache, expected whole sequences, one per row.")
@@ -178,20 +179,22 @@ def _record_core(calls: list[Attention], layer: str, core: Any, args: tuple[Any,
     if not is_causal and inputs.get("starts") is not None:
         raise ValueError(f"inputs: {layer} got rows that begin with padding, expected it at their end.")
     options = {name: _to_cpu(inputs.get(name)) for name in ("key_mask", "starts")}
-    options |= {"causal": is_causal, "blocks": blocks}
+    options["causal"] = is_causal
+    options["blocks"] = blocks
     if form is not None:
         calls.append(_windowed_attention(layer, core, inputs, options))
         return
     q, k, _, operands = core.operands(inputs["q"], inputs["k"], inputs["v"], key_mask, inputs.get("rotate"))
     mixing = _to_cpu(core.mixing(blocks.counts if grid else layout or blocks.num_blocks))
     mixing = mixing.reshape(-1, *mixing.shape[-2:])[:, : blocks.num_blocks, : blocks.num_blocks]
-    options |= {name: _to_cpu(value) for name, value in operands.items() if name != "unrounded"} | {"mixing": mixing}
+    options.update({name: _to_cpu(value) for name, value in operands.items() if name != "unrounded"})
+    options["mixing"] = mixing
     kind = "linear" if is_uniform(mixing, causal=is_causal) else "mhla"
     calls.append(Attention(layer, kind, _to_cpu(q), _to_cpu(k), options, grid))
 
 
 def _windowed_attention(layer: str, core: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Attention:
-    """Return the call of a core that mixes by decays, with a softmax window or without."""
+    """Return the `Attention` of a core that mixes by decays, with a softmax window or without."""
     scale = inputs.get("scale")
     form = core.form if scale is None else dataclasses.replace(core.form, scale=scale)
     decays, balance = core.mixing(core.heads)
@@ -215,7 +218,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def is_uniform(mixing: torch.Tensor, causal: bool) -> bool:
-    """Return whether each row of `[H, M, M]` weighs all blocks it sees alike, which is plain linear attention."""
+    """Return whether each row of `mixing` `[H, M, M]` is constant over the blocks it sees, as in plain linear attention."""
     first = mixing[..., :1]
     alike = (mixing - first).abs() <= 1e-6 * first.abs()
     return bool((alike | alike.new_ones(alike.shape[-2:]).triu(1)).all() if causal else alike.all())

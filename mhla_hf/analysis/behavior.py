@@ -1,7 +1,7 @@
-"""Measure what a language model does: whether every way to run it agrees, how far back it recalls, what it generates.
+"""Measure the behavior of a language model: whether all ways to run it agree, how far back it recalls, what it generates.
 
-Everything works on token ids and runs on the model's device without gradients. A difference of two tensors of logits is
-the largest absolute one, relative to the largest logit.
+All functions take token ids and run on the model's device without gradients. Differences of logits are the largest absolute
+difference relative to the largest absolute logit.
 """
 
 import inspect
@@ -14,18 +14,18 @@ from ..models.transformers_api import forward_cached
 from ..speed import cache_bytes
 
 PASSAGE_TOKENS = 32  # length of a passage that is repeated, for recall
-CUE_TOKENS = 8  # its first tokens, which tell the model that it is repeated and are not scored
+CUE_TOKENS = 8  # first tokens of the passage, from which the model can recognize it; they are not scored
 
-Watch = Callable[[Sequence[Any]], Iterable[Any]]  # wraps a list of steps, e.g. in tqdm
+Watch = Callable[[Sequence[Any]], Iterable[Any]]  # wraps a list of steps in a progress bar
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest |actual - expected| over the largest |expected|; NaN if either holds NaN."""
+    """Return max |actual - expected| / max |expected|; NaN if either tensor contains NaN."""
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def largest(values: Iterable[float]) -> float:
-    """Return the largest value, or NaN if one is NaN."""
+    """Return the maximum, or NaN if any value is NaN."""
     return float(torch.tensor(list(values)).max())
 
 
@@ -36,11 +36,11 @@ def whole_logits(model: Any, ids: torch.Tensor, at: torch.Tensor | None = None, 
     Args:
         model: a causal language model.
         ids: token ids `[B, T]`.
-        at: positions `[N]` to return logits for (default: all).
+        at: positions `[N]` to return logits for (default: all T positions).
         **inputs: attention_mask or position_ids, `[B, T]`.
 
     Returns:
-        fp32 `[B, N, vocabulary]`
+        Logits, fp32 `[B, N, vocabulary]`.
     """
     keep = {} if at is None else {"logits_to_keep": at.to(model.device)}
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
@@ -52,19 +52,23 @@ def cached_logits(
     model: Any, ids: torch.Tensor, sizes: int | list[int], at: torch.Tensor | None = None,
     on_cache: Callable[[Any], None] | None = None, watch: Watch = iter, **inputs: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the logits of a text that is read piece by piece with a cache; otherwise as `whole_logits`.
+    """Return the logits of a text that is read in chunks with a cache.
 
     Args:
-        sizes: tokens in each piece, as `torch.split` takes them.
-        on_cache: called with the cache after each piece.
-        watch: wraps the list of pieces, e.g. `tqdm`.
+        model, ids, at, **inputs: as for `whole_logits`.
+        sizes: tokens in each chunk, as for `torch.split`.
+        on_cache: called with the cache after each chunk.
+        watch: wraps the list of chunks, e.g. `tqdm`.
+
+    Returns:
+        Logits, fp32 `[B, N, vocabulary]`.
     """
     cache = None
     stop = 0
-    parts = []
-    for piece in watch(ids.split(sizes, 1)):
+    logits = []
+    for chunk in watch(ids.split(sizes, 1)):
         start = stop
-        stop = stop + piece.shape[1]
+        stop = stop + chunk.shape[1]
         options = {}
         if at is not None:
             options["logits_to_keep"] = (at[(at >= start) & (at < stop)] - start).to(model.device)
@@ -72,11 +76,11 @@ def cached_logits(
             options["attention_mask"] = inputs["attention_mask"][:, :stop].to(model.device)
         if "position_ids" in inputs:
             options["position_ids"] = inputs["position_ids"][:, start:stop].to(model.device)
-        output, cache = forward_cached(model, piece.to(model.device), cache, **options)
-        parts.append(output.logits.float())
+        output, cache = forward_cached(model, chunk.to(model.device), cache, **options)
+        logits.append(output.logits.float())
         if on_cache is not None:
             on_cache(cache)
-    return torch.cat(parts, 1)
+    return torch.cat(logits, 1)
 
 
 def has_argument(model: Any, name: str) -> bool:
@@ -92,14 +96,14 @@ def causality_difference(model: Any, ids: torch.Tensor) -> float:
 
 
 def batch_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
-    """Return the largest difference between a row alone and in a batch, in one pass and with a cache.
+    """Return the largest difference of logits between rows alone and in a batch, in one pass and with a cache.
 
-    Shorter rows are padded on the left as `generate` does: with a mask, and positions that start at 0 if the model takes
-    positions. The padding token is an ordinary one, so that a model that reads it gives other logits.
+    Shorter rows are padded on the left as in `generate`: with a mask, and positions that start at 0 if the model takes
+    positions. The padding token is an ordinary token, so that a model that reads it returns other logits.
 
     Args:
         model: a causal language model.
-        rows: token ids `[T]`, of any lengths.
+        rows: token ids `[T]` of each row, of any lengths.
     """
     longest = max(map(len, rows))
     ids = torch.stack([torch.cat([rows[0][:1].expand(longest - len(row)), row]) for row in rows])
@@ -118,14 +122,14 @@ def batch_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
 
 
 def packed_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
-    """Return the difference between rows packed into one sequence, kept apart by position_ids, and each alone."""
+    """Return the difference of logits between rows that are packed into one sequence by position_ids, and each alone."""
     alone = torch.cat([whole_logits(model, row[None]) for row in rows], 1)
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
     return difference(whole_logits(model, torch.cat(list(rows))[None], position_ids=positions), alone)
 
 
 def layer_bytes(model: Any, ids: torch.Tensor, sizes: int | list[int], layers: Iterable[int]) -> list[int]:
-    """Return the bytes that the cache holds for `layers` after each piece of ids `[1, T]`; sizes as `cached_logits`."""
+    """Return the bytes of the cache of `layers` after each chunk of ids `[1, T]`; for `sizes` see `cached_logits`."""
     counted: list[int] = []
 
     def count(cache: Any) -> None:
@@ -138,7 +142,7 @@ def layer_bytes(model: Any, ids: torch.Tensor, sizes: int | list[int], layers: I
 def recall_gain(model: Any, ids: torch.Tensor, distance: int, rows: int) -> float:
     """Measure how much likelier a passage becomes when it is repeated.
 
-    The passage consists of tokens in random order, which only memory can predict. Text stands between its two copies.
+    The passage consists of random tokens, which can be predicted only from its first copy. Between the two copies is text.
 
     Args:
         model: a causal language model.
@@ -147,7 +151,7 @@ def recall_gain(model: Any, ids: torch.Tensor, distance: int, rows: int) -> floa
         rows: number of passages to average over.
 
     Returns:
-        The gain in nats per token; 0 if the passage was forgotten.
+        The gain in log-likelihood, in nats per token; 0 if the passage was forgotten.
     """
     generator = torch.Generator().manual_seed(distance)
     texts = []
@@ -169,9 +173,16 @@ def next_token_log_probs(model: Any, ids: torch.Tensor, at: torch.Tensor) -> tor
 
 @torch.no_grad()
 def continue_greedily(model: Any, ids: torch.Tensor, count: int, watch: Watch = iter) -> torch.Tensor:
-    """Append `count` greedily chosen tokens to each row of ids `[B, T]`; returns `[B, T + count]` on the CPU.
+    """Generate `count` tokens greedily after each row of ids `[B, T]`.
 
-    `watch` wraps the list of steps, e.g. `tqdm`.
+    Args:
+        model: a causal language model.
+        ids: token ids `[B, T]`.
+        count: number of tokens to generate.
+        watch: wraps the list of steps, e.g. `tqdm`.
+
+    Returns:
+        Prompts with the generated tokens, `[B, T + count]`, on the CPU.
     """
     cache = None
     token = ids.to(model.device)

@@ -1,4 +1,4 @@
-"""The figures of `analyze`, each from plain numbers to one PNG file, which is written atomically."""
+"""Plot the figures of `analyze` to PNG files."""
 
 import itertools
 import re
@@ -9,7 +9,7 @@ from ..checkpoints.file_io import PathLike
 from ..plots import PALETTE, STYLE, drawing
 
 FRAMED_STYLE = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}
-MAX_LAYERS = 6  # shown in a figure of maps or mixing
+MAX_LAYERS = 6  # in a figure of maps or mixing
 
 
 def plot_layers(path: PathLike, models: Mapping[str, list[dict[str, Any]]], note: str) -> None:
@@ -18,7 +18,7 @@ def plot_layers(path: PathLike, models: Mapping[str, list[dict[str, Any]]], note
     Args:
         path: PNG file to write.
         models: label -> "layers" of `measure_calls`.
-        note: one line below the plots, which says what the inputs were.
+        note: a line of text below the plots, such as a description of the inputs.
     """
     limits = "dotted: the largest possible rank (causal: of the second half on the first), the entropy of equal weights"
     with drawing(path, 1, 2, figsize=(11, 4.1), note=f"{limits}; {note}") as (_, (row,)):
@@ -36,18 +36,20 @@ def plot_layers(path: PathLike, models: Mapping[str, list[dict[str, Any]]], note
 
 
 def pick_evenly(items: Iterable[Any]) -> list[Any]:
-    """Return at most `MAX_LAYERS` of `items`, evenly spaced, with the first and the last among them."""
+    """Return at most `MAX_LAYERS` evenly spaced items, including the first and the last."""
     items = list(items)
     count = min(MAX_LAYERS, len(items))
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def plot_maps(path: PathLike, models: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Plot the attention scores of layers, and below them what the middle token of the grid attends to (figure 3a).
+    """Plot the attention weights of layers, and below them those of the grid's middle token (figure 3a).
+
+    Each map has its own color scale.
 
     Args:
         path: PNG file to write.
-        models: label -> what `attention_maps` returns, for the same input. Each map has its own color scale.
+        models: label -> the result of `attention_maps`, for the same input.
     """
     chosen = {label: pick_evenly(enumerate(maps)) for label, maps in models.items()}
     columns = max(len(layers) for layers in chosen.values())
@@ -69,21 +71,21 @@ def plot_maps(path: PathLike, models: Mapping[str, list[dict[str, Any]]]) -> Non
 def plot_mixing(path: PathLike, layers: Mapping[str, dict[str, Any]]) -> None:
     """Plot the initial and the learned mixing weights, one column per layer; rows of a matrix are query blocks.
 
-    With a 2-D layout, each query block is drawn as a map over the grid, in its own place. Nothing is written if no layer
-    has more than one block.
+    With a 2-D layout, the weights of each query block are drawn as a map over the grid, at the position of the block.
+    Nothing is written if no layer has more than one block.
 
     Args:
         path: PNG file to write.
-        layers: what `describe_mixing` returns.
+        layers: the result of `describe_mixing`.
     """
     import numpy
 
-    shown = pick_evenly((name, layer) for name, layer in layers.items() if len(layer["learned"]) > 1)
-    if not shown:
+    plotted = pick_evenly((name, layer) for name, layer in layers.items() if len(layer["learned"]) > 1)
+    if not plotted:
         return
-    figsize = (2.5 * len(shown) + 0.9, 5.4)
-    with drawing(path, 2, len(shown), figsize=figsize, style=FRAMED_STYLE) as (figure, grid):
-        for column, (name, layer) in zip(grid.T, shown, strict=True):
+    figsize = (2.5 * len(plotted) + 0.9, 5.4)
+    with drawing(path, 2, len(plotted), figsize=figsize, style=FRAMED_STYLE) as (figure, grid):
+        for column, (name, layer) in zip(grid.T, plotted, strict=True):
             layout = layer["layout"] if len(layer["layout"] or ()) == 2 else None
             matrices = [numpy.asarray(layer[key], dtype=float) for key in ("start", "learned")]
             if layout:
@@ -101,9 +103,10 @@ def plot_mixing(path: PathLike, layers: Mapping[str, dict[str, Any]]) -> None:
 
 
 def tile_matrix(matrix: Any, layout: tuple[int, int]) -> Any:
-    """Rearrange an array `[M, M]` into `[rows * rows, columns * columns]` for a layout of rows x columns blocks.
+    """Rearrange mixing weights `[M, M]` into `[rows * rows, columns * columns]` for a layout of rows x columns blocks.
 
-    Tile (i, j) is what query block (i, j) reads, over the grid. A block of prefix tokens before the grid is left out.
+    Tile (i, j) holds the weights of query block (i, j) as a map over the grid. A block of prefix tokens before the grid is
+    dropped.
     """
     rows, columns = layout
     values = matrix[-rows * columns :, -rows * columns :]
@@ -111,7 +114,7 @@ def tile_matrix(matrix: Any, layout: tuple[int, int]) -> Any:
 
 
 def draw_matrix(axes: Any, values: Any, power: float, top: float | None = None) -> None:
-    """Draw an array as an image without ticks, with colors on a scale of `values ** power` that ends at `top`."""
+    """Draw an array as an image without ticks, on a color scale of `values ** power` from 0 to `top` (default: the max)."""
     from matplotlib.colors import PowerNorm
 
     norm = PowerNorm(power, vmin=0.0, vmax=float(top or values.max()) or 1.0)

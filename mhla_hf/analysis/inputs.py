@@ -1,4 +1,4 @@
-"""Inputs to run a model on when its attention is analyzed: text or images."""
+"""Inputs for the analysis of a model's attention: text or images."""
 
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -21,7 +21,7 @@ def load_any(name: PathLike, device: torch.device | str | None, trust_remote_cod
     """Load a language model with its tokenizer, or an image classifier with its image processor, in float32.
 
     Raises:
-        ValueError: `name` is neither.
+        ValueError: `name` is another kind of model.
     """
     config = load_config(name, trust_remote_code=trust_remote_code)
     class_name = (config.architectures or ["model of unknown class"])[0]
@@ -38,13 +38,13 @@ def make_batch(model: Any, processor: Any, data: Any, samples: int, length: int)
 
     Args:
         model: a causal language model or an image classifier.
-        processor: its tokenizer or image processor.
-        data: as in `analyze`.
+        processor: the model's tokenizer or image processor.
+        data: see `analyze`.
         samples: number of sequences or images.
         length: tokens in a sequence.
 
     Returns:
-        (keyword arguments of the model's forward, what they are in words)
+        (keyword arguments of the model's forward, description of the inputs).
     """
     if kind_of_class(type(model).__name__) == "language":
         ids, name = read_text(model, processor, data, samples, length)
@@ -59,12 +59,12 @@ def make_batch(model: Any, processor: Any, data: Any, samples: int, length: int)
 
 
 def default_text() -> str:
-    """Return the end of the Python language reference, a text that comes with every Python."""
+    """Return the end of the Python language reference, a text that is part of every Python installation."""
     return "\n\n".join(topics.values())[-DEFAULT_TEXT_LENGTH:]
 
 
 def read_text(model: Any, tokenizer: Any, data: Any, samples: int, length: int) -> tuple[torch.Tensor, str]:
-    """Return token ids int64 `[samples, length]` of a text (default: that of `default_text`), and the text's name."""
+    """Return token ids int64 `[samples, length]` of a text (default: `default_text()`), and the text's name."""
     if length > (limit := getattr(model.config, "max_position_embeddings", length)):
         raise ValueError(f"length: got {length}, expected at most the {limit} positions of {type(model).__name__}.")
     name = "pydoc_data.topics" if data is None else Path(data).name
@@ -74,7 +74,7 @@ def read_text(model: Any, tokenizer: Any, data: Any, samples: int, length: int) 
 
 
 def read_images(model: Any, data: Any, samples: int) -> tuple[list[Image.Image], str]:
-    """Return images of a folder or of a dataset with a column of images (default: the held-out digits), and their name."""
+    """Return images from a folder or a dataset (default: the held-out digits), and the name of the data."""
     if data is None:
         size = model.config.image_size
         _, (digits, _) = load_digits(min(size) if isinstance(size, (list, tuple)) else size)

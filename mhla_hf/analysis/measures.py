@@ -1,7 +1,7 @@
 """Measure attention layers: rank, entropy, attention maps, and how far the mixing has moved in training.
 
-For a causal layer, the rank is that of the lower left quarter of its matrix (the queries in the second half of the text,
-on the keys in the first half), because a triangle with a nonzero diagonal has full rank whatever the attention is.
+For a causal layer, the rank is that of the lower left quarter of the attention matrix (queries in the second half of the
+text, keys in the first half), because any triangular matrix with a nonzero diagonal has full rank.
 """
 
 import copy
@@ -16,30 +16,35 @@ from tqdm import tqdm
 
 from .attention import Attention, is_core, layer_of, recorded_attention
 
-MAP_SIDE = 256  # largest side of an attention map that is kept
+MAX_MAP_SIZE = 256  # rows and columns of an attention map
 
-Calls = dict[str, list[Attention]]  # layer -> its calls
+Calls = dict[str, list[Attention]]  # layer -> its recorded calls
 
 
 def count_rank(values: torch.Tensor, tolerance: float) -> int:
-    """Count the singular values above `tolerance` times the largest."""
+    """Return the number of singular values above `tolerance` times the first, which is the largest."""
     return int((values > tolerance * values[0]).sum()) if values[0] > 0 else 0
 
 
 def effective_rank(values: torch.Tensor) -> float:
-    """Return exp of the entropy of the normalized singular values: N for N equal ones (Roy and Vetterli 2007)."""
+    """Return the effective rank, exp of the entropy of the normalized singular values (Roy and Vetterli 2007)."""
     return row_entropy(values).exp().item() if values[0] > 0 else 0.0
 
 
 def row_entropy(rows: torch.Tensor) -> torch.Tensor:
-    """Return the entropy in nats of each row of `[T, S]`, normalized to shares of |weight|; NaN for a row of zeros."""
+    """Return the entropy of each row `[..., S]` in nats, with |weights| normalized to sum 1; NaN for a row of zeros."""
     weight = rows.abs()
     share = weight / weight.sum(-1, keepdim=True)
     return -torch.special.xlogy(share, share).sum(-1)
 
 
 def rank_bound(sizes: Iterable[int], width: int) -> int:
-    """Return min(N, sum over blocks of min(n_b, d)), the largest rank that MHLA can have (section 4.3, table 1)."""
+    """Return min(N, sum over blocks of min(n_b, d)), the largest rank that MHLA can have (section 4.3, table 1).
+
+    Args:
+        sizes: tokens per block, n_b.
+        width: width of the keys, d.
+    """
     sizes = list(sizes)
     return min(sum(sizes), sum(min(size, width) for size in sizes))
 
@@ -49,15 +54,15 @@ def record_model(model: nn.Module, batch: Mapping[str, Any], run: Callable[..., 
     """Run a model in eval mode and record its attention.
 
     Args:
-        model: whose layers are recorded.
+        model: the model whose layers are recorded.
         batch: keyword arguments of `run`.
-        run: calls the model, e.g. the pipeline it belongs to (default: the model itself).
+        run: function that calls the model, e.g. its pipeline (default: the model itself).
 
     Returns:
-        Layer -> its calls, in the order of the forward pass.
+        A dict from layer to its calls, in the order of the forward pass.
 
     Raises:
-        ValueError: no attention was seen, because it is neither MHLA nor torch's own function.
+        ValueError: no layer is MHLA or calls torch's `scaled_dot_product_attention`.
     """
     was_training = model.training
     model.eval()
@@ -82,17 +87,19 @@ def measure_calls(layers: Calls, *, tolerance: float | None = None, progress: bo
 
     Args:
         layers: layer -> its calls.
-        tolerance: singular values above this share of the largest count toward the rank (default: max(T, S) * 1.2e-7, as
-            in `torch.linalg.matrix_rank` for float32).
-        progress: show a progress bar.
+        tolerance: singular values above this fraction of the largest count toward the rank (default: max(T, S) * 1.2e-7,
+            as in `torch.linalg.matrix_rank` for float32).
+        progress: whether to show a progress bar.
 
     Returns:
         A dict with "layers", a list of dicts in the order of the forward pass, and "mean", the means of rank, effective
-        rank and entropy over layers. A layer's keys are "layer" (module), "kind" ("softmax", "linear", "mhla"),
-        "tokens", "heads", "key_width" (d), "part" ("whole", or which part of the matrix has the rank), "rank" (mean over
-        samples and heads), "rank_min", "rank_max", "effective_rank", "entropy" (nats, mean over rows), "uniform_entropy"
-        (of equal weights on the tokens that each row sees), "bound" (table 1: N, d or sum of min(n_b, d)), "tolerance",
-        and with a softmax window "far_share", the share of the weights outside it.
+        rank and entropy over layers. The keys of a layer are
+            - "layer" (module), "kind" ("softmax", "linear", "mhla"), "tokens", "heads", "key_width" (d);
+            - "part": the part of the matrix whose rank is measured, "whole" or "second half on first half";
+            - "rank" (mean over samples and heads), "rank_min", "rank_max", "effective_rank";
+            - "bound": the largest possible rank (table 1: N, d or sum of min(n_b, d)); "tolerance";
+            - "entropy": mean over rows, in nats; "uniform_entropy": that of equal weights on the tokens that each row sees;
+            - with a softmax window, "far_share": the share of the weights outside it.
     """
     bar = tqdm(layers.items(), desc="layers", unit="layer", disable=not progress)
     measured = [_measure_layer(name, calls, tolerance) for name, calls in bar]
@@ -142,26 +149,26 @@ def _measure_layer(name: str, calls: list[Attention], tolerance: float | None) -
 def _measure_matrix(
     matrix: torch.Tensor, part: tuple[slice, slice], tolerance: float
 ) -> tuple[int, float, float, float]:
-    """Return rank and effective rank of a part of a matrix, mean entropy of its rows, and that of equal weights."""
+    """Return rank and effective rank of `matrix[part]`, the mean entropy of all rows, and the entropy of equal weights."""
     values = torch.linalg.svdvals(matrix[part])
-    live = matrix[(matrix != 0).any(-1)]
-    uniform_entropy = (live != 0).sum(-1).double().log()
-    entropy = row_entropy(live).mean().item()
+    nonzero_rows = matrix[(matrix != 0).any(-1)]
+    uniform_entropy = (nonzero_rows != 0).sum(-1).double().log()
+    entropy = row_entropy(nonzero_rows).mean().item()
     return count_rank(values, tolerance), effective_rank(values), entropy, uniform_entropy.mean().item()
 
 
 def attention_maps(layers: Calls) -> list[dict[str, Any]]:
-    """Return pictures of each layer's attention on the first sample.
+    """Return the attention weights of each layer on the first sample, for plotting.
 
     Returns:
-        A list of dicts with "layer", "kind", "scores" (mean over heads, fp32 `[T, S]`, subsampled to at most 256 a side),
-        and "map" (what the middle token of a grid attends to, `[rows, columns]`; None for sequences and video).
+        A list of dicts with "layer", "kind", "scores" (mean over heads, fp32 `[T, S]`, subsampled to at most 256 rows and
+        columns), and "map" (the weights of the grid's middle token, `[rows, columns]`; None for sequences and video).
     """
     maps = []
     for name, (call, *_) in layers.items():
         heads = call.q.shape[2]
         scores = torch.stack([call.matrix(0, head) for head in range(heads)]).sum(0) / heads
-        step = math.ceil(max(scores.shape) / MAP_SIDE)
+        step = math.ceil(max(scores.shape) / MAX_MAP_SIZE)
         entry = {"layer": name, "kind": call.kind, "scores": scores[::step, ::step].float(), "map": None}
         grid = call.grid or square_grid(call)
         if len(grid) == 2:
@@ -173,7 +180,7 @@ def attention_maps(layers: Calls) -> list[dict[str, Any]]:
 
 
 def square_grid(call: Attention) -> tuple[int, ...]:
-    """Return the square grid that the tokens of a bidirectional layer form after up to eight prefix tokens, else ()."""
+    """Return the square grid that a bidirectional layer's tokens form after at most 8 prefix tokens; () if there is none."""
     side = math.isqrt(call.q.shape[1])
     return (side, side) if side > 1 and call.q.shape[1] - side * side <= 8 and not call.is_causal else ()
 
@@ -183,9 +190,9 @@ def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Describe how the mixing weights of each MHLA layer have changed since initialization.
 
     Returns:
-        Layer -> a dict with "start" and "learned" (nested lists `[M, M]`, the mean over heads), "layout" (blocks per axis
-        of a grid, or None), and "moved" (half the L1 distance between the normalized rows, mean over rows: 0 for
-        unchanged, 1 for nothing in common).
+        A dict from layer to a dict with "start" and "learned" (nested lists `[M, M]`, the mean over heads), "layout"
+        (blocks per axis of a grid, or None), and "moved" (half the L1 distance between the normalized rows, mean over
+        rows: 0 for unchanged, 1 for disjoint).
     """
     layers = {}
     for name, module in model.named_modules():

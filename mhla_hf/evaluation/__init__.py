@@ -1,1 +1,1 @@
-"""Evaluation: records of scores, and the harnesses that measure them."""
+"""Evaluation of models: the harnesses that measure scores, and the records of scores."""

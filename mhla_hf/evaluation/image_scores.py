@@ -1,4 +1,4 @@
-"""Features of images, and the metrics computed from them: FID, sFID, IS, precision, recall, CLIP score.
+"""Compute features of images, and metrics from them: FID, sFID, IS, precision, recall, CLIP score.
 
 Inception is torch-fidelity's. The metrics are implemented here, in a few lines each, because torchmetrics' FID takes no
 moments, which are what ADM's reference files contain, it has no precision and recall (arXiv 1904.06991), and its CLIP score
@@ -24,11 +24,11 @@ from ..checkpoints.fingerprint import hash_file, hash_json
 from ..checkpoints.load import no_code_prompts, summarize_error, wrap_errors
 from ..checkpoints.values import checked, checked_field
 
-CHUNK = 1000  # images per file of cached features
+IMAGES_PER_FILE = 1000  # in the cache of features
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".JPEG")
 INCEPTION = "Inception"
 INCEPTION_SHA256 = "6726825d"  # first digits, as in the name of torch-fidelity's file; the network of 2015
-# metric -> its name with another network than Inception
+# Metric -> its name if the features are not Inception's.
 OTHER_NAMES = {"FID": "Fréchet distance", "sFID": "spatial Fréchet distance", "IS": "classifier score"}
 
 
@@ -40,8 +40,8 @@ class Extractor:
         name: Name in tables.
         function: Maps images, uint8 [B, 3, H, W], to features [B, D], or to a dict with "features" and optionally
             "logits", [B, C] (for IS), and "spatial", [B, S] (for sFID).
-        version: A text to change whenever the function or its weights change, so that old scores are not reused.
-        genuine: Whether it is FID's own network.
+        version: A string that identifies the function and its weights. Scores of other versions are not reused.
+        genuine: Whether the function is Inception with FID's published weights.
     """
 
     name: str
@@ -50,37 +50,48 @@ class Extractor:
     genuine: bool = False
 
     def label(self, metric: str) -> str:
-        """Return the metric's name in tables, which is "FID" only with FID's own network."""
+        """Return the metric's name in tables, which is "FID" only with FID's published weights."""
         return metric if self.genuine else f"{OTHER_NAMES.get(metric, metric)} ({self.name})"
 
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the features by name, fp32 on the CPU."""
+        """Return the features of images by name, fp32 on the CPU; see `function`."""
         outputs = self.function(images)
         outputs = outputs if isinstance(outputs, dict) else {"features": outputs}
         return {name: values.detach().float().cpu().contiguous() for name, values in outputs.items()}
 
 
-def find_extractor(given: object, weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
-    """Return an `Extractor`: the object itself, Inception for "inception", or the result of "module:function"."""
-    if isinstance(given, Extractor):
-        return given
-    if given == "inception":
+def find_extractor(
+    extractor: object, weights: str | Path | None = None, device: torch.device | str = "cpu"
+) -> Extractor:
+    """Return an `Extractor`.
+
+    Args:
+        extractor: An `Extractor`; "inception"; or "module:function", where the function takes no arguments and returns an
+            `Extractor`.
+        weights: Local file of Inception's weights; None to download them.
+        device: Device for Inception.
+
+    Raises:
+        ValueError: `extractor` is anything else, or cannot be loaded.
+    """
+    if isinstance(extractor, Extractor):
+        return extractor
+    if extractor == "inception":
         return inception(weights, device)
-    module, _, name = str(given).partition(":")
-    with wrap_errors(f"extractor: got {given!r}, expected 'inception', 'module:function' or an Extractor"):
+    module, _, name = str(extractor).partition(":")
+    with wrap_errors(f"extractor: got {extractor!r}, expected 'inception', 'module:function' or an Extractor"):
         return getattr(importlib.import_module(module), name)()
 
 
 def inception(weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
-    """Load FID's Inception from torch-fidelity.
+    """Load FID's Inception from torch-fidelity, for images of any size.
 
     Its outputs are "features", [B, 2048], "logits" without bias, [B, 1008], and "spatial", [B, 2023]. The spatial features
-    are those of ADM's evaluator, in its order, so that they match the moments in its reference files. Images may have any
-    size.
+    are those of ADM's evaluator, in the same order, so that they match the moments in ADM's reference files.
 
     Args:
         weights: Local file; None to let torch-fidelity download it once.
-        device: Where the network runs.
+        device: Device on which the network runs.
 
     Raises:
         ImportError: torch-fidelity or a matching torchvision is missing.
@@ -103,10 +114,10 @@ def inception(weights: str | Path | None = None, device: torch.device | str = "c
         network = FeatureExtractorInceptionV3("inception", outputs, feature_extractor_weights_path=weights)
     network = network.to(device).eval()
     hooked: dict[str, torch.Tensor] = {}
-    network.Mixed_6d.branch1x1.register_forward_hook(lambda module, given, output: hooked.update(spatial=output))
+    network.Mixed_6d.branch1x1.register_forward_hook(lambda module, inputs, output: hooked.update(spatial=output))
 
     def extract(images: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the outputs by name."""
+        """Return the outputs of Inception by name."""
         with torch.inference_mode():
             features, logits = network(images.to(device))
         # The first 7 channels, 17 x 17, of the 1x1 branch of the block that TensorFlow calls mixed_6, channels last.
@@ -139,42 +150,42 @@ def extract_features(
     Args:
         images: Paths, or an array, uint8 [N, H, W, 3].
         extractor: Computes the features.
-        cache: Folder of the chunks.
+        cache: Folder for the files of cached features.
         batch_size: Images per call of the extractor.
         state: Accelerate's `PartialState`, whose processes share the work.
         progress: Whether to show a progress bar on stderr.
         label: Label of the progress bar.
 
     Returns:
-        Mapping from name to features, [N, ...], in the order of the images, on the main process; None on others.
+        On the main process, a dict from name to features, [N, ...], in the order of the images; None on others.
 
     Raises:
         ValueError: The images have different sizes, or a file cannot be read.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    starts = range(0, len(images), CHUNK)
+    starts = range(0, len(images), IMAGES_PER_FILE)
     files = [cache / f"{number:05d}.safetensors" for number in range(len(starts))]
     local_chunks = slice(state.process_index, None, state.num_processes)
     first_by_file = {
         file: start for file, start in zip(files[local_chunks], starts[local_chunks], strict=True) if not file.is_file()
     }
-    with tqdm(total=CHUNK * len(first_by_file), desc=label, disable=not progress) as bar:
+    with tqdm(total=IMAGES_PER_FILE * len(first_by_file), desc=label, disable=not progress) as bar:
         for file, first in first_by_file.items():
-            chunk = images[first : first + CHUNK]
-            parts = []
+            chunk = images[first : first + IMAGES_PER_FILE]
+            batches = []
             for start in range(0, len(chunk), batch_size):
                 batch = [read_image(image) for image in chunk[start : start + batch_size]]
                 if len({image.shape for image in batch}) > 1:
                     raise ValueError(f"{label}: got images of different sizes, expected one size.")
-                parts.append(extractor(torch.stack(batch)))
+                batches.append(extractor(torch.stack(batch)))
                 bar.update(len(batch))
-            with atomic_file(file) as aside:
-                save_file({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, aside)
+            with atomic_file(file) as temporary:
+                save_file({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, temporary)
     state.wait_for_everyone()
     if not state.is_main_process:
         return None
-    loaded = [load_file(file) for file in files]
-    return {name: torch.cat([part[name] for part in loaded]) for name in loaded[0]}
+    chunks = [load_file(file) for file in files]
+    return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
 
 def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> str:
@@ -183,11 +194,11 @@ def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> s
     return hash_json([[file.relative_to(folder).as_posix(), hash_file(file)] for file in bar])
 
 
-def hash_source(place: Any, progress: bool = False) -> str | None:
-    """Return a hash of a file or of all files in a folder; anything else is returned as text, and None as None."""
-    path = Path(place or "")
-    if place is None or not path.exists():
-        return place and str(place)
+def hash_source(source: Any, progress: bool = False) -> str | None:
+    """Return a hash of a local file or of all files in a folder; any other value as a string, such as a Hub id, or None."""
+    path = Path(source or "")
+    if source is None or not path.exists():
+        return source and str(source)
     return hash_file(path) if path.is_file() else hash_files(filter(Path.is_file, path.rglob("*")), path, progress)
 
 
@@ -207,35 +218,37 @@ class Moments(NamedTuple):
 
 
 def frechet_distance(sample: Moments, reference: Moments) -> float:
-    """Compute the Fréchet distance |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) from two `Moments`."""
+    """Compute the Fréchet distance |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) between two `Moments`."""
     first, second = sample.covariance.double(), reference.covariance.double()
     values, vectors = torch.linalg.eigh(first)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    # C1 C2 and C1^(1/2) C2 C1^(1/2) have the same eigenvalues, and the second is symmetric
+    # C1 C2 and C1^(1/2) C2 C1^(1/2) have the same eigenvalues, and the latter is symmetric.
     overlap = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
     distance = (sample.mean - reference.mean).double().square().sum() + first.trace() + second.trace() - 2 * overlap
     return max(0.0, distance.item())
 
 
 def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float | None]:
-    """Compute the inception score: exp of the mean KL divergence of p(y|x) from p(y), averaged over parts of the images.
+    """Compute the inception score: exp of the mean KL divergence of p(y|x) from p(y), averaged over splits of the images.
 
     Args:
         logits: [N, C].
-        splits: Number of parts.
-        seed: Seed of the permutation that assigns images to parts.
+        splits: Number of splits.
+        seed: Seed of the permutation that assigns images to splits.
 
     Returns:
-        (mean, standard error); one part has no standard error.
+        (mean, standard error); the standard error is None for one split.
 
     Raises:
-        ValueError: There are fewer than two images per part.
+        ValueError: There are fewer than two images per split.
     """
     if len(logits) < 2 * splits:
         raise ValueError(f"images: got {len(logits)} for {splits} splits, expected at least {2 * splits}.")
     order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(seed))
-    parts = [logits[numbers].double().log_softmax(-1) for numbers in order.chunk(splits)]
-    scores = torch.stack([(part.exp() * (part - part.exp().mean(0).log())).sum(1).mean().exp() for part in parts])
+    log_probs = [logits[indices].double().log_softmax(-1) for indices in order.chunk(splits)]
+    scores = torch.stack(
+        [(log_p.exp() * (log_p - log_p.exp().mean(0).log())).sum(1).mean().exp() for log_p in log_probs]
+    )
     return scores.mean().item(), scores.std().item() / math.sqrt(splits) if splits > 1 else None
 
 
@@ -244,27 +257,30 @@ def precision_recall(
 ) -> tuple[float, float]:
     """Compute precision and recall of generated images (arXiv 1904.06991).
 
-    Precision is the fraction of samples that lie near some reference: no farther from it than its `neighbors`-th nearest
-    other reference. Recall is the same with the roles exchanged.
+    Precision is the fraction of samples that are covered by some reference: no farther from it than its k-th nearest
+    neighbor among the references. Recall is the fraction of references that are covered by some sample.
 
     Args:
         sample: Features of the samples, [N, D].
         reference: Features of the references, [R, D].
-        neighbors: The rank of the neighbor whose distance counts as near.
-        chunk: Rows compared at once.
+        neighbors: k.
+        chunk: Number of rows compared at once.
+
+    Returns:
+        (precision, recall), each from 0 to 1.
 
     Raises:
-        ValueError: There are not more than `neighbors` samples or references.
+        ValueError: There are fewer than `neighbors` + 1 samples or references.
     """
     if min(len(sample), len(reference)) <= neighbors:
         counts = f"{len(sample)} samples, {len(reference)} references"
         raise ValueError(f"features: got {counts}, expected at least {neighbors + 1} of each.")
 
     def covered(points: torch.Tensor, centers: torch.Tensor) -> float:
-        """Return the fraction of points that lie near some center."""
-        radii = torch.cat([torch.cdist(part, centers).kthvalue(neighbors + 1).values for part in centers.split(chunk)])
-        inside = [(torch.cdist(part, centers) <= radii).any(1) for part in points.split(chunk)]
-        return torch.cat(inside).double().mean().item()
+        """Return the fraction of points that are covered by some center."""
+        radii = torch.cat([torch.cdist(rows, centers).kthvalue(neighbors + 1).values for rows in centers.split(chunk)])
+        is_covered = [(torch.cdist(rows, centers) <= radii).any(1) for rows in points.split(chunk)]
+        return torch.cat(is_covered).double().mean().item()
 
     sample, reference = sample.double(), reference.double()
     return covered(sample, reference), covered(reference, sample)
@@ -277,13 +293,13 @@ def clip_scores(
 
     Args:
         paths: Files of the images.
-        prompts: Texts, truncated to the model's window.
-        clip: Folder or id of a CLIP model.
-        device: Where the model runs.
-        batch_size: Images at once.
+        prompts: One prompt per image, truncated to the model's context length.
+        clip: Folder or Hub id of a CLIP model.
+        device: Device on which the model runs.
+        batch_size: Images per forward pass.
 
     Returns:
-        [N], fp64.
+        The scores, fp64 [N].
     """
     with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"), no_code_prompts():
         model = CLIPModel.from_pretrained(clip).to(device).eval()
@@ -294,11 +310,12 @@ def clip_scores(
         inputs = {"text": prompts[start : start + batch_size], "images": images, "padding": True, "truncation": True}
         with torch.inference_mode():
             outputs = model(**processor(**inputs, return_tensors="pt").to(device))
-        images, texts = outputs.image_embeds.double(), outputs.text_embeds.double()
-        cosines.append(torch.nn.functional.cosine_similarity(images, texts, dim=-1).cpu())
+        image_embeds = outputs.image_embeds.double()
+        text_embeds = outputs.text_embeds.double()
+        cosines.append(torch.nn.functional.cosine_similarity(image_embeds, text_embeds, dim=-1).cpu())
     return 100 * torch.cat(cosines).clamp(min=0)
 
 
 def share_error(share: float, count: int) -> float:
-    """Return the standard error of a fraction of `count` independent cases."""
+    """Return the standard error of a fraction, `share`, of `count` independent cases."""
     return math.sqrt(share * (1 - share) / count)

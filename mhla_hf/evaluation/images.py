@@ -1,9 +1,11 @@
-"""Scores of image pipelines (FID, sFID, IS, precision, recall, CLIP score) and of image classifiers (top-1 accuracy).
+"""Score image pipelines (FID, sFID, IS, precision, recall, CLIP score) and image classifiers (top-1 accuracy).
 
-Any diffusers pipeline that takes class labels or prompts generates images into a folder, resumably and on several
+Images are generated into a folder by any diffusers pipeline that takes class labels or prompts, resumably and on several
 processes, and scores are computed from the files. A score is reused only for the same weights, protocol, reference, number
-of images and seed. The images for a classifier are prepared by its own image processor. Folders of classes are matched to
-its labels by name, and by their order, as in ImageNet, only if no name matches.
+of images and seed.
+
+For a classifier, images are prepared by its own image processor. Folders of classes are matched to its labels by name, or
+by their order, as in ImageNet, if no name matches.
 """
 
 import dataclasses
@@ -52,21 +54,21 @@ MOMENTS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # names
 
 @checked
 class ImageProtocol:
-    """How images are generated and scored; the settings of a recipe of kind "image".
+    """Settings of a recipe of kind "image": how images are generated and scored.
 
     Args:
         name: Name of the task in tables.
         images: Number of images.
         classes: Number of classes, from which labels are drawn; not together with `prompts`.
-        prompts: File whose lines are the prompts, in order, and from the start again if there are more images.
+        prompts: File with one prompt per line. They are used in order, starting over if there are more images.
         sampling: Further arguments of the pipeline.
         reference: ADM's .npz file (arr_0; mu, sigma, mu_s, sigma_s), or a folder of images of one size.
         extractor: "inception", "module:function", or an `Extractor`.
         weights: Local file of Inception's weights.
         clip: Folder or id of a CLIP model.
-        neighbors: For precision and recall.
-        splits: For IS.
-        samples: Folder to create, in which each model has its own.
+        neighbors: Number of nearest neighbors for precision and recall.
+        splits: Number of splits for IS.
+        samples: Folder to create, with a subfolder per model.
     """
 
     name: str = "images"
@@ -87,27 +89,27 @@ class ImageProtocol:
         if self.classes is not None and self.prompts is not None:
             raise ValueError(f"prompts: got {self.prompts!r} and {self.classes} classes, expected one of the two.")
 
-    def check(self, wanted: set[str]) -> None:
-        """Raise ValueError if one of the metrics `wanted` lacks a file or folder that it needs."""
-        if unknown := sorted(wanted - set(METRICS)):
+    def check(self, metrics: set[str]) -> None:
+        """Raise ValueError if a metric is unknown, or the reference or the prompts that it needs are missing."""
+        if unknown := sorted(metrics - set(METRICS)):
             raise ValueError(f"tasks: got {unknown[0]!r}, expected some of {', '.join(METRICS)}.")
         path = Path(self.reference or "")
-        if wanted & REFERENCE_METRICS and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
+        if metrics & REFERENCE_METRICS and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
             expected = "a folder of images or ADM's .npz file"
             raise ValueError(f"settings: reference: got {self.reference!r}, expected {expected}.")
-        if "CLIP score" in wanted and self.prompts is None:
+        if "CLIP score" in metrics and self.prompts is None:
             raise ValueError("settings: prompts: got None, expected a file of prompts for the CLIP score.")
 
 
 def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
-    """Score image pipelines, as far as the scores are not known.
+    """Score image pipelines, reusing known scores.
 
     Args:
-        models: As `evaluate` takes them.
+        models: See `evaluate`.
         args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
-        Mapping from the name of each model to the requested scores.
+        A dict from the name of each model to the requested scores.
     """
     protocol = read_settings(ImageProtocol, args.recipe.settings)
     metrics = set(args.recipe.tasks)
@@ -115,9 +117,10 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
     subjects = find_subjects(models, args, pipeline=True)
     with joined_processes() as state:
         progress = args.progress and state.is_main_process
-        # What decides the scores besides model, number and seed, with hashes in place of files.
+        # Everything that determines the scores except model, number of images and seed, with hashes in place of files.
         content = {name: getattr(protocol, name) for name in ("name", "classes", "sampling", "neighbors", "splits")}
-        content |= {name: hash_source(getattr(protocol, name), progress) for name in ("reference", "prompts", "clip")}
+        for name in ("reference", "prompts", "clip"):
+            content[name] = hash_source(getattr(protocol, name), progress)
         extractor = None
         if metrics & set(FEATURES_BY_METRIC):
             device = choose_device(args.device or state.device)
@@ -130,9 +133,9 @@ class _Judge(PipelineJudge):
     """Scores one pipeline under one protocol.
 
     Args:
-        subject, args, protocol, state: As in `PipelineJudge`.
-        extractor: None if no metric needs features.
-        content: What decides the scores besides model, number of images and seed, as JSON values.
+        subject, args, protocol, state: See `PipelineJudge`.
+        extractor: The feature extractor; None if no metric needs features.
+        content: Everything that determines the scores except model, number of images and seed, as JSON values.
     """
 
     def __init__(
@@ -145,34 +148,34 @@ class _Judge(PipelineJudge):
         self.hash = hash_json([VERSION, self.count, content])
 
     def run(self) -> Results:
-        """Compute the scores that are not known, and return all that were requested."""
+        """Compute the scores that are not known yet, and return all requested scores."""
         task = self.protocol.name
         labels = {name: self.label(name) for name in self.args.recipe.tasks}
         if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
             self._score(missing)
-        shown = {(task, label, self.count, self.args.limit) for label in labels.values()}
-        return Results(r for r in self.subject.kept if (r.task, r.metric, r.samples, r.limit) in shown)
+        requested = {(task, label, self.count, self.args.limit) for label in labels.values()}
+        return Results(r for r in self.subject.kept if (r.task, r.metric, r.samples, r.limit) in requested)
 
     def label(self, name: str) -> str:
-        """Return a metric's name in tables, which says whose features it is based on."""
+        """Return a metric's name in tables, which names the extractor unless it is FID's."""
         return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
 
-    def _features(self, images: Sequence[Any], cache: Path, what: str) -> dict[str, torch.Tensor] | None:
+    def _features(self, images: Sequence[Any], cache: Path, label: str) -> dict[str, torch.Tensor] | None:
         """Return the features of all images by name, cached in the folder `cache`; None except on the main process."""
-        options = {"batch_size": self.args.batch_size, "state": self.state, "progress": self.progress, "what": what}
+        options = {"batch_size": self.args.batch_size, "state": self.state, "progress": self.progress, "label": label}
         features = extract_features(images, self.extractor, cache, **options)
-        for name, part in FEATURES_BY_METRIC.items():
-            if name in self.args.recipe.tasks and features is not None and part not in features:
+        for metric, name in FEATURES_BY_METRIC.items():
+            if metric in self.args.recipe.tasks and features is not None and name not in features:
                 raise ValueError(
-                    f"extractor: got {self.extractor.name!r}, expected one with {part} features for {name}."
+                    f"extractor: got {self.extractor.name!r}, expected one with {name} features for {metric}."
                 )
         return features
 
     def _reference(self, missing: set[str]) -> tuple[torch.Tensor | None, dict[str, Moments]]:
-        """Return the features, [R, D], and the moments of the reference, as far as the metrics `missing` need them.
+        """Return the features, [R, D], and the moments of the reference by name, if the metrics `missing` need them.
 
         The moments in an .npz file are those of Inception's features and are used only with Inception. For other
-        extractors, moments are computed from the images in the file.
+        extractors, they are computed from the images in the file.
         """
         path = Path(self.protocol.reference)
         moments = {}
@@ -181,9 +184,9 @@ class _Judge(PipelineJudge):
         else:
             message = f"reference: got {str(path)!r}, expected an .npz file"
             with wrap_errors(message), numpy.load(path, allow_pickle=False) as file:
-                stored = {part: names for part, names in MOMENTS.items() if set(names) <= set(file.files)}
-                for part, names in stored.items() if self.extractor.genuine else ():
-                    moments[part] = Moments(*(torch.from_numpy(file[name]) for name in names))
+                stored = {name: arrays for name, arrays in MOMENTS.items() if set(arrays) <= set(file.files)}
+                for name, arrays in stored.items() if self.extractor.genuine else ():
+                    moments[name] = Moments(*(torch.from_numpy(file[array]) for array in arrays))
                 needed_moments = {FEATURES_BY_METRIC[name] for name in missing & {"FID", "sFID"}}
                 if needed_moments <= set(moments) and not missing & {"precision", "recall"}:
                     return None, moments
@@ -194,12 +197,11 @@ class _Judge(PipelineJudge):
             )
         cache = Path(self.protocol.samples) / f"reference-{hash_json(self.content)}"
         features = self._features(images, cache, "reference") or {}
-        return features.get("features"), {
-            part: Moments.of(features[part]) for part in MOMENTS if part in features
-        } | moments
+        computed_moments = {name: Moments.of(features[name]) for name in MOMENTS if name in features}
+        return features.get("features"), {**computed_moments, **moments}
 
     def _plan(self) -> list[Sample]:
-        """Return one `Sample` per image; labels are drawn independently and uniformly, as by ADM and DiT."""
+        """Return one `Sample` per image. Class labels are drawn independently and uniformly, as by ADM and DiT."""
         protocol, count = self.protocol, self.count
         conditions: list[Any] = [None] * count
         if protocol.classes is not None:
@@ -221,7 +223,7 @@ class _Judge(PipelineJudge):
         plan = self._plan()
         name = self.subject.name
         folder = self.folder / f"{self.protocol.name}-{self.count}"
-        # Before the images are generated, so that an invalid reference is reported early.
+        # Read the reference before images are generated, so that an invalid one is reported early.
         reference = self._reference(missing) if missing & REFERENCE_METRICS else None
         identity = {"plan": hash_json([dataclasses.astuple(sample) for sample in plan])}
         sampling = {"output_type": "pil", **self.protocol.sampling}
@@ -232,7 +234,7 @@ class _Judge(PipelineJudge):
             sampling,
             lambda image, path: image.save(path, "PNG"),
             batch_size=self.args.batch_size,
-            what=f"{name}: images",
+            label=f"{name}: images",
         )
         paths = [folder / sample.name for sample in plan]
         features = None
@@ -245,42 +247,45 @@ class _Judge(PipelineJudge):
                 values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.args.batch_size)
                 error = (values.std() / len(values) ** 0.5).item() if len(values) > 1 else None
                 scores["CLIP score"] = values.mean().item(), error, True, len(values)
-            self.subject.keep(self.protocol.name, scores, self.hash, started, self.device, beside=True)
+            self.subject.keep(
+                self.protocol.name, scores, self.hash, started, self.device, keep_other_sample_counts=True
+            )
 
-    def _feature_scores(self, missing: set[str], found: Any, reference: Any) -> dict[str, tuple[Any, ...]]:
+    def _feature_scores(self, missing: set[str], features: Any, reference: Any) -> dict[str, tuple[Any, ...]]:
         """Compute the metrics `missing` that are based on features.
 
         Args:
             missing: Names of metrics.
-            found: Features of the images by name.
-            reference: Features and moments of the reference, see `_reference`.
+            features: Features of the images by name.
+            reference: Features and moments of the reference; see `_reference`.
 
         Returns:
-            Mapping from the metric's name in tables to (value, standard error, higher is better, number of images).
+            A dict from the metric's name in tables to (value, standard error, higher is better, number of images).
         """
         scores: dict[str, tuple[Any, ...]] = {}
         count = self.count
-        for name in missing & {"FID", "sFID"}:
-            part = FEATURES_BY_METRIC[name]
-            scores[name] = frechet_distance(Moments.of(found[part]), reference[1][part]), None, False, count
+        for metric in missing & {"FID", "sFID"}:
+            name = FEATURES_BY_METRIC[metric]
+            scores[metric] = frechet_distance(Moments.of(features[name]), reference[1][name]), None, False, count
         if "IS" in missing:
-            scores["IS"] = *inception_score(found["logits"], self.protocol.splits, self.seed), True, count
+            value, error = inception_score(features["logits"], self.protocol.splits, self.seed)
+            scores["IS"] = value, error, True, count
         if missing & {"precision", "recall"}:
-            pair = precision_recall(found["features"], reference[0], self.protocol.neighbors)
-            for name, value, size in zip(("precision", "recall"), pair, (count, len(reference[0])), strict=True):
-                scores[name] = value, share_error(value, size), True, count
+            precision, recall = precision_recall(features["features"], reference[0], self.protocol.neighbors)
+            scores["precision"] = precision, share_error(precision, count), True, count
+            scores["recall"] = recall, share_error(recall, len(reference[0])), True, count
         return {self.label(name): scores[name] for name in scores if name in missing}
 
 
 @checked
 class ClassificationProtocol:
-    """The settings of a recipe of kind "classification".
+    """Settings of a recipe of kind "classification".
 
     Args:
         name: Name of the task in tables.
-        data: Folder with one folder of images per class, or id of a dataset with the columns "image" and "label".
+        data: Folder with one folder of images per class, or Hub id of a dataset with the columns "image" and "label".
         split: Split of a dataset.
-        processor: Folder or id of an image processor, or one of transformers as an object; None: the model's own.
+        processor: A transformers image processor, or a folder or Hub id of one; None means the model's own.
     """
 
     name: str = "images"
@@ -290,14 +295,14 @@ class ClassificationProtocol:
 
 
 def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
-    """Compute the top-1 accuracy of image classifiers, as far as it is not known.
+    """Compute the top-1 accuracy of image classifiers, reusing known scores.
 
     Args:
-        models: As `evaluate` takes them.
+        models: See `evaluate`.
         args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
-        Mapping from the name of each model to the requested scores.
+        A dict from the name of each model to the requested scores.
     """
     protocol = read_settings(ClassificationProtocol, args.recipe.settings)
     if list(args.recipe.tasks) != ["acc"]:
@@ -308,7 +313,7 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
         with wrap_errors(f"settings: processor: got {str(processor)!r}, expected an image processor"):
             processor = AutoImageProcessor.from_pretrained(processor, trust_remote_code=args.trust_remote_code)
     images, names, data = _read_examples(protocol, args)
-    processor_settings = processor and processor.to_json_string()  # that of a model is part of its fingerprint
+    processor_settings = processor and processor.to_json_string()  # a model's own one is part of its fingerprint
     task = protocol.name
     task_hash = hash_json([VERSION, data, images.labels.tolist(), names, processor_settings])
     compared = {}
@@ -334,7 +339,7 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
 
 
 def _read_examples(protocol: ClassificationProtocol, args: Any) -> tuple[LabeledImages, list[str], Any]:
-    """Return the images to classify, the names of the classes, and a hash of a folder's files or the dataset's identity."""
+    """Return the images to classify, the names of the classes, and a hash of the folder or the identity of the dataset."""
     if not protocol.data:
         raise ValueError(
             "settings: data: got none, expected a folder with one folder of images per class, or a dataset."

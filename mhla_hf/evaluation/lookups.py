@@ -1,7 +1,7 @@
-"""Lookups: lines such as "- method string" among those of a text. A name that comes back has the value it last had.
+"""Lookups: lines such as "- method string" among the lines of a text, where a repeated name has the same value again.
 
-Nothing but the earlier line tells the value, so that a model predicts it only if it attends there. `make_recall` asks for
-values by distance.
+Only the earlier line determines the value, so a model can predict it only by attending to that line. `make_recall` asks
+for values at several distances.
 """
 
 import itertools
@@ -10,18 +10,21 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Words are the last WORDS of the FREQUENT first ones of a vocabulary: known to the model, yet rare in the text around.
-FREQUENT, WORDS, FEWEST = 400, 120, 8
-LIVE, NEW = 8, 0.25  # names that may come back, and the probability that a line gives a new value
-LEAD = 8  # tokens at least before the value of a question: the first tokens are sinks, which every token attends to
+# Words are the last NUM_WORDS of the first NUM_FREQUENT_WORDS of a vocabulary: familiar to the model, yet rare in the text.
+NUM_FREQUENT_WORDS = 400
+NUM_WORDS = 120
+MIN_WORDS = 8
+MAX_LIVE_NAMES = 8  # names that may be repeated
+NEW_NAME_PROBABILITY = 0.25  # probability that a line introduces a name instead of repeating one
+MIN_LEAD_TOKENS = 8  # before the value of a question, because the first tokens are sinks, to which every token attends
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.85)  # distances, as fractions of the window
 
 
 def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
-    """Choose names and values: words that are one token with the space before them, without the most frequent ones.
+    """Choose names and values: words that are one token with the space before them, except the most frequent ones.
 
     Args:
-        tokenizer: A tokenizer of transformers.
+        tokenizer: A transformers tokenizer.
 
     Returns:
         (names, values).
@@ -30,9 +33,10 @@ def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
         ValueError: The tokenizer has too few such words.
     """
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    words = [token[1:] for token, _ in tokens if re.fullmatch("[Ġ▁][a-z]{3,}", token)][:FREQUENT][-WORDS:]
-    if len(words) < FEWEST:
-        raise ValueError(f"tokenizer: got {len(words)} lowercase words of one token, expected at least {FEWEST}.")
+    words = [token[1:] for token, _ in tokens if re.fullmatch("[Ġ▁][a-z]{3,}", token)]
+    words = words[:NUM_FREQUENT_WORDS][-NUM_WORDS:]
+    if len(words) < MIN_WORDS:
+        raise ValueError(f"tokenizer: got {len(words)} lowercase words of one token, expected at least {MIN_WORDS}.")
     random.Random("words").shuffle(words)
     return words[len(words) // 4 :], words[: len(words) // 4]
 
@@ -41,26 +45,26 @@ class Lookups:
     """Generates lookup lines.
 
     Args:
-        words: Names and values, see `choose_words`.
-        rng: Source of the random choices.
-        besides: A name that no line contains.
+        words: Names and values; see `choose_words`.
+        rng: Random number generator.
+        excluded: A name that no line may contain.
     """
 
     def __init__(
-        self, words: tuple[Sequence[str], Sequence[str]], rng: random.Random, besides: str | None = None
+        self, words: tuple[Sequence[str], Sequence[str]], rng: random.Random, excluded: str | None = None
     ) -> None:
         self.names, self.values = words
         self.rng = rng
-        self.besides = besides
+        self.excluded = excluded
         self.live: dict[str, str] = {}  # name -> value, the oldest first
 
     def line(self) -> str:
         """Return the next line."""
-        if not self.live or self.rng.random() < NEW:
-            free = [name for name in self.names if name != self.besides and name not in self.live]
-            name = self.rng.choice(free)
+        if not self.live or self.rng.random() < NEW_NAME_PROBABILITY:
+            unused = [name for name in self.names if name != self.excluded and name not in self.live]
+            name = self.rng.choice(unused)
             self.live[name] = self.rng.choice(self.values)
-            if len(self.live) > min(LIVE, len(self.names) // 2):
+            if len(self.live) > min(MAX_LIVE_NAMES, len(self.names) // 2):
                 del self.live[next(iter(self.live))]
         else:
             name = self.rng.choice(list(self.live))
@@ -76,27 +80,31 @@ def make_recall(
     items: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Make questions: a line, a name with its value, text with lookups of other names, and the name. Which word is next?
+    """Generate questions that ask for the value of a name.
+
+    A question consists of a line of text, a name with its value, text with lookups of other names, and the name again. The
+    answer is the value.
 
     Args:
         text: The text, which is repeated if it is shorter than the window.
         count: Function that returns the number of tokens of a text.
-        words: Names and values, see `choose_words`.
-        window: Tokens in which context and word fit.
+        words: Names and values; see `choose_words`.
+        window: Maximum number of tokens of a question with its answer.
         items: Maximum number of questions.
-        seed: Seed of the random choices.
+        seed: Random seed.
 
     Returns:
-        Rows {"context", "word", "distance", "back"}: "distance" is the number of tokens from the value to the end of the
-        context, "back" the round number that it was meant to be.
+        A list of dicts with "context", "word" (the answer), "distance" (tokens from the value to the end of the context)
+        and "back" (the target distance).
     """
     rng = random.Random(f"recall {seed}")
     rows = []
     lines = [line for line in text.splitlines(keepends=True) if line.strip()]
     target_distances = [int(depth * window) for depth in DEPTHS]
     for turn in range(2 * items):
-        target_distance, name, value = target_distances[turn % len(target_distances)], *map(rng.choice, words)
-        lookups = Lookups(words, rng, besides=name)
+        target_distance = target_distances[turn % len(target_distances)]
+        name, value = map(rng.choice, words)
+        lookups = Lookups(words, rng, excluded=name)
         between = "\n"
         size = 0
         start = rng.randrange(len(lines))
@@ -107,7 +115,7 @@ def make_recall(
             size = size + count(added)
             if size >= target_distance and count(between) >= target_distance:
                 break
-        lead = next((line for line in others if count(line) >= LEAD), "")
+        lead = next((line for line in others if count(line) >= MIN_LEAD_TOKENS), "")
         context = f"{lead}- {name} {value}{between}- {name}"
         distance = count(between) + 2
         if lead and distance >= target_distance and count(context) < window:

@@ -1,7 +1,7 @@
-"""Needles in a haystack, after RULER's multi-key task (arXiv 2404.06654), generated without any download.
+"""Needles in a haystack, modeled on RULER's multi-key task (arXiv 2404.06654), generated without any download.
 
-The codes of several objects are hidden in a text of filler sentences, and one of them is asked for: by ranking the codes in
-the text (`needle_recall_<tokens>`) and by writing the code (`needle_generation_<tokens>`), both also by depth.
+The codes of several objects are hidden in a text of filler sentences. The model has to find the code of one object by
+ranking the codes in the text (`needle_recall_<tokens>`) and by generating it (`needle_generation_<tokens>`).
 """
 
 import bisect
@@ -14,13 +14,14 @@ from typing import Any
 from .text_tasks import ANSWER_TOKENS, LocalTasks, write_tasks
 
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
-FACT, ASK = "The code of the {} is {}.", "\n\nThe code of the {} is"
-THINGS = tuple(
+FACT = "The code of the {} is {}."
+QUESTION = "\n\nThe code of the {} is"
+OBJECTS = tuple(
     """anchor basket candle drawer engine feather garden hammer island jacket kettle ladder mirror needle orchard pencil
     quarry ribbon saddle tunnel umbrella valley window yard bridge castle desert forest harbor lantern meadow
     river""".split()  # noqa: SIM905
 )
-KINDS = {"recall": "choice", "generation": "answer"}  # kind in the name of the task -> key of `text_tasks.KINDS`
+KINDS = {"recall": "choice", "generation": "answer"}  # kind in the task's name -> key of `text_tasks.KINDS`
 
 
 def make_needles(
@@ -35,10 +36,10 @@ def make_needles(
     """Write a task of each kind and length.
 
     Args:
-        folder: As in `write_tasks`.
-        tokenizer: A tokenizer of transformers, by which tokens are counted.
-        lengths, depths, items: As in `LanguageProtocol`.
-        seed: Seed of the random choices.
+        folder: See `write_tasks`.
+        tokenizer: A transformers tokenizer, which defines lengths in tokens.
+        lengths, depths, items: See `LanguageProtocol`.
+        seed: Random seed.
     """
     rows = {length: make_questions(tokenizer, length, sorted(depths), items, seed) for length in lengths}
     documents = {
@@ -48,12 +49,13 @@ def make_needles(
 
 
 def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: int, seed: int) -> list[dict[str, Any]]:
-    """Make the questions of one length, `items` for each depth.
+    """Generate the questions of one length, `items` for each depth.
 
-    All have the same haystack: as many filler sentences as fit beside the longest needles.
+    All have the same haystack: as many filler sentences as fit in addition to the longest needles.
 
     Returns:
-        Rows {"context", "choices", "answer", "target", "back"}.
+        A list of dicts with "context", "choices", "answer" (index of the right choice), "target" (the right code) and
+        "back" (tokens from the code to the end).
 
     Raises:
         ValueError: `length` is too short for the depths.
@@ -62,39 +64,40 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
     def count(piece: str) -> int:
         return len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
 
-    longest = sorted(THINGS, key=count)[-len(depths) :]
+    longest = sorted(OBJECTS, key=count)[-len(depths) :]
     context_tokens = length - ANSWER_TOKENS
     noise = list(itertools.islice(itertools.cycle(NOISE), context_tokens))
-    facts = [FACT.format(thing, "8888") for thing in longest]
-    question = ASK.format(longest[-1])
-    fits = (
-        bisect.bisect_right(
-            range(context_tokens + 1), context_tokens, key=lambda n: count(" ".join(noise[:n] + facts) + question)
-        )
-        - 1
-    )
-    if fits < len(depths):
+    facts = [FACT.format(name, "8888") for name in longest]
+    question = QUESTION.format(longest[-1])
+
+    def count_context(num_sentences: int) -> int:
+        return count(" ".join(noise[:num_sentences] + facts) + question)
+
+    num_sentences = bisect.bisect_right(range(context_tokens + 1), context_tokens, key=count_context) - 1
+    if num_sentences < len(depths):
         raise ValueError(f"settings: lengths: got {length}, expected more tokens for {len(depths)} depths.")
     return [
-        _question(noise[:fits], length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}"))
+        _question(
+            noise[:num_sentences], length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}")
+        )
         for item in range(items)
         for number, depth in enumerate(depths)
     ]
 
 
 def _question(
-    sentences: list[str], length: int, depths: Sequence[int], asked: int, rng: random.Random
+    sentences: list[str], length: int, depths: Sequence[int], answer: int, rng: random.Random
 ) -> dict[str, Any]:
-    """Make one row, whose answer is the code at depth number `asked`; the other codes are the wrong choices."""
-    things = rng.sample(THINGS, len(depths))
+    """Generate a question whose answer is the code at `depths[answer]`; the other codes are the wrong choices."""
+    names = rng.sample(OBJECTS, len(depths))
     codes = [str(code) for code in rng.sample(range(1000, 10_000), len(depths))]
     indices = [round(depth / 100 * len(sentences)) for depth in depths]
-    for index, thing, code in reversed(list(zip(indices, things, codes, strict=True))):
-        sentences.insert(index, FACT.format(thing, code))
+    for index, name, code in reversed(list(zip(indices, names, codes, strict=True))):
+        sentences.insert(index, FACT.format(name, code))
     return {
-        "context": " ".join(sentences) + ASK.format(things[asked]),
+        "context": " ".join(sentences) + QUESTION.format(names[answer]),
         "choices": [f" {code}" for code in codes],
-        "answer": asked,
-        "target": f" {codes[asked]}",
-        "back": round(length * (100 - depths[asked]) / 100),
+        "answer": answer,
+        "target": f" {codes[answer]}",
+        "back": round(length * (100 - depths[answer]) / 100),
     }

@@ -1,8 +1,8 @@
-"""Records of scores, the file that keeps those of a model, and tables and plots that compare models.
+"""Records of scores, the results file of a model, and tables and plots that compare models.
 
-Everything printed about quality (tables, cards, README) is read from `results.json` in the model's folder. Each record
-holds what it takes to judge and to repeat the measurement. A results file comes along with a downloaded model, and anybody
-can edit it. A digest of each record made on this machine is therefore noted in Hugging Face's cache,
+All published scores (tables, cards, README) are read from `results.json` in the model's folder. Each record holds what is
+needed to assess and repeat the measurement. Anybody can edit a results file that comes with a downloaded model. Therefore,
+the digests of records that were measured on this machine are stored in Hugging Face's cache,
 `$HF_HOME/assets/mhla_hf/scores`.
 """
 
@@ -28,15 +28,15 @@ from ..speed import DECODE
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
 ARROWS = {True: " ↑", False: " ↓", None: ""}
-SPEED = "speed"  # the task whose scores are times
-# (what, unit) in the rows of `measure_speed` -> metric
+SPEED = "speed"  # the task whose scores are times and cache sizes
+# (what, unit) in the rows of `measure_speed` -> metric.
 SPEED_METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
 
 logger = logging.getLogger("mhla_hf")
 
 
 def finite(value: Any) -> float | None:
-    """Return `value` as a float if it is a finite number, else None (harnesses also write "N/A", NaN and infinity)."""
+    """Return `value` as a float if it is a finite number, else None, e.g. for the "N/A" or NaN of a harness."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if number else None
 
@@ -99,20 +99,17 @@ class Result:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Return (task, metric, shots, limit, samples), equal for two measurements of the same thing."""
+        """The key of the score, (task, metric, shots, limit, samples), equal for repeated measurements of it."""
         return (self.task, self.metric, self.shots, self.limit, self.samples)
 
     @classmethod
     def from_dict(cls, values: Any) -> "Result":
-        """Build a record from its JSON form; raise ValueError if a field is unknown, missing, or of another type."""
+        """Create a record from its JSON form. Raise ValueError if a field is unknown, missing, or of the wrong type."""
         return read_settings(cls, values, "result: ")
 
 
 class Results(list[Result]):
-    """The scores of one model: a list of `Result` that is read from and written to one JSON file.
-
-    `write` writes a temporary file and renames it, so that no reader sees half a file.
-    """
+    """The scores of one model: a list of `Result` that is stored in one JSON file."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Results":
@@ -138,18 +135,18 @@ class Results(list[Result]):
             raise ValueError(f"{path} is not a results file: {type(error).__name__}: {error}") from None
         raise ValueError(f"{path}: got format_version {content['format_version']!r}, expected {FORMAT_VERSION}.")
 
-    def merge(self, new: Sequence[Result], beside: bool = False) -> "Results":
-        """Add records, each in place of an older one of the same task, metric, shots and limit.
+    def merge(self, new: Sequence[Result], keep_other_sample_counts: bool = False) -> "Results":
+        """Add records, which replace older ones of the same task, metric, shots and limit.
 
         Args:
             new: The records to add.
-            beside: Whether to keep older records with another number of samples: a score on 1,000 images does not replace
-                one on 50,000.
+            keep_other_sample_counts: Whether to keep older records with another number of samples, such as a score on
+                50,000 images besides one on 1,000.
 
         Returns:
             `self`.
         """
-        fields = 5 if beside else 4
+        fields = 5 if keep_other_sample_counts else 4
         replaced = {record.identity[:fields] for record in new}
         kept = [record for record in self if record.identity[:fields] not in replaced]
         merged = {record.identity: record for record in [*kept, *new]}
@@ -157,22 +154,22 @@ class Results(list[Result]):
         return self
 
     def of(self, fingerprint: str) -> "Results":
-        """Return the records of the weights with this fingerprint, as a new `Results`."""
+        """Return a new `Results` with the records of the weights that have this fingerprint."""
         return Results(record for record in self if record.fingerprint == fingerprint)
 
     def find(self, task: str, metric: str, limit: float | None = None) -> Result | None:
-        """Return the record of a metric at a limit, the one with the most samples if there are several; None if none."""
+        """Return the record of a metric with this limit and the most samples, or None if there is none."""
         matches = [r for r in self if (r.task, r.metric, r.limit) == (task, metric, limit)]
         return max(matches, key=lambda record: record.samples, default=None)
 
     def write(self, path: str | Path) -> Path:
-        """Write all records to `path`, a file or an existing folder, and return the path of the file."""
+        """Write all records atomically to `path`, a file or an existing folder, and return the path of the file."""
         content = {"format_version": FORMAT_VERSION, "results": [dataclasses.asdict(record) for record in self]}
         return write_json(results_path(path), content)
 
 
 def results_path(path: str | os.PathLike[str]) -> Path:
-    """Return results.json in `path` if that is a folder or has no .json ending, else `path` itself."""
+    """Return `path` if it is a .json file, else the path of results.json in the folder `path`."""
     path = Path(path)
     return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
 
@@ -182,29 +179,31 @@ def _digest(record: Result) -> str:
     return hash_json(dataclasses.asdict(record))
 
 
-def _notes() -> Path:
-    """Return the file in Hugging Face's cache that lists the digests of the records measured here."""
+def _digest_file() -> Path:
+    """Return the path of the file in Hugging Face's cache that lists the digests of records measured on this machine."""
     return Path(constants.HF_ASSETS_CACHE) / "mhla_hf" / "scores"
 
 
 def note_measured(records: Sequence[Result]) -> None:
-    """Note that this machine measured `records`; warn if the cache cannot be written."""
+    """Store the digests of `records` as measured on this machine. Log a warning if the cache cannot be written."""
+    path = _digest_file()
     try:
-        _notes().parent.mkdir(parents=True, exist_ok=True)
-        with _notes().open("a", encoding="utf-8") as notes:
-            notes.writelines(f"{_digest(record)}\n" for record in records)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{_digest(record)}\n" for record in records)
     except OSError as error:
-        logger.warning("%s cannot be written (%s): these scores will be run again", _notes(), error.strerror)
+        logger.warning("%s cannot be written (%s): these scores will be run again", path, error.strerror)
 
 
 def measured_here(records: Sequence[Result]) -> Results:
-    """Return those of `records` that this machine measured."""
-    noted = set(_notes().read_text(encoding="utf-8").split()) if _notes().is_file() else set()
-    return Results(record for record in records if _digest(record) in noted)
+    """Return the records that were measured on this machine."""
+    path = _digest_file()
+    digests = set(path.read_text(encoding="utf-8").split()) if path.is_file() else set()
+    return Results(record for record in records if _digest(record) in digests)
 
 
 def format_score(value: float | None, stderr: float | None = None, places: int = 4) -> str:
-    """Format a score as `1.9051 ± 0.0123`, without ± if it has no standard error, or "not finite" for None."""
+    """Format a score as "1.9051 ± 0.0123", or "1.9051" without a standard error; None becomes "not finite"."""
     if value is None:
         return "not finite"
     return f"{value:.{places}f}" if stderr is None else f"{value:.{places}f} ± {stderr:.{places}f}"
@@ -214,10 +213,10 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
     """Render a table that compares models: task, metric (with ↑ or ↓), shots, samples, and one column of scores per model.
 
     Args:
-        models: Mapping from name to `Results` or list of `Result`, in the order of the columns.
+        models: Dict from name to `Results` or list of `Result`, in the order of the columns.
         style: "text" or "markdown".
-        short: Whether to give three decimals, leave out standard errors of 0, and leave out the column of shots if all
-            are 0.
+        short: Whether to round to three decimals, and leave out standard errors of 0 and a column of shots that are all
+            0.
     """
     by_model = {name: {record.identity: record for record in records} for name, records in models.items()}
     by_identity = {identity: record for records in reversed(by_model.values()) for identity, record in records.items()}
@@ -237,13 +236,20 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
 
 
 def _natural(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
-    """Return a sort key that puts acc_back_64 before acc_back_128."""
+    """Return a natural sort key, by which acc_back_64 precedes acc_back_128."""
     parts = re.split(r"(\d+)", " ".join(map(str, identity)))
     return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
 
 
 def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], style: str = "text", left: int = 2) -> str:
-    """Render a table of strings in the style "text" or "markdown", with the first `left` columns aligned left."""
+    """Render a table of strings.
+
+    Args:
+        header: The names of the columns.
+        rows: The cells of each row.
+        style: "text" or "markdown".
+        left: Number of columns, from the left, that are left-aligned; all others are right-aligned.
+    """
     if style not in ("text", "markdown"):
         raise ValueError(f'style: got {style!r}, expected "text" or "markdown".')
     if style == "markdown":
@@ -265,11 +271,11 @@ def paper_values(
 
     Args:
         records: The records of the model.
-        columns: Mapping from label to {"task", "metric", "percent", "higher_is_better"} or to {"mean_of": labels}. A
-            mean is given only if all its parts exist; its standard error takes them as independent.
+        columns: Dict from label to {"task", "metric", "percent", "higher_is_better"} or to {"mean_of": labels}. A mean is
+            computed only if all of its columns have a score; its standard error assumes that they are independent.
 
     Returns:
-        Mapping from label to (value, standard error or None), without columns that have no score.
+        A dict from label to (value, standard error or None), without columns that have no score.
     """
     scores: dict[Any, Any] = {
         (r.task, r.metric): (r.value, r.stderr) for r in reversed(list(records)) if r.value is not None
@@ -280,24 +286,25 @@ def paper_values(
             scale = 100 if column.get("percent") else 1
             values_by_label[label] = tuple(number and scale * number for number in score)
     for label, column in columns.items():
-        parts = column.get("mean_of", [])
-        if parts and all(part in values_by_label for part in parts):
-            values, errors = zip(*(values_by_label[part] for part in parts), strict=True)
-            error = None if None in errors else math.hypot(*errors) / len(parts)
-            values_by_label[label] = (math.fsum(values) / len(parts), error)
+        averaged = column.get("mean_of", [])
+        if averaged and all(name in values_by_label for name in averaged):
+            values, errors = zip(*(values_by_label[name] for name in averaged), strict=True)
+            error = None if None in errors else math.hypot(*errors) / len(averaged)
+            values_by_label[label] = (math.fsum(values) / len(averaged), error)
     return values_by_label
 
 
 class Comparison(dict[str, Results]):
-    """The scores of several models: a dict from name to `Results`, in the order in which the models were given.
+    """The scores of several models: a dict from name to `Results`, in the order in which the models were passed.
 
-    `columns` are those of the recipe, see `paper_values`.
+    Attributes:
+        columns: The columns of the recipe; see `paper_values`.
     """
 
     columns: dict[str, dict] = {}
 
     def table(self, style: str = "text") -> str:
-        """Render the scores with their standard errors, in the style "text" (for a terminal) or "markdown"."""
+        """Render the scores with their standard errors as a table in the style "text" or "markdown"."""
         return render_table(self, style)
 
     __str__ = table
@@ -316,8 +323,8 @@ class Comparison(dict[str, Results]):
     def plot(self, path: str | Path) -> Path:
         """Plot the scores to a PNG file.
 
-        Models are points with their standard errors, in one panel per column of the recipe, or per score if no column has a
-        value. Recall by depth and speed by length are curves.
+        There is one panel per column of the recipe, or per score if no column has a value. In it, each model is a point
+        with its standard error. Recall by depth and speed by length are plotted as curves.
 
         Args:
             path: The file to write.
@@ -334,7 +341,9 @@ class Comparison(dict[str, Results]):
         for name, records in self.items():
             for label, score in paper_values(records, self.columns).items():
                 points.setdefault(_arrowed(label, self.columns), {})[name] = score
-            for record in (record for record in records if record.value is not None):
+            for record in records:
+                if record.value is None:
+                    continue
                 metric, separator, position = record.metric.rpartition("_" if record.task == SPEED else "_back_")
                 if separator and position.isdecimal():
                     title = f"{record.task}\n{metric}, by {'length ↓' if record.task == SPEED else 'depth'}"
@@ -363,7 +372,7 @@ class Comparison(dict[str, Results]):
 
 
 def _arrowed(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the label of a column with an arrow that points to better values."""
+    """Return the label of a column, with an arrow that points toward better values."""
     return label + ARROWS[columns[label].get("higher_is_better", True)]
 
 
@@ -371,28 +380,28 @@ def speed_of_records(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] 
     """Return the times of the softmax and the MHLA model, for a model card.
 
     Args:
-        columns: Mapping from "softmax" and "mhla" to the records of that model.
+        columns: Dict from "softmax" and "mhla" to the records of that model.
 
     Returns:
-        "rows", as `measure_speed` returns them, and "hardware", "versions", "seed" and "command". None if the two models
-        were not timed together.
+        A dict with "rows", as `measure_speed` returns them, "hardware", "versions", "seed" and "command"; None if the two
+        models were not timed together.
     """
     tables: dict[str, Any] = {}  # by task_hash, which is equal for models that were timed together
-    for kind, record in ((kind, record) for kind, records in columns.items() for record in records):
-        if record.task == SPEED:
+    for attention, records in columns.items():
+        for record in records:
+            if record.task != SPEED:
+                continue
             metric, _, length = record.metric.rpartition("_")
-            what, unit = next(key for key, name in SPEED_METRICS.items() if name == metric)
-            rows, kinds = tables.setdefault(record.task_hash, ({}, {}))
-            row = rows.setdefault((what, int(length)), {"what": what, "length": int(length)})
-            row[f"{kind}_{unit}"] = record.value
-            kinds[kind] = record
-    for rows, kinds in tables.values():
-        if set(kinds) == {"softmax", "mhla"}:
-            provenance = {key: getattr(kinds["mhla"], key) for key in ("hardware", "versions", "seed", "command")}
-            return {
-                "rows": [rows[key] for key in sorted(rows, key=lambda key: (key[0] == DECODE, key[1]))],
-                **provenance,
-            }
+            measured, unit = next(key for key, name in SPEED_METRICS.items() if name == metric)
+            rows, last_records = tables.setdefault(record.task_hash, ({}, {}))
+            row = rows.setdefault((measured, int(length)), {"what": measured, "length": int(length)})
+            row[f"{attention}_{unit}"] = record.value
+            last_records[attention] = record
+    for rows, last_records in tables.values():
+        if set(last_records) == {"softmax", "mhla"}:
+            keys = ("hardware", "versions", "seed", "command")
+            sorted_rows = [rows[key] for key in sorted(rows, key=lambda key: (key[0] == DECODE, key[1]))]
+            return {"rows": sorted_rows, **{key: getattr(last_records["mhla"], key) for key in keys}}
     return None
 
 

@@ -1,9 +1,9 @@
-"""evaluate(): scores of language models, classifiers, image and video pipelines, one or several side by side.
+"""`evaluate`: score language models, image classifiers, and image and video pipelines, one or several side by side.
 
-A score recipe, a YAML file, says what is measured and how; the recipes of this package are in `recipes/` beside this file.
-The recipe's kind decides who measures: `language.py` (lm-eval), `images.py`, `video.py` (VBench), or `judge_speed` below.
-Each of them returns `Result` records, runs only what is missing, writes after each task, and is imported, with the
-libraries it needs, only when it is used.
+A score recipe is a YAML file that says what is measured and how; those of the package are in `recipes/` beside this file.
+The recipe's kind selects the implementation: `language.py` (lm-eval), `images.py`, `video.py` (VBench), or `judge_speed`
+below. Each returns `Result` records, measures only missing scores, and saves them after each task. It is imported, with
+the libraries it needs, only when it is used.
 """
 
 import dataclasses
@@ -37,15 +37,15 @@ LANGUAGE_ONLY = ("tokenizer", "include_path", "data_files", "num_fewshot", "max_
 
 @checked
 class ScoreRecipe:
-    """What to measure, and how.
+    """A recipe of an evaluation: what to measure, and how.
 
     Args:
-        kind: Kind of the models.
-        tasks: Mapping from task to the number of examples in the prompt; None for the task's own number. For other kinds
-            than language, from metric to None.
+        kind: Kind of evaluation; all except "speed" name the kind of model.
+        tasks: Dict from task to the number of examples in the prompt; None for the task's own number. For kinds other than
+            "language", from metric to None.
         about: One sentence about the recipe.
-        settings: The protocol for this kind of model, such as `ImageProtocol`.
-        columns: The columns of the paper's table, see `paper_values`.
+        settings: The fields of this kind's protocol, such as `ImageProtocol`.
+        columns: The columns of the paper's table; see `paper_values`.
         name: Name of the recipe, or path of its file.
         changed: The settings that differ from the file.
     """
@@ -66,7 +66,7 @@ class ScoreRecipe:
             )
 
     def with_settings(self, settings: Mapping[str, Any]) -> "ScoreRecipe":
-        """Return the recipe with some settings replaced; "sampling.height" is the entry "height" of "sampling"."""
+        """Return a copy with some settings replaced. The name "sampling.height" means the entry "height" of "sampling"."""
         merged = dict(self.settings)
         for name, value in settings.items():
             outer, dot, inner = name.partition(".")
@@ -77,23 +77,24 @@ class ScoreRecipe:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the recipes in this package."""
+    """Return the names of the package's score recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def read_score_recipe(name: str | Path) -> ScoreRecipe:
-    """Read a recipe of this package, by name, or a YAML file; raise ValueError if it is not valid."""
+    """Read one of the package's score recipes, or a YAML file. Raise ValueError if it is not valid."""
     content = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe")
     prefix = f"recipe {str(name)!r}: "
     if isinstance(content, dict):
-        tasks = content.get("tasks")
-        content |= {"name": str(name), **({"tasks": dict.fromkeys(tasks)} if isinstance(tasks, list) else {})}
+        content["name"] = str(name)
+        if isinstance(content.get("tasks"), list):
+            content["tasks"] = dict.fromkeys(content["tasks"])
     return read_settings(ScoreRecipe, content, prefix)
 
 
 @checked
 class EvaluationArgs:
-    """The checked arguments of `evaluate`; the fields are those arguments, with the recipe read."""
+    """The checked arguments of `evaluate`, with the recipe as a `ScoreRecipe`."""
 
     recipe: ScoreRecipe
     tokenizer: object
@@ -115,7 +116,7 @@ class EvaluationArgs:
     max_length: int | None = at_least(2, None)
 
     def validate_for_kind(self) -> None:
-        """Raise ValueError for values that the recipe's kind does not allow, such as a tokenizer for image models."""
+        """Raise ValueError for arguments that the recipe's kind does not allow, such as a tokenizer for image models."""
         is_language = self.recipe.kind == "language"
         limit = self.limit
         size = self.batch_size
@@ -145,35 +146,35 @@ def evaluate(
         models: folder, Hub id, or loaded model or pipeline; or a list of them, or a dict from names to them.
         tasks: names of lm-eval tasks, groups or tags, or patterns with *; a list, or one string with commas. With a recipe,
             only these of its tasks are run. Required without a recipe.
-        recipe: name of a score recipe (such as `table_6_language`, see `recipe_names`), or a YAML file, which also says
-            what kind the models are. Without a recipe they are language models.
-        settings: values that replace settings of the recipe, e.g. {"lengths": [256]} or {"reference": "imagenet.npz"}.
-        tokenizer: for loaded language models; others come with theirs.
-        output: where the scores are kept: a .json file (for one model) or a folder (one file per model). Default:
+        recipe: name of a score recipe (such as `table_6_language`; see `recipe_names`), or a YAML file, which also states
+            the kind of the models. Without a recipe they are language models.
+        settings: values that override settings of the recipe, e.g. {"lengths": [256]} or {"reference": "imagenet.npz"}.
+        tokenizer: tokenizer of loaded language models; saved models come with theirs.
+        output: where to store the scores: a .json file (for one model) or a folder (one file per model). Default:
             results.json in the folder of a local model; nothing is written for Hub ids and loaded models.
         include_path: folder, or list of folders, with further lm-eval tasks, such as `make_tasks` writes.
         data_files: folder from which lm-eval's tasks read their documents instead of the Hub: NAME.jsonl or NAME.jsonl.gz
             for each task, with the columns of its dataset; examples in the prompt come from NAME.train.jsonl if it exists.
         num_fewshot: examples in the prompt; None: the recipe's or the task's own. Tasks that demand 0 always get 0.
-        limit: number of documents, images or prompts, or a fraction below 1 of an lm-eval task; for trying things out.
+        limit: number of documents, images or prompts, or a fraction below 1 of an lm-eval task, for a quick test.
         batch_size: int, or "auto" for language models.
-        seed: None: lm-eval's own seeds, and 0 for sampling.
+        seed: random seed; None means lm-eval's own seeds, and 0 for sampling.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        device: a device of torch; None: CUDA if available.
-        max_length: tokens a language model sees at once; None: as its configuration says.
+        device: a torch device; None means CUDA if available.
+        max_length: longest context of a language model, in tokens; None means the one in its configuration.
         revision, trust_remote_code: as in transformers. MHLA language models need no remote code here; saved pipelines do.
-        force: whether to run again what is known.
-        trust_scores: whether to reuse scores in the results file that another machine measured, or that somebody wrote
-            there. By default only what this machine measured is reused.
+        force: whether to measure known scores again.
+        trust_scores: whether to reuse scores in the results file that were not measured on this machine. By default only
+            scores measured on this machine are reused.
         progress: whether to show progress bars on stderr.
-        command: shell command to keep with the scores; None: the `mhla-hf evaluate` command that repeats them.
+        command: shell command to store with the scores; None means the `mhla-hf evaluate` command that repeats them.
 
     Returns:
         `Comparison`: a dict from name to `Results` with the requested scores.
 
     Raises:
-        ValueError, TypeError: an argument is not valid. Whatever can be checked is checked before a model runs.
-        ImportError: a library is missing; the message has the command that installs it.
+        ValueError, TypeError: an argument is not valid. Arguments are checked before a model runs, as far as possible.
+        ImportError: a library is missing; the message contains the command that installs it.
     """
     arguments = {**locals(), "recipe": _find_recipe(recipe, tasks, settings)}
     args = read_settings(
@@ -190,7 +191,7 @@ def evaluate(
 
 
 def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, Any] | None) -> ScoreRecipe:
-    """Return the recipe with the settings and tasks applied, or one for language models if there is only `tasks`."""
+    """Return the recipe with the settings and tasks applied, or without a recipe, one that runs the lm-eval `tasks`."""
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
     if tasks is not None:
         if not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in tasks)):
@@ -214,10 +215,10 @@ def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, A
 
 @checked
 class SpeedProtocol:
-    """The settings of a recipe of kind "speed", as `measure_speed` takes them.
+    """Settings of a recipe of kind "speed"; see `measure_speed`.
 
     Args:
-        lengths: One or several lengths in tokens.
+        lengths: One or several context lengths in tokens.
         decode_tokens: Number of tokens to decode.
         rounds: Number of measurements of each time.
     """
@@ -227,24 +228,24 @@ class SpeedProtocol:
     rounds: int = at_least(1, 3)
 
     def validate_lengths(self) -> None:
-        """Make `lengths` a list, and raise ValueError unless it has at least one length, each of at least one token."""
+        """Make `lengths` a list, and raise ValueError if it is empty or has a length below 1."""
         self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
         if min(self.lengths, default=0) < 1:
             raise ValueError(f"lengths: got {self.lengths!r}, expected whole numbers of tokens.")
 
 
 def judge_speed(models: object, args: Any) -> dict[str, Results]:
-    """Time language models, as far as the times are not known.
+    """Time language models, reusing known times.
 
-    A time means something only next to another. The models of one call are therefore timed in turns, and all their records
-    carry one hash of the models that took part. A card shows models side by side only if that hash is equal.
+    Times are comparable only if they were measured together. Therefore the models of one call are timed in turns, and all
+    of their records have the same hash of these models. A card shows models side by side only if that hash is equal.
 
     Args:
-        models: As `evaluate` takes them.
+        models: See `evaluate`.
         args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
-        Mapping from the name of each model to its times.
+        A dict from the name of each model to its times.
     """
     protocol = read_settings(SpeedProtocol, args.recipe.settings)
     subjects = find_subjects(models, args)

@@ -1,12 +1,12 @@
-"""Models to evaluate: folders, Hub ids and loaded objects, each checked, named and fingerprinted before anything is loaded.
+"""Models to evaluate: folders, Hub ids and loaded objects, each checked, named and fingerprinted before it is loaded.
 
-A fingerprint covers what decides a model's numbers, so that a score is never taken for that of other weights. Scores are
-kept in the model's results file, and a score that it has for exactly the same question is not measured again.
+A fingerprint covers everything that determines a model's outputs, so that scores cannot be attributed to other weights.
+Scores are stored in the model's results file, and a score for the same task and protocol is not measured again.
 
 For pipelines, this module also generates the images and videos that are scored. Every sample has its own seed and file, and
-existing files are not generated again. Batches are cut from the whole plan, not from what is left, and the global generator
-is seeded per batch (DDPM draws from it). A run that was stopped therefore gives the same files as one that was not, on any
-number of processes.
+existing files are not generated again. Batches are cut from the whole plan, not from the missing samples, and the global
+random generator is seeded per batch (DDPM draws from it). Therefore a run that was interrupted gives the same files as one
+that was not, on any number of processes.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ class Subject:
     Args:
         name: Name in tables.
         source: Folder, Hub id or loaded object.
-        fingerprint: Of the weights.
-        dtype: Of the parameters, such as "float32"; "auto" for a model on the Hub.
+        fingerprint: Fingerprint of the weights.
+        dtype: Dtype of the parameters, such as "float32"; "auto" for a model on the Hub.
         target: The model's results file; None to write none.
         args: The checked arguments of `evaluate`, an `EvaluationArgs`.
     """
@@ -58,18 +58,18 @@ class Subject:
 
     @property
     def loaded(self) -> bool:
-        """Return whether `source` is an object in memory."""
+        """Whether `source` is an object in memory."""
         return not isinstance(self.source, (str, Path))
 
     @property
     def load_options(self) -> dict[str, Any]:
-        """Return options for `from_pretrained`; the revision of a Hub model is the commit in its fingerprint."""
+        """Keyword arguments for loading the model. The revision of a Hub model is the commit in its fingerprint."""
         origin, _, commit = self.fingerprint.partition(":")
         return {"revision": commit if origin == "hub" else None, "trust_remote_code": self.args.trust_remote_code}
 
     @functools.cached_property
     def kept(self) -> Results:
-        """The scores of these weights that are not measured again: those of this machine, or all if scores are trusted."""
+        """The stored scores of these weights that can be reused: those measured here, or with `trust_scores` all."""
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
         local = measured_here(stored)
         num_foreign = len(stored) - len(local)
@@ -82,21 +82,27 @@ class Subject:
         return stored if trusted else local
 
     def knows(self, task: str, metric: str, task_hash: str) -> bool:
-        """Return whether a score is kept for the same weights, protocol, limit, seed and dtype; never with `force`."""
+        """Return whether a score for the same weights, protocol, limit, seed and dtype can be reused; never with `force`."""
         key = (task, metric, task_hash, self.args.limit, self.args.seed or 0, self.dtype)
         kept_keys = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
         return not self.args.force and key in kept_keys
 
-    def store(self, records: Sequence[Result], beside: bool = False) -> None:
-        """Keep newly measured records, and write them to the results file; `beside` as in `Results.merge`."""
-        self.kept.merge(records, beside)
+    def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
+        """Add newly measured records to the known scores and to the results file; see `Results.merge`."""
+        self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            Results.read(self.target).of(self.fingerprint).merge(records, beside).write(self.target)
+            stored = Results.read(self.target).of(self.fingerprint)
+            stored.merge(records, keep_other_sample_counts).write(self.target)
             note_measured(records)
 
     def facts(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
-        """Return the `Result` fields that do not depend on the score; `task` is the only one that the command names."""
+        """Return the fields of a `Result` that do not depend on the score.
+
+        Args:
+            device: The device of the model.
+            task: The only task that the command repeats; None for all tasks of the recipe.
+        """
         return {
             **describe_run(self.args.command or command_of([self], task), device),
             "model": self.name if self.loaded else shown_path(self.source),
@@ -113,27 +119,35 @@ class Subject:
         task_hash: str,
         started: float,
         device: torch.device | str,
-        beside: bool = False,
+        keep_other_sample_counts: bool = False,
     ) -> None:
-        """Keep scores of our own metrics.
+        """Store scores of metrics that are implemented in this package.
 
         Args:
             task: Name of the task.
-            scores: Mapping from metric to (value, standard error, higher is better, samples).
+            scores: Dict from metric to (value, standard error, higher is better, samples).
             task_hash: Hash of the protocol and its data.
-            started: When the run started, by `time.perf_counter`.
+            started: `time.perf_counter()` at the start of the measurement.
             device: The device of the model.
-            beside: Whether to keep older scores with another number of samples.
+            keep_other_sample_counts: See `Results.merge`.
         """
-        facts = self.facts(device) | {"task": task, "shots": 0, "task_version": VERSION, "task_hash": task_hash}
-        facts |= {"seed": self.args.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
+        facts = {
+            **self.facts(device),
+            "task": task,
+            "shots": 0,
+            "task_version": VERSION,
+            "task_hash": task_hash,
+            "seed": self.args.seed or 0,
+            "seconds": round(time.perf_counter() - started, 3),
+        }
         names = ("value", "stderr", "higher_is_better", "samples")
         fields = {metric: dict(zip(names, score, strict=True)) for metric, score in scores.items()}
-        self.store([Result(metric=metric, **values, **facts) for metric, values in fields.items()], beside)
+        records = [Result(metric=metric, **values, **facts) for metric, values in fields.items()]
+        self.store(records, keep_other_sample_counts)
 
 
 def command_of(subjects: Sequence[Subject], task: str | None = None) -> str:
-    """Return the shell command that repeats the scores of a recipe, or of one of its tasks."""
+    """Return the shell command that measures the scores of a recipe, or of one of its tasks, again."""
     args = subjects[0].args
     recipe = subjects[0].args.recipe
     models = [subject.name if subject.loaded else shown_path(subject.source) for subject in subjects]
@@ -152,18 +166,18 @@ def command_of(subjects: Sequence[Subject], task: str | None = None) -> str:
     return shlex.join(words + ["--trust-remote-code"] * args.trust_remote_code)
 
 
-def paths_of(given: str | Path | Sequence[str | Path] | None) -> list[str]:
-    """Return one path, several paths or None as a list of strings."""
-    return [str(path) for path in ([given] if isinstance(given, (str, Path)) else given or [])]
+def paths_of(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
+    """Return a path, a sequence of paths or None as a list of strings."""
+    return [str(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths or [])]
 
 
 def find_subjects(models: object, args: Any, pipeline: bool = False) -> list[Subject]:
     """Check the models passed to `evaluate`, without loading them.
 
     Args:
-        models: As `evaluate` takes them.
+        models: See `evaluate`.
         args: The checked arguments of `evaluate`.
-        pipeline: Whether the models must be pipelines of diffusers.
+        pipeline: Whether the models must be diffusers pipelines.
 
     Raises:
         ValueError, TypeError: A model or `output` is not valid.
@@ -179,21 +193,21 @@ def find_subjects(models: object, args: Any, pipeline: bool = False) -> list[Sub
 
 
 def named_models(models: Any) -> dict[str, Any]:
-    """Give every model a name.
+    """Return a dict from name to model.
 
-    A folder gets its own name, with that of its parent in front if two are equal. A Hub id is its name, and a loaded model
-    gets that of its class.
+    The name of a folder is its last component, or its last two if others have the same. The name of a Hub id is the id, and
+    that of a loaded model is its class name.
 
     Args:
-        models: One or a list of folders, ids and objects, or a dict from names to them.
+        models: A folder, Hub id or object; a list of them; or a dict from names to them.
 
     Raises:
         ValueError: There is no model, or two have the same name.
     """
     if not isinstance(models, dict):
-        several = models if isinstance(models, (list, tuple)) else [models]
-        parts: list[tuple[str, ...]] = [(type(model).__name__,) for model in several]
-        for index, model in enumerate(several):
+        model_list = models if isinstance(models, (list, tuple)) else [models]
+        parts: list[tuple[str, ...]] = [(type(model).__name__,) for model in model_list]
+        for index, model in enumerate(model_list):
             if isinstance(model, (str, Path)):
                 parts[index] = Path(model).resolve().parts if Path(model).exists() else (str(model),)
         last = [part[-1] for part in parts]
@@ -202,14 +216,14 @@ def named_models(models: Any) -> dict[str, Any]:
             raise ValueError(
                 f"models: got {duplicates[0]!r} twice, expected each once, or a dict from names to models."
             )
-        models = dict(zip(names, several, strict=True))
+        models = dict(zip(names, model_list, strict=True))
     if not models:
         raise ValueError("models: got none, expected at least one folder, Hub id or model.")
     return {str(name): model for name, model in models.items()}
 
 
 def _subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
-    """Check one model, compute its fingerprint, and find its dtype and results file."""
+    """Check a model, and return it with its fingerprint, dtype and results file."""
     dtype = args.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
@@ -239,17 +253,17 @@ def _subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bo
     return Subject(name, model, fingerprint, dtype, target, args)
 
 
-def check_writable(target: Path) -> None:
-    """Raise ValueError if the file `target` cannot be written; nothing is created."""
+def check_writable(target: Path, argument: str = "output") -> None:
+    """Raise ValueError if the file `target` cannot be written, without creating it; `argument` begins the message."""
     folder = target.parent
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or target.is_dir():
-        raise ValueError(f"results cannot be written to {str(target)!r}; give another place as output")
+        raise ValueError(f"{argument}: got {str(target)!r}, which cannot be written, expected another file or folder.")
 
 
 def shown_path(path: Any) -> str:
-    """Return a path as records and cards show it: relative to the working folder, or its last part if outside."""
+    """Return a path for records and cards: relative to the working folder, or only its last component if outside."""
     path = Path(path)
     if not path.exists():
         return str(path)
@@ -260,10 +274,10 @@ def shown_path(path: Any) -> str:
 
 @contextlib.contextmanager
 def joined_processes() -> Iterator[Any]:
-    """Provide accelerate's `PartialState`, and wait for all processes at the end.
+    """Context manager that yields Accelerate's `PartialState`, and waits for all processes at the end.
 
-    A single process resets the state afterwards: processes forked later would otherwise inherit it and each believe to be
-    the only one.
+    A single process resets the state at the end. Otherwise processes that are forked later would inherit it, and each would
+    act as the only process.
     """
     from accelerate import PartialState
 
@@ -277,8 +291,8 @@ def joined_processes() -> Iterator[Any]:
             PartialState._reset_state()
 
 
-def agree(subject: Subject, state: Any) -> None:
-    """Give every process the scores that the main process knows."""
+def broadcast_scores(subject: Subject, state: Any) -> None:
+    """Send the known scores of the main process to all processes."""
     from accelerate.utils import broadcast_object_list
 
     subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
@@ -300,7 +314,7 @@ class Sample:
 
 
 def seed_of_sample(seed: int, index: int) -> int:
-    """Return the seed of sample `index` of a run with `seed`: different for every pair, below 2**63."""
+    """Return the seed of sample `index` in a run with `seed`, below 2**63 and different for every (seed, index)."""
     return (seed % 2**31) * 2**32 + index
 
 
@@ -323,12 +337,12 @@ class PipelineJudge:
         self.progress = args.progress and state.is_main_process
         source_device = getattr(subject.source, "device", None) if subject.loaded else None
         self.device = choose_device(source_device or args.device or state.device)
-        self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # where this model's samples lie
-        agree(subject, state)
+        self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # this model's samples
+        broadcast_scores(subject, state)
 
     @functools.cached_property
     def pipeline(self) -> Any:
-        """The pipeline, loaded on first use; a pipeline that was passed as an object stays on its device."""
+        """The pipeline, loaded on first use. A pipeline that was passed as an object stays on its device."""
         if self.subject.loaded:
             return self.subject.source
         return load_pipeline(
@@ -346,14 +360,14 @@ class PipelineJudge:
         batch_size: int,
         label: str,
     ) -> None:
-        """Generate those files of a plan that do not exist.
+        """Generate the samples of a plan whose files do not exist yet.
 
         Args:
             folder: Folder of the samples.
             plan: All samples.
-            identity: What decides the samples besides weights, dtype and `sampling`, as JSON values.
+            identity: Everything that determines the samples except weights, dtype and `sampling`, as JSON values.
             sampling: Further arguments of the pipeline.
-            save: Function (image or frames, path) that writes a file.
+            save: Called as `save(image_or_frames, path)` to write a file.
             batch_size: Samples per call of the pipeline.
             label: Label of the progress bar.
 
@@ -366,20 +380,22 @@ class PipelineJudge:
             raise ValueError(f"models: got {type(pipeline).__name__}, expected a pipeline that takes {argument}.")
         if state.is_main_process:
             record = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
-            if not can_resume(folder, IDENTITY, record | identity, "samples"):
+            record.update(identity)
+            if not can_resume(folder, IDENTITY, record, "samples"):
                 folder.mkdir(parents=True, exist_ok=True)
-                write_json(folder / IDENTITY, record | identity)
+                write_json(folder / IDENTITY, record)
             logger.info("%s: %d in %s", label, len(plan), folder)
         state.wait_for_everyone()
         batches = [plan[start : start + batch_size] for start in range(0, len(plan), batch_size)]
-        batches_here = batches[state.process_index :: state.num_processes]
-        batches_here = [
-            batch for batch in batches_here if not all((folder / sample.name).is_file() for sample in batch)
+        local_batches = [
+            batch
+            for batch in batches[state.process_index :: state.num_processes]
+            if not all((folder / sample.name).is_file() for sample in batch)
         ]
         bar_config = getattr(pipeline, "_progress_bar_config", {})
         pipeline.set_progress_bar_config(disable=True)
         try:
-            for batch in tqdm(batches_here, desc=label, unit="batch", disable=not self.progress):
+            for batch in tqdm(local_batches, desc=label, unit="batch", disable=not self.progress):
                 torch.manual_seed(batch[0].seed)
                 conditions = {} if argument is None else {argument: [sample.condition for sample in batch]}
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in batch]
@@ -387,8 +403,8 @@ class PipelineJudge:
                 outputs = result.frames if hasattr(result, "frames") else result.images
                 for sample, output in zip(batch, outputs, strict=True):
                     (folder / sample.name).parent.mkdir(parents=True, exist_ok=True)
-                    with atomic_file(folder / sample.name) as aside:
-                        save(output, aside)
+                    with atomic_file(folder / sample.name) as temporary:
+                        save(output, temporary)
         finally:
             pipeline.set_progress_bar_config(**{"disable": False, **bar_config})
         state.wait_for_everyone()

@@ -1,9 +1,8 @@
-"""lm-eval tasks made from held-out text: bits per byte, a cloze test, recall of a value, copying in generation.
+"""Generate lm-eval tasks from held-out text: bits per byte, a cloze test, recall of a value, and copying in generation.
 
 `make_tasks` writes a folder that unpatched lm-eval reads through `--include_path`: one YAML and one JSONL file per task and
-a small loader, all of which are found relative to the folder, so that it can be moved and shared. Recall counts the lookups
-(`lookups.py`) whose value is the model's likeliest next token, also by depth: in `acc_back_256` the value stood about 256
-tokens back.
+a small loader, which finds them relative to the folder, so that the folder can be moved and shared. Recall is the accuracy
+on lookups (`lookups.py`), also by distance: in `acc_back_256` the value is about 256 tokens back.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ import yaml
 from ..checkpoints.file_io import atomic_folder
 from .lookups import choose_words, make_recall
 
-OPTIONS = 4
+NUM_CHOICES = 4
 ANSWER_TOKENS = 32
 LOADER = '''"""Reads the JSONL files beside this one for lm-eval, wherever the folder lies, and scores answers by depth."""
 
@@ -61,7 +60,7 @@ def answer(doc, results):
     return {"exact_match": right, f"exact_match_back_{doc['back']}": right}
 '''
 MANIFEST = "tasks.json"
-LEAST = 16  # minimum number of questions of a task
+MIN_QUESTIONS = 16  # of a task
 _QUESTION = {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "answer"}
 _WRITING = {
     "output_type": "generate_until",
@@ -71,8 +70,8 @@ _WRITING = {
 }
 _ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
 _LOOKUP = {"output_type": "loglikelihood", "doc_to_text": "context", "doc_to_target": "word"}
-# kind of task -> (settings in the YAML, scoring function of the loader, metric -> aggregation). The first metric is also
-# given by depth.
+# Kind of task -> (settings in the YAML file, scoring function of the loader, metric -> aggregation). The first metric is
+# also computed by distance.
 KINDS: dict[str, tuple[dict[str, Any], str | None, dict[str, str]]] = {
     "bits_per_byte": (_ROLLING, None, {"bits_per_byte": "bits_per_byte"}),
     "cloze": (_QUESTION, None, {"acc": "mean", "acc_mutual_info": "mean"}),
@@ -90,7 +89,7 @@ class LocalTasks:
     Args:
         folder: The folder, for `include_path`.
         names: Names of the tasks.
-        sizes: Mapping from task to number of documents.
+        sizes: Dict from task to number of documents.
     """
 
     folder: str
@@ -109,28 +108,31 @@ def make_tasks(
     block: int = 64,
     seed: int = 0,
 ) -> LocalTasks:
-    """Write four tasks made from a text.
+    """Generate four tasks from a text, and write them to a folder.
 
     The same arguments give the same bytes. The folder is written under a temporary name and then renamed.
 
     Args:
-        text: Text that no model was trained on. Some 20,000 characters of prose with paragraphs give good tasks.
+        text: Text that no model was trained on, ideally at least 20,000 characters of prose with paragraphs.
         folder: The folder to create, or to replace if this function wrote it.
-        tokenizer: A tokenizer of transformers, for lengths in tokens and for words of one token. The tasks themselves are
+        tokenizer: A transformers tokenizer, for lengths in tokens and for words of one token. The tasks themselves are
             plain text.
-        prefix: The tasks are called `<prefix>_bits_per_byte`, `<prefix>_cloze`, `<prefix>_recall` and
+        prefix: The tasks are named `<prefix>_bits_per_byte`, `<prefix>_cloze`, `<prefix>_recall` and
             `<prefix>_generation`.
-        window: Tokens that a model sees at once; no document is longer.
-        items: Questions per task, fewer if the text has fewer.
-        block: A generation repeats what stood at least this many tokens back.
-        seed: Seed of every random choice.
+        window: Longest context in tokens, which no document exceeds.
+        items: Maximum number of questions per task.
+        block: Minimum distance, in tokens, between a sentence and its continuation in the generation task.
+        seed: Random seed.
+
+    Returns:
+        The folder with the names and sizes of the tasks.
 
     Raises:
         ValueError: `items` is below 16, the text is too short for 16 questions, `window` is too short for a block and an
             answer, or `folder` contains something that this function did not write.
     """
-    if items < LEAST:
-        raise ValueError(f"items: got {items}, expected at least {LEAST}.")
+    if items < MIN_QUESTIONS:
+        raise ValueError(f"items: got {items}, expected at least {MIN_QUESTIONS}.")
     if window <= block + ANSWER_TOKENS:
         raise ValueError(f"window: got {window}, expected more than {block + ANSWER_TOKENS} tokens.")
     folder = Path(folder)
@@ -150,9 +152,9 @@ def make_tasks(
         "generation": make_generation(text, count, **shape),
     }
     for kind, rows in rows_by_kind.items():
-        if kind != "bits_per_byte" and len(rows) < LEAST:
+        if kind != "bits_per_byte" and len(rows) < MIN_QUESTIONS:
             raise ValueError(
-                f"text: got {len(rows)} questions for {prefix}_{kind}, expected at least {LEAST}: "
+                f"text: got {len(rows)} questions for {prefix}_{kind}, expected at least {MIN_QUESTIONS}: "
                 f"give a longer text, or a window of more than {window} tokens."
             )
     documents = {f"{prefix}_{kind}": (kind, rows) for kind, rows in rows_by_kind.items()}
@@ -160,7 +162,7 @@ def make_tasks(
 
 
 def split_text(text: str, tokens: int, count: Callable[[str], int]) -> list[str]:
-    """Cut a text into parts of at most `tokens` tokens, at line ends if possible; joined, they are the text again."""
+    """Split a text into parts of at most `tokens` tokens, at line ends if possible, without dropping any character."""
     parts = []
     current = ""
     for line in text.splitlines(keepends=True):
@@ -180,7 +182,7 @@ def split_text(text: str, tokens: int, count: Callable[[str], int]) -> list[str]
 
 
 def find_sentences(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of the sentences of prose: at least 8 words, at most 300 characters, in one paragraph."""
+    """Return (start, end) of sentences of prose that have at least 8 words and at most 300 characters in one paragraph."""
     sentences = []
     for paragraph in re.finditer(r"\S(?:.|\n(?![ \t]*\n))*", text):
         body, offset = paragraph.group(), paragraph.start()
@@ -195,7 +197,7 @@ def find_sentences(text: str) -> list[tuple[int, int]]:
 
 
 def _context_before(text: str, end: int, tokens: int, count: Callable[[str], int]) -> str:
-    """Return the last lines of `text[:end]` that fit in `tokens` tokens, starting with a whole line."""
+    """Return the last lines of `text[:end]` that fit in `tokens` tokens; the first of them is a complete line."""
     start = max(0, end - 12 * tokens)
     lines = text[start:end].splitlines(keepends=True)
     context = ""
@@ -207,20 +209,21 @@ def _context_before(text: str, end: int, tokens: int, count: Callable[[str], int
 
 
 def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: int, seed: int) -> list[dict[str, Any]]:
-    """Make questions: given the text up to the middle of a sentence, which of four sentence ends follows?
+    """Generate cloze questions: given the text up to the middle of a sentence, which of four endings follows?
 
-    The other three are ends of other sentences of the text with nearly the same number of characters, broken into lines
-    where the true one is, so that neither length nor layout gives the answer away.
+    The other three are endings of other sentences of the text with nearly the same number of characters, with line breaks
+    where the true ending has them, so that neither length nor layout reveals the answer.
 
     Args:
         text: The text.
         count: Function that returns the number of tokens of a text.
-        context: Tokens before the gap.
+        context: Maximum number of tokens before the gap.
         items: Maximum number of questions.
-        seed: Seed of the random choices.
+        seed: Random seed.
 
     Returns:
-        Rows {"context", "choices", "answer"}; choices begin with the space that separates them from the context.
+        A list of dicts with "context", "choices" (each begins with the space after the context) and "answer" (the index of
+        the true ending).
     """
     rng = random.Random(f"cloze {seed}")
     rows = []
@@ -233,18 +236,20 @@ def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: i
         if gaps:
             gap = rng.choice(gaps)
             endings.append((gap, text[gap:end]))
-    for gap, true in rng.sample(endings, len(endings)):
-        length = len(true)
-        alike = {
-            _flat(ending) for other, ending in endings if other != gap and abs(len(ending) - length) <= length // 8 + 1
+    for gap, true_ending in rng.sample(endings, len(endings)):
+        length = len(true_ending)
+        similar = {
+            _flat(ending)
+            for other_gap, ending in endings
+            if other_gap != gap and abs(len(ending) - length) <= length // 8 + 1
         }
-        others = sorted(alike - {_flat(true)})
+        wrong_endings = sorted(similar - {_flat(true_ending)})
         before = _context_before(text, gap, context, count)
-        if len(others) < OPTIONS - 1 or not before:
+        if len(wrong_endings) < NUM_CHOICES - 1 or not before:
             continue
-        choices = [_broken_like(ending, true) for ending in rng.sample(others, OPTIONS - 1)]
-        answer = rng.randrange(OPTIONS)
-        choices.insert(answer, true)
+        choices = [_broken_like(ending, true_ending) for ending in rng.sample(wrong_endings, NUM_CHOICES - 1)]
+        answer = rng.randrange(NUM_CHOICES)
+        choices.insert(answer, true_ending)
         rows.append({"context": before, "choices": choices, "answer": answer})
         if len(rows) == items:
             break
@@ -252,13 +257,13 @@ def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: i
 
 
 def _flat(ending: str) -> str:
-    """Return `ending` on one line, with single spaces and one in front."""
+    """Return `ending` on one line, with single spaces and a leading space."""
     return " " + " ".join(ending.split())
 
 
-def _broken_like(ending: str, true: str) -> str:
-    """Break `ending`, which is one line, near the places where `true` has line breaks, with the same indentation."""
-    for match in re.finditer(r"[ \t]*\n[ \t]*", true):
+def _broken_like(ending: str, true_ending: str) -> str:
+    """Insert the line breaks and indentation of `true_ending` into `ending`, which is one line, at similar positions."""
+    for match in re.finditer(r"[ \t]*\n[ \t]*", true_ending):
         gaps = [
             position
             for position in range(1, len(ending))
@@ -271,7 +276,7 @@ def _broken_like(ending: str, true: str) -> str:
 
 
 def _context_after(text: str, start: int, tokens: int, count: Callable[[str], int]) -> str:
-    """Return whole lines from `start` on until they have `tokens` tokens; less only at the end of the text."""
+    """Return the text from `start` on, up to the line at which it has `tokens` tokens or the text ends."""
     context = ""
     for line in text[start : start + 12 * tokens].splitlines(keepends=True):
         context += line
@@ -283,20 +288,20 @@ def _context_after(text: str, start: int, tokens: int, count: Callable[[str], in
 def make_generation(
     text: str, count: Callable[[str], int], *, window: int, items: int, block: int, seed: int
 ) -> list[dict[str, str]]:
-    """Make questions: a sentence, at least one block of the text after it, and its first half again, to be continued.
+    """Generate prompts: a sentence, at least one block of the text after it, and the first half of the sentence again.
 
-    The model generates greedily, through its cache. The target is the rest of the sentence, compared word by word.
+    The model generates greedily with its cache. The target is the rest of the sentence, compared word by word.
 
     Args:
         text: The text.
         count: Function that returns the number of tokens of a text.
-        window: Tokens in which context and answer fit together.
-        items: Maximum number of questions.
-        block: Tokens between the sentence and its repetition.
-        seed: Seed of the random choices.
+        window: Maximum number of tokens of a prompt with its answer.
+        items: Maximum number of prompts.
+        block: Minimum number of tokens between the sentence and its repetition.
+        seed: Random seed.
 
     Returns:
-        Rows {"context", "target"}.
+        A list of dicts with "context" and "target".
     """
     rng = random.Random(f"generation {seed}")
     rows = []
@@ -316,28 +321,31 @@ def make_generation(
 def write_tasks(
     folder: str | Path, documents: Mapping[str, tuple[str, Sequence[Mapping[str, Any]]]], arguments: Mapping[str, Any]
 ) -> LocalTasks:
-    """Write tasks for lm-eval, under a temporary name that is then renamed.
+    """Write tasks for lm-eval atomically.
 
     Args:
         folder: The folder to create, or to replace if this function wrote it.
-        documents: Mapping from task to (one of `KINDS`, rows).
+        documents: Dict from task to (one of `KINDS`, documents).
         arguments: Further entries of the manifest.
     """
     sizes = {name: len(rows) for name, (_, rows) in documents.items()}
-    with atomic_folder(folder, replace=True) as aside:
-        (aside / "local_data.py").write_text(LOADER, encoding="utf-8")
+    with atomic_folder(folder, replace=True) as temporary:
+        (temporary / "local_data.py").write_text(LOADER, encoding="utf-8")
         for name, (kind, rows) in documents.items():
             lines = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
-            (aside / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-            (aside / f"{name}.yaml").write_text(_task_yaml(name, kind, rows), encoding="utf-8")
-        (aside / MANIFEST).write_text(json.dumps({"tasks": sizes, **arguments}, indent=1) + "\n", encoding="utf-8")
+            (temporary / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+            (temporary / f"{name}.yaml").write_text(_task_yaml(name, kind, rows), encoding="utf-8")
+        manifest = json.dumps({"tasks": sizes, **arguments}, indent=1) + "\n"
+        (temporary / MANIFEST).write_text(manifest, encoding="utf-8")
     return LocalTasks(str(folder), tuple(documents), sizes)
 
 
 def _task_yaml(name: str, kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return lm-eval's YAML of one task. Documents are named by field, so that no template is applied to their text."""
+    """Return lm-eval's YAML for one task, which names fields of documents instead of using templates."""
     kind_settings, scoring, metrics = KINDS[kind]
-    functions = {"custom_dataset": "load"} | ({"process_results": scoring} if scoring else {})
+    functions = {"custom_dataset": "load"}
+    if scoring:
+        functions["process_results"] = scoring
     depths = sorted({row["back"] for row in rows if "back" in row})
     metrics = {**metrics, **{f"{next(iter(metrics))}_back_{depth}": "mean" for depth in depths}}
     metric_list = [

@@ -1,8 +1,8 @@
-"""Scores of video pipelines from VBench 0.1.5: its prompts, its file names, its code in its own interpreter, its totals.
+"""Score video pipelines with VBench 0.1.5, following its protocol.
 
-Videos are named by VBench's protocol, `<prompt>-<index>.mp4`, and generated resumably and on several processes. vbench needs
-old versions of its libraries, so it runs in the interpreter that the recipe's `python` names, and its prompts are read from
-there. A total needs all dimensions (VBench's own script counts a missing one as zero).
+Videos are named as VBench requires, `<prompt>-<index>.mp4`, and generated resumably and on several processes. vbench needs
+old versions of its libraries, so it runs in a separate interpreter, the recipe's `python`, and its prompts are read from
+there. Totals are computed only if all dimensions have scores (VBench's own script counts a missing one as zero).
 """
 
 import dataclasses
@@ -31,34 +31,34 @@ from .subjects import PipelineJudge, Sample, Subject, find_subjects, joined_proc
 
 logger = logging.getLogger("mhla_hf")
 TASK = "vbench"
-ABOUT = """
+FIND_VBENCH = """
 import importlib.metadata, importlib.util, json, os
-found = importlib.util.find_spec("vbench")
-if found is None:
+spec = importlib.util.find_spec("vbench")
+if spec is None:
     raise SystemExit("vbench is not installed for this interpreter: pip install vbench==0.1.5")
-folder = next(iter(found.submodule_search_locations))
+folder = next(iter(spec.submodule_search_locations))
 print(json.dumps([importlib.metadata.version("vbench"), os.path.join(folder, "VBench_full_info.json")]))
 """
-JUDGE = """
+RUN_VBENCH = """
 import sys, torch
 from vbench import VBench
 videos, info, out, dimension, device = sys.argv[1:]
 bench = VBench(torch.device(device), info, out)
 bench.evaluate(videos_path=videos, name=dimension, dimension_list=[dimension], mode="vbench_standard")
 """
-# dimension -> (weight, low, high): VBench scales each average from low..high to 0..1 and weights it; in VBench's order
-WHOLE = (1, 0.0, 1.0)
+# Dimension -> (weight, low, high), in VBench's order. VBench scales each average from low..high to 0..1 and weights it.
+UNSCALED = (1, 0.0, 1.0)
 QUALITY = {
     "subject_consistency": (1, 0.1462, 1.0),
     "background_consistency": (1, 0.2615, 1.0),
     "temporal_flickering": (1, 0.6293, 1.0),
     "motion_smoothness": (1, 0.706, 0.9975),
-    "aesthetic_quality": WHOLE,
-    "imaging_quality": WHOLE,
+    "aesthetic_quality": UNSCALED,
+    "imaging_quality": UNSCALED,
     "dynamic_degree": (0.5, 0.0, 1.0),
 }
 SEMANTIC = {
-    **dict.fromkeys(("object_class", "multiple_objects", "human_action", "color", "spatial_relationship"), WHOLE),
+    **dict.fromkeys(("object_class", "multiple_objects", "human_action", "color", "spatial_relationship"), UNSCALED),
     "scene": (1, 0.0, 0.8222),
     "appearance_style": (1, 0.0009, 0.2855),
     "temporal_style": (1, 0.0, 0.364),
@@ -70,14 +70,14 @@ TOTALS = ("quality", "semantic", "total")
 
 @checked
 class VideoProtocol:
-    """How videos are generated and scored; the settings of a recipe of kind "video".
+    """Settings of a recipe of kind "video": how videos are generated and scored.
 
     Args:
-        python: The interpreter that has vbench.
-        videos: Videos per prompt; VBench's protocol is five.
+        python: Python interpreter in which vbench is installed.
+        videos: Videos per prompt; VBench's protocol requires five.
         fps: Frames per second of the files.
         sampling: Further arguments of the pipeline.
-        samples: Folder to create, in which each model has its own.
+        samples: Folder to create, with a subfolder per model.
     """
 
     python: str | Path | None = None
@@ -96,27 +96,30 @@ def vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
     """Compute VBench's totals, as its cal_final_score.py does.
 
     Args:
-        averages: Mapping from each of the sixteen dimensions to its average over videos, 0 to 1.
+        averages: Dict from each of the sixteen dimensions to its average over videos, 0 to 1.
 
     Returns:
-        {"quality", "semantic", "total"}.
+        A dict with "quality", "semantic" and "total".
     """
-    parts = []
-    for part in (QUALITY, SEMANTIC):
-        scaled = [(averages[name] - low) / (high - low) * weight for name, (weight, low, high) in part.items()]
-        parts.append(sum(scaled) / sum(weight for weight, _, _ in part.values()))
-    return dict(zip(TOTALS, (*parts, (parts[0] * 4 + parts[1] * 1) / 5), strict=True))
+
+    def weighted_mean(dimensions: Mapping[str, tuple[float, float, float]]) -> float:
+        scaled = [(averages[name] - low) / (high - low) * weight for name, (weight, low, high) in dimensions.items()]
+        return sum(scaled) / sum(weight for weight, _, _ in dimensions.values())
+
+    quality = weighted_mean(QUALITY)
+    semantic = weighted_mean(SEMANTIC)
+    return dict(zip(TOTALS, (quality, semantic, (quality * 4 + semantic * 1) / 5), strict=True))
 
 
 def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
-    """Score video pipelines, as far as the scores are not known.
+    """Score video pipelines, reusing known scores.
 
     Args:
-        models: As `evaluate` takes them.
+        models: See `evaluate`.
         args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
-        Mapping from the name of each model to the requested scores, and the totals if all dimensions are known.
+        A dict from the name of each model to the requested scores, and the totals if all dimensions are known.
     """
     protocol = read_settings(VideoProtocol, args.recipe.settings)
     if unknown := sorted(set(args.recipe.tasks) - set(DIMENSIONS)):
@@ -128,18 +131,18 @@ def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
 
 
 class Bench:
-    """The vbench that another interpreter has.
+    """vbench in another Python interpreter.
 
     Args:
-        python: The interpreter, a path or a command.
+        python: The interpreter, as a path or a command.
 
     Attributes:
         version: Version of vbench.
-        prompts: vbench's own list of prompts, as dicts.
-        sha256: Hash of the file of prompts.
+        prompts: vbench's list of prompts, as dicts.
+        sha256: Hash of the file with the prompts.
 
     Raises:
-        ValueError: There is no such interpreter, or it has no vbench.
+        ValueError: The interpreter does not exist, or vbench is not installed in it.
     """
 
     def __init__(self, python: str | Path | None) -> None:
@@ -147,12 +150,12 @@ class Bench:
         if not executable:
             raise ValueError(f"settings: python: got {python!r}, expected an interpreter that has vbench.")
         self.python = str(executable)
-        self.version, path = json.loads(self._run(ABOUT).splitlines()[-1])
+        self.version, path = json.loads(self._run(FIND_VBENCH).splitlines()[-1])
         self.prompts = json.loads(Path(path).read_text(encoding="utf-8"))
         self.sha256 = hash_file(path)
 
     def _run(self, source: str, *arguments: object) -> str:
-        """Run Python source in the interpreter, without our environment, and return its stdout."""
+        """Run Python source in the interpreter, without the PYTHON* environment variables, and return its stdout."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [self.python, "-c", source, *map(str, arguments)]
         with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as folder:
@@ -169,20 +172,21 @@ class Bench:
 
         Args:
             dimension: One of `DIMENSIONS`.
-            entries: The prompts, entries of `prompts`.
+            entries: The prompts, as in `prompts`.
             videos: The videos of these prompts.
-            device: Where vbench runs.
+            device: Device on which vbench runs.
 
         Returns:
-            The average, and the values of the videos.
+            (average, scores of the videos).
         """
         with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as workspace:
-            # A folder of links to these videos only: vbench takes the ending of any file there for that of all videos.
+            # A folder with links to these videos alone, because vbench assumes that all files in it have the same suffix.
             folder = Path(workspace, "videos")
             folder.mkdir()
             for video in videos:
                 (folder / video.name).symlink_to(video.resolve())
-            self._run(JUDGE, folder, write_json(Path(workspace, "info.json"), entries), workspace, dimension, device)
+            info = write_json(Path(workspace, "info.json"), entries)
+            self._run(RUN_VBENCH, folder, info, workspace, dimension, device)
             with wrap_errors(f"vbench gave no results for {dimension}"):
                 results = Path(workspace, f"{dimension}_eval_results.json").read_text(encoding="utf-8")
                 average, video_scores = json.loads(results)[dimension]
@@ -190,7 +194,12 @@ class Bench:
 
 
 class _Judge(PipelineJudge):
-    """Scores one pipeline on VBench; arguments as in `PipelineJudge`, and a `Bench`."""
+    """Scores one pipeline on VBench.
+
+    Args:
+        subject, args, protocol, state: See `PipelineJudge`.
+        bench: The installed vbench.
+    """
 
     def __init__(self, subject: Subject, args: Any, protocol: Any, state: Any, bench: Bench) -> None:
         super().__init__(subject, args, protocol, state)
@@ -198,11 +207,11 @@ class _Judge(PipelineJudge):
         self.hash = hash_json([bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
 
     def entries(self, dimension: str) -> list[dict[str, Any]]:
-        """Return VBench's prompts for a dimension, only the first `limit` if there is a limit."""
+        """Return VBench's prompts for a dimension, or only the first ones if the evaluation is limited."""
         return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.args.limit]
 
     def run(self) -> Results:
-        """Compute the scores that are not known, and return all that were requested and the totals."""
+        """Compute the scores that are not known yet, and return all requested scores and the totals."""
         dimensions = self.args.recipe.tasks
         missing = [name for name in dimensions if not self.subject.knows(TASK, name, self.hash)]
         if missing:
@@ -212,8 +221,8 @@ class _Judge(PipelineJudge):
                 logger.info("%s: %s (%d of %d)", self.subject.name, dimension, number, len(missing))
                 self._judge(dimension)
             self._keep_totals()
-        shown = {(TASK, name, self.args.limit) for name in (*dimensions, *TOTALS)}
-        return Results(r for r in self.subject.kept if (r.task, r.metric, r.limit) in shown)
+        requested = {(TASK, name, self.args.limit) for name in (*dimensions, *TOTALS)}
+        return Results(r for r in self.subject.kept if (r.task, r.metric, r.limit) in requested)
 
     def _make(self, dimensions: Sequence[str]) -> None:
         """Generate the videos of all prompts of these dimensions."""
@@ -229,11 +238,11 @@ class _Judge(PipelineJudge):
         fps = self.protocol.fps
         save = functools.partial(save_video, fps=fps)
         identity = {"seed": self.seed, "fps": fps}
-        what = f"{self.subject.name}: videos"
-        self.make(self.folder / TASK, plan, identity, sampling, save, batch_size=1, what=what)
+        label = f"{self.subject.name}: videos"
+        self.make(self.folder / TASK, plan, identity, sampling, save, batch_size=1, label=label)
 
     def _judge(self, dimension: str) -> None:
-        """Score the videos in one dimension, and keep the score."""
+        """Score the videos in one dimension, and store the score."""
         started = time.perf_counter()
         entries = self.entries(dimension)
         names = [f"{entry['prompt_en']}-{i}.mp4" for entry in entries for i in range(self.protocol.videos)]
@@ -245,7 +254,7 @@ class _Judge(PipelineJudge):
         self.subject.keep(TASK, scores, self.hash, started, self.device)
 
     def _keep_totals(self) -> None:
-        """Keep quality, semantic and total, unless the run is limited, incomplete, or has not five videos per prompt."""
+        """Store quality, semantic and total, unless the run is limited, incomplete, or does not have 5 videos per prompt."""
         key = (TASK, self.hash, None, self.seed)
         by_metric = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == key}
         averages: dict[str, Any] = {
@@ -254,7 +263,7 @@ class _Judge(PipelineJudge):
             if name in by_metric and by_metric[name].value is not None
         }
         if self.args.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
-            logger.info("%s: no total for a part of VBench's videos or dimensions", self.subject.name)
+            logger.info("%s: no totals without all of VBench's videos and dimensions", self.subject.name)
         elif (totals := vbench_totals(averages)) != {
             name: by_metric[name].value for name in TOTALS if name in by_metric
         }:
@@ -264,7 +273,7 @@ class _Judge(PipelineJudge):
 
 
 def _spread(average: float, values: Sequence[Any]) -> float | None:
-    """Return the standard error of the mean of the videos' values; None if vbench's average is not that mean."""
+    """Return the standard error of the mean of the videos' scores; None if `average` is not the mean of `values`."""
     numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
     if len(numbers) < 2 or len(numbers) != len(values) or abs(statistics.fmean(numbers) - average) > 1e-6:
         return None
@@ -272,7 +281,16 @@ def _spread(average: float, values: Sequence[Any]) -> float | None:
 
 
 def save_video(frames: Any, path: str | Path, fps: int) -> None:
-    """Save frames ([F, H, W, 3], 0 to 1, or PIL images) as an MP4 file (H.264), whatever the ending of `path`."""
+    """Save frames as an MP4 file (H.264), whatever the suffix of `path`.
+
+    Args:
+        frames: An array [F, H, W, 3] with values from 0 to 1, or PIL images.
+        path: File to write.
+        fps: Frames per second.
+
+    Raises:
+        ImportError: imageio or imageio-ffmpeg is not installed.
+    """
     from diffusers.utils import export_to_video
 
     for library in ("imageio", "imageio_ffmpeg"):

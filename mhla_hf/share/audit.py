@@ -69,7 +69,7 @@ def audit(
     if tokens is not None and not is_whole(tokens, MIN_TOKENS):
         raise ValueError(f"tokens: got {tokens!r}, expected a whole number of at least {MIN_TOKENS}.")
     if out is not None:
-        check_writable(Path(out))
+        check_writable(Path(out), "out")
     subject = _open_subject(folder, text, tokens or MAX_TOKENS, choose_device(device), trust_remote_code)
     if teacher is not None:
         subject.teacher = _load_teacher(teacher, subject)

@@ -45,10 +45,15 @@ def test_merge_replaces_only_the_same_thing():
 
 def test_a_score_of_other_numbers_of_samples_is_replaced_or_stays_beside():
     """A task whose data changed is measured anew; images are made in any number."""
-    for beside, kept in ((False, [7]), (True, [7, SAMPLES])):
-        both = Results([make_result()]).merge([make_result(samples=7)], beside=beside)
+    for keep_other_sample_counts, kept in ((False, [7]), (True, [7, SAMPLES])):
+        both = Results([make_result()]).merge(
+            [make_result(samples=7)], keep_other_sample_counts=keep_other_sample_counts
+        )
         assert sorted(record.samples for record in both) == kept
-    assert both.merge([make_result(samples=7, value=0.25)], beside=True).find("copa", "acc").samples == SAMPLES
+    assert (
+        both.merge([make_result(samples=7, value=0.25)], keep_other_sample_counts=True).find("copa", "acc").samples
+        == SAMPLES
+    )
     assert [record.value for record in both if record.samples == 7] == [0.25]
 
 
