@@ -1,8 +1,8 @@
-"""`mhla-hf`: parse the command line and call the function of the sub-command.
+"""The command line `mhla-hf`: parse the arguments and call the function of the sub-command.
 
-Sub-commands import what they need when they run, so that `--help` is instant. Results go to stdout, everything else to
-stderr. Bad input ends with exit code 2 and one line on stderr, Ctrl-C with 130 and how to resume. `--debug` shows the
-traceback of an error.
+Sub-commands import their libraries when they run, so that `--help` is instant. Results go to stdout, everything else to
+stderr. Invalid input ends with exit code 2 and one line on stderr, Ctrl-C with 130 and a hint on how to resume. `--debug`
+shows the traceback of an error.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from .commands import evaluate, share, train
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
 INTERRUPTED = "interrupted; finished work is kept, and the same command resumes from there"
 FLAG = re.compile(r"^--\w[\w-]*")  # --max_steps is accepted as --max-steps, as in other libraries
-SECONDS_BETWEEN_UPDATES = "10"  # of progress bars where stderr is not a terminal
-ABOUT = """\
+SECONDS_BETWEEN_UPDATES = "10"  # of progress bars if stderr is not a terminal
+DESCRIPTION = """\
 Multi-Head Linear Attention for Hugging Face models: convert, distill, evaluate.
 Tab completion: pip install 'mhla_hf[completion]', then eval "$(register-python-argcomplete mhla-hf)" in your shell.
 """
-# Name -> (function that runs it, function that declares its options, help, epilog)
+# Name -> (function that runs the command, function that adds its options, help, epilog).
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] = {
     "plan": (train.run_plan, train.plan_options, "Estimate what a conversion saves and costs.", train.PLAN),
     "convert": (train.run_convert, train.convert_options, "Turn a softmax model into an MHLA model.", train.CONVERT),
@@ -55,26 +55,26 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that reports an error in one line, without the usage before it."""
+    """An `ArgumentParser` that reports errors in one line, without printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def build_parser() -> Parser:
-    """Build the parser of `mhla-hf`. Options have the names of arguments of the function that the sub-command calls."""
+    """Build the parser of `mhla-hf`. Options are named after the arguments of the function that the sub-command calls."""
     layout: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = Parser(prog="mhla-hf", description=ABOUT, **layout)
+    parser = Parser(prog="mhla-hf", description=DESCRIPTION, **layout)
     parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND", parser_class=Parser)
-    for name, (run, add_options, about, epilog) in COMMANDS.items():
-        sub = commands.add_parser(name, help=about, description=about, epilog=epilog, **layout)
+    for name, (run, add_options, description, epilog) in COMMANDS.items():
+        sub = commands.add_parser(name, help=description, description=description, epilog=epilog, **layout)
         sub.set_defaults(run=run)
         sub.add_argument("--quiet", action="store_false", dest="progress", help="print results and errors only")
         sub.add_argument("--debug", action="store_true", help="show where an error came from")
         add_options(sub.add_argument)
-        named = [(action.dest, action.option_strings[-1]) for action in sub._actions if action.option_strings]
-        flags = dict(named) | {flag.lstrip("-").replace("-", "_"): flag for _, flag in named}
+        flags = {action.dest: action.option_strings[-1] for action in sub._actions if action.option_strings}
+        flags.update({flag.lstrip("-").replace("-", "_"): flag for flag in list(flags.values())})
         sub.set_defaults(flags=flags)
     return parser
 
@@ -83,10 +83,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command line.
 
     Args:
-        argv: the words after `mhla-hf` (default: those of this process).
+        argv: the arguments after `mhla-hf` (default: those of this process).
 
     Returns:
-        The exit code: 0; 1 if a bench or an audit found a problem; 2 for bad input; 130 after Ctrl-C.
+        The exit code: 0; 1 if a bench or an audit found a problem; 2 for invalid input; 130 after Ctrl-C.
     """
     logger = logging.getLogger("mhla_hf")
     level = logger.level
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         code = execute(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of stdout closed it, as `head` does; Python would complain again at exit
+    except BrokenPipeError:  # stdout was closed, e.g. by `head`; without this, Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:
@@ -130,7 +130,7 @@ def set_up_output(verbose: bool) -> None:
     """Configure output streams, logging and the libraries' progress bars.
 
     Args:
-        verbose: log to stderr what is being done.
+        verbose: whether to log progress to stderr.
     """
     replace_unprintable()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -142,7 +142,7 @@ def set_up_output(verbose: bool) -> None:
 
 
 def replace_unprintable() -> None:
-    """Print characters that the terminal's encoding lacks as question marks, instead of failing."""
+    """Make stdout and stderr replace characters that their encoding lacks by question marks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -154,7 +154,7 @@ def describe_error(error: BaseException, flags: Mapping[str, str] | None = None)
 
     Args:
         error: the exception.
-        flags: argument -> its flag on the command line, which replaces it at the beginning of the message.
+        flags: argument -> its command-line flag, which replaces the argument at the beginning of the message.
     """
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
@@ -166,7 +166,12 @@ def describe_error(error: BaseException, flags: Mapping[str, str] | None = None)
 
 
 def script(main: Callable[[], Any], name: str | None = None) -> None:
-    """Call the `main` of a script as `mhla-hf` would: bad input is one line and exit code 2, Ctrl-C says how to resume."""
+    """Run the `main` of a script with the error handling of `mhla-hf`.
+
+    Args:
+        main: the function to call.
+        name: name of the script in error messages (default: its file name).
+    """
     replace_unprintable()
     try:
         main()

@@ -1,4 +1,4 @@
-"""`mhla-hf info`: describe a saved MHLA model from its files, without loading weights."""
+"""Describe a saved MHLA model from its files, without loading weights, for `mhla-hf info`."""
 
 import dataclasses
 import math
@@ -17,9 +17,9 @@ from .planning import MIB, cache_of_saved
 from .share.facts import PERSON_FILE, read_model, section_of
 from .training.run_folder import RECORD
 
-CACHE_TOKENS = 1024  # length at which the cache is reported
-SHOWN_SCORES = 5
-# Kinds of model that mhla-hf evaluate takes -> the recipe to suggest
+CACHE_TOKENS = 1024  # sequence length for which the size of the cache is reported
+MAX_SCORES = 5  # number of scores that are printed
+# Kinds of model that mhla-hf evaluate supports -> the recipe to suggest.
 EVALUATION_RECIPES = {"language": "recall", "image": "RECIPE", "pipeline": "RECIPE"}
 SHOWN_SETTINGS = (
     "mixing_form", "num_decays", "local", "block_size", "num_blocks", "layout", "feature_map", "normalize", "gate", "cpe",
@@ -27,19 +27,21 @@ SHOWN_SETTINGS = (
 
 
 def describe_model(folder: PathLike) -> dict[str, Any]:
-    """Describe a saved MHLA model or pipeline in JSON-serializable values, which `render_info` makes readable.
+    """Describe a saved MHLA model or pipeline.
 
-    "cache" holds the bytes of one sequence at 1,024 tokens, for converted decoders whose state does not grow. "base" is
-    taken from the card or the training record.
+    Returns:
+        A JSON-serializable dict, which `render_info` renders as text. "base" is taken from the card or the training record.
+        "cache" has the bytes of one sequence of 1,024 tokens, for converted decoders whose state has a fixed size.
 
     Raises:
-        ValueError: `folder` holds no saved MHLA model.
+        ValueError: `folder` contains no saved MHLA model.
     """
     folder = Path(folder)
     kind, class_name, config = read_model(folder)
     settings = config["mhla"]
     parameters, size = count_weights(folder)
-    train, person = read_json(folder / RECORD) or {}, read_json(folder / PERSON_FILE) or {}
+    train = read_json(folder / RECORD) or {}
+    person = read_json(folder / PERSON_FILE) or {}
     base = person.get("base_model") or train.get("teacher")
     if base is None and (folder / CARD_FILE).is_file():
         base = ModelCard.load(folder / CARD_FILE, ignore_metadata_errors=True).data.get("base_model")
@@ -62,10 +64,10 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
 
 
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the settings that describe the attention: those that are on and apply to its form."""
+    """Return the settings that describe the attention, without those that are off or do not apply to it."""
     unused = set()
     if settings.get("layout"):
-        unused |= {"block_size", "num_blocks"}
+        unused.update(("block_size", "num_blocks"))
     if settings["mixing_form"] != "decay":
         unused.add("num_decays")
     names = (name for name in SHOWN_SETTINGS if name not in unused)
@@ -73,8 +75,9 @@ def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_weights(folder: Path) -> tuple[int, int]:
-    """Return the number of parameters and the bytes of all safetensors files in a folder, from their headers."""
-    parameters, size = 0, 0
+    """Return the number of parameters in all safetensors files in a folder, from their headers, and the files' bytes."""
+    parameters = 0
+    size = 0
     for file in sorted(folder.rglob("*.safetensors")):
         size += file.stat().st_size
         with (
@@ -87,7 +90,7 @@ def count_weights(folder: Path) -> tuple[int, int]:
 
 
 def render_info(record: Mapping[str, Any]) -> str:
-    """Render what `describe_model` returns as about ten lines."""
+    """Render what `describe_model` returns as about ten lines of text."""
     layers = ", ".join(map(str, record["mhla_layers"]))
     form = ", ".join(f"{name} {value}" for name, value in record["form"].items())
     weights = f"{record['parameters']:,} parameters, {record['bytes'] / MIB:,.1f} MiB"
@@ -106,15 +109,15 @@ def render_info(record: Mapping[str, Any]) -> str:
         )
     if record["trained"]:
         lines.append("trained:    " + ", ".join(f"{value:,.0f} {name}" for name, value in record["trained"].items()))
-    for score in record["scores"][:SHOWN_SCORES]:
+    for score in record["scores"][:MAX_SCORES]:
         limit = "" if score["limit"] is None else f", limit {score['limit']}"
         value = format_score(score["value"], score["stderr"])
         lines.append(f"score:      {score['task']} {score['metric']} {value} ({score['samples']} samples{limit})")
-    more = len(record["scores"]) - SHOWN_SCORES
+    num_omitted = len(record["scores"]) - MAX_SCORES
     if not record["scores"]:
         recipe = EVALUATION_RECIPES.get(record["kind"])
         advice = f"; mhla-hf evaluate {record['folder']} --recipe {recipe}" if recipe else ""
         lines.append(f"score:      none{advice}")
-    elif more > 0:
-        lines.append(f"            and {more} more in results.json")
+    elif num_omitted > 0:
+        lines.append(f"            and {num_omitted} more in results.json")
     return "\n".join(lines)

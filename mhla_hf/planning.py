@@ -377,7 +377,8 @@ def advise(record: Mapping[str, Any]) -> str:
     unknown = [phase for phase in WORKS if phase not in slower and not timing.get(phase, {}).get("faster_from")]
     against = None
     if reduction < MIN_CACHE_REDUCTION:
-        against = f"{at_context} the cache would shrink by a factor of {reduction:.2f}, and {MIN_CACHE_REDUCTION} is the least"
+        shrinkage = f"shrink by a factor of {reduction:.2f}, and {MIN_CACHE_REDUCTION} is the least"
+        against = f"{at_context} the cache would {shrinkage}"
     elif len(slower) == len(WORKS):
         against = f"{at_context} neither prefill nor decoding is faster with MHLA"
     if against and record["attention"] > MAX_ATTENTION_SHARE:
@@ -389,7 +390,8 @@ def advise(record: Mapping[str, Any]) -> str:
     caveats += f"; whether {' or '.join(unknown)} is faster there is not known" if unknown else ""
     saved = f"{len(record['mhla_layers'])} MHLA layers save {(row['softmax'] - row['mhla']) / MIB:,.1f} MiB of cache"
     command = "mhla-hf convert MODEL OUT --text FILE --keep 1/6"
-    return f"Convert: {at_context} {saved} ({reduction:.2f} times smaller){caveats}. Let measurement choose the layers: {command}"
+    benefit = f"{at_context} {saved} ({reduction:.2f} times smaller){caveats}"
+    return f"Convert: {benefit}. Let measurement choose the layers: {command}"
 
 
 def render_plan(record: Mapping[str, Any]) -> str:

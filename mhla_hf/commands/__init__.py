@@ -1,1 +1,1 @@
-"""The sub-commands of `mhla-hf`: their options, and functions that import what they need when they run."""
+"""The sub-commands of `mhla-hf`: their options, and the functions that run them."""

@@ -1,4 +1,4 @@
-"""`mhla-hf evaluate`, `tasks`, `analyze`, `audit` and `bench`."""
+"""The commands `mhla-hf evaluate`, `tasks`, `analyze`, `audit` and `bench`."""
 
 import dataclasses
 import json
@@ -103,7 +103,7 @@ def run_evaluate(
 
     compared = evaluate(models, settings=parsed_settings, **options)
     if int(os.environ.get("RANK", "0")):
-        return  # only the first of several processes has the scores
+        return  # only the main process has the scores
     if style == "json":
         scores = {name: [dataclasses.asdict(record) for record in records] for name, records in compared.items()}
         print(json.dumps(scores, indent=2))

@@ -1,4 +1,4 @@
-"""`mhla-hf info`, `card` and `push`."""
+"""The commands `mhla-hf info`, `card` and `push`."""
 
 import os
 from typing import Any

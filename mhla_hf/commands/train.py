@@ -1,4 +1,4 @@
-"""`mhla-hf convert`, `plan`, `teach`, `distill` and `recipes`."""
+"""The commands `mhla-hf convert`, `plan`, `teach`, `distill` and `recipes`."""
 
 import logging
 import os
@@ -68,7 +68,7 @@ example:
   mhla-hf recipes --model meta-llama/Llama-3.2-1B --tflops 300           with memory and hours, for this model
 Memory is that of one process: weights, gradients, moments, the teacher, activations, and logits.
 """
-# Kinds of model other than causal language models -> (the function that loads one, the recipe that distills it)
+# Kind of model -> (function that loads one, recipe that distills it), for all but causal language models.
 OTHER_KINDS = {"images": ("load_classifier", None), "encoders": ("load_encoder", "encoder")}
 
 
@@ -102,7 +102,8 @@ def run_convert(
     model: str, out: str, text: str | None, keep: str | None, context: int | None, layers: str | None, settings: list[str],
     effort: float, dtype: str, seed: int, revision: str | None, overwrite: bool, progress: bool, **_: Any,
 ) -> None:  # fmt: skip
-    parsed_settings, parsed_layers = parse_settings(settings), parse_layers(layers)
+    parsed_settings = parse_settings(settings)
+    parsed_layers = parse_layers(layers)
     parsed_keep = None if keep is None else parse_keep(keep)
     check_new_folder(out, overwrite)
     if text not in (None, "self", "none"):
@@ -166,11 +167,11 @@ def run_convert(
 
 
 def render_conversion(out: str, measured: Mapping[str, Any]) -> str:
-    """Render the measurements of a conversion with text, as a page of text.
+    """Render the measurements of a conversion that learned from text.
 
     Args:
         out: the folder of the converted model.
-        measured: `config.mhla_measured`.
+        measured: `config.mhla_measured` of the converted model.
     """
     from ..evaluation.records import render_rows
     from ..plots import draw_heads
@@ -179,14 +180,14 @@ def render_conversion(out: str, measured: Mapping[str, Any]) -> str:
     scores = {name: measured[key] for key, name in names.items() if key in measured}
     if "cosine" in measured["original"]:
         lengths = list(measured["original"]["cosine"])
-        rows = [[name, *(f"{one['cosine'][length]:.4f}" for length in lengths)] for name, one in scores.items()]
+        rows = [[name, *(f"{values['cosine'][length]:.4f}" for length in lengths)] for name, values in scores.items()]
         titles = ["held-out text", *(f"cosine, {length} tokens" for length in lengths)]
         return f"{out}: {measured['seconds']} s\n{render_rows(titles, rows)}"
     caches = [
         f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
         for tokens, sizes in measured["cache_bytes"].items()
     ]
-    rows = [[name, *_score_cells(one)] for name, one in scores.items()]
+    rows = [[name, *_score_cells(values)] for name, values in scores.items()]
     table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
     heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
     return "\n".join([f"{out}: {measured['seconds']} s", table, *caches, *heads])
@@ -199,7 +200,7 @@ def _score_cells(scores: Mapping[str, float]) -> list[str]:
 
 
 def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Read what sentence-transformers adds to an encoder; if that may be code or cannot be read, warn and return {}."""
+    """Return `read_sentence_files`; if these files may contain code or cannot be read, log a warning and return {}."""
     try:
         return read_sentence_files(model, revision)
     except (ValueError, OSError) as error:
@@ -221,7 +222,8 @@ def plan_options(add: AddArgument) -> None:
 
 
 def run_plan(model: str, recipe: str, layers: str | None, settings: list[str], as_json: bool, **options: Any) -> None:
-    parsed_layers, parsed_settings = parse_layers(layers), parse_settings(settings)
+    parsed_layers = parse_layers(layers)
+    parsed_settings = parse_settings(settings)
     find_yaml(recipe, RECIPE_FOLDER, "recipe")
     check_model(model, options["revision"], weights=False)
     load_libraries()
@@ -306,7 +308,8 @@ def run_distill(
         "run.mixed_precision": dtype and {"float32": "no", "bfloat16": "bf16"}[dtype],
         "run.tracker": "" if tracker == "none" else tracker,
     }
-    overrides = {key: value for key, value in from_flags.items() if value is not None} | parse_settings(settings)
+    overrides = {key: value for key, value in from_flags.items() if value is not None}
+    overrides.update(parse_settings(settings))
     loaded_recipe: Any = read_recipe(recipe, overrides)
     for stage in loaded_recipe.stages:
         stage.steps = min(stage.steps, max_steps or stage.steps)
@@ -322,7 +325,8 @@ def run_distill(
     from ..training.loop import distill
     from ..training.sharding import launched_with
 
-    if (kind := kind_of_model(student)) == "images":
+    kind = kind_of_model(student)
+    if kind == "images":
         raise ValueError(
             f"student: got {student!r}, an image classifier, expected a causal language model or a text encoder "
             "(for classifiers see conversion/image_classifier.py)."

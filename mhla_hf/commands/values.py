@@ -1,6 +1,6 @@
-"""What the commands share: parsing of values, checks of arguments before the slow imports, and common options.
+"""Parsing of values, checks of arguments before the slow imports, and options that several commands share.
 
-Bad values raise `ValueError`, or argparse's own error, with one line that names the argument.
+Invalid values raise `ValueError`, or argparse's own error, with one line that names the argument.
 """
 
 import argparse
@@ -21,21 +21,21 @@ AddArgument = Callable[..., Any]  # `ArgumentParser.add_argument` of a sub-comma
 
 
 def parse_seed(text: str) -> int:
-    """Parse a random seed that every generator accepts."""
+    """Parse a random seed, an integer from 0 to 2**32 - 1."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"got {text}, expected a whole number from 0 to {2**32 - 1}.")
     return int(text)
 
 
 def parse_count(text: str) -> int:
-    """Parse a whole number of at least 1."""
+    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected a whole number of at least 1.")
     return int(text)
 
 
 def parse_layers(text: str | None) -> str | list[int] | None:
-    """Parse "all", "2/3", or indices separated by commas; None stays None. `ValueError` for anything else."""
+    """Parse "all", "2/3", or indices separated by commas; None stays None. Raise `ValueError` for anything else."""
     if text in (None, "all", "2/3"):
         return text
     parts = [part.strip() for part in (text or "").split(",")]
@@ -45,7 +45,7 @@ def parse_layers(text: str | None) -> str | list[int] | None:
 
 
 def parse_keep(text: str) -> Any:
-    """Parse how many KV heads keep softmax: "1/6" or "0.25" as a share, "15" as a number; other text stays as it is."""
+    """Parse the KV heads that keep softmax: "1/6" or "0.25" is a fraction, "15" a number; other text stays as it is."""
     numerator, slash, denominator = text.partition("/")
     if slash and numerator.isdecimal() and denominator.isdecimal() and int(denominator):
         return int(numerator) / int(denominator)
@@ -53,7 +53,7 @@ def parse_keep(text: str) -> Any:
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
-    """Parse NAME=VALUE texts into a dict, with values as in `parse_value` and lists where there are commas."""
+    """Parse strings NAME=VALUE into a dict. Values are parsed by `parse_value`; with commas, they become lists."""
     settings = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -67,7 +67,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
 def parse_value(text: str) -> Any:
     """Parse a number, true, false or none; other text stays as it is.
 
-    This is not YAML, in which "no", a value of mixed_precision, would be false.
+    YAML is not used, because it would read "no", a value of mixed_precision, as false.
     """
     constants = {"true": True, "false": False, "none": None}
     if text.lower() in constants:
@@ -81,7 +81,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_pairs(argument: str, pairs: Iterable[str]) -> dict[str, str]:
-    """Parse LABEL=DIR texts into a dict; `argument` is what an error message begins with."""
+    """Parse strings LABEL=DIR into a dict. `argument` is the name of the argument in error messages."""
     folders: dict[str, str] = dict(pair.partition("=")[::2] for pair in pairs)
     if incomplete := [label for label, folder in folders.items() if not (label and folder)]:
         raise ValueError(f"{argument}: got {incomplete[0]!r}, expected LABEL=DIR, such as teacher=out/teacher.")
@@ -89,7 +89,7 @@ def parse_pairs(argument: str, pairs: Iterable[str]) -> dict[str, str]:
 
 
 def load_libraries() -> None:
-    """Import torch and transformers and register the model types.
+    """Import torch and transformers, and register the model types.
 
     This takes seconds, so commands check their arguments first.
     """
@@ -97,9 +97,12 @@ def load_libraries() -> None:
 
 
 def check_model(name: str, revision: str | None = None, weights: bool = True) -> None:
-    """Raise `ValueError` unless `name` is the folder of a saved model or pipeline, or one that the Hub or its cache has.
+    """Raise `ValueError` unless `name` is the folder of a saved model or pipeline, or the id of one on the Hub.
 
-    With `weights=False`, a folder may hold its configuration alone.
+    Args:
+        name: folder or Hub id.
+        revision: branch, tag or commit on the Hub.
+        weights: whether a folder has to contain weights. Otherwise any folder passes.
     """
     if os.path.isdir(name) and not weights:
         return
@@ -111,14 +114,14 @@ def check_model(name: str, revision: str | None = None, weights: bool = True) ->
         try:
             hf_hub_download(name, file, revision=revision)
             return
-        except Exception as error:  # the Hub's client has many ways to say no
+        except Exception as error:  # the Hub's client raises many types of errors
             lines = [line for line in map(str.strip, str(error).splitlines()) if line and "Client Error" not in line]
             reason = (lines[0] if lines else type(error).__name__).removesuffix(".")
     raise ValueError(f"model: got {name!r}, which is not a folder, expected a model that the Hub can give ({reason}).")
 
 
 def check_folder(folder: str, content: str) -> None:
-    """Raise `ValueError` unless the folder exists; `content` says what is expected in it."""
+    """Raise `ValueError` unless the folder exists. `content` describes its expected content in the message."""
     if not os.path.isdir(folder):
         raise ValueError(f"folder: got {folder!r}, which does not exist, expected the folder of {content}.")
 
@@ -130,7 +133,7 @@ def check_file(path: str | None) -> None:
 
 
 def check_data(data: str | None) -> None:
-    """Raise `FileNotFoundError` for training text that can only be a file and does not exist; a Hub id or None passes."""
+    """Raise `FileNotFoundError` if `data` can only be a file and does not exist. None and possible Hub ids pass."""
     if data is None:
         return
     is_id = HUB_ID.fullmatch(data.partition(":")[0]) and not data.startswith(".")
@@ -151,5 +154,5 @@ def add_json_option(add: AddArgument) -> None:
 
 
 def print_record(record: Any, as_json: bool, render: Callable[[Any], str]) -> None:
-    """Print a record as JSON, or as the text that `render` makes of it."""
+    """Print a record as JSON, or as text rendered by `render`."""
     print(json.dumps(record, indent=2) if as_json else render(record))

@@ -1,7 +1,7 @@
-"""audit(): check whether a saved language model is intact and does what its card claims.
+"""`audit`: check whether a saved language model is intact and does what its card claims.
 
-`audit_checks.py` has the checks. A check that fails, whatever it raises, is a finding and does not stop the others: the
-files and the code of a checkpoint come from someone else, so anything may go wrong in them.
+The checks are in `audit_checks.py`. Files and code of a checkpoint may come from anyone, so a check may raise anything. An
+exception is a finding, and the other checks still run.
 """
 
 import json
@@ -32,8 +32,8 @@ from ..nn.settings import is_whole
 from .audit_checks import CHECKS, MAX_TOKENS, AuditSubject, NotApplicable
 
 FORMAT_VERSION = 1
-MIN_TOKENS = 64  # of the text, and of the context
-OK, FINDING, MEASURED, NOT_APPLICABLE = "ok", "FINDING", "measured", "not applicable"
+MIN_TOKENS = 64  # of the text and of the longest context
+OK, FINDING, MEASURED, NOT_APPLICABLE = "ok", "FINDING", "measured", "not applicable"  # verdicts
 
 
 def audit(
@@ -45,24 +45,26 @@ def audit(
 
     Args:
         folder: the model's folder, with its tokenizer.
-        teacher: folder or Hub id of the model that it was made from, or of another one with the same vocabulary.
-        text: a text file to run it on (default: the end of the Python language reference).
+        teacher: folder or Hub id of the softmax original, or of another model with the same vocabulary.
+        text: text file to run the model on (default: the end of the Python language reference).
         tokens: longest context, at least 64 (default: four times the trained length, but at most 8,192).
-        out: a JSON file to write; its folder is created.
-        device: where the model runs (default: CUDA if there is a GPU, else the CPU).
-        trust_remote_code: run source code from the folder, or the teacher's, that this mhla_hf did not generate.
-        progress: show progress bars.
+        out: JSON file to write; its folder is created.
+        device: device on which the model runs (default: CUDA if there is a GPU, else the CPU).
+        trust_remote_code: whether to run source code, of the model or the teacher, that this mhla_hf did not generate.
+        progress: whether to show progress bars.
         command: the shell command that repeats the audit, for the record.
 
     Returns:
-        The record that `out` holds. "checks" is a list of dicts with "name", "measured" (what), "value" (number or text),
-        "stderr", "tolerance", "verdict" ("ok", "FINDING", "measured" for a number without a bound, or "not applicable"),
-        "reason" and "details". "findings" is the number of findings. Other keys describe the model, teacher, text,
-        hardware, versions and command.
+        The content of `out`, a dict with
+            - "checks": a list of dicts with "name", "measured" (a description), "value" (number or text), "stderr",
+              "tolerance", "verdict" ("ok", "FINDING", "measured" for a number without a bound, or "not applicable"),
+              "reason" and "details";
+            - "findings": the number of findings;
+            - keys that describe the model, teacher, text, hardware, versions and command.
 
     Raises:
-        ValueError, TypeError, OSError: an argument is wrong, or `folder` is not a causal language model with a tokenizer. A
-        damaged model is a finding instead.
+        ValueError, TypeError, OSError: an argument is not valid, or `folder` has no causal language model with a
+            tokenizer. A damaged model is a finding instead.
     """
     if not isinstance(folder, (str, Path)):
         raise TypeError(f"folder: got {type(folder).__name__}, expected the folder of a causal language model.")
@@ -104,7 +106,7 @@ def audit(
 def _open_subject(
     folder: PathLike, text: PathLike | None, tokens: int, device: torch.device, trust_remote_code: bool
 ) -> AuditSubject:
-    """Load everything but the weights. `ValueError` if there is no language model with a tokenizer, or too little text."""
+    """Load everything but the weights. Raise `ValueError` without a language model and tokenizer, or for a short text."""
     path = Path(folder)
     expected = "expected the folder of a causal language model"
     if not path.is_dir():
@@ -125,7 +127,7 @@ def _open_subject(
 
 
 def _load_teacher(teacher: PathLike, subject: AuditSubject) -> Any:
-    """Load the teacher on the same device. `ValueError` if it cannot be loaded or has another vocabulary."""
+    """Load the teacher on the device of the subject. Raise `ValueError` if it has another vocabulary."""
     trust_remote_code = subject.trust_remote_code
     vocabulary = load_tokenizer(teacher, trust_remote_code=trust_remote_code).get_vocab()
     size = load_config(teacher, trust_remote_code=trust_remote_code).get_text_config().vocab_size
@@ -139,40 +141,41 @@ def _load_teacher(teacher: PathLike, subject: AuditSubject) -> Any:
 def run_check(
     name: str, measured: str, check: Callable[[AuditSubject], dict[str, Any]], subject: AuditSubject
 ) -> dict[str, Any]:
-    """Run one check and return its row of the record; see `audit`.
+    """Run one check, and return its entry of "checks"; see `audit`.
 
     Args:
         name: name of the check.
-        measured: what it measures, in words.
-        check: returns "value" and optionally "stderr", "tolerance", "details" and another "measured".
-        subject: what is audited.
+        measured: description of what it measures.
+        check: function that returns a dict with "value" and optionally "stderr", "tolerance", "details" and "measured".
+        subject: the audited model.
     """
     row: dict[str, Any] = {
         "name": name, "measured": measured, "value": None, "stderr": None, "tolerance": None, "verdict": OK, "reason": "",
         "details": {},
     }  # fmt: skip
     try:
-        row |= check(subject)
+        row.update(check(subject))
     except NotApplicable as reason:
-        return row | {"verdict": NOT_APPLICABLE, "reason": str(reason)}
+        return {**row, "verdict": NOT_APPLICABLE, "reason": str(reason)}
     except Exception as error:
-        return row | {"verdict": FINDING, "reason": summarize_error(error)}
+        return {**row, "verdict": FINDING, "reason": summarize_error(error)}
     try:
         json.dumps(row, allow_nan=False)
     except ValueError:
-        return row | {"value": None, "stderr": None, "verdict": FINDING, "reason": "NaN or infinity", "details": {}}
-    value, tolerance = row["value"], row["tolerance"]
+        return {**row, "value": None, "stderr": None, "verdict": FINDING, "reason": "NaN or infinity", "details": {}}
+    value = row["value"]
+    tolerance = row["tolerance"]
     if isinstance(value, str) or isinstance(tolerance, str):
         return row
     if tolerance is None:
-        return row | {"verdict": MEASURED}
+        return {**row, "verdict": MEASURED}
     if value <= tolerance:
         return row
-    return row | {"verdict": FINDING, "reason": f"{value:.3g} is more than {tolerance:.3g}"}
+    return {**row, "verdict": FINDING, "reason": f"{value:.3g} is more than {tolerance:.3g}"}
 
 
 def render_audit(record: dict[str, Any]) -> str:
-    """Render the record as text: a table of the checks, details of some, the findings, and what was not applicable."""
+    """Render what `audit` returns as text: a table of the checks, details, checks that do not apply, and findings."""
     lines = [f"{record['model']}: {record['class']}, {record['dtype'] or 'not loaded'}, {record['fingerprint']}"]
     if record["mhla"]:
         window = f", with softmax over the last {2 * record['mhla']['block_size']} tokens at most"

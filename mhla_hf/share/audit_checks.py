@@ -1,7 +1,7 @@
-"""The checks of an audit: each looks at one property of a saved language model and returns a number or a text.
+"""The checks of an audit, each of which measures one property of a saved language model.
 
-A check that finds a problem raises an exception or returns a value above its tolerance. `CHECKS` lists all checks in the
-order of the report, each with what it measures.
+A check returns a number or a text. If it finds a problem, it raises an exception or returns a value above its tolerance.
+`CHECKS` lists all checks in the order of the report, with descriptions.
 """
 
 import copy
@@ -46,10 +46,13 @@ from .facts import PERSON_FILE, read_records
 from .folder_checks import check_weights
 
 MAX_TOKENS = 8192  # of a long text
-FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2  # of logit differences; see `AuditSubject.tolerance`
+FLOAT32_TOLERANCE = 1e-4  # of differences of logits, as the next one; see `AuditSubject.tolerance`
+HALF_TOLERANCE = 2e-2
 MAX_RECALL_LOSS = 0.5  # nats per recalled token below the teacher
 RECALL_TOKENS = 4096  # total length of the texts for one recall distance; at most 8 texts
-TEACHER_ROWS, PROMPTS, NEW_TOKENS = 4, 16, 32  # texts compared with the teacher; prompts; tokens generated after each
+TEACHER_ROWS = 4  # texts on which model and teacher are compared
+PROMPTS = 16
+NEW_TOKENS = 32  # generated after each prompt
 
 Check = Callable[["AuditSubject"], dict[str, Any]]
 
@@ -60,18 +63,18 @@ class NotApplicable(Exception):
 
 @dataclasses.dataclass
 class AuditSubject:
-    """The model that is audited, and the texts it is run on.
+    """The audited model, and the text it is run on.
 
     Attributes:
         folder: the model's folder.
-        config, tokenizer: loaded from it.
+        config, tokenizer: the model's configuration and tokenizer.
         ids: token ids of the text, `[N]`.
         tokens: longest context that the user allows.
-        device: where the model runs.
-        trust_remote_code: run source code that this mhla_hf did not generate.
-        teacher: the teacher model or None.
-        loaded: the model, once the check "loads" has loaded it.
-        progress: show progress bars.
+        device: device on which the model runs.
+        trust_remote_code: whether to run source code that this mhla_hf did not generate.
+        teacher: the teacher model, or None.
+        loaded: the model after the check "loads", or None.
+        progress: whether to show progress bars.
     """
 
     folder: Path
@@ -87,15 +90,16 @@ class AuditSubject:
 
     @property
     def model(self) -> Any:
-        """The loaded model."""
+        """The model. Raises `NotApplicable` if it could not be loaded."""
         if self.loaded is None:
             raise NotApplicable("the model does not load")
         return self.loaded
 
     @property
     def mhla(self) -> dict[str, Any]:
-        """The settings of the model's MHLA layers."""
-        if not isinstance(settings := getattr(self.config, "mhla", None), dict):
+        """The settings of the MHLA layers. Raises `NotApplicable` if the model has none."""
+        settings = getattr(self.config, "mhla", None)
+        if not isinstance(settings, dict):
             raise NotApplicable("the model has no MHLA")
         return settings
 
@@ -114,45 +118,42 @@ class AuditSubject:
 
     @functools.cached_property
     def rounding(self) -> float:
-        """Difference of the logits from those of the same weights in float32, which the dtype alone makes."""
+        """Difference of the logits from those of the same weights in float32, which is due to rounding."""
         ids = self.text(self.short)[None]
         return difference(whole_logits(self.model, ids), whole_logits(self.exact, ids))
 
     @property
     def tolerance(self) -> float:
-        """Tolerance of a difference of logits.
-
-        In half precision each of the two results may be as far from float32 as the dtype alone makes them.
-        """
+        """Tolerance of a difference of logits. In half precision, rounding may affect both of them."""
         return FLOAT32_TOLERANCE if self.model.dtype == torch.float32 else max(HALF_TOLERANCE, 2 * self.rounding)
 
     @property
     def trained(self) -> int:
-        """Context length that the model was trained for."""
+        """Context length for which the model was trained, in tokens."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None) or MAX_TOKENS
 
     @property
     def long(self) -> int:
-        """Tokens of a long text: four times the trained length with RoPE, whose positions have no end; else that length."""
+        """Number of tokens of a long text: the trained length, or four times as many with RoPE."""
         rotary = getattr(self.config.get_text_config(), "rope_parameters", None)
         return min(self.tokens, self.trained * (4 if rotary else 1))
 
     @property
     def short(self) -> int:
-        """Tokens of a short text, which still reaches beyond the window."""
+        """Number of tokens of a short text, which is still longer than the window."""
         return min(self.long, max(192, 4 * (getattr(self.config, "mhla", None) or {}).get("block_size", 0)))
 
     def text(self, length: int, number: int = 0) -> torch.Tensor:
-        """Return `length` token ids `[length]` of the text, which repeats at its end; `number` selects where it begins."""
+        """Return token ids `[length]` of the text, which is repeated at its end. `number` selects the start."""
         return self.ids[(number * 9973 + torch.arange(length)) % len(self.ids)]
 
     def watch(self, steps: Sequence[Any]) -> Iterable[Any]:
-        """Wrap a check's steps in a progress bar, which appears if they take more than a few seconds."""
+        """Wrap the steps of a check in a progress bar, which appears if they take more than three seconds."""
         return tqdm(steps, desc="  this check", unit="step", leave=False, delay=3, disable=not self.progress)
 
     @functools.cached_property
     def teacher_comparison(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """KL to the teacher (nats per token) and share of equal next tokens, each `[TEACHER_ROWS]`, one value per text."""
+        """KL from the teacher (nats per token) and share of equal next tokens for each text, `[TEACHER_ROWS]` each."""
         if self.teacher is None:
             raise NotApplicable("no teacher was given")
         measured = []
@@ -166,7 +167,7 @@ class AuditSubject:
 
 
 def mean_and_error(values: torch.Tensor) -> dict[str, float]:
-    """Return the mean of `values` `[N]` and its standard error, as a check reports them."""
+    """Return the mean and the standard error of `values` `[N]` as the "value" and "stderr" of a check."""
     return {"value": float(values.mean()), "stderr": float(values.std() / len(values) ** 0.5)}
 
 
@@ -175,7 +176,7 @@ def check_all_weights(subject: AuditSubject) -> dict[str, Any]:
 
 
 def foreign_version(subject: AuditSubject) -> str | None:
-    """Return None if this mhla_hf generates the source in the folder, else the version that generated it.
+    """Return the mhla_hf version that generated the source in the folder; None if this installation generates the same.
 
     Raises:
         ValueError: the source was edited.
@@ -198,8 +199,10 @@ def check_loads_elsewhere(subject: AuditSubject) -> dict[str, Any]:
 def check_loads(subject: AuditSubject) -> dict[str, Any]:
     options: dict[str, Any] = {"device": subject.device, "trust_remote_code": subject.trust_remote_code}
     loaded = load_language_model(subject.folder, **options)[0]
-    if (largest_id := int(subject.ids.max())) >= (size := loaded.get_input_embeddings().weight.shape[0]):
-        raise ValueError(f"the tokenizer gives token {largest_id}, and the model knows 0 to {size - 1}")
+    largest_id = int(subject.ids.max())
+    vocab_size = loaded.get_input_embeddings().weight.shape[0]
+    if largest_id >= vocab_size:
+        raise ValueError(f"the tokenizer gives token {largest_id}, and the model knows 0 to {vocab_size - 1}")
     subject.loaded = loaded
     return {"value": type(loaded).__name__}
 
@@ -246,7 +249,7 @@ def check_packing(subject: AuditSubject) -> dict[str, Any]:
 
 
 def keeps_rows_apart(subject: AuditSubject, model: Any, rows: Sequence[torch.Tensor]) -> bool:
-    """Return whether a model gives packed rows the logits that each has alone; False if it refuses to read them."""
+    """Return whether a model gives packed rows the same logits as each row alone; False if it raises an error."""
     try:
         return packed_difference(model, rows) <= subject.tolerance
     except Exception:  # some models lack a kernel for it; for the audited model, `check_packing` reports the error
@@ -254,9 +257,9 @@ def keeps_rows_apart(subject: AuditSubject, model: Any, rows: Sequence[torch.Ten
 
 
 def stock_model(subject: AuditSubject) -> Any:
-    """Return a transformers model of the same type without MHLA; None for a model that is MHLA from scratch.
+    """Return a transformers model of the same type without MHLA: the model itself, the teacher, or one with random weights.
 
-    It is the model itself, the teacher, or one with random weights.
+    Return None for an MHLA model from scratch.
     """
     for model in (subject.model, subject.teacher):
         if type(model).__module__.startswith("transformers."):
@@ -286,9 +289,9 @@ def long_logits(subject: AuditSubject, cached: Any, whole: Any) -> tuple[torch.T
     """Return logits at some positions of a long text, read with a cache by one model and in one pass by another.
 
     Args:
-        subject: gives the text.
-        cached: the model that reads it in chunks, and its last tokens one by one.
-        whole: the model that reads it in one pass.
+        subject: the subject, which provides the text.
+        cached: the model that reads the text in chunks, and its last tokens one by one.
+        whole: the model that reads the text in one pass.
 
     Returns:
         The logits of both, fp32 `[1, positions, vocabulary]`.
@@ -370,7 +373,8 @@ def check_writing(subject: AuditSubject) -> dict[str, Any]:
 
 
 def check_card_text(subject: AuditSubject) -> dict[str, Any]:
-    if not (readme := subject.folder / CARD_FILE).is_file():
+    readme = subject.folder / CARD_FILE
+    if not readme.is_file():
         raise NotApplicable("there is no card")
     if not (subject.folder / PERSON_FILE).is_file():
         raise NotApplicable("mhla_hf did not write the card, so its claims cannot be checked")
@@ -400,7 +404,7 @@ def check_claims(subject: AuditSubject) -> dict[str, Any]:
     return {"value": f"{len(claims)} of results.json"}
 
 
-# Name -> (what it measures, the check). "logits ...": the largest difference, relative to the largest logit.
+# Name -> (description of what it measures, check). "logits ..." is the largest difference relative to the largest logit.
 CHECKS: dict[str, tuple[str, Check]] = {
     "weights": ("all files complete, all weights finite", check_all_weights),
     "source": ("the source code in the folder", check_source),

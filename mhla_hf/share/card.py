@@ -1,8 +1,8 @@
-"""Render and check the model card: what was kept and lost, how the model was made, how fast it is, how to load it.
+"""Render and check model cards: scores, how the model was made, how fast it is, and how to load it.
 
-No number is typed by hand. `card.md.jinja` shows what `Facts` holds, `write_card` stores the person's part in card.json,
+Every number is rendered from records. `card.md.jinja` renders `Facts`, `write_card` stores the author's part in card.json,
 and `check_card` verifies that rendering again gives the same bytes. In a folder of cards such as `model_cards`, NAME.yaml
-is the person's part, results/NAME.json holds everything that was measured, and NAME.md is the card.
+is the author's part, results/NAME.json contains all measurements, and NAME.md is the card.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ TAGS = ["mhla", "linear-attention", "custom_code"]
 
 
 class _Optional(dict[str, Any]):
-    """A configuration that is None where an entry is missing, for the template."""
+    """A configuration that returns None for missing entries, for the template."""
 
     def __missing__(self, key: str) -> None:
         return None
@@ -42,31 +42,31 @@ def write_card(
 ) -> Path:  # fmt: skip
     """Write README.md and card.json into the folder of a saved and evaluated MHLA model.
 
-    The folder holds config.json and results.json, and optionally train.json.
+    The folder contains config.json and results.json, and optionally train.json.
 
     Args:
         folder: the model's folder.
         name: Hub id or name of the model.
         base_model: Hub id of the softmax original.
         compared: label -> folder of another model with a results.json, in the order of the columns. The label "teacher"
-            is the softmax original; "hybrid" and "plain linear" are the usual others. Times are shown if the teacher and
-            this model were timed together (`--recipe speed`).
-        license: license of the weights, needed only if the base's card states none; it is never guessed. The same goes
-            for `license_name` and `license_link`.
+            is the softmax original; other common labels are "hybrid" and "plain linear". Times are included if the teacher
+            and this model were timed together (`--recipe speed`).
+        license: license of the weights, required if the base model's card states none, as are `license_name` and
+            `license_link` where they apply.
         **person_fields: the other fields of `facts.Person`.
 
     Returns:
         The path of README.md.
 
     Raises:
-        ValueError: something is missing or wrong; nothing has been written.
+        ValueError: an argument is not valid, or a file is missing or damaged; nothing has been written.
     """
     folder = Path(folder)
     compared = dict(compared or {})
     records = {label: facts_module.read_records(path) for label, path in compared.items()}
     measured = facts_module.measure(folder, records)
-    given_terms = {key: person_fields.pop(key, None) for key in ("license_name", "license_link")}
-    terms = facts_module.find_license(base_model, compared.get(TEACHER), license, **given_terms)
+    license_details = {key: person_fields.pop(key, None) for key in ("license_name", "license_link")}
+    terms = facts_module.find_license(base_model, compared.get(TEACHER), license, **license_details)
     person = read_settings(Person, {"name": name, "base_model": base_model, **terms, **person_fields}, "card: ")
     text = render_card(make_facts(measured, person))
     stored = {"format_version": facts_module.FORMAT_VERSION, **dataclasses.asdict(person), "compared": records}
@@ -75,17 +75,17 @@ def write_card(
 
 
 def folder_card(folder: PathLike, weights: bool = True) -> str:
-    """Render the card from the files in `folder`; `weights` as in `facts.measure`."""
+    """Render the card from the files in `folder`; for `weights` see `facts.measure`."""
     return render_card(make_facts(*read_folder(folder, weights)))
 
 
 def check_card(folder: PathLike) -> None:
-    """Raise `ValueError` unless README.md is, byte for byte, what the files in `folder` render to."""
+    """Raise `ValueError` unless README.md is, byte for byte, the card rendered from the files in `folder`."""
     compare_card(Path(folder, CARD_FILE), folder_card(folder))
 
 
 def compare_card(path: Path, text: str) -> None:
-    """Raise `ValueError` unless the file `path` is `text`, byte for byte."""
+    """Raise `ValueError` unless the content of the file `path` is `text`, byte for byte."""
     if not path.is_file() or path.read_bytes() != text.encode():
         raise ValueError(f"{path}: got other text, expected what the files beside it render to; write the card again.")
 
@@ -99,11 +99,11 @@ def shelf_facts(root: PathLike, name: str) -> Facts:
 
 
 def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
-    """Render every card in a folder of cards again, and return their paths.
+    """Render all cards in a folder of cards again, and return their paths.
 
     Args:
         root: a folder such as `model_cards`.
-        check: write nothing, and raise `ValueError` if a card would change.
+        check: whether to write nothing, and raise `ValueError` if a card would change.
     """
     patterns = ("*.yaml", "*.md", f"{RESULTS}/*.json")
     names = {path.stem for pattern in patterns for path in Path(root).glob(pattern)}
@@ -118,13 +118,13 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
 
 
 def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | None = None) -> Path:
-    """Write the model card of a model's folder, and the facts behind it, to a folder of cards.
+    """Add the card of a model, and its facts, to a folder of cards.
 
     Args:
         folder: the model's folder, with a card.
         root: the folder of cards.
-        name: file name, without extension, under which the card and its facts are stored in `root`.
-        over_seeds: a JSON file with results over several seeds, which is stored with the facts.
+        name: file name, without suffix, of the card and its facts in `root`.
+        over_seeds: JSON file with results over several seeds, to be stored with the facts.
 
     Returns:
         The path of the card.
@@ -141,23 +141,24 @@ def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | N
 
 
 def plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mapping[str, Any]) -> str:
-    """Render the card of a saved model that was not evaluated, with what its conversion measured.
+    """Render the card of a saved model that was not evaluated, with the measurements of its conversion.
 
     Args:
         folder: the model's folder.
-        name, base_model: as in `Person`.
-        terms: as `find_license` returns them.
+        name, base_model: see `Person`.
+        terms: the license, as `find_license` returns it.
     """
     return render_card(Facts(*facts_module.read_model(folder), Person(name, base_model, **terms)))
 
 
 def render_card(facts: Facts) -> str:
-    """Render README.md: YAML metadata, then the sections in the order in which a reader asks."""
+    """Render README.md: the YAML metadata and the card's sections."""
     person = facts.person
     scores = _metadata_scores(facts)
     fields: dict[str, Any] = {key: getattr(person, key) or None for key in facts_module.METADATA_FIELDS}
     if scores:
-        fields |= {"model_name": person.name.split("/")[-1], "eval_results": scores}
+        fields["model_name"] = person.name.split("/")[-1]
+        fields["eval_results"] = scores
     metadata = ModelCardData(
         base_model_relation=person.base_model and "finetune",
         library_name="diffusers" if "_class_name" in facts.config else "transformers",
@@ -193,7 +194,7 @@ def render_card(facts: Facts) -> str:
 
 
 def _metadata_scores(facts: Facts) -> list[EvalResult]:
-    """Return the finite scores on whole tasks for the Hub's metadata, without recall by depth."""
+    """Return the Hub's metadata of all finite scores on whole tasks, except recall by depth."""
     return [
         EvalResult(
             task_type=facts.task or "other",
@@ -210,15 +211,15 @@ def _metadata_scores(facts: Facts) -> list[EvalResult]:
 
 
 def round_digits(value: float | None) -> float | None:
-    """Round to six significant digits, far below any standard error."""
+    """Round to six significant digits, which is more precise than any standard error."""
     return None if value is None else float(f"{value:.6g}")
 
 
 def _group_by_origin(columns: dict[str, list[Result]]) -> dict[tuple[Any, ...], dict[tuple[Any, ...], list[str]]]:
-    """Group the score records of all models by the conditions under which they were measured; timings are left out.
+    """Group the score records of all models, except times, by the conditions under which they were measured.
 
     Returns:
-        (dtype, hardware, seed, versions) -> (tasks, commit, days, command) -> labels of the models measured that way.
+        A dict from (dtype, hardware, seed, versions) to a dict from (tasks, commit, days, command) to labels of models.
     """
     by_origin: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Result]]] = {}
     scores = [(label, record) for label, records in columns.items() for record in records if section_of(record)]

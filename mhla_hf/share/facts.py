@@ -1,7 +1,7 @@
-"""What a model card may state, as typed values: what was measured, and what only a person knows.
+"""The facts that a model card states, as typed values: measurements, and the part that the author writes.
 
-A model's folder and the folder `model_cards` hold the same facts: `measure` returns them in the form of
-results/<name>.json, and `make_facts` adds the person's part.
+A model's folder and the folder `model_cards` contain the same facts: `measure` returns the measurements in the form of
+results/<name>.json, and `make_facts` adds the author's part.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from ..nn.settings import MHLASettings
 
 PERSON_FILE = "card.json"
 FORMAT_VERSION = 1
-MODEL_LABEL = "MHLA"  # of the model itself, among the models that its card compares
+MODEL_LABEL = "MHLA"  # label of the model itself among the models that its card compares
 TEACHER = "teacher"
-# Fields of `Person` that go into the Hub's metadata
+# Fields of `Person` that go into the Hub's metadata.
 METADATA_FIELDS = ("base_model", "license", "license_name", "license_link", "datasets", "language")
 SCORE_SECTIONS = ("Quality", "Recall", "Generation")
 SECTIONS = (*SCORE_SECTIONS, "Recall by depth")
-# Task names that ask for one fact from far back, and those where the model generates text
+# Names of tasks that require the recall of a single fact, and of tasks in which the model generates text.
 RECALL_TASKS = re.compile(
     r"(?!.*_generation).*_(recall|niah|needle|ruler|passage_retrieval|fda|swde|squad_completion)\d*_"
 )
@@ -50,19 +50,20 @@ KINDS = {  # Auto class -> (kind of model, the Hub's name of its task)
     "AutoModelForImageClassification": ("image", "image-classification"),
     "AutoModel": ("tower", "image-feature-extraction"),
 }
-BODY = ("body", "feature-extraction")  # a language model or text encoder without head, which AutoModel loads too
+BODY = ("body", "feature-extraction")  # a language model or text encoder without head, also loaded by AutoModel
 
 
 @checked
 class Person:
-    """The part of a card that only a person knows.
+    """The part of a card that the author writes.
 
     Attributes:
-        name: title of the card, and what its loading snippet says: a Hub id or a plain name.
+        name: Hub id or plain name of the model, for the title of the card and the code that loads it.
         base_model: Hub id of the softmax original; None if it is not published or there is none.
         license, license_name, license_link: as in the Hub's metadata.
-        datasets, language: Hub ids and language codes.
-        about: sentences below the title.
+        datasets: Hub ids of the training data.
+        language: language codes.
+        about: text below the title.
         limits: sentences for the section on limits.
     """
 
@@ -77,7 +78,7 @@ class Person:
     limits: list[str] = dataclasses.field(default_factory=list)
 
     def validate_ids(self) -> None:
-        """Raise `ValueError` unless `name` and `base_model` are valid on the Hub and `base_model` is no local path."""
+        """Raise `ValueError` unless `name` and `base_model` are valid Hub ids and `base_model` is not a local path."""
         validate_repo_id(self.name)
         validate_repo_id(self.base_model or self.name)
         if self.base_model is not None and Path(self.base_model).exists():
@@ -89,15 +90,16 @@ class Facts:
     """Everything that a card shows.
 
     Attributes:
-        kind: "language"; "sequences", "tokens", "answers" or "choices" (classifiers of language); "masked" (masked LM);
-            "body" (of a language model or text encoder); "image" (classifier); "tower" (image encoder); "model" (a
-            diffusers transformer); or "pipeline".
-        class_name: class of the model or pipeline.
-        config: its configuration; for a pipeline, that of the component with MHLA.
-        person: the person's part.
+        kind: kind of model: "language" (causal LM); "sequences", "tokens", "answers" or "choices" (text models with the
+            heads of sequence and token classification, question answering and multiple choice); "masked" (masked LM);
+            "body" (language model or text encoder without head); "image" (image classifier); "tower" (image encoder);
+            "model" (diffusers transformer); or "pipeline".
+        class_name: class name of the model or pipeline.
+        config: configuration of the model, or of the pipeline's component with MHLA.
+        person: the author's part.
         models: label -> scores. "MHLA" is the model itself (absent if nothing was measured), "teacher" its original.
         train: the training record, if there is one.
-        speed: times by sequence length, if measured.
+        speed: times by sequence length, as `speed_of_records` returns them, if they were measured.
     """
 
     kind: str
@@ -115,25 +117,26 @@ class Facts:
 
     @property
     def family(self) -> Family | None:
-        """The `Family` of the base model; None for a model trained from scratch."""
+        """The `Family` of the base model; None for a model from scratch."""
         return family_of_class(_class_name(self.config))
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the base is an encoder of text."""
+        """Whether the base model is a text encoder."""
         return self.family in ENCODERS
 
     @property
     def task(self) -> str | None:
-        """The Hub's name of the task that the model does."""
+        """The Hub's name of the model's task."""
         task = dict((*KINDS.values(), BODY)).get(self.kind)
         return task or (self.family.task if self.family else None)
 
     @property
     def loader(self) -> str:
-        """The class of transformers or diffusers that loads the model."""
-        loaders = {kind: auto_class for auto_class, (kind, _) in KINDS.items()} | {"pipeline": "DiffusionPipeline"}
-        return loaders.get(self.kind, "AutoModel")
+        """The name of the class of transformers or diffusers that loads the model."""
+        if self.kind == "pipeline":
+            return "DiffusionPipeline"
+        return {kind: auto_class for auto_class, (kind, _) in KINDS.items()}.get(self.kind, "AutoModel")
 
     @property
     def kept(self) -> list[int]:
@@ -141,26 +144,28 @@ class Facts:
         return [i for i in range(_count_layers(self.config) or 0) if i not in self.config["mhla"]["layers"]]
 
     def timed(self, unit: str) -> dict[str, list[dict[str, Any]]]:
-        """Return the rows of `speed` that have a value in `unit` ("ms" or "mib"), sorted by length, by what was timed."""
+        """Return the rows of `speed` that have a value in `unit` ("ms" or "mib"), sorted by length and grouped by "what"."""
         rows = self.speed["rows"] if self.speed else []
         rows = sorted((row for row in rows if row.get(f"mhla_{unit}") is not None), key=lambda row: row["length"])
         return {row["what"]: [other for other in rows if other["what"] == row["what"]] for row in rows}
 
 
 def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
-    """Read a saved model's or pipeline's kind, class name, and configuration with explicit MHLA layers; see `Facts`.
+    """Return the kind, class name and configuration of a saved model or pipeline; see `Facts`.
+
+    In the configuration, the indices of MHLA layers are resolved.
 
     Raises:
-        ValueError: `folder` holds no saved MHLA model.
+        ValueError: `folder` contains no saved MHLA model.
     """
     index = read_json(Path(folder, PIPELINE_INDEX))
     files = [Path(folder, "config.json")] if index is None else sorted(Path(folder).glob("*/config.json"))
     configs = (read_json(file) or {} for file in files)
     config: dict[str, Any] = next((config for config in configs if isinstance(config.get("mhla"), dict)), {})
     base_type = str(config.get("model_type")).removeprefix("mhla_")
-    # GPT-2 and others store the standard attributes under names of their own
+    # GPT-2 and others store the standard attributes under other names.
     attribute_map = getattr(config_class_of(base_type), "attribute_map", {})
-    config = {name: config[stored] for name, stored in attribute_map.items() if stored in config} | config
+    config = {**{name: config[stored] for name, stored in attribute_map.items() if stored in config}, **config}
     count = _count_layers(config)
     if not config or not count:
         raise ValueError(f'{folder}: got no config.json with "mhla" settings, expected a saved MHLA model.')
@@ -187,12 +192,12 @@ def _count_layers(config: dict[str, Any]) -> int | None:
 
 
 def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
-    """Collect what was measured of the model in `folder`, in the form of model_cards/results/<name>.json.
+    """Collect the measurements of the model in `folder`, in the form of model_cards/results/<name>.json.
 
     Args:
         folder: a saved and evaluated model.
         compared: label -> score records, as dicts, of the models to compare it with.
-        weights: check that the scores belong to the weights in the folder; False if it holds no weights.
+        weights: whether to check that the scores were measured with the weights in the folder.
     """
     kind, class_name, config = read_model(folder)
     return {
@@ -207,7 +212,7 @@ def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True)
 
 
 def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any], Person]:
-    """Return what was measured and the person's part, from a folder that has a card.json; `weights` as in `measure`."""
+    """Return the measurements and the author's part from a folder with a card.json; for `weights` see `measure`."""
     path = Path(folder, PERSON_FILE)
     content = read_json(path) or {}
     version = content.pop("format_version", None)
@@ -220,7 +225,7 @@ def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any],
 
 
 def make_facts(measured: dict[str, Any], person: Person) -> Facts:
-    """Combine what was measured with the person's part.
+    """Combine the measurements with the author's part.
 
     Raises:
         ValueError: a score record is incomplete, or a compared model has the label of the model itself.
@@ -228,16 +233,16 @@ def make_facts(measured: dict[str, Any], person: Person) -> Facts:
     if MODEL_LABEL in measured["compared"]:
         raise ValueError(f"compared: got the label {MODEL_LABEL!r}, which is the model itself, expected another.")
     records = {MODEL_LABEL: measured["results"], **measured["compared"]}
-    models = {label: [Result.from_dict(record) for record in own] for label, own in records.items()}
+    models = {label: [Result.from_dict(record) for record in stored] for label, stored in records.items()}
     speed = measured.get("speed") or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": models[MODEL_LABEL]})
     return Facts(measured["kind"], measured["class_name"], measured["config"], person, models, measured["train"], speed)
 
 
 def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]:
-    """Return the score records of a model's folder.
+    """Return the score records in a model's folder, as dicts.
 
     Raises:
-        ValueError: there are none, or (if `weights`) a score was measured with other weights than the folder's.
+        ValueError: there are none, or `weights` is true and a score was measured with other weights than the folder's.
     """
     records = Results.read(folder)
     if not records:
@@ -254,7 +259,7 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
 
 
 def section_of(record: Result) -> str:
-    """Return the card's section for a record, one of `SECTIONS`, or "" for a time."""
+    """Return the section of the card to which a record belongs, one of `SECTIONS`, or "" for a time."""
     if record.task == SPEED or "_back_" in record.metric:
         return "" if record.task == SPEED else "Recall by depth"
     name = re.sub(r"[^a-z0-9]+", "_", f"_{record.task.lower()}_")
@@ -262,7 +267,7 @@ def section_of(record: Result) -> str:
 
 
 def not_measured(records: Iterable[Result]) -> list[str]:
-    """Return which of "recall" and "generation" have no score on a whole task."""
+    """Return those of "recall" and "generation" for which there is no score on a whole task."""
     measured = {section_of(record).lower() for record in records if record.value is not None and record.limit is None}
     return [name for name in ("recall", "generation") if name not in measured]
 
@@ -274,18 +279,18 @@ def find_license(
     license_name: str | None = None,
     license_link: str | None = None,
 ) -> dict[str, str | None]:
-    """Find the license of the weights: what the base model's card states, or else what is given. It is never guessed.
+    """Return the license of the weights: that of the base model's card or, if the card states none, the user's.
 
     Args:
-        base_model: Hub id of the base.
-        teacher: its local folder, whose README.md is read first.
-        license, license_name, license_link: given by the user.
+        base_model: Hub id of the base model.
+        teacher: local folder of the base model, whose README.md takes precedence.
+        license, license_name, license_link: passed by the user.
 
     Returns:
         A dict with "license", "license_name" and "license_link".
 
     Raises:
-        ValueError: no license is stated or given, or the given one contradicts the stated one.
+        ValueError: there is no license, or `license` contradicts the base model's card.
     """
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
     cards: list[Path | str] = []

@@ -1,7 +1,7 @@
-"""Check a model's folder before it is pushed, on a copy of exactly the files that would be sent.
+"""Check a model's folder before it is pushed, on a copy with exactly the files that will be sent.
 
 Only the files that `checkpoints.save.saved_files` lists are shared; the names of all others are returned and logged. The
-last check loads the copy without network in a process where mhla_hf cannot be imported.
+last check loads the copy offline in a process that cannot import mhla_hf.
 """
 
 import json
@@ -46,7 +46,7 @@ LOCAL_PATH = re.compile(
     r"|(?<!\w)[A-Za-z]:(?:\\+|/)[^\s\\/:\"'`<>|{}]+[\\/][^\s\"'`,;)\]}>|]+"
     r"|(?<![^\s\"'`=(:,])(?:\\{2,4}[\w.$-]+|//[\w$-]+)[\\/][^\s\"'`,;)\]}>|]+"
 )
-TEMPLATE_ESCAPES = re.compile(r"\\[nrt]")  # in chat templates, these would look like Windows paths
+TEMPLATE_ESCAPES = re.compile(r"\\[nrt]")  # in chat templates, where they could be taken for Windows paths
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")  # configuration keys that name code to run
 
 
@@ -57,10 +57,10 @@ def stage_folder(
 
     Args:
         folder: a saved MHLA model, or a pipeline with one.
-        staging: a folder to make. Weights are linked, not copied.
+        staging: folder to create. Weights are linked, not copied.
         repo_id: the Hub id that the model will have.
-        card: the text of README.md if `folder` has none.
-        draft: accept a converted language model without scores for recall and generation.
+        card: text of README.md, if `folder` has none.
+        draft: whether to accept a converted language model without scores for recall and generation.
 
     Returns:
         The files and folders that are not part of the model and therefore not shared.
@@ -101,13 +101,13 @@ def stage_folder(
 
 
 def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bool) -> None:
-    """Run every check on a folder that holds exactly what is shared, and rewrite its records and card without paths."""
+    """Run all checks on the staged copy, and remove local paths from its records and card."""
     kind, _, config = read_model(folder)
     for source in folder.rglob("*.py"):
         with wrap_errors(f"{source}: got unknown code, expected the source of a model"):
             text = source.read_text(encoding="utf-8")
             current = build_bundle(check_bundle(text)["entry"])
-        if current != text:  # the hash in its header proves nothing: anybody can compute a new one
+        if current != text:  # the hash in the header proves nothing, since anybody can compute a new one
             raise ValueError(
                 f"{source}: got source that this mhla_hf does not make, expected its own; load the model and save it again."
             )
@@ -115,9 +115,9 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
         _check_code_names(file)
     for path, content in read_sentence_files(folder).items():
         if isinstance(content, dict):
-            stored = read_json(folder / path) or {}
-            if foreign := [key for key in stored if key not in content]:
-                raise ValueError(f"{folder / path}: got the key {foreign[0]!r}, expected only keys that name no code.")
+            for key in read_json(folder / path) or {}:
+                if key not in content:
+                    raise ValueError(f"{folder / path}: got the key {key!r}, expected only keys that name no code.")
     dtype = check_weights(folder)
     is_measured = (folder / PERSON_FILE).is_file()
     readme = folder / CARD_FILE
@@ -139,7 +139,7 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
 
 
 def _check_texts(folder: Path) -> None:
-    """Check that no card, record or configuration contains a Hub token or a path on the author's machine."""
+    """Raise `ValueError` if a card, record or configuration contains a Hub token or a path on the author's machine."""
     names = (CARD_FILE, *RECORDS, *CONFIG_FILES, SENTENCE_MODULES, *SENTENCE_SETTINGS)
     for file in (file for file in folder.rglob("*") if file.name in names):
         content = file.read_text(encoding="utf-8")
@@ -164,12 +164,12 @@ def map_texts(content: Any, function: Callable[[str], Any]) -> Any:
 
 
 def shorten_paths(text: str) -> str:
-    """Replace each local path in `text` with its last component."""
+    """Replace each local path in `text` by its last component."""
     return LOCAL_PATH.sub(lambda path: re.split(r"[\\/]", path[0])[-1], text)
 
 
 def _check_code_names(file: Path) -> None:
-    """Check that a configuration refers to no code except the model's own source file."""
+    """Raise `ValueError` if a configuration refers to code other than the model's own source file."""
     content = read_json(file) or {}
     auto_map = content.get("auto_map") if file.name == "config.json" else None
     for auto_class, reference in auto_map.items() if isinstance(auto_map, dict) else ():
@@ -184,7 +184,10 @@ def check_weights(folder: Path) -> str:
     """Check that every safetensors file is complete and finite, and that no index points outside the folder.
 
     Returns:
-        The dtype that most parameters have, e.g. "float32".
+        The dtype of most parameters, e.g. "float32".
+
+    Raises:
+        ValueError: a file does not pass.
     """
     counts: Counter[str] = Counter()
     for index in folder.rglob("*.safetensors.index.json"):
@@ -205,7 +208,7 @@ def check_weights(folder: Path) -> str:
 
 
 def _check_readme(file: Path, repo_id: str | None, is_measured: bool) -> None:
-    """Check that README.md has valid metadata and, if mhla_hf wrote it from measurements, matches them and `repo_id`."""
+    """Raise `ValueError` if README.md has invalid metadata or, as a card by mhla_hf, differs from its files or `repo_id`."""
     if not file.exists():
         raise ValueError(
             f"{file}: got no card, expected one; run mhla-hf card {file.parent} --name NAME, or give license (--license)."

@@ -1,7 +1,7 @@
-"""push(): upload a model to the Hub in one commit.
+"""`push`: upload a model to the Hub in one commit.
 
 Everything is checked before the first byte is sent (`folder_checks.py`). Large files are uploaded first; then one commit
-adds all files and deletes those an older model left. Whoever loads the repository meantime gets the old or the new model.
+adds all files and deletes those of an older model. At any time, the repository contains either the old or the new model.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from .facts import find_license
 from .folder_checks import stage_folder
 
 logger = logging.getLogger("mhla_hf")
-# The HTTP library's base class, which also covers a server that does not answer
+# The HTTP library's base class, which also covers a server that does not respond.
 HTTPError: Any = HfHubHTTPError.__bases__[0]
 MODEL_SUFFIXES = (".safetensors", ".json", ".py", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".model")
 
@@ -36,8 +36,8 @@ class Pushed:
     Attributes:
         repo_id: the repository.
         revision: id of the commit, for `from_pretrained(..., revision=...)`; empty after a dry run.
-        url: of the commit or pull request; empty after a dry run.
-        new: False if the repository already held exactly this model, or after a dry run.
+        url: URL of the commit or pull request; empty after a dry run.
+        new: whether the commit changed the repository; False after a dry run.
         left: files and folders that are not part of the model and were not sent.
         files: path in the repository -> size in bytes.
     """
@@ -62,25 +62,25 @@ def push(
         what: folder of a saved MHLA model or of a pipeline with one, of which only the model's own files are sent; or the
             model or pipeline itself.
         repo_id: "user/name"; created if it does not exist.
-        private: create a private repository. An existing one must already be private.
-        create_pr: open a pull request instead of committing. The repository must exist.
+        private: whether to create a private repository. An existing one must already be private.
+        create_pr: whether to open a pull request instead of committing. The repository must exist.
         tags: tags for the commit, such as "v1".
         revision: branch to commit to (default: main), created if it does not exist.
-        draft: accept a converted language model without scores for recall and generation.
+        draft: whether to accept a converted language model without scores for recall and generation.
         message: first line of the commit message.
-        tokenizer: saved along with a model that is given as an object.
-        license: license for the card of a model that has no card.
-        base_model: Hub id of the softmax original, for such a card.
+        tokenizer: tokenizer to save with a model that is passed as an object.
+        license: license of a model that has no card, for a new card.
+        base_model: Hub id of the softmax original, for a new card.
         token: Hub token (default: from `hf auth login` or HF_TOKEN).
-        dry_run: check everything and list the files, without the network. A model without a card then needs `license`,
-            which otherwise may be read from the card of `base_model`.
-        progress: show progress bars.
+        dry_run: whether only to check everything and list the files, without the network. A model without a card then
+            needs `license`, which otherwise may be read from the card of `base_model`.
+        progress: whether to show progress bars.
 
     Returns:
-        What was pushed; see `Pushed`.
+        The commit and the files; see `Pushed`.
 
     Raises:
-        ValueError, TypeError: an argument or the folder is not as expected; nothing was committed.
+        ValueError, TypeError: an argument or the folder is not valid; nothing was committed.
         OSError: the Hub refused or could not be reached.
     """
     tags = [tags] if isinstance(tags, str) else list(tags)
@@ -118,7 +118,7 @@ def send(
     folder: Path, repo_id: str, *, private: bool = False, create_pr: bool = False, tags: Sequence[str] = (),
     revision: str | None = None, message: str | None = None, token: str | bool | None = None,
 ) -> Pushed:  # fmt: skip
-    """Commit all files of a checked folder to a repository; arguments as in `push`.
+    """Commit all files of a checked folder to a repository; for the other arguments see `push`.
 
     It can be repeated after an interruption: nothing is created or sent twice.
     """
@@ -145,7 +145,7 @@ def send(
             CommitOperationDelete(path) for path in old_paths if path.endswith(MODEL_SUFFIXES) and path not in paths
         ]
         logger.info("push: sending %d files to %s", len(additions), repo_id)
-        # Not `upload_folder`: without `gitignore_content`, the repository's own .gitignore would silently drop files
+        # Not `upload_folder`: without `gitignore_content`, the repository's own .gitignore would silently drop files.
         api.preupload_lfs_files(
             repo_id, additions, gitignore_content="", free_memory=False, revision=branch, create_pr=create_pr
         )
@@ -175,7 +175,7 @@ def list_files(folder: PathLike) -> list[Path]:
 
 
 def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> str:
-    """Render a card without numbers for a folder that has none."""
+    """Render a card without scores for a folder that has no card."""
     if (folder / CARD_FILE).is_file():
         raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")
     if dry_run and license is None:
@@ -187,7 +187,7 @@ def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str 
 
 
 def _as_folder(what: object, tokenizer: Any, target: Path) -> Path:
-    """Return the folder `what`, or save the model or pipeline `what` in `target` and return that."""
+    """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`."""
     if isinstance(what, str | Path):
         if tokenizer is not None:
             raise ValueError("tokenizer: got one with a folder, expected None; a folder holds its own.")
