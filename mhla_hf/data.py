@@ -46,7 +46,7 @@ class Reader:
         raise NotImplementedError
 
     def shuffled(self, number: int, count: int) -> int:
-        """Return the index of the sample to read as number `number`; every epoch reads all `count` in a new order."""
+        """Return the index of the `number`-th sample to read. Every epoch reads all `count` samples in a new order."""
         epoch, position = divmod(number, count)
         return int(_permutation((*self.key, epoch), count)[position])
 
@@ -374,7 +374,7 @@ def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.
 
 
 def check_token_ids(tokens: Any, vocab_size: int | None, name: str) -> None:
-    """Raise `ValueError` unless all `tokens` (torch or NumPy) are from 0 to `vocab_size` - 1; None checks nothing."""
+    """Raise `ValueError` unless all `tokens` (torch or NumPy) are from 0 to `vocab_size` - 1; None skips the check."""
     if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         start = f"data: got {name!r} with tokens {tokens.min()} to {tokens.max()}"
         raise ValueError(f"{start}, expected 0 to {vocab_size - 1} as the model knows.")

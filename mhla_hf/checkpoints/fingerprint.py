@@ -65,7 +65,7 @@ def fingerprint_model(model: Any) -> str:
 
 
 def hash_json(content: Any, digits: int = 16) -> str:
-    """Return the first hex digits of the sha256 of a JSON-serializable value."""
+    """Return the first `digits` hex digits of the sha256 of a JSON-serializable value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:digits]
 
 

@@ -200,7 +200,7 @@ def _score_cells(scores: Mapping[str, float]) -> list[str]:
 
 
 def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return `read_sentence_files`; if these files may contain code or cannot be read, log a warning and return {}."""
+    """Call `read_sentence_files`, but log a warning and return {} if it raises an error."""
     try:
         return read_sentence_files(model, revision)
     except (ValueError, OSError) as error:

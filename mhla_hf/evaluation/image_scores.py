@@ -195,7 +195,7 @@ def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> s
 
 
 def hash_source(source: Any, progress: bool = False) -> str | None:
-    """Return a hash of a local file or of all files in a folder; any other value as a string, such as a Hub id, or None."""
+    """Return a hash of a local file or folder. Other values, such as Hub ids, become strings, and None stays None."""
     path = Path(source or "")
     if source is None or not path.exists():
         return source and str(source)

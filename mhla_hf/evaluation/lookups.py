@@ -42,7 +42,7 @@ def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
 
 
 class Lookups:
-    """Generates lookup lines.
+    """Generates lookup lines such as "- method string".
 
     Args:
         words: Names and values; see `choose_words`.

@@ -141,7 +141,7 @@ class Results(list[Result]):
         Args:
             new: The records to add.
             keep_other_sample_counts: Whether to keep older records with another number of samples, such as a score on
-                50,000 images besides one on 1,000.
+                50,000 images in addition to one on 1,000.
 
         Returns:
             `self`.

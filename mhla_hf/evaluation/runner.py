@@ -191,7 +191,7 @@ def evaluate(
 
 
 def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, Any] | None) -> ScoreRecipe:
-    """Return the recipe with the settings and tasks applied, or without a recipe, one that runs the lm-eval `tasks`."""
+    """Return the recipe with `settings` and `tasks` applied; without a recipe, a new one for the lm-eval `tasks`."""
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
     if tasks is not None:
         if not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in tasks)):

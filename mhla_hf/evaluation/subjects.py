@@ -69,7 +69,7 @@ class Subject:
 
     @functools.cached_property
     def kept(self) -> Results:
-        """The stored scores of these weights that can be reused: those measured here, or with `trust_scores` all."""
+        """The stored scores that can be reused: those measured on this machine or, with `trust_scores`, all of them."""
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
         local = measured_here(stored)
         num_foreign = len(stored) - len(local)
@@ -147,7 +147,7 @@ class Subject:
 
 
 def command_of(subjects: Sequence[Subject], task: str | None = None) -> str:
-    """Return the shell command that measures the scores of a recipe, or of one of its tasks, again."""
+    """Return the shell command that repeats an evaluation, or one of its tasks."""
     args = subjects[0].args
     recipe = subjects[0].args.recipe
     models = [subject.name if subject.loaded else shown_path(subject.source) for subject in subjects]

@@ -106,7 +106,7 @@ def audit(
 def _open_subject(
     folder: PathLike, text: PathLike | None, tokens: int, device: torch.device, trust_remote_code: bool
 ) -> AuditSubject:
-    """Load everything but the weights. Raise `ValueError` without a language model and tokenizer, or for a short text."""
+    """Load everything but the weights. Raise `ValueError` if there is no language model or the text is too short."""
     path = Path(folder)
     expected = "expected the folder of a causal language model"
     if not path.is_dir():

@@ -208,7 +208,7 @@ def check_weights(folder: Path) -> str:
 
 
 def _check_readme(file: Path, repo_id: str | None, is_measured: bool) -> None:
-    """Raise `ValueError` if README.md has invalid metadata or, as a card by mhla_hf, differs from its files or `repo_id`."""
+    """Check the metadata of README.md and, if mhla_hf rendered it from scores, that it is up to date and for `repo_id`."""
     if not file.exists():
         raise ValueError(
             f"{file}: got no card, expected one; run mhla-hf card {file.parent} --name NAME, or give license (--license)."

@@ -72,8 +72,8 @@ def push(
         license: license of a model that has no card, for a new card.
         base_model: Hub id of the softmax original, for a new card.
         token: Hub token (default: from `hf auth login` or HF_TOKEN).
-        dry_run: whether only to check everything and list the files, without the network. A model without a card then
-            needs `license`, which otherwise may be read from the card of `base_model`.
+        dry_run: whether to check everything and list the files without sending them. The network is not used, so a model
+            without a card needs `license`, which otherwise may be read from the card of `base_model`.
         progress: whether to show progress bars.
 
     Returns:

@@ -243,7 +243,7 @@ STAGE_TYPES: dict[str, type[CommonStage]] = {
 
 @checked
 class Recipe:
-    """Everything that a training run is made of, as read from a YAML file.
+    """A training recipe, as read from a YAML file.
 
     Args:
         stages: stages, or dicts with their fields, in the order in which they run.

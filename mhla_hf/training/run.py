@@ -434,7 +434,7 @@ class Run:
         }
 
     def _report(self, text: str) -> None:
-        """Print a message once: to the log if its level shows it, else to stderr."""
+        """Report a message from the main process: log it if INFO is enabled, else print it to stderr."""
         if self.is_main and logger.isEnabledFor(logging.INFO):
             logger.info(text)
         elif self.reports:
@@ -442,7 +442,10 @@ class Run:
 
 
 class Interrupt:
-    """Context manager in which the first Ctrl-C only sets `requested`, so that the step can finish; the second raises."""
+    """Context manager in which the first Ctrl-C only sets `requested`, so that the current step can finish.
+
+    The second Ctrl-C raises `KeyboardInterrupt`.
+    """
 
     requested = False
 

@@ -84,7 +84,7 @@ class RunFolder:
         self.identity: dict[str, Any] = {}
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
-        """Find what an earlier call of this run has written.
+        """Find the result or the newest state of an earlier call of this run.
 
         Args:
             identity: JSON-serializable values that make this run different from others.

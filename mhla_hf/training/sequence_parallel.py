@@ -40,9 +40,9 @@ def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> d
         group: process group of the P processes that share sequences; None means all processes.
 
     Returns:
-        `input_ids` and `position_ids` of this process, `[B, t]` with t within a block of T / P, and `cu_seq_lens_q` of the
-        whole row. With labels, also `labels`, `shift_labels` and `num_items_in_batch`, so that the losses of all processes
-        add up to the loss of the whole batch.
+        A dict with `input_ids` and `position_ids` of this process, `[B, t]` where t differs from T / P by at most a block,
+        and `cu_seq_lens_q` of the whole row. With labels, also `labels`, `shift_labels` and `num_items_in_batch`, so that
+        the losses of all processes add up to the loss of the whole batch.
 
     Raises:
         ValueError: there is less than one block per process, there is padding, or the processes have different batches.
@@ -196,7 +196,7 @@ def gathered_attention(
         The outputs `[B, t, H, V]`, and None in place of the attention weights.
 
     Raises:
-        ValueError: the layer needs another option of softmax attention.
+        ValueError: the layer has soft-capped scores, attention sinks or a position bias.
     """
     if any(kwargs.get(name) is not None for name in SOFTMAX_ONLY if name != "sliding_window"):
         raise ValueError(

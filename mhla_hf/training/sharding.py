@@ -119,7 +119,7 @@ def load_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """Context manager that replaces the models of `task` by copies that FSDP shards; without FSDP, it does not.
+    """Context manager that, with FSDP, replaces the models of `task` by copies to be sharded.
 
     Args:
         accelerator: an `Accelerator`. Without FSDP, the teacher is only moved to its device.

@@ -55,7 +55,7 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequence[CommonStage]) -> None:
-    """Check that stages that need a teacher have one.
+    """Check that the teacher is suitable for the stages that need one.
 
     Raises:
         ValueError: the teacher is missing, shares weights with the student, or is not its softmax original.

@@ -93,6 +93,6 @@ class EncoderTask(Task[EncoderStage]):
         return stage.batch_size * stage.seq_len
 
     def save(self, folder: Any) -> None:
-        """Write the model and its tokenizer as `Task.save` does, and the further `files`."""
+        """Write the model, its tokenizer and the further `files` into an existing folder."""
         super().save(folder)
         write_files(folder, self.files)

@@ -104,7 +104,7 @@ class ImageTask(Task[ImageStage]):
         self.test_images: LabeledImages | None = None
 
     def check(self, stages: Sequence[ImageStage]) -> None:
-        """Check as `Task.check` does, that models are classifiers where needed, and that the processor fits the student."""
+        """Check as `Task.check` does, and that losses on logits get classifiers and the processor fits the student."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
         if losses & {"logits", "labels"} or self.test is not None:
@@ -123,7 +123,7 @@ class ImageTask(Task[ImageStage]):
             raise ValueError(f"{argument}: got {type(model).__name__}, expected an image classifier.")
 
     def open(self, data: Any, stages: Sequence[ImageStage]) -> LabeledImages:
-        """Open labeled images with `open_images`, numbered as the student numbers classes if a loss reads the labels."""
+        """Open labeled images with `open_images`. If a loss reads labels, convert them to the student's class numbers."""
         config = self.student.config
         reads_labels = any(stage.reads_labels for stage in stages)
         images = open_images(data)
