@@ -369,12 +369,12 @@ def render_bench(record: Mapping[str, Any]) -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for row, kind in itertools.product(record["rows"], ("mhla", "hybrid")):
-        ours = fastest(row["ms"], kind)
-        if ours is None:
+        mhla_time = fastest(row["ms"], kind)
+        if mhla_time is None:
             continue
-        others = [fastest(row["ms"], "sdpa", "softmax"), fastest(row["ms"], "linear")]
-        ratios = [f"{other[0] / ours[0]:.2f}" if other else "" for other in others]
-        times = [f"{best[0]:.4g} {best[1]}".rstrip() if best else "" for best in (ours, *others)]
+        baselines = [fastest(row["ms"], "sdpa", "softmax"), fastest(row["ms"], "linear")]
+        ratios = [f"{baseline[0] / mhla_time[0]:.2f}" if baseline else "" for baseline in baselines]
+        times = [f"{best[0]:.4g} {best[1]}".rstrip() if best else "" for best in (mhla_time, *baselines)]
         case = row["case"] if kind == "mhla" else f"{row['case']}, {kind}"
         lines.append(f"| {case} | {row['what']} | {' | '.join([*times, *ratios])} |")
     if kept := record.get("kept"):

@@ -242,13 +242,13 @@ class _StreamReader(Reader):
         self.length = length
         self.is_first_epoch = state is None
         state = state or {"epoch": 0, "place": None, "rest": [[], []]}
-        self.rest: Sequence[list[int]] = state["rest"]
+        self.leftover: Sequence[list[int]] = state["rest"]
         self.rows: Iterator[dict[str, Any]]
         self._go_to(state["epoch"], state["place"])
 
     def take(self, count: int) -> Batch:
         """Return ids and labels of the next `count` sequences."""
-        ids, labels = self.rest
+        ids, labels = self.leftover
         needed = count * self.length
         while len(ids) < needed:
             with wrap_errors(f"data: got {self.stream.name!r}, expected rows that can be read"):
@@ -262,13 +262,13 @@ class _StreamReader(Reader):
                 self._go_to(self.epoch + 1, None)
             else:
                 self.position = self.stream.dataset.state_dict()
-        self.rest = [ids[needed:], labels[needed:]]
+        self.leftover = [ids[needed:], labels[needed:]]
         self.is_first_epoch = False
         return torch.tensor([ids[:needed], labels[:needed]]).view(2, count, self.length).unbind()
 
     def state(self) -> dict[str, Any]:
         """Return the epoch, the position of `datasets` in it, and the tokens that were read but not returned."""
-        return {"epoch": self.epoch, "place": self.position, "rest": self.rest}
+        return {"epoch": self.epoch, "place": self.position, "rest": self.leftover}
 
     handover = state
 
@@ -288,8 +288,8 @@ def _list_files(path: Path) -> list[Path]:
     for endings in (TEXT_ENDINGS, *((ending,) for ending in TABLE_ENDINGS)):
         if chosen := [file for file in files if file.suffix.lower() in endings]:
             return chosen
-    known = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
-    raise ValueError(f"data: got the folder {str(path)!r}, which holds no text, expected files ending in {known}.")
+    endings = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
+    raise ValueError(f"data: got the folder {str(path)!r}, which holds no text, expected files ending in {endings}.")
 
 
 def check_data_path(data: PathLike, argument: str = "data") -> Path:

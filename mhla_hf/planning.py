@@ -372,8 +372,10 @@ def advise(record: Mapping[str, Any]) -> str:
     row = next(row for row in record["cache"]["rows"] if row["tokens"] == context)
     reduction = row["softmax"] / row["mhla"]
     at_context = f"at {context:,} tokens"
-    known = {phase: timing[phase]["faster_from"] or timing[phase]["known_to"] for phase in WORKS if phase in timing}
-    slower = [phase for phase, tokens in known.items() if context < tokens]
+    slower_up_to = {
+        phase: timing[phase]["faster_from"] or timing[phase]["known_to"] for phase in WORKS if phase in timing
+    }
+    slower = [phase for phase, tokens in slower_up_to.items() if context < tokens]
     unknown = [phase for phase in WORKS if phase not in slower and not timing.get(phase, {}).get("faster_from")]
     against = None
     if reduction < MIN_CACHE_REDUCTION:

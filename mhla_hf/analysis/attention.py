@@ -219,6 +219,8 @@ def _to_cpu(value: Any) -> Any:
 
 def is_uniform(mixing: torch.Tensor, causal: bool) -> bool:
     """Return whether each row of `mixing` `[H, M, M]` is constant over the blocks it sees, as in plain linear attention."""
-    first = mixing[..., :1]
-    alike = (mixing - first).abs() <= 1e-6 * first.abs()
-    return bool((alike | alike.new_ones(alike.shape[-2:]).triu(1)).all() if causal else alike.all())
+    first_block = mixing[..., :1]
+    is_equal = (mixing - first_block).abs() <= 1e-6 * first_block.abs()
+    if causal:
+        is_equal = is_equal | is_equal.new_ones(is_equal.shape[-2:]).triu(1)
+    return bool(is_equal.all())

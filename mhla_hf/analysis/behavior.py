@@ -161,8 +161,9 @@ def recall_gain(model: Any, ids: torch.Tensor, distance: int, rows: int) -> floa
         between = ids[(start + torch.arange(distance - PASSAGE_TOKENS)) % len(ids)]
         texts.append(torch.cat([passage, between, passage]))
     scored = torch.arange(CUE_TOKENS, PASSAGE_TOKENS)
-    first, second = next_token_log_probs(model, torch.stack(texts), torch.cat([scored, distance + scored])).chunk(2, 1)
-    return float((second - first).mean())
+    log_probs = next_token_log_probs(model, torch.stack(texts), torch.cat([scored, distance + scored]))
+    first_copy, second_copy = log_probs.chunk(2, 1)
+    return float((second_copy - first_copy).mean())
 
 
 def next_token_log_probs(model: Any, ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

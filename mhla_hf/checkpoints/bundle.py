@@ -263,7 +263,7 @@ def _drop_unreachable(modules: dict[str, _Module], entry: str) -> set[str]:
     used: set[str] = set()
     for statement in kept:  # grows while iterating, until everything that is used is in it
         used.update(statement.uses)
-        kept += [other for other in statements if other.binds & statement.uses and other not in kept]
+        kept += [item for item in statements if item.binds & statement.uses and item not in kept]
     for module in modules.values():
         module.statements = [statement for statement in module.statements if statement in kept]
     return used

@@ -69,11 +69,11 @@ def load_diffusers_model(folder: str) -> tuple[Any, dict[str, Any]]:
     is_model = request["kind"] == "model"
     auto_class = diffusers.AutoModel if is_model else diffusers.DiffusionPipeline
     options = {} if is_model else {"dtype": request["dtype"]}
-    whole: Any = auto_class.from_pretrained(folder, trust_remote_code=True, **options)
-    model = whole
+    model_or_pipeline: Any = auto_class.from_pretrained(folder, trust_remote_code=True, **options)
+    model = model_or_pipeline
     report: dict[str, Any] = {"missing": [], "unexpected": []}
     for source in sorted(Path(folder).glob("modeling_mhla*.py" if is_model else "*/modeling_mhla*.py")):
-        model = whole if is_model else getattr(whole, source.parent.name)
+        model = model_or_pipeline if is_model else getattr(model_or_pipeline, source.parent.name)
         stored: set[str] = set()
         expected = set(model.state_dict())
         for file in source.parent.glob("*.safetensors"):

@@ -78,8 +78,8 @@ def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str
         start = f"model: got {str(name)!r}, whose {SENTENCE_MODULES} names {type_name!r} in {path!r}"
         match = SENTENCE_MODULE_TYPE.fullmatch(type_name)
         if match is None:
-            known = "Transformer, Pooling, Normalize, Dense or LayerNorm"
-            raise ValueError(f"{start}, expected a {known} of sentence-transformers.")
+            known_types = "Transformer, Pooling, Normalize, Dense or LayerNorm"
+            raise ValueError(f"{start}, expected a {known_types} of sentence-transformers.")
         if path == "" and match[2] == "Transformer":
             continue
         if not SENTENCE_MODULE_FOLDER.fullmatch(path):

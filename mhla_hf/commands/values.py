@@ -38,10 +38,10 @@ def parse_layers(text: str | None) -> str | list[int] | None:
     """Parse "all", "2/3", or indices separated by commas; None stays None. Raise `ValueError` for anything else."""
     if text in (None, "all", "2/3"):
         return text
-    parts = [part.strip() for part in (text or "").split(",")]
-    if not all(part.isdecimal() for part in parts):
+    items = [item.strip() for item in (text or "").split(",")]
+    if not all(item.isdecimal() for item in items):
         raise ValueError(f'layers: got {text!r}, expected "all", "2/3" or indices such as 1,2,4.')
-    return [int(part) for part in parts]
+    return [int(item) for item in items]
 
 
 def parse_keep(text: str) -> Any:
@@ -59,8 +59,8 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             raise ValueError(f"set: got {pair!r}, expected NAME=VALUE, such as block_size=32.")
-        parts = [parse_value(part.strip()) for part in value.split(",")]
-        settings[name.strip()] = parts[0] if len(parts) == 1 else [part for part in parts if part != ""]
+        items = [parse_value(item.strip()) for item in value.split(",")]
+        settings[name.strip()] = items[0] if len(items) == 1 else [item for item in items if item != ""]
     return settings
 
 

@@ -170,8 +170,8 @@ def extract_features(
         file: start for file, start in zip(files[local_chunks], starts[local_chunks], strict=True) if not file.is_file()
     }
     with tqdm(total=IMAGES_PER_FILE * len(first_by_file), desc=label, disable=not progress) as bar:
-        for file, first in first_by_file.items():
-            chunk = images[first : first + IMAGES_PER_FILE]
+        for file, first_index in first_by_file.items():
+            chunk = images[first_index : first_index + IMAGES_PER_FILE]
             batches = []
             for start in range(0, len(chunk), batch_size):
                 batch = [read_image(image) for image in chunk[start : start + batch_size]]
@@ -219,12 +219,14 @@ class Moments(NamedTuple):
 
 def frechet_distance(sample: Moments, reference: Moments) -> float:
     """Compute the Fréchet distance |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) between two `Moments`."""
-    first, second = sample.covariance.double(), reference.covariance.double()
-    values, vectors = torch.linalg.eigh(first)
+    sample_cov = sample.covariance.double()
+    reference_cov = reference.covariance.double()
+    values, vectors = torch.linalg.eigh(sample_cov)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     # C1 C2 and C1^(1/2) C2 C1^(1/2) have the same eigenvalues, and the latter is symmetric.
-    overlap = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
-    distance = (sample.mean - reference.mean).double().square().sum() + first.trace() + second.trace() - 2 * overlap
+    overlap = torch.linalg.eigvalsh(root @ reference_cov @ root).clamp(min=0).sqrt().sum()
+    mean_distance = (sample.mean - reference.mean).double().square().sum()
+    distance = mean_distance + sample_cov.trace() + reference_cov.trace() - 2 * overlap
     return max(0.0, distance.item())
 
 

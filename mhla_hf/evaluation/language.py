@@ -134,14 +134,14 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
     return compared
 
 
-def _load_recipe(protocol: LanguageProtocol, first: Subject, args: Any) -> list[Requested]:
-    """Load the requested tasks, with lengths in tokens of the tokenizer of the `first` model."""
+def _load_recipe(protocol: LanguageProtocol, subject: Subject, args: Any) -> list[Requested]:
+    """Load the requested tasks, with lengths in tokens of the tokenizer of `subject`."""
     names = args.recipe.tasks
     paths = paths_of(args.include_path)
     metadata = None
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-tasks-") as folder:
         if protocol.lengths:
-            tokenizer = args.tokenizer or load_tokenizer(first.source, **first.load_options)
+            tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
             tokenizer.save_pretrained(folder)
             metadata = {"tokenizer": str(folder), "max_seq_lengths": protocol.lengths}
             if any(name.startswith("needle_") for name in names):

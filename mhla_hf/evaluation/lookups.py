@@ -108,14 +108,14 @@ def make_recall(
         between = "\n"
         size = 0
         start = rng.randrange(len(lines))
-        others = [line for line in lines[start:] + lines[:start] if not re.search(rf"\b{name}\b", line)]
-        for line in itertools.cycle(others) if others else ():
+        text_lines = [line for line in lines[start:] + lines[:start] if not re.search(rf"\b{name}\b", line)]
+        for line in itertools.cycle(text_lines) if text_lines else ():
             added = line + lookups.line()
             between = between + added
             size = size + count(added)
             if size >= target_distance and count(between) >= target_distance:
                 break
-        lead = next((line for line in others if count(line) >= MIN_LEAD_TOKENS), "")
+        lead = next((line for line in text_lines if count(line) >= MIN_LEAD_TOKENS), "")
         context = f"{lead}- {name} {value}{between}- {name}"
         distance = count(between) + 2
         if lead and distance >= target_distance and count(context) < window:

@@ -223,9 +223,9 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
     rows = [["task", "metric", "shots", "samples", *models]]
     places = 3 if short else 4
     for identity in sorted(by_identity, key=_natural):
-        first = by_identity[identity]
-        samples = f"{first.samples}" if first.limit is None else f"{first.samples} (limit)"
-        row = [first.task, first.metric + ARROWS[first.higher_is_better], str(first.shots), samples]
+        record = by_identity[identity]
+        samples = f"{record.samples}" if record.limit is None else f"{record.samples} (limit)"
+        row = [record.task, record.metric + ARROWS[record.higher_is_better], str(record.shots), samples]
         for score in (records.get(identity) for records in by_model.values()):
             stderr: Any = score and (score.stderr or (None if short else score.stderr))
             row.append("" if score is None else format_score(score.value, stderr, places))

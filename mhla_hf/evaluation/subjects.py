@@ -268,8 +268,8 @@ def shown_path(path: Any) -> str:
     if not path.exists():
         return str(path)
     resolved = path.resolve()
-    here = Path.cwd().resolve()
-    return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else resolved.name
+    working_folder = Path.cwd().resolve()
+    return str(resolved.relative_to(working_folder)) if resolved.is_relative_to(working_folder) else resolved.name
 
 
 @contextlib.contextmanager

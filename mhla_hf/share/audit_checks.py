@@ -285,13 +285,13 @@ def check_far_part(subject: AuditSubject) -> dict[str, Any]:
     return {"value": min(shares.values()), "tolerance": "above 0", "details": shares}
 
 
-def long_logits(subject: AuditSubject, cached: Any, whole: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def long_logits(subject: AuditSubject, cached_model: Any, one_pass_model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits at some positions of a long text, read with a cache by one model and in one pass by another.
 
     Args:
         subject: the subject, which provides the text.
-        cached: the model that reads the text in chunks, and its last tokens one by one.
-        whole: the model that reads the text in one pass.
+        cached_model: the model that reads the text in chunks, and its last tokens one by one.
+        one_pass_model: the model that reads the text in one pass.
 
     Returns:
         The logits of both, fp32 `[1, positions, vocabulary]`.
@@ -302,7 +302,7 @@ def long_logits(subject: AuditSubject, cached: Any, whole: Any) -> tuple[torch.T
     full_chunks, rest = divmod(length - single, 512)
     sizes = [*[512] * full_chunks, *([rest] if rest else []), *[1] * single]
     at = torch.cat([torch.arange(0, length - single, max(1, length // 128)), torch.arange(length - single, length)])
-    return cached_logits(cached, ids, sizes, at, watch=subject.watch), whole_logits(whole, ids, at)
+    return cached_logits(cached_model, ids, sizes, at, watch=subject.watch), whole_logits(one_pass_model, ids, at)
 
 
 def check_long_text(subject: AuditSubject) -> dict[str, Any]:

@@ -147,7 +147,10 @@ class Facts:
         """Return the rows of `speed` that have a value in `unit` ("ms" or "mib"), sorted by length and grouped by "what"."""
         rows = self.speed["rows"] if self.speed else []
         rows = sorted((row for row in rows if row.get(f"mhla_{unit}") is not None), key=lambda row: row["length"])
-        return {row["what"]: [other for other in rows if other["what"] == row["what"]] for row in rows}
+        by_phase: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            by_phase.setdefault(row["what"], []).append(row)
+        return by_phase
 
 
 def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:

@@ -320,8 +320,8 @@ def apply_changes(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[s
         elif section in stages:
             stages[section][field] = value
         else:
-            known = ", ".join(f"{name}.*" for name in (*stages, "settings", "run"))
-            raise ValueError(f"set: got {key!r}, expected one of {known}.")
+            allowed_keys = ", ".join(f"{name}.*" for name in (*stages, "settings", "run"))
+            raise ValueError(f"set: got {key!r}, expected one of {allowed_keys}.")
     return content
 
 

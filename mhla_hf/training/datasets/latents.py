@@ -65,11 +65,11 @@ class Latents:
         self.identity = identity
         if not len(rows):
             raise ValueError(f"data: got {name!r}, which is empty, expected latents.")
-        first = rows[0]
-        if "latents" not in first:
-            raise ValueError(f"data: got {name!r} with the columns {', '.join(first)}, expected 'latents' among them.")
-        self.shape = tuple(torch.as_tensor(first["latents"]).shape)
-        self.columns = tuple(column for column in (*CONDITION_COLUMNS, "prompt") if column in first)
+        row = rows[0]
+        if "latents" not in row:
+            raise ValueError(f"data: got {name!r} with the columns {', '.join(row)}, expected 'latents' among them.")
+        self.shape = tuple(torch.as_tensor(row["latents"]).shape)
+        self.columns = tuple(column for column in (*CONDITION_COLUMNS, "prompt") if column in row)
 
     def describe(self) -> dict[str, Any]:
         """Return a JSON-serializable description that identifies the data."""

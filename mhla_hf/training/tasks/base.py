@@ -245,8 +245,8 @@ def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
     gradient, every layer would stay unsharded.
     """
     leaves, structure = tree_flatten((args, kwargs))
-    first = next(i for i, x in enumerate(leaves) if torch.is_tensor(x) and x.is_floating_point())
-    leaves[first] = leaves[first].detach().requires_grad_()
+    index = next(i for i, x in enumerate(leaves) if torch.is_tensor(x) and x.is_floating_point())
+    leaves[index] = leaves[index].detach().requires_grad_()
     args, kwargs = tree_unflatten(leaves, structure)
     return args, kwargs
 

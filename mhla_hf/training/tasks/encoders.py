@@ -29,10 +29,10 @@ class EncoderObjective(Objective):
         with torch.no_grad():
             target = self.teacher.base_model(input_ids=ids).last_hidden_state.float()
         output = self.student.base_model(input_ids=ids).last_hidden_state.float()
-        tokens = 1 - F.cosine_similarity(output, target, dim=-1).mean(1)
-        first = 1 - F.cosine_similarity(output[:, 0], target[:, 0], dim=-1)
+        token_distance = 1 - F.cosine_similarity(output, target, dim=-1).mean(1)
+        first_distance = 1 - F.cosine_similarity(output[:, 0], target[:, 0], dim=-1)
         pooled = 1 - F.cosine_similarity(output.mean(1), target.mean(1), dim=-1)
-        loss = sequence_weight * (tokens + first + pooled).sum()
+        loss = sequence_weight * (token_distance + first_distance + pooled).sum()
         return loss, {"loss": loss.detach(), "pooled": sequence_weight * pooled.sum().detach()}
 
 

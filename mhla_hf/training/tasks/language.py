@@ -27,17 +27,18 @@ class LanguageObjective(Objective):
 
     heads: Heads | None = None  # output heads of student and teacher, after the first call of `_find_heads`
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor, *rest: Any) -> LossAndLogs:
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, *stored_and_weights: Any) -> LossAndLogs:
         """Return the loss of a micro-batch, and the values to log.
 
         Args:
             ids: token ids, int64 `[B, L]`.
             labels: int64 `[B, L]`, not shifted; -100 marks tokens without a loss.
-            *rest: with "stored", the teacher's most likely tokens, int64 `[B, L, k]`, and their log-probabilities
-                `[B, L, k]`; then 1 / number of predicted tokens and 1 / number of sequences in the whole batch.
+            *stored_and_weights: with "stored", the teacher's most likely tokens, int64 `[B, L, k]`, and their
+                log-probabilities `[B, L, k]`; then 1 / number of predicted tokens and 1 / number of sequences in the whole
+                batch.
         """
-        stored = rest[:-2]
-        token_weight, sequence_weight = rest[-2:]
+        stored = stored_and_weights[:-2]
+        token_weight, sequence_weight = stored_and_weights[-2:]
         if self.stage.loss == "transfer":
             loss = sequence_weight * self.attention_transfer_loss(
                 lambda: self.teacher.base_model(input_ids=ids, use_cache=False), _call_without_mask
