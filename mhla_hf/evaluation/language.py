@@ -244,8 +244,9 @@ def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, local: 
     numpy.random.seed(HARNESS_SEEDS[1])
     try:
         loaded = manager.load([name])
-        if local is not None and (missing := [task for task in loaded["tasks"] if task not in local]):
-            raise ValueError(f"data_files has neither {missing[0]}.jsonl nor {missing[0]}.jsonl.gz")
+        for task_name in loaded["tasks"]:
+            if local is not None and task_name not in local:
+                raise ValueError(f"data_files has neither {task_name}.jsonl nor {task_name}.jsonl.gz")
         for task in loaded["tasks"].values():
             task_shots = task.get_config("num_fewshot")
             if task_shots is None or (num_fewshot is not None and task_shots != 0):
@@ -253,7 +254,8 @@ def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, local: 
             if not len(task.eval_docs):
                 raise ValueError("it has no documents")
     except Exception as error:  # a task can run any code
-        raise ValueError(f"task {name!r} cannot be loaded: {summarize_error(error)}") from error
+        reason = summarize_error(error).removesuffix(".")
+        raise ValueError(f"tasks: got {name!r}, expected a task that can be loaded ({reason}).") from error
     return Requested(name, loaded)
 
 

@@ -132,7 +132,8 @@ class Results(list[Result]):
             if content["format_version"] == FORMAT_VERSION:
                 return cls(map(Result.from_dict, content["results"]))
         except (ValueError, RecursionError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a results file: {type(error).__name__}: {error}") from None
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path}: got a file that cannot be read, expected a results file ({reason}).") from None
         raise ValueError(f"{path}: got format_version {content['format_version']!r}, expected {FORMAT_VERSION}.")
 
     def merge(self, new: Sequence[Result], keep_other_sample_counts: bool = False) -> "Results":

@@ -162,7 +162,7 @@ class Bench:
             process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
         if process.returncode:
             message = (process.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ValueError(f"python {self.python!r}: vbench failed: {message}")
+            raise ValueError(f"settings: python: got {self.python!r}, expected one in which vbench runs ({message}).")
         return process.stdout
 
     def judge(
@@ -187,7 +187,7 @@ class Bench:
                 (folder / video.name).symlink_to(video.resolve())
             info = write_json(Path(workspace, "info.json"), entries)
             self._run(RUN_VBENCH, folder, info, workspace, dimension, device)
-            with wrap_errors(f"vbench gave no results for {dimension}"):
+            with wrap_errors(f"vbench: got no results for {dimension}, expected a score per video"):
                 results = Path(workspace, f"{dimension}_eval_results.json").read_text(encoding="utf-8")
                 average, video_scores = json.loads(results)[dimension]
                 return float(average), [video["video_results"] for video in video_scores]
@@ -249,7 +249,7 @@ class _Judge(PipelineJudge):
         videos = [self.folder / TASK / "videos" / name for name in set(names)]
         average, values = self.bench.judge(dimension, entries, videos, self.device)
         if len(values) < len(names):
-            raise ValueError(f"vbench scored {len(values)} of {len(names)} videos for {dimension}")
+            raise ValueError(f"vbench: got {len(values)} scores for {dimension}, expected {len(names)}, one per video.")
         scores = {dimension: (average, _spread(average, values), True, len(values))}
         self.subject.keep(TASK, scores, self.hash, started, self.device)
 

@@ -243,7 +243,8 @@ def test_tasks_of_lm_eval_read_files_instead_of_the_hub(world, tmp_path):
     found = judge(world, "llama", ["winogrande"], force=True, **options)["llama"].find("winogrande", "acc")
     assert (found.samples, found.shots) == (3, 2)
     assert f" --data-files {tmp_path.name} --num-fewshot 2" in found.command
-    says = "task 'here_cloze' cannot be loaded: data_files has neither here_cloze.jsonl nor here_cloze.jsonl.gz"
+    reason = "data_files has neither here_cloze.jsonl nor here_cloze.jsonl.gz"
+    says = f"tasks: got 'here_cloze', expected a task that can be loaded \\({reason}\\)."
     with pytest.raises(ValueError, match=says):
         judge(world, "llama", ["here_cloze"], data_files=tmp_path)
     with pytest.raises(

@@ -68,8 +68,8 @@ def test_a_number_that_is_not_finite_is_no_score():
 GOOD = {"format_version": 1, "results": [dataclasses.asdict(make_result())]}
 RECORD = GOOD["results"][0]
 BROKEN = {
-    "half": (json.dumps(GOOD)[:100], "is not a results file"),
-    "list": ("[1]", "is not a results file"),
+    "half": (json.dumps(GOOD)[:100], "expected a results file"),
+    "list": ("[1]", "expected a results file"),
     "newer": (json.dumps(GOOD | {"format_version": 99}), "format_version 99"),
     "unknown": (json.dumps(GOOD | {"results": [RECORD | {"color": "red"}]}), "color: got an unknown name"),
     "missing": (json.dumps(GOOD | {"results": [{"task": "copa"}]}), "metric: got nothing"),
