@@ -388,10 +388,14 @@ def render_bench(record: Mapping[str, Any]) -> str:
 
 
 def fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | None:
-    """Return the fastest implementation whose name begins with one of `kinds`, or None.
+    """Return the fastest implementation whose name begins with one of `kinds`.
+
+    Args:
+        ms: implementation -> milliseconds.
+        *kinds: prefixes of names, such as "mhla".
 
     Returns:
-        (milliseconds, the rest of its name).
+        (milliseconds, the name without its first word), or None if there is no such implementation.
     """
     times = [(value, name.partition(" ")[2]) for name, value in ms.items() if name.startswith(kinds)]
     return min(times, default=None)

@@ -281,7 +281,7 @@ class _StreamReader(Reader):
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return the file itself; or the text files in a folder; or if it has none, its tables of one format."""
+    """Return `path` if it is a file, else all text files in the folder or, if there are none, its tables of one format."""
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file())

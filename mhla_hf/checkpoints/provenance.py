@@ -52,9 +52,9 @@ def _cpu_name() -> str:
 
 
 def source_commit() -> str:
-    """Return the Git commit of the package's checkout, or "mhla_hf <version>" if it is not one.
+    """Return the Git commit of the package's checkout, or "mhla_hf <version>" for an installed package.
 
-    "+changed" follows the commit if tracked files of the package differ from it.
+    If tracked files of the package differ from the commit, "+changed" is appended.
     """
     root = Path(__file__).resolve().parents[2]
     if (root / ".git").exists() and (commit := _git(root, "rev-parse", "HEAD")):

@@ -33,7 +33,7 @@ def make_needles(
     items: int = 20,
     seed: int = 0,
 ) -> LocalTasks:
-    """Write a task of each kind and length.
+    """Write a needle task for each length and each of `KINDS`.
 
     Args:
         folder: See `write_tasks`.

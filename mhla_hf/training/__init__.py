@@ -1,1 +1,1 @@
-"""Training: `loop.distill`, one loop for all models, in which a stage is a loss and the parameters that it trains."""
+"""Training of all kinds of models with one loop, `loop.distill`."""
