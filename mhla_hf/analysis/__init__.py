@@ -45,7 +45,7 @@ def analyze(
         description of the inputs), and hardware, versions and command.
 
     Raises:
-        ValueError: an argument is wrong, or a model has no attention that can be recorded.
+        ValueError: an argument is not valid, or a model has no attention that can be recorded.
     """
     for name, value in (("samples", samples), ("length", length)):
         if value < 1:

@@ -122,7 +122,7 @@ def batch_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
 
 
 def packed_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
-    """Return the difference of logits between rows that are packed into one sequence by position_ids, and each alone."""
+    """Return the difference of logits between rows alone and packed into one sequence, separated by position_ids."""
     alone = torch.cat([whole_logits(model, row[None]) for row in rows], 1)
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
     return difference(whole_logits(model, torch.cat(list(rows))[None], position_ids=positions), alone)

@@ -53,8 +53,8 @@ class Result:
         metric: Name of the metric, as the harness gives it. A filter other than "none" is appended
             ("exact_match,strict").
         value: The score; None if it was not finite.
-        stderr: Its standard error; None if the metric has none.
-        higher_is_better: None if the harness does not say.
+        stderr: Standard error of the score; None if the metric has none.
+        higher_is_better: Whether higher scores are better; None if the harness does not tell.
         shots: Number of examples in the prompt.
         samples: Number of documents, images or videos scored.
         limit: The limit of the run, as the user gave it; None for the whole task.
@@ -63,15 +63,15 @@ class Result:
         model: The model's name, as the user gave it.
         revision: Commit on the Hub; None for a local folder.
         fingerprint: Fingerprint of the weights.
-        versions: Mapping from library to version.
+        versions: Dict from library to version.
         commit: Git commit of this package, or its version if it was installed without git.
         dtype: Dtype of the parameters.
-        hardware: One line.
+        hardware: Description of CPU and GPU in one line.
         seed: The seed, or the harness's list of seeds as text.
         command: Shell command that repeats the measurement.
-        date: ISO 8601, UTC.
-        seconds: Duration of the task's run.
-        window: Number of tokens that the model saw at once; None if it is no language model.
+        date: Date and time of the measurement in UTC, ISO 8601.
+        seconds: Duration of the measurement of the task.
+        window: Context length in tokens, for language models.
     """
 
     task: str
