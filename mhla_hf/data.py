@@ -288,8 +288,10 @@ def _list_files(path: Path) -> list[Path]:
     for endings in (TEXT_ENDINGS, *((ending,) for ending in TABLE_ENDINGS)):
         if chosen := [file for file in files if file.suffix.lower() in endings]:
             return chosen
-    endings = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
-    raise ValueError(f"data: got the folder {str(path)!r}, which holds no text, expected files ending in {endings}.")
+    all_endings = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
+    raise ValueError(
+        f"data: got the folder {str(path)!r}, which holds no text, expected files ending in {all_endings}."
+    )
 
 
 def check_data_path(data: PathLike, argument: str = "data") -> Path:

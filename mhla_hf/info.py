@@ -65,7 +65,7 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
 
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that describe the attention, without those that are off or do not apply to it."""
-    unused = set()
+    unused: set[str] = set()
     if settings.get("layout"):
         unused.update(("block_size", "num_blocks"))
     if settings["mixing_form"] != "decay":
