@@ -1,9 +1,10 @@
 """Measure how much of a real text encoder's quality its conversions keep.
 
-Every form is fitted on one text, without labels, and evaluated on others. On the sentence pairs of STS-B, the score is the
-rank correlation of the embeddings' cosines with people's ratings. On passages of 128 and 512 tokens, the scores are the
-cosine of an embedding to the original's, and the rank correlation of the cosines of all pairs with the original's. An
-embedding is the mean over tokens, as sentence-transformers computes it for this model. Existing rows of the file are kept.
+Every form is fitted on one text, without labels, and evaluated on others. On the sentence pairs of STS-B, the score is
+the rank correlation of the embeddings' cosines with people's ratings. On passages of 128 and 512 tokens, the scores
+are the cosine of an embedding to the original's, and the rank correlation of the cosines of all pairs with the
+original's. An embedding is the mean over tokens, as sentence-transformers computes it for this model. Existing rows of
+the file are kept.
 """
 
 import argparse
@@ -119,7 +120,8 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
 
 
 def read_pairs(path: str | Path) -> list[dict[str, Any]]:
-    """Read the pairs of STS-B: lines of JSON with "sentence1", "sentence2", and "score", in a file that may be compressed."""
+    """Read the pairs of STS-B: lines of JSON with "sentence1", "sentence2", and "score", in a file that may be
+    compressed."""
     with open_text(path) as lines:
         return [json.loads(line) for line in lines]
 

@@ -1,7 +1,8 @@
 """Measure what continuous batching gains: python -m experiments.serving (docs/serving.md)
 
-Requests of many lengths are decoded greedily, one after the other by `generate`, and then together in slots. The models are a
-Llama of the demo's size and its conversions, of all layers and of two of three, with random weights in fp32.
+Requests of many lengths are decoded greedily, one after the other by `generate`, and then together in slots. The
+models are a Llama of the demo's size and its conversions, of all layers and of two of three, with random weights in
+fp32.
 """
 
 import argparse
@@ -64,8 +65,8 @@ def measure(num_requests: int) -> list[dict[str, Any]]:
         num_requests: Number of requests, which is also the number of slots.
 
     Returns:
-        Rows with "model", "way", "tokens_per_second" (new tokens), "equal" (whether the tokens are those of `generate`), and
-        "slot_bytes" (bytes of the cache per slot; None for `generate`).
+        Rows with "model", "way", "tokens_per_second" (new tokens), "equal" (whether the tokens are those of
+        `generate`), and "slot_bytes" (bytes of the cache per slot; None for `generate`).
     """
     sizes = read_recipe(RECIPES / "demo_teacher.yaml").settings
     rng = random.Random(0)
@@ -113,7 +114,8 @@ def render_serving(record: Mapping[str, Any]) -> str:
     shortest, longest = PROMPT_LENGTHS
     num_equal = sum(row["equal"] for row in record["rows"])
     note = (
-        f"New tokens per second, {record['requests']} requests of {shortest} to {longest} tokens, {NEW_TOKENS} new ones each. "
+        f"New tokens per second, {record['requests']} requests of {shortest} to {longest} tokens, "
+        f"{NEW_TOKENS} new ones each. "
         f"Tokens equal to `generate`'s in {num_equal} of {len(record['rows'])} rows. {made(record)}"
     )
     return "\n".join([*lines, "", note])
