@@ -60,8 +60,10 @@ def main(out, loss, tied=False):
     stages = [{"name": "s", "loss": loss, "steps": 2, "lr": 1e-3, "seq_len": 32, "batch_size": 8, **both}]
     tokens = torch.randint(0, 128, (2000,))
     mhla_hf.distill(student, teacher, out=out, data=tokens, stages=stages, progress=False)
-    found = {"share": PEAK[0], "gathered": PEAK[1], "sent": sum(SENT) // 2}
-    found |= {
+    found = {
+        "share": PEAK[0],
+        "gathered": PEAK[1],
+        "sent": sum(SENT) // 2,
         "tied": tied and student.lm_head.weight.nbytes,
         "total": total,
         "layer": max(layers),

@@ -8,18 +8,43 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from mhla_hf.models.families import LANGUAGE, family_of_type
 from mhla_hf.models.overlay import base_classes
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.2}
-SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "sliding_window": None}
-SIZES |= {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "n_inner": 48}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "sliding_window": None,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 128,
+    "n_inner": 48,
+}
 SIZES |= dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4) | {"num_experts_per_tok": 2}
 SIZES |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "dff": 48, "embedding_size": 32}
 SIZES |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
 SIZES |= {"linear_head_dim": 8, "linear_num_heads": 4}
 WINDOW = {"sliding_window": 16}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, **WINDOW}
-LATENT = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 16}
-LATENT |= {"q_lora_rank": 16, "n_group": 1, "topk_group": 1, "head_dim": ...}
+LATENT = {
+    "num_key_value_heads": 4,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "head_dim": ...,
+}
 DEEP, UNCAPPED = {**LATENT, "num_hidden_layers": 8}, {"attn_logit_softcapping": None, **WINDOW}
 OWN = dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "cwm", "laguna", "lara_mini", "mimo_v2_flash", "olmo3"), WINDOW)
 OWN |= dict.fromkeys(("exaone4", "exaone_moe", "gemma3_text", "kolibri1", "ministral"), MIXED)

@@ -39,18 +39,64 @@ from transformers import (
 
 PROMPT = "a cat walks"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-WAN = {"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 3, "ffn_dim": 32}
-WAN |= {"in_channels": 16, "out_channels": 16, "text_dim": 32, "freq_dim": 64, "rope_max_seq_len": 32}
-ANIMATE = {**WAN, "in_channels": 36, "image_dim": None, "motion_encoder_size": 8, "motion_style_dim": 8}
-ANIMATE |= {"motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2}
-ANIMATE |= {"inject_face_latents_blocks": 3, "motion_encoder_channel_sizes": {"4": 8, "8": 8}}
-SANA = {"patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 2, "caption_channels": 8, "sample_size": 32}
-SANA |= {"num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16}
-SANA |= {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8}
-SANA_VIDEO = {**SANA, "patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16, "attention_head_dim": 12}
-SANA_VIDEO |= {"cross_attention_head_dim": 12, "cross_attention_dim": 24, "rope_max_seq_len": 32, "sample_size": 8}
-DIT = {"sample_size": 16, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2}
-DIT |= {"in_channels": 4, "out_channels": 8}
+WAN = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 3,
+    "ffn_dim": 32,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 32,
+    "freq_dim": 64,
+    "rope_max_seq_len": 32,
+}
+ANIMATE = {
+    **WAN,
+    "in_channels": 36,
+    "image_dim": None,
+    "motion_encoder_size": 8,
+    "motion_style_dim": 8,
+    "motion_dim": 4,
+    "motion_encoder_dim": 8,
+    "face_encoder_hidden_dim": 8,
+    "face_encoder_num_heads": 2,
+    "inject_face_latents_blocks": 3,
+    "motion_encoder_channel_sizes": {"4": 8, "8": 8},
+}
+SANA = {
+    "patch_size": 1,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "caption_channels": 8,
+    "sample_size": 32,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "cross_attention_dim": 16,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 8,
+}
+SANA_VIDEO = {
+    **SANA,
+    "patch_size": (1, 2, 2),
+    "in_channels": 16,
+    "out_channels": 16,
+    "attention_head_dim": 12,
+    "cross_attention_head_dim": 12,
+    "cross_attention_dim": 24,
+    "rope_max_seq_len": 32,
+    "sample_size": 8,
+}
+DIT = {
+    "sample_size": 16,
+    "num_layers": 2,
+    "patch_size": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 2,
+    "in_channels": 4,
+    "out_channels": 8,
+}
 PIXART = {**DIT, "caption_channels": 32, "cross_attention_dim": 16}
 TRANSFORMERS = {
     "wan": (WanTransformer3DModel, WAN),
@@ -140,8 +186,13 @@ def sana_vae():
     blocks = {f"{side}_block_types": ("ResBlock", "EfficientViTBlock") for side in ("encoder", "decoder")}
     sides = {"block_out_channels": (8, 8), "qkv_multiscales": ((), (5,)), "layers_per_block": (1, 1)}
     blocks |= {f"{side}_{name}": value for name, value in sides.items() for side in ("encoder", "decoder")}
-    samples = {"downsample_block_type": "conv", "upsample_block_type": "interpolate", "decoder_norm_types": "rms_norm"}
-    samples |= {"decoder_act_fns": "silu", "scaling_factor": 0.41407}
+    samples = {
+        "downsample_block_type": "conv",
+        "upsample_block_type": "interpolate",
+        "decoder_norm_types": "rms_norm",
+        "decoder_act_fns": "silu",
+        "scaling_factor": 0.41407,
+    }
     return AutoencoderDC(latent_channels=4, attention_head_dim=2, **blocks, **samples).eval()
 
 
@@ -171,8 +222,13 @@ def pixart_pipeline() -> PixArtSigmaPipeline:
     return PixArtSigmaPipeline(**t5(T5EncoderModel, T5Config), **parts)
 
 
-PIPELINES = {"wan": wan_pipeline, "sana": sana_pipeline, "sana-video": sana_video_pipeline}
-PIPELINES |= {"dit": dit_pipeline, "pixart": pixart_pipeline}
+PIPELINES = {
+    "wan": wan_pipeline,
+    "sana": sana_pipeline,
+    "sana-video": sana_video_pipeline,
+    "dit": dit_pipeline,
+    "pixart": pixart_pipeline,
+}
 CALLS = {
     "WanPipeline": {"height": 64, "width": 80, "num_frames": 9, "max_sequence_length": 16},
     "SanaPipeline": {"height": 32, "width": 32, "max_sequence_length": 16, "use_resolution_binning": False},
