@@ -174,7 +174,7 @@ def draw_gains(path: Path) -> None:
     plot_gains(path, time, cache, quality, titles)
 
 
-def made_by(record: Mapping[str, Any]) -> str:
+def command_and_date(record: Mapping[str, Any]) -> str:
     """Describe how and when a record was measured."""
     return f"`{record['command']}` ({record['date']}, commit `{record['commit'][:12]}`)."
 
@@ -197,7 +197,7 @@ def render_gpu(record: Mapping[str, Any]) -> str:
     ]
     return "\n\n".join(
         [
-            f"{made_by(record)} {render_bench(record)}",
+            f"{command_and_date(record)} {render_bench(record)}",
             "Four layers of the size of Llama-3.2-1B's, a batch of 16, bf16, decoding in CUDA graphs:",
             speed_table(record["language"]),
             prefill_table(prefill_rows),
@@ -208,7 +208,7 @@ def render_gpu(record: Mapping[str, Any]) -> str:
 
 
 KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, which is None if there is no JSON file
-    "bench": lambda record: f"{made_by(record)} {render_bench(record)}",
+    "bench": lambda record: f"{command_and_date(record)} {render_bench(record)}",
     "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
     "families": render_families,
     "cache": lambda record: render_cache((512, 2048, 8192)),
