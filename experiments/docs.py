@@ -36,7 +36,7 @@ from .heads import render_heads
 from .judge import render_lookups, render_tasks
 from .kvpress_rows import render as render_kvpress
 from .mqar import render_mqar
-from .rows import made
+from .rows import describe_setup
 from .serving import render_serving
 from .speed import prefill_table, render_speed, speed_table
 from .studies.rank import render_random_rank
@@ -223,7 +223,7 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "serving": render_serving,
     "plan": lambda record: f"```text\n{render_plan(record)}\n```",
     "costs": lambda record: costs_table(record["rows"]),
-    "journey": lambda record: f"{render_short(record)}\n\n{made(record)}",
+    "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),
     "digits_dit": lambda record: f"```text\n{digits_dit.render(record['over_seeds'])}\n```",

@@ -30,7 +30,7 @@ from mhla_hf.conversion.fit import OutputFit
 from mhla_hf.conversion.teacher import mhla_layers
 from mhla_hf.data import special_tokens, with_special_tokens
 
-from .rows import Row, add_rows, format_mean, made, open_text
+from .rows import Row, add_rows, describe_setup, format_mean, open_text
 
 LENGTHS = {128: 64, 512: 32}  # tokens of a passage: number of passages
 MAX_SENTENCE_TOKENS = 256  # as in the model's sentence_bert_config.json
@@ -213,7 +213,7 @@ def render_encoder(record: Mapping[str, Any]) -> str:
             spec = "{:.2f}" if key == "sts" else "{:.4f}"
             cells.append(format_mean([row["scores"][key] for row in rows], spec))
         lines.append(f"| {form} | {len(rows)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"Mean ± standard error over seeds. {made(record)}"])
+    return "\n".join([*lines, "", f"Mean ± standard error over seeds. {describe_setup(record)}"])
 
 
 def main() -> None:

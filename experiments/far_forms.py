@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from .far_part import KV_BYTES, FarForm, FarPart, rotate
-from .rows import Row, add_rows, open_text
+from .heads import read_text
+from .rows import Row, add_rows
 
 LAYERS = (7, 9, 14, 23)
 KEPT_FRACTION = 6  # one KV head in so many keeps softmax
-MAX_CHARACTERS = 1_300_000  # of a text that are read
 POSITIONS = {  # for each kind of held-out rows, first and last token (exclusive) of what is averaged
     "short": {"to 1k": (0, 1024)},
     "long": {"1k to 2k": (1024, 2048), "2k to 4k": (2048, 4096)},
@@ -38,9 +38,8 @@ LayerRows = dict[str, list[LayerRow]]  # by kind
 
 
 def read_ids(tokenizer: Any, path: str | Path) -> torch.Tensor:
-    """Return the token ids of a text file, which may be compressed: int64 [N]."""
-    with open_text(path) as file:
-        return tokenizer(file.read(MAX_CHARACTERS), return_tensors="pt").input_ids[0]
+    """Return the token ids of a text, as `read_text` reads it: int64 [N]."""
+    return tokenizer(read_text(path), return_tensors="pt").input_ids[0]
 
 
 def choose_rows(ids: torch.Tensor, other: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from mhla_hf.evaluation.needles import FACT, THINGS
 from mhla_hf.models.transformers_api import forward_cached
 
 from .heads import FORMS, converted, load, read_text
-from .rows import Row, add_rows, format_mean, made
+from .rows import Row, add_rows, describe_setup, format_mean
 
 SOFTMAX = "softmax"
 LENGTHS = {1024: 2, 4096: 1}  # tokens of a long text: number of texts
@@ -340,7 +340,7 @@ def render_lookups(record: Mapping[str, Any]) -> str:
             cells.append(format_mean(differences, "{:+.2f}") if differences and form != SOFTMAX else "")
         lines.append(f"| {label(form, heads)} | " + " | ".join(cells) + " |")
     counts = ", ".join(f"{len(original[length])} questions at {length // 1024}k" for length in lengths)
-    return "\n".join([*lines, "", f"{counts}. {made(record)}"])
+    return "\n".join([*lines, "", f"{counts}. {describe_setup(record)}"])
 
 
 def render_tasks(record: Mapping[str, Any]) -> str:
@@ -364,7 +364,7 @@ def render_tasks(record: Mapping[str, Any]) -> str:
         same_choice = statistics.fmean(choice(answer) == choice(reference) for reference, answer in pairs)
         cells.append(f"{100 * same_choice:.0f}")
         lines.append(f"| {task} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", made(record)])
+    return "\n".join([*lines, "", describe_setup(record)])
 
 
 def choice(answer: Sequence[Any]) -> Any:

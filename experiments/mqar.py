@@ -21,7 +21,7 @@ from mhla_hf.nn.core import MHLA
 from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
 
-from .rows import Row, add_rows, complete_seeds, format_mean, made
+from .rows import Row, add_rows, complete_seeds, describe_setup, format_mean
 
 WIDTH, BLOCK, KERNEL = 64, 32, 4
 KEYS, VALUES, FILLERS = 256, 256, 256
@@ -222,7 +222,7 @@ def render_mqar(record: Mapping[str, Any]) -> str:
     note = (
         f"{seeds.capitalize()}. At most {' and '.join(map(str, STEPS))} steps, fewer where {SOLVED:.0%} were recalled."
     )
-    return "\n".join([*lines, "", f"{note} {made(record)}"])
+    return "\n".join([*lines, "", f"{note} {describe_setup(record)}"])
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def complete_seeds(rows: Sequence[Row], count: int) -> tuple[list[Row], str]:
     return [row for row in rows if row["seed"] in complete], phrase
 
 
-def made(record: Mapping[str, Any]) -> str:
+def describe_setup(record: Mapping[str, Any]) -> str:
     """Describe how a record was measured: command, hardware, versions, and dtype."""
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
     return f"`{record['command']}`, {record['hardware']}, {versions}, {record.get('dtype', 'fp32')}."

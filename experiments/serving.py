@@ -23,7 +23,7 @@ from mhla_hf.speed import cache_bytes
 from mhla_hf.training.recipe import read_recipe
 
 from .demo.toy import RECIPES
-from .rows import made
+from .rows import describe_setup
 from .speed import make_models
 
 PROMPT_LENGTHS = (32, 512)  # tokens, the shortest and the longest
@@ -116,7 +116,7 @@ def render_serving(record: Mapping[str, Any]) -> str:
     note = (
         f"New tokens per second, {record['requests']} requests of {shortest} to {longest} tokens, "
         f"{NEW_TOKENS} new ones each. "
-        f"Tokens equal to `generate`'s in {num_equal} of {len(record['rows'])} rows. {made(record)}"
+        f"Tokens equal to `generate`'s in {num_equal} of {len(record['rows'])} rows. {describe_setup(record)}"
     )
     return "\n".join([*lines, "", note])
 
