@@ -317,7 +317,8 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     args.out.mkdir(parents=True, exist_ok=True)
     judge = train_judge(args.out, args.judge_epochs)
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*FROM_SCRATCH, *DISTILLED)}
-    parameters, teachers = {}, {}
+    parameters: dict[str, int] = {}
+    teachers: dict[int, Any] = {}
     runs = [(name, seed) for group in (FROM_SCRATCH, DISTILLED) for seed in range(args.seeds) for name in group]
     for name, seed in runs:
         folder, started = args.out / folder_of(name, seed), time.perf_counter()

@@ -128,7 +128,7 @@ def copy_score(q: torch.Tensor, k: torch.Tensor, half: int) -> torch.Tensor:
 
 
 WINDOWS = {f"window alone, {lag} blocks": FarForm(features=None, lag=lag) for lag in (2, 3, 4, 5, 6, 8, 10, 13, 16, 24)}
-EXP = {"features": "exp", "scale": 0.35, "center": True}
+EXP: dict[str, Any] = {"features": "exp", "scale": 0.35, "center": True}
 FORMS = {
     "base": FarForm(),
     "no count power": FarForm(power=None),

@@ -160,7 +160,7 @@ def make_lookups(
     filler = itertools.chain(*map(encode, itertools.islice(lines, rng.randrange(len(lines) // 2), None)))
     newline = encode("\n")
     ids: list[int] = []
-    questions = []
+    questions: list[tuple[str, int, list[int], list[int], list[int]]] = []
     num_filler = length - NEAR - sum(len(encode(statement)) + len(newline) for _, statement, _, _ in facts)
     for index, (kind, statement, question, answer) in enumerate(facts):
         gap = (index + 1) * num_filler // len(facts) - index * num_filler // len(facts)

@@ -117,7 +117,9 @@ def study_random_rank(
     out.mkdir(parents=True, exist_ok=True)
     path = out / "rank.json"
     settings = {"lengths": list(lengths), "widths": list(widths), "blocks": blocks, "seed": seed}
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": settings, "rows": []}
+    record: dict[str, Any] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": settings, "rows": []}
+    )
     if record.get("settings") != settings:
         raise ValueError(
             f"out: got {str(path)!r} with {record.get('settings')}, expected {settings}, or another folder."

@@ -125,7 +125,7 @@ def _mean_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return mean
 
 
-def over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
+def over_seeds(values: Sequence[Any]) -> dict[str, Any]:
     """Return "mean", "stderr" (of the mean; None for one seed), and "values". If a value is None, so is the mean."""
     if None in values:
         return {"mean": None, "stderr": None, "values": values}

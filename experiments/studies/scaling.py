@@ -54,7 +54,7 @@ def time_scaling(
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, side * side, heads, width, generator=generator) for _ in range(3))
     features = [q.relu() + 1e-6, k.relu() + 1e-6, v]
-    runs = {"softmax": (softmax_pass, [q, k, v], None)}
+    runs: dict[Any, tuple[Any, list[torch.Tensor], Blocks | None]] = {"softmax": (softmax_pass, [q, k, v], None)}
     for count in (count for count in counts if count <= side):
         blocks = Blocks.grid((side, side), (count, count))
         mixing = torch.rand(blocks.num_blocks, blocks.num_blocks, generator=generator)
@@ -121,7 +121,9 @@ def study_scaling(
         "threads": threads,
         "seed": seed,
     }
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": settings, "rows": []}
+    record: dict[str, Any] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": settings, "rows": []}
+    )
     if record.get("settings") != settings:
         raise ValueError(
             f"out: got {str(path)!r} with {record.get('settings')}, expected {settings}, or another folder."
