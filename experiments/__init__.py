@@ -1,8 +1,18 @@
-"""What stands behind the numbers of README and docs: run from a clone, not part of the installed package.
+"""The measurements behind the figures of README and docs. They run from a clone and are not part of the installed package.
 
 python -m experiments.demo            the whole journey on two CPU cores (`make demo`)
 python -m experiments.studies NAME    the paper's comparisons on a small machine (`make demo-images` is `images`)
 python -m experiments.digits_vit      a softmax ViT on real digits, converted and distilled without labels
-python -m experiments.digits_dit      a DiT on real digits, from scratch, converted, distilled
+python -m experiments.digits_dit      a DiT on real digits, trained from scratch, and converted and distilled
 python -m experiments.costs           parameters and multiply-adds beside the paper's table 2
+python -m experiments.heads           how many KV heads of a real language model keep softmax, and what that costs
+python -m experiments.judge           lookups, tasks, and chats of a real language model and its conversions
+python -m experiments.kvpress_rows    conversion against cache compression at equal bytes
+python -m experiments.encoder         a real text encoder and its conversions
+python -m experiments.mqar            associative recall, trained from scratch
+python -m experiments.far_forms       variants of the far part, one layer of a real language model at a time
+python -m experiments.speed           a converted language model beside its original, by length
+python -m experiments.serving         continuous batching against one request at a time
+python -m experiments.gpu             every kernel and every speed on a GPU (`make gpu`)
+python -m experiments.docs            the tables of README and docs, from their JSON files (`make docs`)
 """

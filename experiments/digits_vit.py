@@ -1,13 +1,14 @@
-"""A softmax ViT trained on real digits, converted, and distilled from itself without a label, on one CPU core.
+"""Train a softmax ViT on real digits, convert it, and distill it from itself without labels, on one CPU core.
 
-    python -m experiments.digits_vit --out out/digits_vit          all of it; what is finished is not run again
+    python -m experiments.digits_vit --out out/digits_vit          everything; finished runs are kept
     python -m experiments.digits_vit --out out/try --seeds 1 --steps 20 --distill-steps 10
 
-scikit-learn's 1,797 handwritten digits, 8 x 8 pixels enlarged to 32 x 32: 1,300 to train on, 497 to judge. The teacher is a
-plain `ViTForImageClassification` of transformers, a class token and 8 x 8 patches. Students: MHLA (4 x 4 blocks of 2 x 2
-patches, relu, normalized, locality start) and plain linear attention, which is MHLA with one block. Both learn each layer's
-attention output first, and then the teacher's classes. Results: `digits_vit.json` and a table; the MHLA student of seed 0,
-`MHLA-0`, has its scores and the teacher's beside it and a card, for
+The data is scikit-learn's 1,797 handwritten digits, 8 x 8 pixels enlarged to 32 x 32: 1,300 to train on and 497 to
+test on. The teacher is a `ViTForImageClassification` of transformers with a class token and 8 x 8 patches. The
+students have MHLA (4 x 4 blocks of 2 x 2 patches, relu, normalized, started from locality) or plain linear attention,
+which is MHLA with one block. Both first learn each layer's attention output, and then the teacher's logits. The
+results are `digits_vit.json` and a table. The MHLA student of seed 0, `MHLA-0`, gets its scores, the teacher's, and a
+card, for
 
     mhla-hf card out/digits_vit/MHLA-0 --shelve model_cards/digits_vit --over-seeds out/digits_vit/digits_vit.json
 """
@@ -17,14 +18,16 @@ import copy
 import shlex
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import mhla_hf
-from mhla_hf.analysis.inputs import load_digits
+from mhla_hf.analysis.inputs import Split, load_digits
 from mhla_hf.checkpoints.file_io import atomic_folder, write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
@@ -32,8 +35,10 @@ from mhla_hf.share.card import check_card, write_card
 from mhla_hf.training.datasets.images import open_images, top1_accuracy
 from mhla_hf.training.recipe import ImageStage
 
+from .rows import format_mean
+
 SIDE = 32
-STUDENTS = {
+STUDENTS: dict[str, dict[str, Any]] = {
     "MHLA": {},
     "plain linear": {"layout": [1, 1], "mixing_start": "uniform", "learn_mixing": False},
 }
@@ -46,8 +51,8 @@ LIMITS = ["It reads one handwritten digit at a time, gray, 32 x 32 pixels, enlar
 COMMON = {"batch_size": 64, "shift": 3, "beta2": 0.99}
 
 
-def softmax_vit(seed):
-    """A ViT of 0.14 M parameters, with random weights."""
+def softmax_vit(seed: int) -> ViTForImageClassification:
+    """Return a ViT with 0.14 M random parameters."""
     torch.manual_seed(seed)
     config = ViTConfig(
         hidden_size=64, num_attention_heads=4, num_hidden_layers=4, intermediate_size=128, image_size=SIDE, patch_size=4,
@@ -56,25 +61,41 @@ def softmax_vit(seed):
     return ViTForImageClassification(config)
 
 
-def folder_of(name, seed):
-    """The name of a student's folder."""
+def folder_of(name: str, seed: int) -> str:
+    """Return the name of a student's folder."""
     return f"{name.replace(' ', '-')}-{seed}"
 
 
-def run(out, seeds, steps, distill_steps, command):
-    """Train the teacher and all students; whatever is finished is loaded. Returns the record that is written."""
+def run(out: Path, seeds: int, steps: int, distill_steps: int, command: str) -> dict[str, Any]:
+    """Train the teacher and all students, or load those that are finished.
+
+    Args:
+        out: Folder of the models, and of `digits_vit.json`.
+        seeds: Number of seeds per student.
+        steps: Steps of the teacher.
+        distill_steps: Steps of each student, after a quarter as many that match attention outputs.
+        command: Shell command, for the records.
+
+    Returns:
+        The content of `digits_vit.json`.
+    """
     train, test = load_digits(SIDE)
     processor = ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}, resample=3, **NORMAL)
     options = {"data": train, "test": test, "processor": processor, "command": command, "log_every": 25}
 
-    def accuracy(model):
+    def accuracy(model: Any) -> float:
         return top1_accuracy(model, open_images(test), processor)
 
     stage = ImageStage(
         "train", "labels", steps, 1.5e-3, warmup=min(50, steps // 5), weight_decay=0.05, smoothing=0.05, **COMMON
     )
     teacher = mhla_hf.distill(softmax_vit(0), out=out / "teacher", stages=[stage], seed=0, **options)
-    record = {"teacher": accuracy(teacher), "students": [], "steps": steps, "distill_steps": distill_steps}
+    record: dict[str, Any] = {
+        "teacher": accuracy(teacher),
+        "students": [],
+        "steps": steps,
+        "distill_steps": distill_steps,
+    }
     stages = [
         ImageStage("transfer", "transfer", max(1, distill_steps // 4), 3e-3, trainable="attention", warmup=5, **COMMON),
         ImageStage("distill", "logits", distill_steps, 1e-3, warmup=min(20, distill_steps // 4), **COMMON),
@@ -85,63 +106,76 @@ def run(out, seeds, steps, distill_steps, command):
             row = {"attention": name, "seed": seed, "untrained": accuracy(student)}
             folder = out / folder_of(name, seed)
             mhla_hf.distill(student, teacher, out=folder, stages=stages, seed=seed, **options)
-            record["students"].append(row | {"distilled": accuracy(student)})
+            row["distilled"] = accuracy(student)
+            record["students"].append(row)
             write_json(out / "digits_vit.json", record)
-    facts = {"images": len(train[1]), "judged_on": len(test[1]), "parameters": teacher.num_parameters()}
-    record |= facts | {"seeds": list(range(seeds)), **describe_run(command)}
+    record["images"] = len(train[1])
+    record["judged_on"] = len(test[1])
+    record["parameters"] = teacher.num_parameters()
+    record["seeds"] = list(range(seeds))
+    record.update(describe_run(command))
     write_json(out / "digits_vit.json", record)
     make_card(out, test)
     return record
 
 
-def make_card(out, test):
-    """Scores of the teacher and both students of seed 0 by the package's own evaluation, and the MHLA student's card."""
-    place = out / "test"
-    if not place.exists():
-        with atomic_folder(place) as aside:
-            for number, (image, label) in enumerate(zip(*test, strict=True)):
-                (aside / str(label.item())).mkdir(exist_ok=True)
-                Image.fromarray(image[0].numpy()).save(aside / str(label.item()) / f"{number:03d}.png")
+def make_card(out: Path, test: Split) -> None:
+    """Evaluate the teacher and the students of seed 0 with `mhla_hf.evaluate`, and write the MHLA student's card.
+
+    Args:
+        out: Folder of the models.
+        test: Images and labels to test on, which are written to `out / "test"`.
+    """
+    test_folder = out / "test"
+    if not test_folder.exists():
+        with atomic_folder(test_folder) as temporary_folder:
+            for index, (image, label) in enumerate(zip(*test, strict=True)):
+                class_folder = temporary_folder / str(label.item())
+                class_folder.mkdir(exist_ok=True)
+                Image.fromarray(image[0].numpy()).save(class_folder / f"{index:03d}.png")
     folders = {"teacher": out / "teacher", **{name: out / folder_of(name, 0) for name in STUDENTS}}
-    settings = {"name": "digits", "data": str(place)}
+    settings = {"name": "digits", "data": str(test_folder)}
     mhla_hf.evaluate(folders, recipe="table_2_imagenet", settings=settings, progress=False)
-    mine = folders.pop("MHLA")
-    write_card(mine, name="digits-vit-mhla", license="apache-2.0", compared=folders, about=ABOUT, limits=LIMITS)
-    check_card(mine)
+    student = folders.pop("MHLA")
+    write_card(student, name="digits-vit-mhla", license="apache-2.0", compared=folders, about=ABOUT, limits=LIMITS)
+    check_card(student)
 
 
-def table(record) -> str:
-    """The record in Markdown: means over the seeds with their standard errors, and shares of the teacher's accuracy."""
+def table(record: Mapping[str, Any]) -> str:
+    """Render a record in Markdown: mean accuracies with standard errors over the seeds, and ratios to the teacher's."""
     lines = ["| model | converted, untrained | distilled without labels | of the teacher's |", "|---|---:|---:|---:|"]
     lines.append(f"| softmax teacher | | {record['teacher']:.4f} | 100 % |")
     for name in dict.fromkeys(row["attention"] for row in record["students"]):
         rows = [row for row in record["students"] if row["attention"] == name]
-        before, after = ([row[key] for row in rows] for key in ("untrained", "distilled"))
-        error = f" ± {statistics.stdev(after) / len(after) ** 0.5:.4f}" if len(after) > 1 else ""
-        mean = statistics.mean(after)
-        lines.append(
-            f"| {name} | {statistics.mean(before):.4f} | {mean:.4f}{error} | {100 * mean / record['teacher']:.1f} % |"
-        )
+        untrained = statistics.fmean(row["untrained"] for row in rows)
+        distilled = [row["distilled"] for row in rows]
+        ratio = statistics.fmean(distilled) / record["teacher"]
+        lines.append(f"| {name} | {untrained:.4f} | {format_mean(distilled, '{:.4f}')} | {100 * ratio:.1f} % |")
     return "\n".join(lines)
 
 
-def main(arguments=None):
-    """Run the script; returns the record."""
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the script, and return the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out/digits_vit"), help="folder to make or to go on in")
-    parser.add_argument("--seeds", type=int, default=3, help="of each student (default: 3)")
-    parser.add_argument("--steps", type=int, default=1600, help="of the teacher (default: 1600)")
     parser.add_argument(
-        "--distill-steps", type=int, default=300, help="of each student, after a quarter as many of transfer"
+        "--out", type=Path, default=Path("out/digits_vit"), help="folder to create, or of a run to resume"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds per student (default: 3)")
+    parser.add_argument("--steps", type=int, default=1600, help="steps of the teacher (default: 1600)")
+    parser.add_argument(
+        "--distill-steps",
+        type=int,
+        default=300,
+        help="steps of each student, after a quarter as many of transfer (default: 300)",
     )
     arguments = sys.argv[1:] if arguments is None else arguments
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     for name in ("seeds", "steps", "distill_steps"):
-        if getattr(given, name) < 1:
-            raise ValueError(f"{name}: got {getattr(given, name)}, expected at least 1.")
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name}: got {getattr(args, name)}, expected at least 1.")
     torch.set_num_threads(1)
-    given.out.mkdir(parents=True, exist_ok=True)
-    record = run(**vars(given), command=shlex.join(["python", "-m", "experiments.digits_vit", *arguments]))
+    args.out.mkdir(parents=True, exist_ok=True)
+    record = run(**vars(args), command=shlex.join(["python", "-m", "experiments.digits_vit", *arguments]))
     print(table(record))
     return record
 

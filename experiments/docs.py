@@ -1,13 +1,16 @@
-"""The tables of README and docs, from the JSON files that were measured: python -m experiments.docs (`make docs`).
+"""Render the tables of README and docs from the JSON files of the measurements: python -m experiments.docs (`make
+docs`)
 
-A table stands between two comments, `<!-- KIND FILE -->` and `<!-- end -->`, and is rendered anew from FILE (from the
-repository's root) by the function that KIND names; prose is written in the document itself.
+A table is between two comments, `<!-- KIND FILE -->` and `<!-- end -->`. `KINDS[KIND]` renders it from FILE, a path
+from the repository's root. Everything else in a document is written by hand.
 """
 
 import argparse
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,7 +36,7 @@ from .heads import render_heads
 from .judge import render_lookups, render_tasks
 from .kvpress_rows import render as render_kvpress
 from .mqar import render_mqar
-from .rows import made
+from .rows import describe_setup
 from .serving import render_serving
 from .speed import prefill_table, render_speed, speed_table
 from .studies.rank import render_random_rank
@@ -52,35 +55,44 @@ UNMEASURED = (
 )
 
 
-def render(text, root=ROOT):
-    """A document with its tables rendered anew. ValueError: a table of a kind that is not known."""
+def render(text: str, root: Path = ROOT) -> str:
+    """Render the tables of a document.
 
-    def table(found):
-        begin, kind, file, end = found.groups()
+    Args:
+        text: The document.
+        root: Folder that the files of tables are relative to.
+
+    Raises:
+        ValueError: A table is of an unknown kind.
+    """
+
+    def render_table(match: re.Match[str]) -> str:
+        begin, kind, file, end = match.groups()
         if kind not in KINDS:
-            raise ValueError(f"table is of kind {kind!r}; expected one of {', '.join(KINDS)}")
+            raise ValueError(f"table: got the kind {kind!r}, expected one of {', '.join(KINDS)}.")
         path = root / file
         record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and path.suffix == ".json" else None
         lines = KINDS[kind](record).strip("\n").splitlines()
         return f"{begin}\n{chr(10).join(line.rstrip() for line in lines)}\n\n{end}"
 
-    return TABLE.sub(table, text)
+    return TABLE.sub(render_table, text)
 
 
-def write_documents():
-    """Render every document; returns the names of those that changed."""
+def write_documents() -> list[str]:
+    """Render every document, and return the names of those that changed."""
     changed = []
     for name in DOCUMENTS:
         text = (ROOT / name).read_text(encoding="utf-8")
-        if (new := render(text)) != text:
-            write_text(ROOT / name, new)
+        rendered = render(text)
+        if rendered != text:
+            write_text(ROOT / name, rendered)
             changed.append(name)
     return changed
 
 
-def render_families(_):
-    """Every model type of causal and of masked language models that transformers has, and what comes of it."""
-    lines = []
+def render_families(_: Any = None) -> str:
+    """Render the model types of transformers that convert, and those that are refused, with the reason."""
+    lines: list[str] = []
     for title, families in (("model type", LANGUAGE), ("encoder", ENCODERS)):
         lines += ["", f"| {title} | heads |", "|---|---|"]
         for family in families:
@@ -88,94 +100,115 @@ def render_families(_):
             lines.append(f"| `{family.base}` | {', '.join(names)} |")
     lines += ["", "| refused, because | model types |", "|---|---|"]
     for reason, types in REFUSED.items():
-        lines.append(f"| {reason} | {', '.join(f'`{one}`' for one in types.split())} |")
+        lines.append(f"| {reason} | {', '.join(f'`{model_type}`' for model_type in types.split())} |")
     return "\n".join(lines)
 
 
-def render_recipes(_):
-    """The recipes that come with the package: what each starts from, reads and does."""
+def render_recipes(_: Any = None) -> str:
+    """Render the recipes of the package: base, data, and stages."""
     lines = ["| recipe | base | data | stages: steps of samples |", "|---" * 4 + "|"]
     for name in recipe_names():
         recipe = read_recipe(name)
         base = recipe.base or (f"preset {recipe.settings['preset']}" if "preset" in recipe.settings else "yours")
-        stages = [f"{one.name}: {one.steps:,} of {one.batch_size}" for one in recipe.stages]
+        stages = [f"{stage.name}: {stage.steps:,} of {stage.batch_size}" for stage in recipe.stages]
         lines.append(f"| `{name}` | {base} | {recipe.data or 'yours'} | {', '.join(stages)} |")
     return "\n".join(lines)
 
 
-def kept_bytes(lengths):
-    """Bytes that one Llama layer keeps while decoding after so many tokens, {length: (softmax, MHLA)}; counted now."""
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
-    config = LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=1, **heads)
+@torch.no_grad()
+def layer_cache_bytes(lengths: Sequence[int]) -> dict[int, list[int]]:
+    """Count the bytes of the cache of one Llama layer in bf16, before and after `convert`.
+
+    Args:
+        lengths: Numbers of tokens that the cache has seen.
+
+    Returns:
+        [softmax, MHLA] by length.
+    """
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+    )
     models = [LlamaForCausalLM(config).bfloat16().eval() for _ in range(2)]
     convert(models[1], layers="all")
-    found = {}
-    for tokens in lengths:
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        with torch.no_grad():
-            found[tokens] = tuple(cache_bytes(forward_cached(model, ids)[1]) for model in models)
-    return found
+    sizes = {}
+    for length in lengths:
+        ids = torch.zeros(1, length, dtype=torch.long)
+        sizes[length] = [cache_bytes(forward_cached(model, ids)[1]) for model in models]
+    return sizes
 
 
-def render_cache(lengths):
-    """`kept_bytes` as a table."""
+def render_cache(lengths: Sequence[int]) -> str:
+    """Render `layer_cache_bytes`, measured now."""
     lines = ["| tokens | softmax, KiB | MHLA, KiB | MHLA / softmax |", "|---:" * 4 + "|"]
-    for tokens, (softmax, mhla) in kept_bytes(lengths).items():
+    for tokens, (softmax, mhla) in layer_cache_bytes(lengths).items():
         lines.append(f"| {tokens:,} | {softmax / 1024:,.0f} | {mhla / 1024:,.0f} | {mhla / softmax:.2f} |")
     return "\n".join(lines)
 
 
-def draw_gains(place):
-    """The first picture of the README, from what was measured."""
-    speed = json.loads((ROOT / "docs/language/speed.json").read_text(encoding="utf-8"))["rows"]
+def draw_gains(path: Path) -> None:
+    """Draw the first picture of the README from the records of speed and quality."""
+    speed_rows = json.loads((ROOT / "docs/language/speed.json").read_text(encoding="utf-8"))["rows"]
     rows = json.loads((ROOT / "docs/language/heads.json").read_text(encoding="utf-8"))["rows"]
     heads = next(row for row in rows if row["far"])
-    kept = {int(length): (heads["whole_bytes"][length], size) for length, size in heads["bytes"].items()}
-    alone = [row for row in speed if row["batch"] == 1]
-    time = {row["length"]: (row["softmax"]["next token"], row["MHLA"]["next token"]) for row in alone}
-    quality, forms = {}, {("MHLA", 15): "converted", ("window", 0): "window alone"}
+    cache = {int(length): (heads["whole_bytes"][length], size) for length, size in heads["bytes"].items()}
+    single_rows = [row for row in speed_rows if row["batch"] == 1]
+    time = {row["length"]: (row["softmax"]["next token"], row["MHLA"]["next token"]) for row in single_rows}
+    quality = {}
+    labels = {("MHLA", 15): "converted", ("window", 0): "window alone"}
     for row in rows:
-        if row["text"].startswith("wiki") and row["seed"] == 0 and (label := forms.get((row["form"], row["heads"]))):
-            quality["softmax"] = {place: scores[2] for place, scores in row["places"].items()}
-            quality[label] = {place: scores[1] for place, scores in row["places"].items()}
+        label = labels.get((row["form"], row["heads"]))
+        if label and row["text"].startswith("wiki") and row["seed"] == 0:
+            quality["softmax"] = {position: scores[2] for position, scores in row["places"].items()}
+            quality[label] = {position: scores[1] for position, scores in row["places"].items()}
     titles = (
         "Time per new token\nSmolLM2-135M, two CPU threads",
         f"Cache\n{heads['heads']} of 90 KV heads keep softmax, bf16",
         "Perplexity by position\nWikiText-2 test, one seed",
     )
-    plot_gains(place, time, kept, quality, titles)
+    plot_gains(path, time, cache, quality, titles)
 
 
-def made_by(record):
-    """How and when something was measured."""
+def command_and_date(record: Mapping[str, Any]) -> str:
+    """Describe how and when a record was measured."""
     return f"`{record['command']}` ({record['date']}, commit `{record['commit'][:12]}`)."
 
 
-def render_kernels(rows):
-    """The table of `check_kernels`: the largest error of each kind of call, by dtype."""
+def render_kernels(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Render the rows of `check_kernels`: the largest error of each kind of call, by dtype."""
     lines = ["| call | " + " | ".join(dict.fromkeys(row["dtype"] for row in rows)) + " |", "|---" * 3 + "|"]
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        own = [row for row in rows if row["kind"] == kind]
-        lines.append(
-            f"| {kind} | " + " | ".join(row["failed"] or f"{max(row['error'].values()):.1e}" for row in own) + " |"
-        )
+        cells = [row["failed"] or f"{max(row['error'].values()):.1e}" for row in rows if row["kind"] == kind]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def render_gpu(record):
-    """What docs/performance.md says of a GPU."""
-    kernels = "Largest relative error of output and gradients of every kind of call, against the definition in fp64:"
-    language = "Four layers of the size of Llama-3.2-1B's, a batch of 16, bf16, decoding in CUDA graphs:"
-    parts = [f"{made_by(record)} {render_bench(record)}", language, speed_table(record["language"])]
-    prefill = [row for row in record["language"] if "failed" not in row]
-    parts.append(
-        prefill_table([{**row, **{name: row[name]["prefill"] for name in ("MHLA", "softmax")}} for row in prefill])
+def render_gpu(record: Mapping[str, Any]) -> str:
+    """Render the part of docs/performance.md that was measured on a GPU."""
+    prefill_rows = [
+        {**row, "MHLA": row["MHLA"]["prefill"], "softmax": row["softmax"]["prefill"]}
+        for row in record["language"]
+        if "failed" not in row
+    ]
+    return "\n\n".join(
+        [
+            f"{command_and_date(record)} {render_bench(record)}",
+            "Four layers of the size of Llama-3.2-1B's, a batch of 16, bf16, decoding in CUDA graphs:",
+            speed_table(record["language"]),
+            prefill_table(prefill_rows),
+            "Largest relative error of output and gradients of every kind of call, against the definition in fp64:",
+            render_kernels(record["kernels"]),
+        ]
     )
-    return "\n\n".join([*parts, kernels, render_kernels(record["kernels"])])
 
 
-KINDS = {
-    "bench": lambda record: f"{made_by(record)} {render_bench(record)}",
+KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, which is None if there is no JSON file
+    "bench": lambda record: f"{command_and_date(record)} {render_bench(record)}",
     "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
     "families": render_families,
     "cache": lambda record: render_cache((512, 2048, 8192)),
@@ -190,7 +223,7 @@ KINDS = {
     "serving": render_serving,
     "plan": lambda record: f"```text\n{render_plan(record)}\n```",
     "costs": lambda record: costs_table(record["rows"]),
-    "journey": lambda record: f"{render_short(record)}\n\n{made(record)}",
+    "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),
     "digits_dit": lambda record: f"```text\n{digits_dit.render(record['over_seeds'])}\n```",
@@ -203,4 +236,4 @@ KINDS = {
 if __name__ == "__main__":
     argparse.ArgumentParser("python -m experiments.docs", description=__doc__).parse_args()
     draw_gains(ROOT / "docs/gains.png")
-    print("\n".join(f"{name}: rendered" for name in write_documents()) or "every table is what its numbers render to")
+    print("\n".join(f"{name}: rendered" for name in write_documents()) or "All tables are up to date.")

@@ -1,19 +1,21 @@
-"""What a real text encoder keeps when it becomes MHLA.
+"""Measure how much of a real text encoder's quality its conversions keep.
 
-Every form learns from one text, without labels, and is judged on others: on the sentence pairs of STS-B by the rank
-correlation of their cosines with people's scores, and on passages of 128 and 512 tokens by the cosine of their embeddings to
-the original's and by the rank correlation with the original's cosines of all pairs of passages. Embeddings are the mean over
-tokens, as sentence-transformers takes it for this model. Rows that the file has are not made again.
+Every form is fitted on one text, without labels, and evaluated on others. On the sentence pairs of STS-B, the score is
+the rank correlation of the embeddings' cosines with people's ratings. On passages of 128 and 512 tokens, the scores
+are the cosine of an embedding to the original's, and the rank correlation of the cosines of all pairs with the
+original's. An embedding is the mean over tokens, as sentence-transformers computes it for this model. Existing rows of
+the file are kept.
 """
 
 import argparse
 import functools
-import gzip
 import json
 import shlex
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +30,15 @@ from mhla_hf.conversion.fit import OutputFit
 from mhla_hf.conversion.teacher import mhla_layers
 from mhla_hf.data import special_tokens, with_special_tokens
 
-from .rows import add_rows, made, number
+from .rows import Row, add_rows, describe_setup, format_mean, open_text
 
-LENGTHS = {128: 64, 512: 32}  # tokens of a passage: passages
-SENTENCE_TOKENS, BATCH = 256, 64  # the most tokens of a sentence, as the model's own sentence_bert_config.json says
-OFF = -100.0  # the balance of a far part that is off
+LENGTHS = {128: 64, 512: 32}  # tokens of a passage: number of passages
+MAX_SENTENCE_TOKENS = 256  # as in the model's sentence_bert_config.json
+SENTENCE_BATCH, PASSAGE_BATCH = 64, 8
+OFF = -100.0  # balance that switches the far part off
 MATRIX = {"mixing_form": "softmax"}
 SMALL = {"block_size": 16, "feature_map": "exp"}
-FORMS = {  # settings beside the defaults, and what is done with the far part
+FORMS = {  # settings that differ from the defaults (None: softmax), and what happens to the far part
     "softmax": (None, None),
     "plain linear": ({**MATRIX, "mixing_start": "uniform", "learn_mixing": False}, "fitted"),
     "matrix of blocks": (MATRIX, "fitted"),
@@ -46,28 +49,45 @@ FORMS = {  # settings beside the defaults, and what is done with the far part
     "MHLA, blocks of 16": (SMALL, "fitted"),
 }
 DISTILLED = "MHLA, distilled"
-KEYS = {"sts": "STS-B", "cosine 128": "cosine, 128", "rank 128": "rank, 128", "cosine 512": "cosine, 512"}
-KEYS |= {"rank 512": "rank, 512"}
+KEYS = {  # scores, and their columns
+    "sts": "STS-B",
+    "cosine 128": "cosine, 128",
+    "rank 128": "rank, 128",
+    "cosine 512": "cosine, 512",
+    "rank 512": "rank, 512",
+}
 
 
-def load(folder):
-    """An encoder in fp32, softmax or MHLA."""
+def load(folder: str) -> Any:
+    """Load a softmax or MHLA encoder in fp32."""
     return load_encoder(folder, dtype="float32", device="cpu")[0]
 
 
-def make_model(arguments, form, seed):
-    """A model of one form."""
+def load_tokenizer(folder: str) -> Any:
+    """Load the tokenizer of a model."""
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def make_model(arguments: Mapping[str, Any], form: str, seed: int) -> Any:
+    """Load or convert a model.
+
+    Args:
+        arguments: Command line of the script, and "folders", where seed 0 of some forms is.
+        form: A key of `FORMS`, or `DISTILLED`.
+        seed: Selects the text that the far part is fitted on.
+    """
     if not seed and form in arguments["folders"]:
         return load(arguments["folders"][form])
-    model, (settings, far) = load(arguments["model"]), FORMS[form]
+    settings, far_part = FORMS[form]
+    model = load(arguments["model"])
     if settings is None:
         return model
     convert(model, layers="all", **settings)
-    if far == "off":
+    if far_part == "off":
         for attention in mhla_layers(model).values():
             attention.mhla.mixing.balance.data.fill_(OFF)
-    if far == "fitted":
-        tokenizer = AutoTokenizer.from_pretrained(arguments["model"], trust_remote_code=False)
+    if far_part == "fitted":
+        tokenizer = load_tokenizer(arguments["model"])
         rows = read_encoder_rows(model, tokenizer, arguments["fit"], seed, False)
         fit = OutputFit(model, steps=len(rows.fit))
         for ids in rows.fit:
@@ -75,121 +95,150 @@ def make_model(arguments, form, seed):
     return model
 
 
-def make_row(arguments, job):
-    """One form of one seed, judged."""
+def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
+    """Make and evaluate the model of one form and seed.
+
+    Args:
+        arguments: As for `make_model`.
+        job: "form" and "seed".
+
+    Returns:
+        The job, "seconds" (to make the model), and "scores" (the keys of `KEYS`).
+    """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    began = time.monotonic()
+    started = time.monotonic()
     model = make_model(arguments, job["form"], job["seed"])
-    seconds = time.monotonic() - began
-    tokenizer = AutoTokenizer.from_pretrained(arguments["model"], trust_remote_code=False)
+    seconds = time.monotonic() - started
+    tokenizer = load_tokenizer(arguments["model"])
     scores = {"sts": sts_score(model, tokenizer, read_pairs(arguments["sts"]))}
     expected = original_embeddings(arguments["model"], arguments["long"])
     for length, ids in read_passages(tokenizer, arguments["long"]).items():
-        embeddings = torch.cat([embed(model, part) for part in ids.split(8)])
-        scores |= {f"{kind} {length}": x for kind, x in compare(embeddings, expected[length]).items()}
+        for kind, score in compare(embed_passages(model, ids), expected[length]).items():
+            scores[f"{kind} {length}"] = score
     return {**job, "seconds": round(seconds), "scores": scores}
 
 
-def read_pairs(file):
-    """The pairs of STS-B: dicts with sentence1, sentence2 and score, one a line of a JSON file, which may be compressed."""
-    with (gzip.open if str(file).endswith(".gz") else open)(file, "rt", encoding="utf-8") as lines:
+def read_pairs(path: str | Path) -> list[dict[str, Any]]:
+    """Read the pairs of STS-B: lines of JSON with "sentence1", "sentence2", and "score", in a file that may be
+    compressed."""
+    with open_text(path) as lines:
         return [json.loads(line) for line in lines]
 
 
-def sts_score(model, tokenizer, pairs):
-    """100 times the rank correlation of the cosines of pairs of sentences with their scores."""
+def sts_score(model: Any, tokenizer: Any, pairs: Sequence[Mapping[str, Any]]) -> float:
+    """Return 100 times the rank correlation of the cosines of sentence pairs with their scores."""
     sentences = sorted({pair[name] for pair in pairs for name in ("sentence1", "sentence2")}, key=len)
-    embedded = {}
-    for first in range(0, len(sentences), BATCH):
-        part = sentences[first : first + BATCH]
-        embedded |= zip(part, embed_sentences(model, tokenizer, part), strict=True)
-    cosines = [float(embedded[pair["sentence1"]] @ embedded[pair["sentence2"]]) for pair in pairs]
+    embeddings: dict[str, torch.Tensor] = {}
+    for first in range(0, len(sentences), SENTENCE_BATCH):
+        batch = sentences[first : first + SENTENCE_BATCH]
+        embeddings.update(zip(batch, embed_sentences(model, tokenizer, batch), strict=True))
+    cosines = [float(embeddings[pair["sentence1"]] @ embeddings[pair["sentence2"]]) for pair in pairs]
     return 100 * rank_correlation(torch.tensor(cosines), torch.tensor([float(pair["score"]) for pair in pairs]))
 
 
 @torch.no_grad()
-def embed_sentences(model, tokenizer, sentences):
-    """The mean over the real tokens of each sentence, of norm 1: `[N, width]`."""
-    inputs = tokenizer(sentences, padding=True, truncation=True, max_length=SENTENCE_TOKENS, return_tensors="pt")
-    hidden, is_real = model(**inputs).last_hidden_state, inputs["attention_mask"][..., None].float()
+def embed_sentences(model: Any, tokenizer: Any, sentences: list[str]) -> torch.Tensor:
+    """Return the normalized mean over the real tokens of each sentence: `[N, width]`."""
+    inputs = tokenizer(sentences, padding=True, truncation=True, max_length=MAX_SENTENCE_TOKENS, return_tensors="pt")
+    hidden = model(**inputs).last_hidden_state
+    is_real = inputs["attention_mask"][..., None].float()
     return F.normalize((hidden * is_real).sum(1) / is_real.sum(1), dim=-1)
 
 
-def rank_correlation(one, other):
+def embed_passages(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the normalized embeddings `[N, width]` of passages `[N, T]`."""
+    return torch.cat([embed(model, batch) for batch in ids.split(PASSAGE_BATCH)])
+
+
+def rank_correlation(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return Spearman's rank correlation of two tensors `[N]`."""
     return float(spearmanr(one, other).statistic)
 
 
-def read_passages(tokenizer, text):
-    """{length: passages `[N, length]`} from the whole of a text, evenly spaced, each between its special tokens."""
-    ids = torch.tensor(
-        tokenizer(Path(text).read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
-    )
-    around, passages = special_tokens(tokenizer), {}
-    for length, count in LENGTHS.items():
-        text_tokens = length - sum(map(len, around))
-        first = torch.arange(count) * (len(ids) - text_tokens) // count
-        passages[length] = with_special_tokens(ids[first[:, None] + torch.arange(text_tokens)], around)
+def read_passages(tokenizer: Any, path: str | Path) -> dict[int, torch.Tensor]:
+    """Cut evenly spaced passages from the whole of a text, each between the tokenizer's special tokens.
+
+    Returns:
+        Passages int64 `[N, length]` by length.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    special = special_tokens(tokenizer)
+    passages = {}
+    for length, num_passages in LENGTHS.items():
+        num_tokens = length - sum(map(len, special))
+        first = torch.arange(num_passages) * (len(ids) - num_tokens) // num_passages
+        passages[length] = with_special_tokens(ids[first[:, None] + torch.arange(num_tokens)], special)
     return passages
 
 
 @functools.cache
-def original_embeddings(model, text):
-    """The original's embeddings of the passages of a text, {length: `[N, width]`}."""
-    model, tokenizer = load(model), AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    passages = read_passages(tokenizer, text)
-    return {length: torch.cat([embed(model, part) for part in ids.split(8)]) for length, ids in passages.items()}
+def original_embeddings(folder: str, text: str) -> dict[int, torch.Tensor]:
+    """Return the original's embeddings `[N, width]` of the passages of a text, by length."""
+    model = load(folder)
+    passages = read_passages(load_tokenizer(folder), text)
+    return {length: embed_passages(model, ids) for length, ids in passages.items()}
 
 
-def compare(found, expected):
-    """The mean cosine of embeddings `[N, width]` to the original's, and the rank correlation of all pairs' cosines."""
-    pairs = torch.ones(len(found), len(found)).triu(1).bool()
-    rank = rank_correlation((found @ found.T)[pairs], (expected @ expected.T)[pairs])
-    return {"cosine": float((found * expected).sum(-1).mean()), "rank": rank}
+def compare(embeddings: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
+    """Compare embeddings with the original's.
+
+    Args:
+        embeddings, expected: `[N, width]`, of norm 1.
+
+    Returns:
+        "cosine" (the mean cosine to the original's) and "rank" (the rank correlation of the cosines of all pairs).
+    """
+    is_pair = torch.ones(len(embeddings), len(embeddings)).triu(1).bool()
+    rank = rank_correlation((embeddings @ embeddings.T)[is_pair], (expected @ expected.T)[is_pair])
+    return {"cosine": float((embeddings * expected).sum(-1).mean()), "rank": rank}
 
 
-def describe(row):
-    """One line of the log."""
-    return f"{row['form']}, seed {row['seed']}, {row['seconds']} s: " + ", ".join(
-        f"{name} {score:.4f}" for name, score in row["scores"].items()
-    )
+def describe(row: Row) -> str:
+    """Format a row for the log."""
+    scores = ", ".join(f"{name} {score:.4f}" for name, score in row["scores"].items())
+    return f"{row['form']}, seed {row['seed']}, {row['seconds']} s: {scores}"
 
 
-def render_encoder(record):
-    """The table: a form per line, mean and standard error over its seeds."""
+def render_encoder(record: Mapping[str, Any]) -> str:
+    """Render the table: a form per line, with mean and standard error over its seeds."""
     lines = [f"| attention | seeds | {' | '.join(KEYS.values())} |", "|---" + "|---:" * (len(KEYS) + 1) + "|"]
     for form in (*FORMS, DISTILLED):
-        if own := [row for row in record["rows"] if row["form"] == form]:
-            cells = [
-                number([row["scores"][key] for row in own], "{:.2f}" if key == "sts" else "{:.4f}") for key in KEYS
-            ]
-            lines.append(f"| {form} | {len(own)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"Mean ± standard error over seeds. {made(record)}"])
+        rows = [row for row in record["rows"] if row["form"] == form]
+        if not rows:
+            continue
+        cells = []
+        for key in KEYS:
+            spec = "{:.2f}" if key == "sts" else "{:.4f}"
+            cells.append(format_mean([row["scores"][key] for row in rows], spec))
+        lines.append(f"| {form} | {len(rows)} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Mean ± standard error over seeds. {describe_setup(record)}"])
 
 
-def main():
-    """Run it."""
+def main() -> None:
+    """Run the script."""
     parser = argparse.ArgumentParser("python -m experiments.encoder", description=__doc__)
     parser.add_argument("model", help="folder of the softmax encoder")
-    parser.add_argument("--fit", required=True, help="text file to learn from")
-    parser.add_argument("--sts", required=True, help="JSON lines with sentence1, sentence2 and score")
+    parser.add_argument("--fit", required=True, help="text file to fit on")
+    parser.add_argument("--sts", required=True, help="lines of JSON with sentence1, sentence2, and score")
     parser.add_argument("--long", required=True, help="text file whose passages are embedded")
-    parser.add_argument("--converted", help="folder of the encoder as `convert` with TEXT made it: seed 0 of MHLA")
-    parser.add_argument("--distilled", help="folder that `mhla-hf distill` made of it, a further row")
-    parser.add_argument("--forms", nargs="+", choices=(*FORMS, DISTILLED), help="only these")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of what is fitted (default: 3)")
-    parser.add_argument("--out", default="docs/evidence/encoder.json", help="JSON file to make or to go on in")
+    parser.add_argument("--converted", help="folder of the encoder that `convert` with TEXT returns: seed 0 of MHLA")
+    parser.add_argument("--distilled", help="folder of the encoder after `mhla-hf distill`, another row")
+    parser.add_argument("--forms", nargs="+", choices=(*FORMS, DISTILLED), help="default: all")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds of forms that are fitted (default: 3)")
+    parser.add_argument("--out", default="docs/evidence/encoder.json", help="JSON file to create or to extend")
     arguments = vars(parser.parse_args())
     folders = {"MHLA": arguments["converted"], DISTILLED: arguments["distilled"]}
     arguments["folders"] = {form: folder for form, folder in folders.items() if folder}
     jobs = [{"form": form, "seed": 0} for form in dict.fromkeys((*FORMS, *arguments["folders"]))]
-    fitted = [form for form, (_, far) in FORMS.items() if far == "fitted"]
+    fitted = [form for form, (_, far_part) in FORMS.items() if far_part == "fitted"]
     jobs += [{"form": form, "seed": seed} for seed in range(1, arguments["seeds"]) for form in fitted]
     jobs = [job for job in jobs if job["form"] in (arguments["forms"] or (*FORMS, DISTILLED))]
     command = ["python", "-m", "experiments.encoder", *(Path(x).name if "/" in x else x for x in sys.argv[1:])]
-    row = functools.partial(make_row, arguments)
-    print(render_encoder(add_rows(arguments["out"], row, jobs, describe, workers=1, command=shlex.join(command))))
+    make = functools.partial(make_row, arguments)
+    record = add_rows(arguments["out"], make, jobs, describe, workers=1, command=shlex.join(command))
+    print(render_encoder(record))
 
 
 if __name__ == "__main__":

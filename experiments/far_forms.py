@@ -1,45 +1,58 @@
-"""Which far part a layer of a real model should have.
+"""Compare variants of the far part in single layers of a real language model.
 
-The softmax model runs once over rows of TEXT; q, k, v and the outputs of some layers are kept. Then each layer alone, for
-each form of the far part, learns the softmax's outputs, with far features of q and k before RoPE, and is judged on rows that
-it did not see, by position: sum of squared errors over sum of squares. The KV heads that copy most are left out, a sixth of
-all: a conversion would leave them softmax. A row of the JSON is one form in one layer; those that it has are not made again.
+The softmax model runs once over rows of TEXT, and q, k, v, and the attention outputs of some layers are stored. Then,
+for each variant, a layer alone learns the softmax outputs, with far features of q and k before RoPE. It is evaluated
+on held-out rows, by position: the sum of squared errors over the sum of squares. The sixth of the KV heads that copies
+most is left out, because a conversion would leave these heads softmax. A row of the JSON file is a variant in a layer,
+and existing rows are kept.
 """
 
 import argparse
 import functools
-import gzip
 import json
 import shlex
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from .far_part import KV_BYTES, FarForm, FarPart, rotate
-from .rows import add_rows
+from .heads import read_text
+from .rows import Row, add_rows
 
 LAYERS = (7, 9, 14, 23)
-SHARE_KEPT = 6  # one KV head of so many stays softmax
-PLACES = {  # of each kind of held-out rows: from and to which token
+KEPT_FRACTION = 6  # one KV head in so many keeps softmax
+POSITIONS = {  # for each kind of held-out rows, first and last token (exclusive) of what is averaged
     "short": {"to 1k": (0, 1024)},
     "long": {"1k to 2k": (1024, 2048), "2k to 4k": (2048, 4096)},
     "other": {"other 1k to 2k": (1024, 2048), "other 2k to 4k": (2048, 4096), "other 4k to 8k": (4096, 8192)},
 }
 
-
-def read_ids(tokenizer, file):
-    """All tokens of a text, which may be compressed."""
-    opened = gzip.open if str(file).endswith(".gz") else open
-    with opened(file, "rt", encoding="utf-8") as text:
-        return tokenizer(text.read()[:1_300_000], return_tensors="pt").input_ids[0]
+LayerRow = tuple[torch.Tensor, ...]  # q, k, v, q and k before RoPE, and the softmax output of a row
+LayerRows = dict[str, list[LayerRow]]  # by kind
 
 
-def choose_rows(ids, other):
-    """Rows of ids: to learn from, short and long; held out, short, long and of the other text."""
+def read_ids(tokenizer: Any, path: str | Path) -> torch.Tensor:
+    """Return the token ids of a text, as `read_text` reads it: int64 [N]."""
+    return tokenizer(read_text(path), return_tensors="pt").input_ids[0]
+
+
+def choose_rows(ids: torch.Tensor, other: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Cut texts into rows.
+
+    Args:
+        ids: Token ids of the text to learn from, [N].
+        other: Token ids of another text, or None.
+
+    Returns:
+        Rows of ids, [rows, T] each: "fit" and "fit long" to learn from, and "short", "long", and "other" to evaluate
+        on.
+    """
     rows = {"fit": ids[: 24 * 1024].view(24, 1024), "short": ids[-3 * 1024 :].view(3, 1024)}
     rows["fit long"] = ids[24 * 1024 : 36 * 1024].view(3, 4096)
     rows["long"] = ids[-11 * 1024 : -3 * 1024].view(2, 4096)
@@ -49,50 +62,73 @@ def choose_rows(ids, other):
 
 
 @torch.no_grad()
-def keep_layers(model_folder, text, other, layers, folder):
-    """Files in `folder`, one a layer: rotated q and k, v and outputs of every row; and which KV heads copy most."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
-    rows = choose_rows(*(None if x is None else read_ids(tokenizer, x) for x in (text, other)))
-    seen = {}
+def store_layers(model_folder: str, text: str, other: str | None, layers: Sequence[int], folder: Path) -> None:
+    """Run the softmax model, and write what the attention of its layers reads and returns.
 
-    def attend(module, q, k, v, mask, scaling=None, **unused):
+    Each layer gets a file in `folder`, with rotated q and k, v, and the outputs of every row, and a mask of the KV
+    heads that keep softmax. `copying.json` has the scores of all heads.
+
+    Args:
+        model_folder: Folder of the softmax model.
+        text, other: Text files; see `choose_rows`.
+        layers: Indices of the layers.
+        folder: Where the files are written.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
+    rows = choose_rows(read_ids(tokenizer, text), None if other is None else read_ids(tokenizer, other))
+    attention: dict[int, LayerRow] = {}  # q, k, v, and outputs of each layer in the last forward pass
+
+    def attend(
+        module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: Any = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
-        seen[module.layer_idx] = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), o
+        attention[module.layer_idx] = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), o
         return o, None
 
     AttentionInterface.register("keep", attend)
-    options = {"dtype": torch.float32, "attn_implementation": "keep", "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(model_folder, **options).model.eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=torch.float32, attn_implementation="keep", trust_remote_code=False
+    ).model.eval()
     half = rows["short"][:1, :512]
     model(torch.cat([half, half], 1), use_cache=False)
-    copying = torch.stack([copy_score(q, k, 512) for _, (q, k, _, _) in sorted(seen.items())])
-    kept = copying >= copying.flatten().sort(descending=True).values[copying.numel() // SHARE_KEPT - 1]
-    found = {index: {} for index in layers}
+    scores = torch.stack([copy_score(q, k, 512) for _, (q, k, _, _) in sorted(attention.items())])  # [layers, G]
+    kept_heads = scores >= scores.flatten().sort(descending=True).values[scores.numel() // KEPT_FRACTION - 1]
+    stored: dict[int, dict[str, list[list[torch.Tensor]]]] = {index: {} for index in layers}
     model.layers = model.layers[: max(layers) + 1]
     for kind, group in rows.items():
         for ids in group:
             model(ids[None], use_cache=False)
             for index in layers:
-                found[index].setdefault(kind, []).append([x.clone() for x in seen[index]])
-        print(kind, flush=True)
+                stored[index].setdefault(kind, []).append([x.clone() for x in attention[index]])
+        print(f"stored the {kind} rows", flush=True)
     cos, sin = model.rotary_emb(half.float(), torch.arange(8192)[None])
-    for index, kinds in found.items():
-        torch.save({"rows": kinds, "kept": kept[index], "cos": cos[0], "sin": sin[0]}, folder / f"{index}.pt")
-    (folder / "copying.json").write_text(json.dumps([[round(float(x), 3) for x in heads] for heads in copying]))
+    for index, kinds in stored.items():
+        content = {"rows": kinds, "kept": kept_heads[index], "cos": cos[0], "sin": sin[0]}
+        torch.save(content, folder / f"{index}.pt")
+    (folder / "copying.json").write_text(json.dumps([[round(float(x), 3) for x in heads] for heads in scores]))
 
 
-def copy_score(q, k, half):
-    """[G]: how much of its attention a KV head gives, in the second copy of half a row, to the token to be copied."""
-    q, k = q[0, half:].transpose(0, 1), k[0].transpose(0, 1)
-    share = len(q) // len(k)
-    score = q @ k.repeat_interleave(share, 0).mT * q.shape[-1] ** -0.5
-    later = torch.arange(k.shape[1]) > torch.arange(half, 2 * half)[:, None]
-    mass = score.masked_fill(later, float("-inf")).softmax(-1).diagonal(1, 1, 2)
-    return mass.mean(-1).view(-1, share).amax(-1)
+def copy_score(q: torch.Tensor, k: torch.Tensor, half: int) -> torch.Tensor:
+    """Return how much of its attention each KV head spends on copying, [G].
+
+    On a row whose second half repeats the first, this is the attention that a token of the second half pays to the
+    token after its first occurrence, which is the token to predict.
+
+    Args:
+        q: [1, 2 * half, H, K]
+        k: [1, 2 * half, G, K]
+        half: Tokens in half of the row.
+    """
+    q, k = q[0, half:].transpose(0, 1), k[0].transpose(0, 1)  # [H, half, K] and [G, 2 * half, K]
+    group_size = len(q) // len(k)
+    score = q @ k.repeat_interleave(group_size, 0).mT * q.shape[-1] ** -0.5
+    is_later = torch.arange(k.shape[1]) > torch.arange(half, 2 * half)[:, None]
+    mass = score.masked_fill(is_later, float("-inf")).softmax(-1).diagonal(1, 1, 2)
+    return mass.mean(-1).view(-1, group_size).amax(-1)
 
 
 WINDOWS = {f"window alone, {lag} blocks": FarForm(features=None, lag=lag) for lag in (2, 3, 4, 5, 6, 8, 10, 13, 16, 24)}
-EXP, HALF = {"features": "exp", "start": 0.35, "center": True}, {"width": 32}
+EXP: dict[str, Any] = {"features": "exp", "scale": 0.35, "center": True}
 FORMS = {
     "base": FarForm(),
     "no count power": FarForm(power=None),
@@ -101,11 +137,11 @@ FORMS = {
     "power from 0": FarForm(power=0.0),
     "power from 0, mixed rows": FarForm(power=0.0, rows="mixed", steps=37),
     "power from 1": FarForm(power=1.0),
-    "faster": FarForm(faster=5.0),
-    "faster, 2 decays apart": FarForm(faster=5.0, rates=(1.0, 0.8), shares=(0.5, 0.5)),
-    "24 rows x 3 updates, faster": FarForm(steps=24, repeats=3, faster=5.0),
+    "faster": FarForm(lr_factor=5.0),
+    "faster, 2 decays apart": FarForm(lr_factor=5.0, rates=(1.0, 0.8), weights=(0.5, 0.5)),
+    "24 rows x 3 updates, faster": FarForm(steps=24, updates=3, lr_factor=5.0),
     "mixed rows": FarForm(rows="mixed", steps=37),
-    "24 rows x 3 updates": FarForm(steps=24, repeats=3),
+    "24 rows x 3 updates": FarForm(steps=24, updates=3),
     "gates of q and k": FarForm(gates="qk"),
     "plain sum": FarForm((1.0,)),
     "one softmax": FarForm(features="one"),
@@ -119,49 +155,51 @@ FORMS = {
     "one softmax, 5 blocks": FarForm(features="one", lag=5),
     "plain sum, one softmax, 6 blocks, mixed rows": FarForm((1.0,), features="one", lag=6, rows="mixed", steps=37),
     "plain sum, one softmax, 6 blocks, gates": FarForm((1.0,), features="one", lag=6, gates="qk"),
-    "1 free decay, exp, 6 blocks, mixed rows": FarForm((0.98,), faster=5.0, rows="mixed", steps=37, lag=6, **EXP),
-    "1 free decay, exp, 6 blocks": FarForm((0.98,), faster=5.0, lag=6, **EXP),
-    "plain sum, exp, half width, 7 blocks, mixed rows": FarForm((1.0,), rows="mixed", steps=37, lag=7, **EXP | HALF),
+    "1 free decay, exp, 6 blocks, mixed rows": FarForm((0.98,), lr_factor=5.0, rows="mixed", steps=37, lag=6, **EXP),
+    "1 free decay, exp, 6 blocks": FarForm((0.98,), lr_factor=5.0, lag=6, **EXP),
+    "plain sum, exp, half width, 7 blocks, mixed rows": FarForm((1.0,), rows="mixed", steps=37, lag=7, width=32, **EXP),
     "plain sum, one softmax, half width, 7 blocks": FarForm((1.0,), features="one", width=32, lag=7),
     "plain sum, quarter width, 7 blocks": FarForm((1.0,), width=16, lag=7),
-    "rotated": FarForm(read="rotated"),
-    "4 decays apart, faster": FarForm(rates=(1.0, 0.95, 0.8, 0.4), shares=(0.25,) * 4, faster=5.0),
-    "block 32, lag 4": FarForm(block=32, lag=4),
-    "block 128, lag 1": FarForm(block=128, lag=1),
-    "8 rows x 8 updates": FarForm(steps=8, repeats=8),
+    "rotated": FarForm(inputs="rotated"),
+    "4 decays apart, faster": FarForm(rates=(1.0, 0.95, 0.8, 0.4), weights=(0.25,) * 4, lr_factor=5.0),
+    "block 32, lag 4": FarForm(block_size=32, lag=4),
+    "block 128, lag 1": FarForm(block_size=128, lag=1),
+    "8 rows x 8 updates": FarForm(steps=8, updates=8),
     "centered": FarForm(center=True),
     "lr 1e-1": FarForm(lr=1e-1),
-    "1 free decay": FarForm(rates=(0.98,), faster=5.0),
-    "W x 2": FarForm(start=2.0),
+    "1 free decay": FarForm(rates=(0.98,), lr_factor=5.0),
+    "W x 2": FarForm(scale=2.0),
     "lr 1e-2": FarForm(lr=1e-2),
     "loss per head": FarForm(loss="per head"),
     "no sinks": FarForm(sinks=0),
     "16 sinks": FarForm(sinks=16),
     "elu": FarForm(features="elu"),
     "exp": FarForm(**EXP),
-    "W x 0.35": FarForm(start=0.35),
+    "W x 0.35": FarForm(scale=0.35),
     "loss cosine": FarForm(loss="cosine"),
     "rows of 4k": FarForm(rows="long", steps=15),
 }
 
 
 @functools.cache
-def load_layer(folder, index):
-    """Rows of one layer by kind, of the KV heads that are not kept: q, k, v, un-rotated q and k, outputs."""
-    saved = torch.load(Path(folder) / f"{index}.pt", mmap=True)
-    groups = (~saved["kept"]).nonzero()[:, 0]
-    tables = saved["cos"], saved["sin"]
-    rows = {kind: [] for kind in saved["rows"]}
-    for kind, group in saved["rows"].items():
+def load_layer(folder: str, index: int) -> LayerRows:
+    """Load the rows of one layer, without the KV heads that keep softmax."""
+    stored = torch.load(Path(folder) / f"{index}.pt", mmap=True)
+    kv_heads = (~stored["kept"]).nonzero()[:, 0]
+    num_kv_heads = len(stored["kept"])
+    cos, sin = stored["cos"], stored["sin"]
+    rows: LayerRows = {kind: [] for kind in stored["rows"]}
+    for kind, group in stored["rows"].items():
         for q, k, v, o in group:
-            q, o = (x.unflatten(2, (len(saved["kept"]), -1))[:, :, groups].flatten(2, 3) for x in (q, o))
-            k, v = k[:, :, groups], v[:, :, groups]
-            rows[kind].append((q, k, v, rotate(q, *tables, back=True), rotate(k, *tables, back=True), o))
+            q, o = (x.unflatten(2, (num_kv_heads, -1))[:, :, kv_heads].flatten(2, 3) for x in (q, o))
+            k, v = k[:, :, kv_heads], v[:, :, kv_heads]
+            unrotated_q, unrotated_k = rotate(q, cos, sin, inverse=True), rotate(k, cos, sin, inverse=True)
+            rows[kind].append((q, k, v, unrotated_q, unrotated_k, o))
     return rows
 
 
-def rows_to_learn(rows, kind):
-    """In the order in which they are read, again and again."""
+def training_rows(rows: LayerRows, kind: str) -> list[LayerRow]:
+    """Return the rows to learn from, in order; `kind` is that of `FarForm.rows`."""
     if kind == "short":
         return rows["fit"]
     if kind == "mixed":
@@ -169,122 +207,144 @@ def rows_to_learn(rows, kind):
     return rows["fit long"]
 
 
-def distance(o, wanted, loss):
-    """What is made small."""
-    if loss == "cosine":
-        return 1 - F.cosine_similarity(o, wanted, -1).mean()
-    if loss == "per head":
-        return ((o - wanted).square().sum((0, 1, 3)) / wanted.square().sum((0, 1, 3))).mean()
-    return (o - wanted).square().sum() / wanted.square().sum()
+def output_loss(o: torch.Tensor, expected: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the loss of outputs [B, T, H, K]; `kind` is that of `FarForm.loss`."""
+    if kind == "cosine":
+        return 1 - F.cosine_similarity(o, expected, -1).mean()
+    if kind == "per head":
+        return ((o - expected).square().sum((0, 1, 3)) / expected.square().sum((0, 1, 3))).mean()
+    return (o - expected).square().sum() / expected.square().sum()
 
 
-def learn(part, rows):
-    """Adam, its lr falling to zero."""
+def learn(part: FarPart, rows: LayerRows) -> None:
+    """Train by Adam, with a learning rate that falls linearly to zero."""
     form = part.form
-    wide, few = ([x for x in part.parameters() if x.numel() and (x.dim() == 3) == wanted] for wanted in (True, False))
+    projections = [x for x in part.parameters() if x.numel() and x.dim() == 3]
+    others = [x for x in part.parameters() if x.numel() and x.dim() != 3]
     optimizer = torch.optim.Adam(
-        [{"params": wide, "times": 1.0}, {"params": few, "times": form.faster}], betas=form.betas
+        [{"params": projections, "factor": 1.0}, {"params": others, "factor": form.lr_factor}], betas=form.betas
     )
-    order = rows_to_learn(rows, form.rows)
+    order = training_rows(rows, form.rows)
     for step in range(form.steps):
-        *given, wanted = order[step % len(order)]
-        for again in range(form.repeats):
+        *inputs, expected = order[step % len(order)]
+        for update in range(form.updates):
             for group in optimizer.param_groups:
-                group["lr"] = group["times"] * form.lr * (1 - (step + again / form.repeats) / form.steps)
+                group["lr"] = group["factor"] * form.lr * (1 - (step + update / form.updates) / form.steps)
             optimizer.zero_grad()
-            distance(part(*given), wanted, form.loss).backward()
+            output_loss(part(*inputs), expected, form.loss).backward()
             optimizer.step()
 
 
 @torch.no_grad()
-def judge(part, rows):
-    """Relative error by place."""
+def judge(part: FarPart, rows: LayerRows) -> dict[str, float]:
+    """Return the relative errors on held-out rows, by the ranges of `POSITIONS`."""
     errors = {}
-    for kind, places in PLACES.items():
-        outputs = [(part(*given), wanted) for *given, wanted in rows.get(kind, [])]
-        for name, (first, last) in places.items() if outputs else ():
-            cut = [(o[:, first:last], wanted[:, first:last]) for o, wanted in outputs]
-            lost = sum(float((o - wanted).square().sum()) for o, wanted in cut)
-            errors[name] = lost / sum(float(wanted.square().sum()) for _, wanted in cut)
+    for kind, ranges in POSITIONS.items():
+        outputs = [(part(*inputs), expected) for *inputs, expected in rows.get(kind, [])]
+        if not outputs:
+            continue
+        for name, (first, last) in ranges.items():
+            pairs = [(o[:, first:last], expected[:, first:last]) for o, expected in outputs]
+            squared_error = sum(float((o - expected).square().sum()) for o, expected in pairs)
+            errors[name] = squared_error / sum(float(expected.square().sum()) for _, expected in pairs)
     return errors
 
 
-def make_row(job, folder):
-    """A form in a layer: errors, bytes, and what became of its balance and decays."""
-    began = time.monotonic()
+def make_row(job: Row, folder: str) -> Row:
+    """Train and evaluate one variant in one layer.
+
+    Args:
+        job: "form", "layer", and "seed".
+        folder: Folder of `store_layers`.
+
+    Returns:
+        The job, the bytes of its state, its errors, and the learned balance, decays, and power.
+    """
+    started = time.monotonic()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     rows = load_layer(folder, job["layer"])
-    form = (WINDOWS | FORMS)[job["form"]]
-    if form.read == "rotated":
+    form = {**WINDOWS, **FORMS}[job["form"]]
+    if form.inputs == "rotated":
         rows = {kind: [(q, k, v, q, k, o) for q, k, v, _, _, o in group] for kind, group in rows.items()}
-    q, k = rows["fit"][0][:2]
-    part = FarPart(form, q.shape[2], k.shape[2], q.shape[-1])
-    row = {**job, "bytes": form.size, "kv_tokens": form.size / KV_BYTES, "kv_heads": k.shape[2]}
+    q, k, _, unrotated_q, unrotated_k, _ = rows["fit"][0]
+    num_kv_heads = k.shape[2]
+    part = FarPart(form, q.shape[2], num_kv_heads, q.shape[-1])
+    row = {**job, "bytes": form.num_bytes, "kv_tokens": form.num_bytes / KV_BYTES, "kv_heads": num_kv_heads}
     if form.features is None:
-        return {**row, "errors": judge(part, rows)}
+        row["errors"] = judge(part, rows)
+        return row
     if form.center:
-        for mean, at in ((part.q_mean, 3), (part.k_mean, 4)):
-            mean.data.copy_(rows["fit"][0][at][0].mean(0))
+        part.q_mean.data.copy_(unrotated_q[0].mean(0))
+        part.k_mean.data.copy_(unrotated_k[0].mean(0))
     if form.balance is None:
-        part.balance_masses(*(rows["fit"][0][i] for i in (0, 1, 3, 4)))
+        part.balance_masses(q, k, unrotated_q, unrotated_k)
     row["start"] = {"to 1k": judge(part, {"short": rows["short"]})["to 1k"]}
     learn(part, rows)
     row["errors"] = judge(part, rows)
     with torch.no_grad():
         decays = part.decays()
         row["balance"] = float(part.balance.mean())
-        row["rates"], row["weights"] = decays.log_rate.exp().mean(0).tolist(), decays.weight.mean(0).tolist()
+        row["rates"] = decays.log_rate.exp().mean(0).tolist()
+        row["weights"] = decays.weight.mean(0).tolist()
         if form.power is not None:
             row["power"] = float(part.power.mean())
-    return {**row, "seconds": time.monotonic() - began}
+    row["seconds"] = time.monotonic() - started
+    return row
 
 
-def table(record):
-    """Markdown: each form's bytes and errors, means over the layers that every form has."""
-    by_form = {}
+def table(record: Mapping[str, Any]) -> str:
+    """Render bytes and errors of each variant in Markdown, as means over the layers that all variants have."""
+    by_form: dict[str, dict[int, Row]] = {}
     for row in record["rows"]:
         by_form.setdefault(row["form"], {})[row["layer"]] = row
-    shared = sorted(set.intersection(*(set(rows) for rows in by_form.values())))
+    layers = sorted(set.intersection(*(set(rows) for rows in by_form.values())))
     names = list(record["rows"][0]["errors"])
-    lines = ["Layers " + ", ".join(map(str, shared)), "| form | KiB | tokens | " + " | ".join(names) + " |"]
-    lines.append("|---" * (3 + len(names)) + "|")
+    lines = [
+        f"Layers {', '.join(map(str, layers))}",
+        f"| form | KiB | tokens | {' | '.join(names)} |",
+        "|---" * (3 + len(names)) + "|",
+    ]
     for form, rows in by_form.items():
-        means = [statistics.fmean(rows[layer]["errors"][name] for layer in shared) for name in names]
-        size = rows[shared[0]]["bytes"]
-        lines.append(
-            f"| {form} | {size / 1024:.0f} | {size / KV_BYTES:.0f} | " + " | ".join(f"{x:.4f}" for x in means) + " |"
-        )
+        means = [statistics.fmean(rows[layer]["errors"][name] for layer in layers) for name in names]
+        num_bytes = rows[layers[0]]["bytes"]
+        cells = [f"{num_bytes / 1024:.0f}", f"{num_bytes / KV_BYTES:.0f}", *(f"{mean:.4f}" for mean in means)]
+        lines.append(f"| {form} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def describe(row: Row) -> str:
+    """Format a row for the log."""
+    errors = " ".join(f"{error:.4f}" for error in row["errors"].values())
+    return f"{row['form']}, layer {row['layer']}: {row['bytes']} bytes, {errors}, {row.get('seconds', 0):.0f} s"
+
+
+def main() -> None:
+    """Run the script."""
+    parser = argparse.ArgumentParser("python -m experiments.far_forms", description=__doc__.split("\n")[0])
     parser.add_argument("model", help="folder of a softmax language model")
-    parser.add_argument("text", help="text to learn from and, other rows of it, to judge on")
-    parser.add_argument("--other", help="another text to judge on")
-    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
-    parser.add_argument("--forms", nargs="+", default=[*WINDOWS, *FORMS], help="all of them unless named")
-    parser.add_argument("--keep", default="far_forms_layers", help="folder for what the layers saw, 350 MB each")
-    parser.add_argument("--out", default="docs/evidence/far_forms.json")
-    arguments = parser.parse_args()
-    folder = Path(arguments.keep)
+    parser.add_argument("text", help="text to learn from; its last rows are held out for evaluation")
+    parser.add_argument("--other", help="another text to evaluate on")
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="indices of layers")
+    parser.add_argument("--forms", nargs="+", default=[*WINDOWS, *FORMS], help="variants; default: all")
+    parser.add_argument(
+        "--keep",
+        default="far_forms_layers",
+        help="folder for the tensors of the layers, 350 MB each; default: %(default)s",
+    )
+    parser.add_argument("--out", default="docs/evidence/far_forms.json", help="JSON file; default: %(default)s")
+    args = parser.parse_args()
+    folder = Path(args.keep)
     folder.mkdir(parents=True, exist_ok=True)
-    if not all((folder / f"{layer}.pt").exists() for layer in arguments.layers):
+    if not all((folder / f"{layer}.pt").exists() for layer in args.layers):
         torch.set_num_threads(1)
-        keep_layers(arguments.model, arguments.text, arguments.other, arguments.layers, folder)
-    jobs = [{"form": form, "layer": layer, "seed": 0} for form in arguments.forms for layer in arguments.layers]
+        store_layers(args.model, args.text, args.other, args.layers, folder)
+    jobs = [{"form": form, "layer": layer, "seed": 0} for form in args.forms for layer in args.layers]
     make = functools.partial(make_row, folder=str(folder))
-
-    def describe(row):
-        errors = " ".join(f"{x:.4f}" for x in row["errors"].values())
-        return f"{row['form']}, layer {row['layer']}: {row['bytes']} bytes, {errors}, {row.get('seconds', 0):.0f} s"
-
-    parts = "model", "text", "other"
-    names = [Path(value).name for name in parts if (value := getattr(arguments, name))]
-    other = ("--other", names[2]) if names[2:] else ()
-    command = shlex.join(["python", "-m", "experiments.far_forms", *names[:2], *other])
-    record = add_rows(arguments.out, make, jobs, describe, workers=1, command=command)
+    command = ["python", "-m", "experiments.far_forms", Path(args.model).name, Path(args.text).name]
+    if args.other:
+        command += ["--other", Path(args.other).name]
+    record = add_rows(args.out, make, jobs, describe, workers=1, command=shlex.join(command))
     print(table(record))
 
 

@@ -1,12 +1,14 @@
-"""Everything that needs a GPU, in ten minutes: python -m experiments.gpu (`make gpu`)
+"""Run all checks and measurements that need a GPU, in ten minutes: python -m experiments.gpu (`make gpu`)
 
-Every kernel is compared with the T x T definition in fp64; then the operators of the paper and whole models are timed
-beside what a user would pick instead. A failure is a row, and so is what there was no time for. Writes
-docs/bench/gpu.json and renders docs/performance.md from it.
+Every kernel is compared with the T x T definition in fp64. Then the paper's operators and whole models are timed
+beside what a user would pick instead. What fails or does not fit into the time gets a row with the reason. The results
+are written to docs/bench/gpu.json, and docs/performance.md is rendered from them.
 """
 
 import argparse
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -21,22 +23,20 @@ from .docs import ROOT, render_gpu, write_documents
 from .paper_shapes import Window, model_cases, paper_cases, target_cases
 from .speed import LENGTHS, SMOLLM2, make_models, measure_decoding, measure_prefill
 
-PLACE = ROOT / "docs" / "bench" / "gpu.json"
-LIMIT = 480  # seconds after which no further case is begun
-CHECKS_LIMIT = 200  # of them for comparing kernels
-SEQUENCE, LONG, GRID, VIDEO = (
-    Blocks.sequence(150, 32),
-    Blocks.sequence(600, 256),
-    Blocks.grid((8, 12), (2, 3)),
-    Blocks.grid((3, 7, 9), (2, 3, 4)),
-)
+OUT = ROOT / "docs" / "bench" / "gpu.json"
+MAX_SECONDS = 480  # after which no other case starts
+MAX_CHECK_SECONDS = 200  # after which no other kernel is checked
+SEQUENCE = Blocks.sequence(150, 32)
+LONG = Blocks.sequence(600, 256)
+GRID = Blocks.grid((8, 12), (2, 3))
+VIDEO = Blocks.grid((3, 7, 9), (2, 3, 4))
 LANGUAGE = SMOLLM2 | {  # four layers with the heads of Llama-3.2-1B
     "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }  # fmt: skip
 CAUSAL = {"causal": True, "normalize": False}
-# name -> blocks, what `inputs` is told, options of `mhla`
-VARIANTS = {
+Variant = tuple[Blocks, dict[str, Any], dict[str, Any]]  # blocks, options of `make_inputs`, options of `mhla`
+VARIANTS: dict[str, Variant] = {
     "sequence": (SEQUENCE, {}, CAUSAL),
     "sequence, long blocks": (LONG, {}, CAUSAL),
     "sequence, normalized": (SEQUENCE, {}, {"causal": True}),
@@ -53,81 +53,153 @@ VARIANTS = {
 }
 
 
-def inputs(
-    blocks, device, dtype, *, groups=4, per_head=False, widths=(64, 64), padded=False, packed=False, masked=False,
-    denominator=False,
-):  # fmt: skip
-    """(q, k, v, mixing and perhaps features for the denominator, with gradients; options of `mhla`), 4 heads."""
-    batch, length, options = 1 if packed else 2, blocks.length, {}
-    make = torch.Generator(device).manual_seed(0)
+def make_inputs(
+    blocks: Blocks,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    groups: int = 4,
+    per_head: bool = False,
+    widths: tuple[int, int] = (64, 64),
+    padded: bool = False,
+    packed: bool = False,
+    masked: bool = False,
+    denominator: bool = False,
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Make random inputs of `mhla` with 4 query heads.
+
+    Args:
+        blocks: Number and layout of the tokens.
+        device: Where the tensors are.
+        dtype: Of all tensors but the mixing matrix, which is fp32.
+        groups: Number of KV heads.
+        per_head: Whether every head has its own mixing matrix.
+        widths: Of keys and of values.
+        padded: Whether the second row begins with padding.
+        packed: Whether a row has several sequences.
+        masked: Whether some keys are masked.
+        denominator: Whether the denominator has other features than the numerator.
+
+    Returns:
+        q, k, v, the mixing matrix, and features for the denominator, all of which require gradients; and options of
+        `mhla`.
+    """
+    batch, length = 1 if packed else 2, blocks.length
+    options: dict[str, Any] = {}
+    generator = torch.Generator(device).manual_seed(0)
     sizes = [(4, widths[0]), (groups, widths[0]), (groups, widths[1])]
     sizes += sizes[:2] if denominator else []
-    tensors = [torch.randn(batch, length, *size, generator=make, device=device).to(dtype) for size in sizes]
-    tensors = [x if place == 2 else x.abs() for place, x in enumerate(tensors)]  # features, but for the values
-    rows = blocks.num_blocks
-    tensors.insert(3, torch.rand(*([4] if per_head else []), rows, rows, generator=make, device=device))
+    tensors = [torch.randn(batch, length, *size, generator=generator, device=device).to(dtype) for size in sizes]
+    tensors = [x if index == 2 else x.abs() for index, x in enumerate(tensors)]  # all but the values are features
+    shape = (*([4] if per_head else []), blocks.num_blocks, blocks.num_blocks)
+    tensors.insert(3, torch.rand(shape, generator=generator, device=device))
     if padded:
         options["starts"] = torch.tensor([0, 21], device=device)
     if packed:
         options["cu_seqlens"] = torch.tensor([0, 40, 97, length], device=device, dtype=torch.int32)
     if masked:
-        options["key_mask"] = torch.rand(batch, length, generator=make, device=device) > 0.3
+        options["key_mask"] = torch.rand(batch, length, generator=generator, device=device) > 0.3
     return [x.requires_grad_() for x in tensors], options
 
 
-def variant_errors(blocks, told, options, device, dtype, impl="triton"):
-    """{"output", "dq", ...: relative error} of one kind of call against the definition in fp64."""
-    tensors, more = inputs(blocks, device, dtype, **told)
-    options = {"blocks": blocks, **options, **more}
+def variant_errors(
+    blocks: Blocks,
+    input_options: Mapping[str, Any],
+    options: Mapping[str, Any],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    impl: str = "triton",
+) -> dict[str, float]:
+    """Return the relative errors of one kind of call against the definition in fp64.
 
-    def outcome(tensors, impl):
+    Args:
+        blocks, input_options, options: A `Variant`.
+        device: Where it runs.
+        dtype: Of the inputs.
+        impl: Implementation to check.
+
+    Returns:
+        Errors of "output" and of the gradients "dq", "dk", "dv", "dmixing", "dq_den", and "dk_den".
+    """
+    tensors, data_options = make_inputs(blocks, device, dtype, **input_options)
+
+    def run(tensors: list[torch.Tensor], impl: str) -> tuple[torch.Tensor, ...]:
         q, k, v, mixing, *features = tensors
-        own = dict(zip(("q_den", "k_den"), features, strict=bool(features)))
-        o = mhla(q, k, v, mixing, impl=impl, **own, **options)
-        toward = torch.randn(o.shape, generator=torch.Generator(device).manual_seed(1), device=device).to(o.dtype)
-        return o, *torch.autograd.grad(o, tensors, toward)
+        denominator = dict(zip(("q_den", "k_den"), features, strict=bool(features)))
+        o = mhla(q, k, v, mixing, blocks=blocks, impl=impl, **denominator, **options, **data_options)
+        generator = torch.Generator(device).manual_seed(1)
+        output_gradient = torch.randn(o.shape, generator=generator, device=device).to(o.dtype)
+        return o, *torch.autograd.grad(o, tensors, output_gradient)
 
-    exact = outcome([x.detach().double().requires_grad_() for x in tensors], "reference")
+    actual = run(tensors, impl)
+    expected = run([x.detach().double().requires_grad_() for x in tensors], "reference")
     names = ("output", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den")
-    return {name: relative_error(x, y) for name, x, y in zip(names, outcome(tensors, impl), exact, strict=False)}
+    return {name: relative_error(x, y) for name, x, y in zip(names, actual, expected, strict=False)}
 
 
 @torch.no_grad()
-def decode_errors(device, dtype, impl="triton"):
-    """The error of tokens decoded one by one over the end of a block, against the definition of the whole sequence."""
-    (q, k, v, mixing), _ = inputs(SEQUENCE, device, dtype)
-    wanted = mhla(*(x.double() for x in (q, k, v, mixing)), blocks=SEQUENCE, impl="reference", **CAUSAL)
+def decode_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
+    """Return the relative error of decoding token by token across the end of a block, as {"tokens": error}.
+
+    It is compared with the definition on the whole sequence in fp64.
+    """
+    (q, k, v, mixing), _ = make_inputs(SEQUENCE, device, dtype)
+    expected = mhla(*(x.double() for x in (q, k, v, mixing)), blocks=SEQUENCE, impl="reference", **CAUSAL)
     first = SEQUENCE.length // SEQUENCE.block_size * SEQUENCE.block_size - 2
     blocks = Blocks.sequence(first, SEQUENCE.block_size)
-    state = mhla(*(x[:, :first] for x in (q, k, v)), mixing, blocks=blocks, impl=impl, return_state=True, **CAUSAL)[1]
-    tokens = [[x[:, i : i + 1] for x in (q, k, v)] for i in range(first, SEQUENCE.length)]
-    got = [mhla_step(*token, mixing, state, normalize=False, impl=impl)[0] for token in tokens]
-    return {"tokens": relative_error(torch.cat(got, 1), wanted[:, first:])}
+    prefix = [x[:, :first] for x in (q, k, v)]
+    _, state = mhla(*prefix, mixing, blocks=blocks, impl=impl, return_state=True, **CAUSAL)
+    outputs = []
+    for i in range(first, SEQUENCE.length):
+        token = [x[:, i : i + 1] for x in (q, k, v)]
+        o, state = mhla_step(*token, mixing, state, normalize=False, impl=impl)
+        outputs.append(o)
+    return {"tokens": relative_error(torch.cat(outputs, 1), expected[:, first:])}
 
 
-def window_errors(device, dtype, impl="triton"):
-    """{"output", "dq", ...: relative error} of near and far attention against its definition in fp64."""
+def window_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
+    """Return the relative errors of local attention, window and far part, against its definition in fp64."""
     case = Window("window", SEQUENCE, 1, 4, (64, 64), dtype=str(dtype).removeprefix("torch."))
     return case.errors(f"mhla {impl}", device, 0, exact="mhla reference")
 
 
-def check_kernels(device, limit=CHECKS_LIMIT, impl="triton", variants=VARIANTS):
-    """A row per kind of call and dtype: "kind", "dtype", "error" (what -> relative error), "failed" (why, or None)."""
-    begun, rows = time.monotonic(), []
+def check_kernels(
+    device: torch.device | str,
+    limit: float = MAX_CHECK_SECONDS,
+    impl: str = "triton",
+    variants: Mapping[str, Variant] = VARIANTS,
+) -> list[dict[str, Any]]:
+    """Compare an implementation with the definition in fp64.
+
+    Args:
+        device: Where it runs.
+        limit: Seconds after which no other check starts.
+        impl: Implementation to check.
+        variants: Kinds of calls, beside those of `window_errors` and `decode_errors`.
+
+    Returns:
+        A row for each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and
+            "failed"
+        (the reason, or None).
+    """
+    started = time.monotonic()
+    rows = []
     calls = {
-        name: lambda dtype, given=given: variant_errors(*given, device, dtype, impl) for name, given in variants.items()
+        name: lambda dtype, variant=variant: variant_errors(*variant, device, dtype, impl)
+        for name, variant in variants.items()
     }
     calls["window"] = lambda dtype: window_errors(device, dtype, impl)
     calls["decoding"] = lambda dtype: decode_errors(device, dtype, impl)
     for dtype in ("bfloat16", "float32"):
         for kind, call in tqdm(calls.items(), desc=f"kernels, {dtype}"):
-            row = {"kind": kind, "dtype": dtype, "error": {}, "failed": None}
-            if time.monotonic() - begun > limit:
-                row["failed"] = f"not begun within {limit} s"
+            row: dict[str, Any] = {"kind": kind, "dtype": dtype, "error": {}, "failed": None}
+            if time.monotonic() - started > limit:
+                row["failed"] = f"not started within {limit} s"
             else:
                 try:
                     row["error"] = call(getattr(torch, dtype))
-                    if wrong := [w for w, error in row["error"].items() if not error < TOLERANCES[dtype]]:
+                    wrong = [name for name, error in row["error"].items() if not error < TOLERANCES[dtype]]
+                    if wrong:
                         row["failed"] = f"is wrong: {', '.join(wrong)}"
                 except Exception as error:
                     row["failed"] = describe_failure(error)
@@ -135,9 +207,15 @@ def check_kernels(device, limit=CHECKS_LIMIT, impl="triton", variants=VARIANTS):
     return rows
 
 
-def time_language(device, sizes=LANGUAGE, lengths=LENGTHS, batch=16, dtype=torch.bfloat16):
-    """A row per length: a converted language model beside its base, as `experiments.speed` times them."""
-    rows = []
+def time_language(
+    device: torch.device | str,
+    sizes: Mapping[str, Any] = LANGUAGE,
+    lengths: Sequence[int] = LENGTHS,
+    batch: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[dict[str, Any]]:
+    """Time a converted language model beside its original, as `experiments.speed` does; one row per length."""
+    rows: list[dict[str, Any]] = []
     models = {name: model.to(device, dtype) for name, model in make_models(sizes, max(lengths)).items()}
     for length in tqdm(lengths, desc="language model"):
         try:
@@ -150,23 +228,23 @@ def time_language(device, sizes=LANGUAGE, lengths=LENGTHS, batch=16, dtype=torch
     return rows
 
 
-def main(arguments=None):
-    """Check, time, write; returns the record."""
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the script, and return the record."""
     argparse.ArgumentParser("python -m experiments.gpu", description=__doc__).parse_args(arguments)
     if not torch.cuda.is_available():
-        raise ValueError("there is no GPU that torch can use here, so nothing was measured")
-    begun = time.monotonic()
+        raise ValueError("device: got no GPU that torch can use, expected one; nothing was measured.")
+    started = time.monotonic()
     record = {**describe_run("make gpu", "cuda"), "seed": 0, "rows": [], "kernels": check_kernels("cuda")}
     record["language"] = time_language("cuda")
     cases = [*target_cases(), *model_cases()[:2], *paper_cases(), *model_cases()[2:]]
     for case in tqdm(cases, desc="cases"):
-        if time.monotonic() - begun > LIMIT:
-            late = {"all": f"not begun within {LIMIT} s"}
-            record["rows"].append({"case": case.name, "what": "", "ms": {}, "error": {}, "failed": late})
+        if time.monotonic() - started > MAX_SECONDS:
+            failed = {"all": f"not started within {MAX_SECONDS} s"}
+            record["rows"].append({"case": case.name, "what": "", "ms": {}, "error": {}, "failed": failed})
         else:
             record["rows"] += time_case(case, "cuda")
             torch.cuda.empty_cache()
-        write_json(PLACE, record)
+        write_json(OUT, record)
     write_documents()
     print(render_gpu(record))
     return record

@@ -8,7 +8,6 @@ part is off, which is what DuoAttention keeps: the same form, with heads of its 
 
 import argparse
 import functools
-import gzip
 import math
 import shlex
 import sys
@@ -28,7 +27,7 @@ from mhla_hf.conversion.language import GATE_STEPS, give_softmax_back, read_rows
 from mhla_hf.conversion.sizes import sizes_of_layers
 from mhla_hf.conversion.teacher import mhla_layers
 
-from .rows import add_rows, made
+from .rows import add_rows, describe_setup, open_text
 
 LENGTHS = {1024: 4, 4096: 1, 8192: 1}  # tokens of a row: rows
 PLACES = {"to 1k": (0, 1024), "1k to 2k": (1024, 2048), "2k to 4k": (2048, 4096), "4k to 8k": (4096, 8192)}
@@ -48,10 +47,9 @@ FORMS = {  # settings beside the defaults; whether the far part is on
 
 
 def read_text(file):
-    """A text file, which may be compressed."""
-    opened = gzip.open if str(file).endswith(".gz") else open
-    with opened(file, "rt", encoding="utf-8") as text:
-        return text.read()[:1_300_000]
+    """Return the first 1.3 million characters of a text file, which may be compressed."""
+    with open_text(file) as text:
+        return text.read(1_300_000)
 
 
 def load(folder):
@@ -270,7 +268,7 @@ def render_heads(record):
             cells += [f"{mean(lambda row, n=n: row['recall'][str(n)][0]):.3f}" for n in LENGTHS]
             lines.append(f"| {form}, {heads} heads | {len(rows)} | " + " | ".join(cells) + " |")
         tables.append("\n".join(lines))
-    return "\n\n".join([*tables, made(record)])
+    return "\n\n".join([*tables, describe_setup(record)])
 
 
 def main():

@@ -1,8 +1,7 @@
-"""What people judge language models by, of a real model and its conversions: lookups in long texts, tasks with many examples
-in the prompt, and chats.
+"""Evaluate a real language model and its conversions: lookups in long texts, few-shot tasks, and chats.
 
-What precedes all questions of a kind (a long text, the examples) is read once, and each question continues a copy of its
-cache, so that a small machine can ask many. Forms are those of `experiments.heads`.
+The prefix that questions share (a long text, or the examples) is read once, and each question continues a copy of its
+cache, so that many questions can be asked on a small machine. Forms are those of `experiments.heads`.
 """
 
 import argparse
@@ -13,7 +12,9 @@ import random
 import shlex
 import statistics
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import lm_eval
 import lm_eval.tasks
@@ -29,13 +30,13 @@ from mhla_hf.evaluation.needles import FACT, OBJECTS
 from mhla_hf.models.transformers_api import forward_cached
 
 from .heads import FORMS, converted, load, read_text
-from .rows import add_rows, made, number
+from .rows import Row, add_rows, describe_setup, format_mean
 
 SOFTMAX = "softmax"
-LENGTHS = {1024: 2, 4096: 1}  # tokens of a long text: texts
-FACTS = {1024: (12, 12), 4096: (12, 24)}  # tokens of a long text: codes and lookups in it
-NEAR = 448  # tokens at its end without facts: whatever is asked for has left the window
-SHOWN = 3  # other facts said again before a question, so that it is clear what is wanted
+LENGTHS = {1024: 2, 4096: 1}  # tokens of a long text: number of texts
+FACTS = {1024: (12, 12), 4096: (12, 24)}  # tokens of a long text: number of codes and of lookups in it
+NEAR = 448  # tokens at the end of a text that have no facts, so that all facts have left the window
+SHOWN = 3  # other facts repeated before a question, as examples of the format
 TASKS = {  # folder in lm-eval, examples in the prompt: about 1,100 tokens
     "lambada_openai": ("lambada", 14),
     "piqa": ("piqa", 28),
@@ -44,8 +45,8 @@ TASKS = {  # folder in lm-eval, examples in the prompt: about 1,100 tokens
     "winogrande": ("winogrande", 50),
     "openbookqa": ("openbookqa", 70),
 }
-ITEMS = 20  # documents of each task
-NEW, PASSAGE = 80, 1400  # tokens of an answer at most, and of a passage
+NUM_DOCUMENTS = 20  # per task
+MAX_ANSWER_TOKENS, PASSAGE_TOKENS = 80, 1400
 PASSAGES = {
     "1933 Treasure Coast hurricane": "Where and when did the hurricane make landfall in Florida, and what was the damage?",
     "Ben Amos": "Where was Ben Amos born, and which position does he play?",
@@ -60,12 +61,22 @@ QUESTIONS = (
     "Write a Python function that adds two numbers.",
     "Tom has three apples and buys five more. How many apples does he have?",
 )
-BATCH = 6  # questions asked at once
+BATCH_SIZE = 6  # questions
+
+Question = tuple[list[int], list[int], list[int]]  # token ids of question, answer, and choices; see `answer_scores`
 
 
 @functools.lru_cache(maxsize=2)
-def subject(model_folder, fit_text, work, form, heads):
-    """The original, or a conversion with so many softmax heads, and the tokenizer."""
+def load_subject(model_folder: str, fit_text: str, work: str, form: str, heads: int) -> tuple[Any, Any]:
+    """Load the original or make a conversion, with its tokenizer.
+
+    Args:
+        model_folder: Folder of the softmax model.
+        fit_text: Text that conversions are fitted on.
+        work: Folder for fitted conversions.
+        form: `SOFTMAX`, or a form of `experiments.heads`.
+        heads: Number of KV heads that keep softmax.
+    """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
@@ -75,228 +86,306 @@ def subject(model_folder, fit_text, work, form, heads):
 
 
 @torch.no_grad()
-def answer_scores(model, prefix, questions):
-    """(log-probability of the answer, whether it is right) of each question, all of which follow `prefix`.
+def answer_scores(model: Any, prefix: Sequence[int], questions: Sequence[Question]) -> list[tuple[float, bool]]:
+    """Score the answers to questions that all follow the same prefix.
 
-    prefix: token ids. questions: (asked, answer, choices), the token ids of what is asked (at least one) and of the answer,
-    and those of answers of one token of which the likeliest counts; without choices, it is right if greedy decoding says it.
+    Args:
+        model: A language model.
+        prefix: Token ids.
+        questions: Each has the token ids of the question (at least one), those of the answer, and the choices: token
+            ids of answers of one token, of which the likeliest counts. Without choices, greedy decoding decides.
+
+    Returns:
+        For each question, the log-probability of the answer, and whether the model gives it.
     """
     _, cache = forward_cached(model, torch.tensor([prefix]), logits_to_keep=1)
     scores = []
-    for first in range(0, len(questions), BATCH):
-        group = questions[first : first + BATCH]
-        rows = [[*asked, *answer][:-1] for asked, answer, _ in group]
-        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)  # padding on the right is seen by nobody
+    for first in range(0, len(questions), BATCH_SIZE):
+        batch = questions[first : first + BATCH_SIZE]
+        rows = [[*question, *answer][:-1] for question, answer, _ in batch]
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)  # padded on the right, which no token sees
         for row, tokens in zip(ids, rows, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
-        copied = copy.deepcopy(cache)
-        copied.batch_repeat_interleave(len(rows))
-        logits = forward_cached(model, ids, copied)[0].logits
-        for row, (asked, answer, choices) in zip(logits, group, strict=True):
-            log_p = row[len(asked) - 1 :][: len(answer)].float().log_softmax(-1)
+        batch_cache = copy.deepcopy(cache)
+        batch_cache.batch_repeat_interleave(len(rows))
+        logits = forward_cached(model, ids, batch_cache)[0].logits
+        for row, (question, answer, choices) in zip(logits, batch, strict=True):
+            log_p = row[len(question) - 1 :][: len(answer)].float().log_softmax(-1)
             target = torch.tensor(answer)
-            said = torch.tensor(choices)[log_p[:, choices].argmax(-1)] if choices else log_p.argmax(-1)
-            scores.append((float(log_p.gather(-1, target[:, None]).sum()), bool((said == target).all())))
+            prediction = torch.tensor(choices)[log_p[:, choices].argmax(-1)] if choices else log_p.argmax(-1)
+            score = float(log_p.gather(-1, target[:, None]).sum())
+            scores.append((score, bool((prediction == target).all())))
     return scores
 
 
-def make_lookups(tokenizer, text, length, seed):
-    """A text of so many tokens with facts at even distances between its lines, and questions about them.
+def make_lookups(
+    tokenizer: Any, text: str, length: int, seed: int
+) -> tuple[list[int], list[tuple[str, int, list[int], list[int], list[int]]]]:
+    """Make a long text with facts between its lines, at even distances, and questions about them.
 
-    Facts of two kinds, mixed by chance: codes of things (`needles`), to be written, and lines such as "- method string"
-    (`lookups`), whose values are ranked. A question is (kind, tokens back, asked, answer, choices).
+    There are facts of two kinds, in random order: codes of things (as in `needles`), which are to be written, and
+    lines such as "- method string" (as in `lookups`), whose values are ranked.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        text: Source of the lines.
+        length: Tokens of the long text.
+        seed: Selects facts and lines.
+
+    Returns:
+        The token ids of the long text, and for each fact its kind ("code" or "lookup"), how many tokens before the end
+        it ends, and a `Question`.
     """
     rng = random.Random(f"lookups {length} {seed}")
 
-    def tokens(piece):
+    def encode(piece: str) -> list[int]:
         return tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
 
-    (codes, pairs), (names, values) = FACTS[length], choose_words(tokenizer)
-    codes = zip(rng.sample(OBJECTS, codes), rng.sample(range(1000, 10_000), codes), strict=True)
-    codes = [FACT.format(*code) + "\n" for code in codes]
-    pairs = [f"- {' '.join(pair)}\n" for pair in zip(rng.sample(names, pairs), rng.sample(values, pairs), strict=True)]
+    num_codes, num_pairs = FACTS[length]
+    keys, values = choose_words(tokenizer)
+    things = zip(rng.sample(OBJECTS, num_codes), rng.sample(range(1000, 10_000), num_codes), strict=True)
+    statements = {"code": [FACT.format(*thing) + "\n" for thing in things]}
+    pairs = zip(rng.sample(keys, num_pairs), rng.sample(values, num_pairs), strict=True)
+    statements["lookup"] = [f"- {' '.join(pair)}\n" for pair in pairs]
     facts = []
-    for kind, fact in [*(("code", fact) for fact in codes), *(("lookup", fact) for fact in pairs)]:
-        others = [other for other in (codes if kind == "code" else pairs) if other != fact]
-        asked, space, answer = fact.rstrip(".\n").rpartition(" ")
-        facts.append((kind, fact, "\n" + "".join(rng.sample(others, SHOWN)) + asked, space + answer))
-    choices = [tokens(fact[3])[0] for fact in facts if fact[0] == "lookup"]
+    for kind, group in statements.items():
+        for statement in group:
+            others = [other for other in group if other != statement]
+            question, space, answer = statement.rstrip(".\n").rpartition(" ")
+            examples = "".join(rng.sample(others, SHOWN))
+            facts.append((kind, statement, f"\n{examples}{question}", space + answer))
+    choices = [encode(answer)[0] for kind, _, _, answer in facts if kind == "lookup"]
     rng.shuffle(facts)
     lines = [line for line in text.splitlines(keepends=True) if line.strip()]
-    filler = itertools.chain(*map(tokens, itertools.islice(lines, rng.randrange(len(lines) // 2), None)))
-    newline, ids, questions = tokens("\n"), [], []
-    room = length - NEAR - sum(len(tokens(fact[1])) + len(newline) for fact in facts)
-    for place, (kind, statement, asked, answer) in enumerate(facts):
-        part = (place + 1) * room // len(facts) - place * room // len(facts)
-        ids += [*itertools.islice(filler, part), *newline, *tokens(statement)]
-        questions.append((kind, length - len(ids), tokens(asked), tokens(answer), choices if kind == "lookup" else []))
+    filler = itertools.chain(*map(encode, itertools.islice(lines, rng.randrange(len(lines) // 2), None)))
+    newline = encode("\n")
+    ids: list[int] = []
+    questions: list[tuple[str, int, list[int], list[int], list[int]]] = []
+    num_filler = length - NEAR - sum(len(encode(statement)) + len(newline) for _, statement, _, _ in facts)
+    for index, (kind, statement, question, answer) in enumerate(facts):
+        gap = (index + 1) * num_filler // len(facts) - index * num_filler // len(facts)
+        ids += [*itertools.islice(filler, gap), *newline, *encode(statement)]
+        distance = length - len(ids)
+        questions.append((kind, distance, encode(question), encode(answer), choices if kind == "lookup" else []))
     ids += itertools.islice(filler, length - len(ids))
     return ids, questions
 
 
-def judge_lookups(model, tokenizer, data, job):
-    """[kind, tokens back, log-probability, whether it is right] of each question about one text, with lines of `data`."""
+def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
+    """Ask about the facts in one long text, whose lines are from the text file `data`.
+
+    Returns:
+        "answers": for each question [kind, tokens back, log-probability of the answer, whether it is right].
+    """
     ids, questions = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
     scores = answer_scores(model, ids, [question[2:] for question in questions])
     return {"answers": [[*question[:2], *score] for question, score in zip(questions, scores, strict=True)]}
 
 
 class PrefixReader(HFLM):
-    """lm-eval's own model, which reads what all requests of a task begin with once."""
+    """lm-eval's model, except that the prefix that all requests of a task share is read once.
 
-    def _loglikelihood_tokens(self, requests, **_):
-        columns = zip(*(context for _, context, _ in requests), strict=False)
-        shared = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)][:-1]
-        self.shared = len(shared)
-        questions = [(context[len(shared) :], answer, []) for _, context, answer in requests]
-        return answer_scores(self.model, shared, questions)
-
-
-def judge_task(model, tokenizer, data, job):
-    """[document, whether it is right, log-likelihoods of the choices] of the documents behind those that are examples.
-
-    data: folder with files as `mhla-hf evaluate --data-files` takes them. Every prompt has the same examples.
+    Attributes:
+        shared: Tokens of the last prefix.
     """
-    (folder, shots), name = TASKS[job["task"]], job["task"]
-    own = Path(lm_eval.tasks.__file__).parent / folder
-    loaded = load_tasks([name], own, num_fewshot=shots, data_files=data)[0].loaded
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        columns = zip(*(context for _, context, _ in requests), strict=False)
+        equal_columns = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
+        prefix = [column[0] for column in equal_columns][:-1]  # a question has at least one token
+        self.shared = len(prefix)
+        questions = [(context[len(prefix) :], answer, []) for _, context, answer in requests]
+        return answer_scores(self.model, prefix, questions)
+
+
+def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
+    """Evaluate a few-shot task of lm-eval, on the documents after those that serve as examples.
+
+    Every prompt has the same examples, so that they are read once.
+
+    Args:
+        model, tokenizer: The model.
+        data: Folder with the files that `mhla-hf evaluate --data-files` takes.
+        job: "task", a key of `TASKS`.
+
+    Returns:
+        "shots" (number of examples), "shared_tokens" (of the examples), and "answers": for each document [its index,
+        whether the answer is right, log-likelihoods of the choices].
+    """
+    name = job["task"]
+    folder, shots = TASKS[name]
+    task_folder = Path(lm_eval.tasks.__file__).parent / folder
+    loaded = load_tasks([name], task_folder, num_fewshot=shots, data_files=data)[0].loaded
     task = loaded["tasks"][name]
     task.sampler = FirstNSampler(task.eval_docs.to_list())
     reader = PrefixReader(pretrained=model, tokenizer=tokenizer)
-    asked = {name: list(range(shots, shots + ITEMS))}
+    documents = {name: list(range(shots, shots + NUM_DOCUMENTS))}
     with quiet_harness(progress=False):
-        found = lm_eval.evaluate(reader, loaded, samples=asked, bootstrap_iters=0)["samples"][name]
-    answers = [[one["doc_id"], one["acc"], [score for score, _ in one["filtered_resps"]]] for one in found]
+        samples = lm_eval.evaluate(reader, loaded, samples=documents, bootstrap_iters=0)["samples"][name]
+    answers = [
+        [sample["doc_id"], sample["acc"], [score for score, _ in sample["filtered_resps"]]] for sample in samples
+    ]
     return {"shots": shots, "shared_tokens": reader.shared, "answers": sorted(answers)}
 
 
-def make_chats(tokenizer, text):
-    """Groups of prompts, asked at once: about passages of WikiText-2's test `text`, which come first; and `QUESTIONS`."""
+def make_chats(tokenizer: Any, text: str) -> tuple[Sequence[str], Sequence[str]]:
+    """Return two batches of prompts: about passages of `text` (WikiText-2's test split), and `QUESTIONS`."""
     passages = []
     for title, question in PASSAGES.items():
-        ids = tokenizer(text[text.index(f" = {title} = ") :][: 8 * PASSAGE], add_special_tokens=False).input_ids
-        passages.append(f"{tokenizer.decode(ids[:PASSAGE])}\n\n{question}")
+        passage = text[text.index(f" = {title} = ") :][: 8 * PASSAGE_TOKENS]
+        ids = tokenizer(passage, add_special_tokens=False).input_ids
+        passages.append(f"{tokenizer.decode(ids[:PASSAGE_TOKENS])}\n\n{question}")
     return passages, QUESTIONS
 
 
-def judge_chats(model, tokenizer, data, job):
-    """[tokens of the prompt, its last line, the answer] of each chat, decoded greedily."""
-    tokenizer.padding_side, tokenizer.pad_token, answers = "left", tokenizer.eos_token, []
+def judge_chats(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
+    """Answer the prompts of `make_chats` by greedy decoding.
+
+    Returns:
+        "answers": for each chat [tokens of the prompt, its last line, the answer].
+    """
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.eos_token
+    answers: list[list[Any]] = []
     for prompts in make_chats(tokenizer, read_text(data)):
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        template = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
-        asked = tokenizer.apply_chat_template(chats, **template)
-        said = model.generate(**asked, do_sample=False, max_new_tokens=NEW)[:, asked["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(said, skip_special_tokens=True)
-        sizes = asked["attention_mask"].sum(1).tolist()
+        inputs = tokenizer.apply_chat_template(
+            [[{"role": "user", "content": prompt}] for prompt in prompts],
+            add_generation_prompt=True,
+            padding=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
+        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        num_tokens = inputs["attention_mask"].sum(1).tolist()
         lines = [prompt.splitlines()[-1] for prompt in prompts]
-        answers += map(list, zip(sizes, lines, texts, strict=True))
+        answers += map(list, zip(num_tokens, lines, texts, strict=True))
     return {"answers": answers}
 
 
-def make_row(arguments, job):
-    """One model on one kind of questions."""
-    model, tokenizer = subject(arguments["model"], arguments["fit"], arguments["work"], job["form"], job["heads"])
-    return job | JUDGES[job["what"]](model, tokenizer, arguments["data"], job)
+def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
+    """Evaluate one model on one text, task, or set of chats."""
+    model, tokenizer = load_subject(arguments["model"], arguments["fit"], arguments["work"], job["form"], job["heads"])
+    return {**job, **JUDGES[job["what"]](model, tokenizer, arguments["data"], job)}
 
 
-JUDGES = {"lookups": judge_lookups, "tasks": judge_task, "chats": judge_chats}
+JUDGES: dict[str, Callable[[Any, Any, str, Row], dict[str, Any]]] = {
+    "lookups": judge_lookups,
+    "tasks": judge_task,
+    "chats": judge_chats,
+}
 
 
-def jobs_of(arguments):
-    """All of a model, one behind the other, so that it is made once."""
-    parts = {
+def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the jobs, model by model, so that each model is made once."""
+    parts: dict[str, list[Row]] = {
         "lookups": [{"length": length, "seed": seed} for length, count in LENGTHS.items() for seed in range(count)],
         "tasks": [{"task": task} for task in TASKS],
         "chats": [{}],
     }
-    for asked in arguments["rows"]:
-        form, _, heads = asked.partition(":")
+    for name in arguments["rows"]:
+        form, _, heads = name.partition(":")
         for part in parts[arguments["what"]]:
             yield {"what": arguments["what"], "form": form, "heads": int(heads or 0), **part}
 
 
-def describe(row):
-    """One line of the log."""
+def describe(row: Row) -> str:
+    """Format a row for the log."""
     name = f"{row['form']}, {row['heads']} heads, {row.get('task', row.get('length', 'chats'))}"
     column = {"lookups": 3, "tasks": 1}.get(row["what"])
     return name if column is None else f"{name}: {statistics.fmean(x[column] for x in row['answers']):.3f}"
 
 
-def answers_of(record, *keys):
-    """({(form, heads): {values of `keys`: answers}}, the original's of them)."""
-    models = {}
+Answers = dict[Any, list[list[Any]]]  # by the value of a row's key
+
+
+def answers_by_model(record: Mapping[str, Any], key: str) -> tuple[dict[tuple[str, int], Answers], Answers]:
+    """Collect the answers of each model.
+
+    Args:
+        record: A record with "rows".
+        key: The key of a row by which the answers of a model are grouped.
+
+    Returns:
+        The answers by (form, heads), and those of the original.
+    """
+    models: dict[tuple[str, int], Answers] = {}
     for row in sorted(record["rows"], key=lambda row: row.get("seed", 0)):
-        own = models.setdefault((row["form"], row["heads"]), {})
-        own.setdefault(tuple(row[key] for key in keys), []).extend(row["answers"])
+        answers = models.setdefault((row["form"], row["heads"]), {})
+        answers.setdefault(row[key], []).extend(row["answers"])
     return models, models[SOFTMAX, 0]
 
 
-def named(form, heads):
-    """How a table calls a model."""
+def label(form: str, heads: int) -> str:
+    """Return the name of a model in the tables."""
     return form if form == SOFTMAX else f"{form}, {heads} heads"
 
 
-def render_lookups(record):
-    """The share of right answers by kind and length, and how much less likely the right ones are than to the original."""
-    models, theirs = answers_of(record, "length")
-    groups = [(kind, length) for (length,) in sorted(theirs) for kind in ("code", "lookup")]
-    names = [f"{kind}s at {length // 1024}k" for kind, length in groups]
-    names += [f"log-probability at {length // 1024}k" for (length,) in sorted(theirs)]
+def render_lookups(record: Mapping[str, Any]) -> str:
+    """Render the accuracy by kind and length, and the difference of log-probabilities to the original."""
+    models, original = answers_by_model(record, "length")
+    lengths = sorted(original)
+    columns = [(kind, length) for length in lengths for kind in ("code", "lookup")]
+    names = [f"{kind}s at {length // 1024}k" for kind, length in columns]
+    names += [f"log-probability at {length // 1024}k" for length in lengths]
     lines = ["| " + " | ".join(["right, %", *names]) + " |", "|---" + "|---:" * len(names) + "|"]
     for (form, heads), answers in models.items():
         cells = []
-        for wanted, length in groups:
-            right = [100 * right for kind, _, _, right in answers.get((length,), ()) if kind == wanted]
-            cells.append(number(right, "{:.0f}") if right else "")
-        for key in sorted(theirs):
-            less = [own[2] - other[2] for own, other in zip(answers.get(key, ()), theirs[key], strict=False)]
-            cells.append(number(less, "{:+.2f}") if less and form != SOFTMAX else "")
-        lines.append(f"| {named(form, heads)} | " + " | ".join(cells) + " |")
-    asked = ", ".join(f"{len(theirs[length,])} questions at {length // 1024}k" for (length,) in sorted(theirs))
-    return "\n".join([*lines, "", f"{asked}. {made(record)}"])
+        for column_kind, length in columns:
+            is_right = [100 * right for kind, _, _, right in answers.get(length, ()) if kind == column_kind]
+            cells.append(format_mean(is_right, "{:.0f}") if is_right else "")
+        for length in lengths:
+            pairs = zip(answers.get(length, ()), original[length], strict=False)
+            differences = [answer[2] - reference[2] for answer, reference in pairs]
+            cells.append(format_mean(differences, "{:+.2f}") if differences and form != SOFTMAX else "")
+        lines.append(f"| {label(form, heads)} | " + " | ".join(cells) + " |")
+    counts = ", ".join(f"{len(original[length])} questions at {length // 1024}k" for length in lengths)
+    return "\n".join([*lines, "", f"{counts}. {describe_setup(record)}"])
 
 
-def render_tasks(record):
-    """Accuracy of the original and of a conversion, their difference by document, and how often they choose alike.
+def render_tasks(record: Mapping[str, Any]) -> str:
+    """Render the tasks that the original and the first conversion have in common.
 
-    Of the tasks that both were asked.
+    The columns are the accuracy of both, their difference over documents, and how often both choose the same answer.
     """
-    models, theirs = answers_of(record, "task")
-    (name, ours), *_ = [pair for pair in models.items() if pair[0] != (SOFTMAX, 0)]
-    groups = {task: (theirs[task,], ours[task,]) for (task,) in theirs if (task,) in ours}
-    groups["all"] = tuple(list(itertools.chain(*parts)) for parts in zip(*groups.values(), strict=True))
-    tokens = {row["task"]: f"{row['shared_tokens']:,}" for row in record["rows"]}
-    columns = ("tokens of the examples", "questions", SOFTMAX, named(*name), "difference", "same choice, %")
+    models, original = answers_by_model(record, "task")
+    model, converted_answers = next(item for item in models.items() if item[0] != (SOFTMAX, 0))
+    groups = {task: (original[task], converted_answers[task]) for task in original if task in converted_answers}
+    groups["all"] = tuple(list(itertools.chain(*answers)) for answers in zip(*groups.values(), strict=True))
+    shared_tokens = {row["task"]: f"{row['shared_tokens']:,}" for row in record["rows"]}
+    columns = ("tokens of the examples", "questions", SOFTMAX, label(*model), "difference", "same choice, %")
     lines = ["| task | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
-    for task, pair in groups.items():
-        cells = [tokens.get(task, ""), str(len(pair[0]))]
-        cells += [number([100 * answer[1] for answer in answers], "{:.1f}") for answers in pair]
-        cells.append(number([100 * (own[1] - other[1]) for other, own in zip(*pair, strict=True)], "{:+.1f}"))
-        same = statistics.fmean(choice(own) == choice(other) for other, own in zip(*pair, strict=True))
-        lines.append(f"| {task} | " + " | ".join([*cells, f"{100 * same:.0f}"]) + " |")
-    return "\n".join([*lines, "", made(record)])
+    for task, group in groups.items():
+        pairs = list(zip(*group, strict=True))
+        cells = [shared_tokens.get(task, ""), str(len(pairs))]
+        cells += [format_mean([100 * answer[1] for answer in answers], "{:.1f}") for answers in group]
+        differences = [100 * (answer[1] - reference[1]) for reference, answer in pairs]
+        cells.append(format_mean(differences, "{:+.1f}"))
+        same_choice = statistics.fmean(choice(answer) == choice(reference) for reference, answer in pairs)
+        cells.append(f"{100 * same_choice:.0f}")
+        lines.append(f"| {task} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", describe_setup(record)])
 
 
-def choice(answer):
-    """Which choice a model takes; of a task with one answer, whether it says that."""
-    _, right, scores = answer
-    return right if len(scores) == 1 else scores.index(max(scores))
+def choice(answer: Sequence[Any]) -> Any:
+    """Return the index of the choice that a model takes or, for a task without choices, whether it is right."""
+    _, is_right, scores = answer
+    return is_right if len(scores) == 1 else scores.index(max(scores))
 
 
-def main():
-    """Run it."""
-    parser = argparse.ArgumentParser("judge", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=JUDGES)
+def main() -> None:
+    """Run the script."""
+    parser = argparse.ArgumentParser("python -m experiments.judge", description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=JUDGES, help="kind of evaluation")
     parser.add_argument("model", help="folder of a softmax language model with a chat template")
     parser.add_argument(
-        "data", help="text between the facts; files for lm-eval's tasks; or WikiText-2's test, for chats"
+        "data", help="for lookups, a text file; for tasks, lm-eval's data files; for chats, WikiText-2's test split"
     )
-    parser.add_argument("--fit", required=True, help="text to learn from")
+    parser.add_argument("--fit", required=True, help="text file to fit conversions on")
     parser.add_argument(
         "--rows", nargs="+", required=True, metavar="FORM[:HEADS]", help=f"{SOFTMAX}, {', '.join(FORMS)}"
     )
-    parser.add_argument("--work", default="out-heads", help="folder for what is fitted")
+    parser.add_argument("--work", default="out-heads", help="folder for fitted conversions")
     arguments = vars(parser.parse_args())
     out = f"docs/language/{arguments['what']}.json"
     command = shlex.join(

@@ -1,51 +1,96 @@
-"""A table whose rows are made by worker processes, and what its cells look like."""
+"""Tables whose rows are computed by worker processes, and how their cells are formatted."""
 
+import gzip
 import json
 import multiprocessing
 import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 
+Row = dict[str, Any]
 
-def add_rows(out, make_row, jobs, describe, *, workers=2, command=None):
-    """Make the rows that the JSON file `out` lacks, one job each; returns the record. It is written after every row.
 
-    jobs: dicts of what tells a row from the others, which it has as well. describe: of a row, for the log.
+def add_rows(
+    out: str | Path,
+    make_row: Callable[[Row], Row],
+    jobs: Sequence[Row],
+    describe: Callable[[Row], str],
+    *,
+    workers: int = 2,
+    command: str | None = None,
+) -> dict[str, Any]:
+    """Compute the rows that a JSON file lacks, and write the file after each of them.
+
+    Args:
+        out: JSON file to create or to extend.
+        make_row: Computes the row of a job. It runs in another process, so it must be picklable.
+        jobs: What tells each row from the others; the row repeats these keys.
+        describe: Formats a row for the log.
+        workers: Number of processes, with one thread each.
+        command: Shell command that repeats it, for the record.
+
+    Returns:
+        The record: what `describe_run` says, and "rows".
     """
     out = Path(out)
-    torch.set_num_threads(1)  # what the record says, and every worker does
+    torch.set_num_threads(1)  # as in the workers, because the record states the threads of this process
     record = json.loads(out.read_text()) if out.exists() else {"rows": []}
     missing = [job for job in jobs if not any(job.items() <= row.items() for row in record["rows"])]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for done, row in enumerate(pool.imap_unordered(make_row, missing), 1):
-            record |= describe_run(command, "cpu")
+        for num_done, row in enumerate(pool.imap_unordered(make_row, missing), 1):
+            record.update(describe_run(command, "cpu"))
             record["rows"].append(row)
             write_json(out, record)
-            print(f"{done} of {len(missing)}: {describe(row)}", flush=True)
+            print(f"{num_done} of {len(missing)}: {describe(row)}", flush=True)
     return record
 
 
-def whole_seeds(rows, count):
-    """The rows of the seeds that have all `count` of theirs, else of the first seed; and how to call these seeds."""
+def open_text(path: str | Path) -> TextIO:
+    """Open a UTF-8 text file for reading; a name that ends in .gz is decompressed."""
+    open_file = gzip.open if Path(path).suffix == ".gz" else open
+    return open_file(path, "rt", encoding="utf-8")
+
+
+def complete_seeds(rows: Sequence[Row], count: int) -> tuple[list[Row], str]:
+    """Select the seeds that have all their rows, or the first seed if none has.
+
+    Args:
+        rows: Rows of any number of seeds.
+        count: Number of rows of a complete seed.
+
+    Returns:
+        The rows of the selected seeds, and a phrase that names the seeds.
+    """
     seeds = sorted({row["seed"] for row in rows})
-    whole = [seed for seed in seeds if sum(row["seed"] == seed for row in rows) == count] or seeds[:1]
-    said = f"mean ± standard error over seeds {whole[0]} to {whole[-1]}" if len(whole) > 1 else f"seed {whole[0]} alone"
-    return [row for row in rows if row["seed"] in whole], said
+    complete = [seed for seed in seeds if sum(row["seed"] == seed for row in rows) == count] or seeds[:1]
+    if len(complete) > 1:
+        phrase = f"mean ± standard error over seeds {complete[0]} to {complete[-1]}"
+    else:
+        phrase = f"seed {complete[0]} alone"
+    return [row for row in rows if row["seed"] in complete], phrase
 
 
-def made(record):
-    """How it was measured."""
+def describe_setup(record: Mapping[str, Any]) -> str:
+    """Describe how a record was measured: command, hardware, versions, and dtype."""
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
     return f"`{record['command']}`, {record['hardware']}, {versions}, {record.get('dtype', 'fp32')}."
 
 
-def number(values, form):
-    """Mean ± standard error."""
-    mean = form.format(statistics.fmean(values))
+def format_mean(values: Sequence[float], spec: str) -> str:
+    """Format the mean of values, with ± its standard error if there are several.
+
+    Args:
+        values: At least one.
+        spec: Format of a number, such as "{:+.2f}"; a + sign is left out of the standard error.
+    """
+    mean = spec.format(statistics.fmean(values))
     if len(values) == 1:
         return mean
-    return f"{mean} ± {form.replace('+', '').format(statistics.stdev(values) / len(values) ** 0.5)}"
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean} ± {spec.replace('+', '').format(error)}"

@@ -1,13 +1,16 @@
-"""What continuous batching brings: python -m experiments.serving (docs/serving.md)
+"""Measure what continuous batching gains: python -m experiments.serving (docs/serving.md)
 
-Requests of many lengths, greedy, answered one after the other by `generate`, then together in slots; a Llama of the demo's
-size and its conversion with default settings, in all layers and with softmax in one of three; random weights, fp32.
+Requests of many lengths are decoded greedily, one after the other by `generate`, and then together in slots. The
+models are a Llama of the demo's size and its conversions, of all layers and of two of three, with random weights in
+fp32.
 """
 
 import argparse
 import random
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,10 +23,12 @@ from mhla_hf.speed import cache_bytes
 from mhla_hf.training.recipe import read_recipe
 
 from .demo.toy import RECIPES
-from .rows import made
+from .rows import describe_setup
 from .speed import make_models
 
-LENGTHS, NEW, ROOM = (32, 512), 64, 1024
+PROMPT_LENGTHS = (32, 512)  # tokens, the shortest and the longest
+NEW_TOKENS = 64  # per request
+SLOT_LENGTH = 1024  # tokens that a slot can hold
 FORM = {
     "window": 2,
     "feature_map": "hedgehog",
@@ -35,81 +40,98 @@ FORM = {
 ALONE, TOGETHER, COMPILED = "one by one, `generate`", "together", "together, compiled"
 
 
-def answer_alone(model, prompts):
-    """The new tokens of each prompt by `generate`, one after the other."""
-    found = []
+def answer_alone(model: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Return the new tokens of each prompt, from one call of `generate` per prompt."""
+    answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
-        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
-        found.append(model.generate(ids, **options)[0, len(prompt) :].tolist())
-    return found
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers
 
 
-def answer_together(batch, prompts):
-    """The same by a batch."""
-    requests = [batch.add(prompt, NEW) for prompt in prompts]
+def answer_together(batch: ContinuousBatch, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Return the new tokens of each prompt, from a continuous batch."""
+    requests = [batch.add(prompt, NEW_TOKENS) for prompt in prompts]
     while batch.pending:
         batch.step()
     return [request.tokens for request in requests]
 
 
-def measure(count):
-    """One row of the table for each model and way: new tokens per second, and bytes kept by a slot."""
+def measure(num_requests: int) -> list[dict[str, Any]]:
+    """Time each model with each way of decoding.
+
+    Args:
+        num_requests: Number of requests, which is also the number of slots.
+
+    Returns:
+        Rows with "model", "way", "tokens_per_second" (new tokens), "equal" (whether the tokens are those of
+        `generate`), and "slot_bytes" (bytes of the cache per slot; None for `generate`).
+    """
     sizes = read_recipe(RECIPES / "demo_teacher.yaml").settings
-    source, models = random.Random(0), make_models(sizes, ROOM, **FORM)
-    hybrid = convert(make_models(sizes, ROOM)["softmax"], layers="2/3", **FORM).eval()
+    rng = random.Random(0)
+    models = make_models(sizes, SLOT_LENGTH, **FORM)
+    hybrid = convert(make_models(sizes, SLOT_LENGTH)["softmax"], layers="2/3", **FORM).eval()
     models["MHLA, softmax in every third layer"] = hybrid
-    prompts = [[source.randrange(256) for _ in range(source.randint(*LENGTHS))] for _ in range(count)]
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(*PROMPT_LENGTHS))] for _ in range(num_requests)]
     rows = []
     for name, model in models.items():
         model.generation_config.eos_token_id = None
         torch.compiler.reset()
-        batches = {ALONE: None}
+        batches: dict[str, ContinuousBatch | None] = {ALONE: None}
         for way, compiled in ((TOGETHER, False), (COMPILED, True)):
-            batches[way] = ContinuousBatch(model, slots=count, max_length=ROOM, compile=compiled)
+            batches[way] = ContinuousBatch(model, slots=num_requests, max_length=SLOT_LENGTH, compile=compiled)
         expected = None
         for way, batch in batches.items():
             if batch is not None:
-                answer_together(batch, prompts[:2])  # compiles, makes the slots
-            begun = time.perf_counter()
-            found = answer_alone(model, prompts) if batch is None else answer_together(batch, prompts)
-            seconds = time.perf_counter() - begun
-            expected = expected or found
-            row = {"model": name, "way": way, "tokens_per_second": count * NEW / seconds, "equal": found == expected}
-            row["slot_bytes"] = cache_bytes(batch.cache) / count if batch else None
+                answer_together(batch, prompts[:2])  # warm-up: compiles, and allocates the slots
+            started = time.perf_counter()
+            answers = answer_alone(model, prompts) if batch is None else answer_together(batch, prompts)
+            seconds = time.perf_counter() - started
+            expected = expected or answers
+            row = {
+                "model": name,
+                "way": way,
+                "tokens_per_second": num_requests * NEW_TOKENS / seconds,
+                "equal": answers == expected,
+                "slot_bytes": cache_bytes(batch.cache) / num_requests if batch else None,
+            }
             rows.append(row)
             print(row, flush=True)
     return rows
 
 
-def render_serving(record):
-    """The table of docs/serving.md."""
+def render_serving(record: Mapping[str, Any]) -> str:
+    """Render the table of docs/serving.md."""
     lines = [
         "| model | " + " | ".join((ALONE, TOGETHER, COMPILED)) + " | a slot keeps, KiB |",
         "|---" + "|---:" * 4 + "|",
     ]
     for name in dict.fromkeys(row["model"] for row in record["rows"]):
-        own = [row for row in record["rows"] if row["model"] == name]
-        cells = [f"{row['tokens_per_second']:,.0f}" for row in own]
-        lines.append(f"| {name} | {' | '.join(cells)} | {own[1]['slot_bytes'] / 1024:,.0f} |")
-    count, (shortest, longest) = record["requests"], LENGTHS
-    said = f"New tokens per second, {count} requests of {shortest} to {longest} tokens, {NEW} new ones each."
-    equal = sum(row["equal"] for row in record["rows"])
-    said += f" Tokens equal to `generate`'s in {equal} of {len(record['rows'])} rows. {made(record)}"
-    return "\n".join([*lines, "", said])
+        rows = [row for row in record["rows"] if row["model"] == name]
+        cells = [f"{row['tokens_per_second']:,.0f}" for row in rows]
+        lines.append(f"| {name} | {' | '.join(cells)} | {rows[1]['slot_bytes'] / 1024:,.0f} |")
+    shortest, longest = PROMPT_LENGTHS
+    num_equal = sum(row["equal"] for row in record["rows"])
+    note = (
+        f"New tokens per second, {record['requests']} requests of {shortest} to {longest} tokens, "
+        f"{NEW_TOKENS} new ones each. "
+        f"Tokens equal to `generate`'s in {num_equal} of {len(record['rows'])} rows. {describe_setup(record)}"
+    )
+    return "\n".join([*lines, "", note])
 
 
-def main():
-    """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("docs/scale/serving.json"))
-    parser.add_argument("--requests", type=int, default=32)
-    arguments = parser.parse_args()
+def main() -> None:
+    """Run the script."""
+    parser = argparse.ArgumentParser("python -m experiments.serving", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("docs/scale/serving.json"), help="JSON file to write")
+    parser.add_argument("--requests", type=int, default=32, help="number of requests, and of slots (default: 32)")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure(arguments.requests)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    made_now = describe_run("python -m experiments.serving", "cpu")
-    write_json(arguments.out, {"rows": rows, "requests": arguments.requests, **made_now})
+    rows = measure(args.requests)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    run = describe_run("python -m experiments.serving", "cpu")
+    write_json(args.out, {"rows": rows, "requests": args.requests, **run})
 
 
 if __name__ == "__main__":

@@ -1,34 +1,38 @@
-"""What mkdocs asks when it builds the site (`make docs`): where the repository is, and what links out of docs/ mean there.
+"""Hooks that mkdocs calls when it builds the site (`make docs`): the repository's address, and links that lead out of docs/.
 
-GitHub shows docs/ as it stands, with relative links to source files; on the site they lead to the repository.
+On GitHub, pages of docs/ link to source files by relative paths. On the site, these links lead to the repository.
 """
 
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-ABOVE = re.compile(r"(?<=\]\()(?:\.\./)+[^)#]+")
+PARENT_LINK = re.compile(r"(?<=\]\()(?:\.\./)+[^)#]+")
 logger = logging.getLogger("mkdocs.hooks")
 
 
-def on_config(config):
-    """The address of the repository stands in pyproject.toml alone."""
+def on_config(config: Any) -> Any:
+    """Set the repository's address to the one in pyproject.toml, the only place that has it."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     config.repo_url = re.search(r'^Repository = "(.+)"$', project, re.MULTILINE)[1]
     return config
 
 
-def on_page_markdown(markdown, page, config, files):
-    """A link out of docs/ becomes its address in the repository; one that is not there is warned of, an error if strict."""
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Replace relative links out of docs/ by addresses in the repository.
 
-    def address(found):
-        place = (DOCS / page.file.src_uri).parent.joinpath(found[0]).resolve()
-        if place.is_relative_to(DOCS):
-            return found[0]
-        if not place.exists():
-            logger.warning("%s: links to %s, which does not exist", page.file.src_uri, found[0])
-        return f"{config.repo_url}/{'tree' if place.is_dir() else 'blob'}/main/{place.relative_to(ROOT)}"
+    A link to a missing file is logged as a warning, which `mkdocs build --strict` turns into an error.
+    """
 
-    return ABOVE.sub(address, markdown)
+    def replace_link(match: re.Match[str]) -> str:
+        target = (DOCS / page.file.src_uri).parent.joinpath(match[0]).resolve()
+        if target.is_relative_to(DOCS):
+            return match[0]
+        if not target.exists():
+            logger.warning("%s: got a link to %s, expected a file that exists.", page.file.src_uri, match[0])
+        return f"{config.repo_url}/{'tree' if target.is_dir() else 'blob'}/main/{target.relative_to(ROOT)}"
+
+    return PARENT_LINK.sub(replace_link, markdown)

@@ -25,7 +25,7 @@ from mhla_hf.models.cache import MHLACacheLayer
 from mhla_hf.models.transformers_api import cache_argument, forward_cached
 from mhla_hf.speed import cache_bytes
 
-from .rows import made
+from .rows import describe_setup
 
 LENGTHS, BATCHES, PREFILL = (512, 8192, 32768), (1, 16), (512, 2048, 8192)
 STEPS, ROUNDS, PREFILLED = 8, 4, 512
@@ -152,7 +152,7 @@ def prefill_table(rows):
 
 def render_speed(record):
     """The tables, and how they were measured."""
-    return "\n\n".join([speed_table(record["rows"]), prefill_table(record["prefill"]), made(record)])
+    return "\n\n".join([speed_table(record["rows"]), prefill_table(record["prefill"]), describe_setup(record)])
 
 
 def run(out, lengths, batches, prefill, threads, sizes=SMOLLM2, **settings):

@@ -1,4 +1,4 @@
-"""Every test: one thread, no network, its own Hugging Face home."""
+"""Settings of all tests: one thread, no network, and a temporary Hugging Face home."""
 
 import os
 import sys
@@ -11,9 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("HF_HOME", tempfile.mkdtemp(prefix="mhla_hf_home_"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault(
-    "MKL_CBWR", "AUTO,STRICT"
-)  # sums do not depend on where in memory a tensor lies, as they do on AMD
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # on AMD, sums would depend on the address of a tensor
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # on a GPU, for tests that ask for deterministic algorithms
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated; 0 runs the kernels' tests on a GPU
 
@@ -42,17 +40,20 @@ def _no_accelerator_for_the_next_test():
 
 @lru_cache(maxsize=256)
 def languages_of(function):
-    """The modules of triton's language that a kernel, or a function it calls, sees."""
+    """Return the modules of Triton's language among the globals of a kernel or of a function that it calls."""
     return [x for x in function.__globals__.values() if x is tl or x is tl.core]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def patched_once():
-    """The interpreter patches triton's language for a launch, and again in each call of a function that a kernel calls, a
-    third of its time. Where a language is patched already that changes nothing, and is left out. So is the table of numpy's
-    dtypes that it makes anew whenever it looks one up. Integers are not watched for overflow: most tensors are too small."""
+    """Make Triton's interpreter faster.
+
+    It patches Triton's language at every launch, and again in every call from a kernel, which takes a third of its
+    time. Here, a patched language is not patched again. Dtypes of numpy are cached. Integers are not checked for
+    overflow, because tensors of most tests are too small for one.
+    """
     patch, dtype_of = interpreter._patch_lang, interpreter._get_np_dtype
-    look_up = lru_cache(dtype_of)
+    cached_dtype = lru_cache(dtype_of)
 
     def patch_once(function):
         unpatched = any(tl.core.is_builtin(language.arange) for language in languages_of(function))
@@ -60,7 +61,7 @@ def patched_once():
 
     def dtype_once(kind):
         kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
-        return dtype_of(kind) if isinstance(kind, tl.pointer_type) else look_up(kind)
+        return dtype_of(kind) if isinstance(kind, tl.pointer_type) else cached_dtype(kind)
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_once
     builder = interpreter.interpreter_builder
@@ -72,14 +73,14 @@ def patched_once():
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A Hub of this test's own, which the client in this process uses, without pauses between its attempts."""
-    with LoopbackHub() as served:
-        url = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, served.endpoint)
+    """An empty Hub that huggingface_hub uses in this process, without pauses between retries."""
+    with LoopbackHub() as hub:
+        url = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.endpoint)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
-        monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         for module in (_http, file_download):
             monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
-        yield served
+        yield hub

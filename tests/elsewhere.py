@@ -1,4 +1,5 @@
-"""Code run in a process where mhla_hf, triton and most of what it knows cannot be imported, offline, away from here."""
+"""Run code in an isolated process, offline, where mhla_hf, Triton, and most of their dependencies cannot be
+imported."""
 
 import json
 import os
@@ -12,16 +13,16 @@ COMPARE = """
 import torch, transformers
 from safetensors.torch import load_file
 torch.set_num_threads(1)
-given, wanted, different = load_file("given.safetensors"), load_file("wanted.safetensors"), []
-for name in sorted(wanted):
+inputs, expected, different = load_file("inputs.safetensors"), load_file("expected.safetensors"), []
+for name in sorted(expected):
     folder, _, auto = name.rpartition("-")
     options = {"trust_remote_code": True, "output_loading_info": True}
     model, info = getattr(transformers, auto).from_pretrained(folder, **options)
-    whole = not info["missing_keys"] and (auto == "AutoModel" or not info["unexpected_keys"])
+    is_complete = not info["missing_keys"] and (auto == "AutoModel" or not info["unexpected_keys"])
     with torch.no_grad():
-        found = model.eval()(**given)[0]
-    own = type(model).__module__.startswith("transformers_modules")
-    if not (own and whole and (found - wanted[name]).abs().max() <= %s):
+        output = model.eval()(**inputs)[0]
+    is_remote = type(model).__module__.startswith("transformers_modules")
+    if not (is_remote and is_complete and (output - expected[name]).abs().max() <= %s):
         different.append(name)
     model.save_pretrained("again")
 print(json.dumps([different, [name for name in ("mhla_hf", "triton", "diffusers") if sys.modules[name]]]))
@@ -29,9 +30,16 @@ print(json.dumps([different, [name for name in ("mhla_hf", "triton", "diffusers"
 
 
 def run_elsewhere(code, folder, absent=ABSENT, environment=None):
-    """Run `code` with `folder` as home and working directory; the last line it prints, as JSON, and what it complains of.
+    """Run code in an isolated process.
 
-    absent: packages that are not there. environment: variables that it has besides.
+    Args:
+        code: Python source whose last printed line is JSON.
+        folder: Home and working directory.
+        absent: Packages that cannot be imported.
+        environment: Additional environment variables.
+
+    Returns:
+        The parsed last line, and the content of stderr.
     """
     env = {
         "PATH": "/usr/bin:/bin",
@@ -42,19 +50,23 @@ def run_elsewhere(code, folder, absent=ABSENT, environment=None):
         "MKL_CBWR": os.environ["MKL_CBWR"],
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    head = f"import json, os, sys\nsys.modules.update(dict.fromkeys({absent!r}))\n"
+    prologue = f"import json, os, sys\nsys.modules.update(dict.fromkeys({absent!r}))\n"
     options = {"env": env | (environment or {}), "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", head + code], cwd=folder, **options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    process = subprocess.run([sys.executable, "-c", prologue + code], cwd=folder, **options)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1]), process.stderr
 
 
-def check_elsewhere(folder, given, wanted, tolerance=0.0):
-    """That models saved in `folder` load whole elsewhere by their Auto classes, by code of their own, and say the same.
+def check_elsewhere(folder, inputs, expected, tolerance=0.0):
+    """Check that saved models load completely in an isolated process, with their own code, and give the same outputs.
 
-    given: arguments of their forward. wanted: "<folder>-<Auto class>" -> what the model there must say.
+    Args:
+        folder: Folder of the models' folders.
+        inputs: Arguments of their forward pass.
+        expected: Output of each model, by "<folder>-<Auto class>".
+        tolerance: Largest allowed difference.
     """
-    save_file(given, folder / "given.safetensors")
-    save_file({name: x.contiguous() for name, x in wanted.items()}, folder / "wanted.safetensors")
+    save_file(inputs, folder / "inputs.safetensors")
+    save_file({name: x.contiguous() for name, x in expected.items()}, folder / "expected.safetensors")
     different, forbidden = run_elsewhere(COMPARE % tolerance, folder)[0]
     assert not different and not forbidden, (different, forbidden)

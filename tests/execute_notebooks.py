@@ -1,7 +1,7 @@
-"""Execute the notebooks anew and keep their outputs: python -m tests.execute_notebooks [NOTEBOOK ...] (`make notebooks`).
+"""Execute the notebooks and store their outputs: python -m tests.execute_notebooks [NOTEBOOK ...] (`make notebooks`)
 
-Each runs in a process of its own, in its folder, with a Hub on the loopback interface, whose address does not stay in the
-outputs. What was written to stderr is left out.
+Each notebook runs in its own process and in its folder, with a Hub on the loopback interface. In the outputs, the
+address of this Hub is replaced by huggingface.co, and stderr is left out.
 """
 
 import os
@@ -18,7 +18,13 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
 def execute(path, hub, home):
-    """The notebook at `path` with the outputs of its cells."""
+    """Execute a notebook, and return it with the outputs of its cells.
+
+    Args:
+        path: The notebook.
+        hub: A `LoopbackHub`.
+        home: Hugging Face home of the process.
+    """
     notebook = nbformat.read(path, as_version=4)
     options = {"record_timing": False, "coalesce_streams": True, "resources": {"metadata": {"path": path.parent}}}
     client = NotebookClient(notebook, **options)

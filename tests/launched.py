@@ -1,4 +1,5 @@
-"""CPU processes: `accelerate launch -m mhla_hf.cli` as a user runs it, killed where a test wants it; and forks of a test."""
+"""Several CPU processes: `accelerate launch -m mhla_hf.cli` as users run it, to its end or killed, and forks of a
+test."""
 
 import datetime
 import json
@@ -19,7 +20,14 @@ SETUPS = ROOT / "conversion" / "accelerate"
 
 
 def command_of(place, setup, processes, script=None):
-    """The line up to mhla_hf's own arguments. setup: None: no launcher; "ddp", or the name of a file of conversion/."""
+    """Return the command line up to the arguments of mhla_hf.
+
+    Args:
+        place: Folder for the launcher's configuration.
+        setup: "ddp", the name of a file of `conversion/accelerate`, or None for no launcher.
+        processes: Number of processes.
+        script: Script to run instead of `mhla_hf.cli`.
+    """
     module = ["-m", "mhla_hf.cli"] if script is None else [script]
     if setup is None:
         return [sys.executable, *module]
@@ -34,48 +42,61 @@ def command_of(place, setup, processes, script=None):
 
 
 def start(place, setup, processes, *arguments, script=None):
-    """The command as a process group of its own, in `place`."""
+    """Start a command in `place`, in a new process group; see `command_of`."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    line = list(map(str, (*command_of(place, setup, processes, script), *arguments)))
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = list(map(str, (*command_of(place, setup, processes, script), *arguments)))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(line, cwd=place, env=env, start_new_session=True, **pipes)
+    return subprocess.Popen(command, cwd=place, env=env, start_new_session=True, **pipes)
 
 
 def launch(place, setup, processes, *arguments, seconds=120, script=None):
-    """(exit code, what was printed) of the whole command."""
+    """Run a command to its end, and return its exit code and output; see `command_of`."""
     process = start(place, setup, processes, *arguments, script=script)
     try:
         text, _ = process.communicate(timeout=seconds)
     finally:
         if process.poll() is None:
-            for victim in [process.pid, *ranks(process)]:
-                os.kill(victim, signal.SIGKILL)
+            for pid in [process.pid, *ranks(process)]:
+                os.kill(pid, signal.SIGKILL)
     return process.returncode, text
 
 
 def ranks(process):
-    """Process ids of the launcher's processes, in the order they were started."""
+    """Return the process ids of the launcher's processes, in the order in which they were started."""
     return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
 
 
 def kill(place, setup, processes, until, one, *arguments, seconds=120, script=None):
-    """kill -9 of one process or of everything as soon as `until()`; how many seconds the rest took to end."""
-    process, limit = start(place, setup, processes, *arguments, script=script), time.monotonic() + seconds
+    """Start a command, and kill it by SIGKILL.
+
+    Args:
+        place, setup, processes, script: As for `command_of`.
+        until: Function that returns True when it is time.
+        one: Whether to kill only the last process, not all of them.
+        *arguments: Arguments of mhla_hf.
+        seconds: Timeout.
+
+    Returns:
+        The seconds that the other processes took to end.
+    """
+    process = start(place, setup, processes, *arguments, script=script)
+    limit = time.monotonic() + seconds
     while not until() and process.poll() is None and time.monotonic() < limit:
         time.sleep(0.002)
     assert process.poll() is None and time.monotonic() < limit, process.communicate()[0]
-    own = ranks(process)
-    for victim in own[-1:] if one else [process.pid, *own]:  # the launcher's processes are groups of their own
-        os.kill(victim, signal.SIGKILL)
-    begun = time.monotonic()
+    pids = ranks(process)
+    for pid in pids[-1:] if one else [process.pid, *pids]:  # each process of the launcher has its own group
+        os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
     process.communicate(timeout=seconds)
     assert process.returncode != 0
-    return time.monotonic() - begun
+    return time.monotonic() - killed
 
 
 def compare(one, other, bound=1e-5):
-    """Losses and norms of gradients, entry by entry, and weights of two finished runs are equal to `bound`."""
+    """Check that two finished runs have the same losses, gradient norms, and weights, up to a relative error of
+    `bound`."""
     histories = [json.loads((folder / "train.json").read_text())["history"] for folder in (one, other)]
     assert len(histories[0]) == len(histories[1])
     for a, b in zip(*histories, strict=True):
@@ -90,18 +111,18 @@ def compare(one, other, bound=1e-5):
 
 
 def fork(function, count, *arguments):
-    """`function(rank, *arguments)` in `count` processes that `torchrun` might have started; an error in one is raised."""
+    """Run `function(rank, *arguments)` in `count` processes with the environment of `torchrun`, and raise their
+    errors."""
     listener = dist.TCPStore("127.0.0.1", 0, is_master=True)
     port = listener.port
     del listener
-    everything = (function, count, port, arguments)
-    torch.multiprocessing.start_processes(joined, everything, nprocs=count, start_method="fork")
+    torch.multiprocessing.start_processes(joined, (function, count, port, arguments), nprocs=count, start_method="fork")
 
 
 def joined(rank, function, count, port, arguments):
-    """What `fork` runs."""
+    """Join the process group, and run the function of `fork`."""
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
     store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout=datetime.timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     function(rank, *arguments)

@@ -1,9 +1,10 @@
-"""A Hub on the loopback interface: what a push and a load ask of huggingface.co for models, in memory, with faults.
+"""A Hub in memory on the loopback interface, with the endpoints that loading and pushing of models use, and with
+faults.
 
-It is strict where a mistake of ours would hide: large files are hashed when they arrive and a commit may only name those
-that did, a commit is checked whole before the branch moves, `parentCommit` must be the head, a token may write only to its
-own user. Faults, `hub.fault("503", path="commit")`, are used up when they have struck: "503" refuses the request, "cut"
-closes the connection before the request is carried out, "cut after" after it.
+It checks what could hide a mistake: a large file is hashed when it arrives, and commits may only refer to large files
+that have arrived; all operations of a commit are checked before the branch moves; `parentCommit` must be the head; and
+a token may only write to its user's repositories. A fault, such as `hub.fault("503", path="commit")`, affects one
+request: "503" refuses it, "cut" closes the connection before it is executed, and "cut after" afterwards.
 """
 
 import base64
@@ -22,13 +23,21 @@ REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 ROUTES = []
 
 
-Entry = collections.namedtuple("Entry", "data oid")  # a file; oid: the digest of a large one, git's name of a text
+Entry = collections.namedtuple("Entry", "data oid")  # oid: sha256 of a large file, git's hash of another one
 Commit = collections.namedtuple("Commit", "oid parent files")
 
 
 @dataclasses.dataclass
 class Repo:
-    """refs: "refs/heads/main", "refs/tags/v1", "refs/pr/1" -> commit id. lfs: sha256 -> bytes, arrived whole."""
+    """A repository.
+
+    Attributes:
+        name: "user/name".
+        private: Whether only its owner may see it.
+        commits: `Commit` by id.
+        refs: Ids of commits by full name of the ref, such as "refs/heads/main", "refs/tags/v1", or "refs/pr/1".
+        lfs: Large files that have arrived, by sha256.
+    """
 
     name: str
     private: bool
@@ -37,23 +46,24 @@ class Repo:
     lfs: dict = dataclasses.field(default_factory=dict)
 
     def add(self, ref, parent, files):
+        """Add a commit of `files` (`Entry` by path), let `ref` point to it, and return its id."""
         oid = hashlib.sha1(f"{self.name} {ref} {parent} {len(self.commits)}".encode()).hexdigest()
         self.commits[oid] = Commit(oid, parent, files)
         self.refs[ref] = oid
         return oid
 
     def find(self, revision):
-        """The commit of a branch, tag, full ref or commit id; None when there is none."""
+        """Return the commit of a branch, tag, full ref, or commit id, or None."""
         refs = (revision, f"refs/heads/{revision}", f"refs/tags/{revision}")
         return self.commits.get(next((self.refs[ref] for ref in refs if ref in self.refs), revision))
 
     def files(self, revision="main"):
-        """path -> bytes at a revision."""
+        """Return the content of the files at a revision, by path."""
         return {path: file.data for path, file in self.find(revision).files.items()}
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """Raised to answer a request with an error status."""
 
     def __init__(self, status, message, code="", commit=""):
         super().__init__(message)
@@ -62,10 +72,14 @@ class Refused(Exception):
 
 
 class LoopbackHub:
-    """`with LoopbackHub() as hub:` serves at `hub.endpoint` until the block ends.
+    """A Hub that serves at `hub.endpoint` inside of `with LoopbackHub() as hub:`.
 
-    log: (method, path, bytes of the body) of every request that arrived. Files above 100 kB, and those that are no text, are
-    large files.
+    Files are large files (LFS) if they have more than 100 kB or are not text.
+
+    Attributes:
+        repos: `Repo` by name.
+        faults: What will happen to the next requests; see `fault`.
+        log: Method, path, and bytes of the body of every request.
     """
 
     def __init__(self):
@@ -84,17 +98,23 @@ class LoopbackHub:
         self.server.server_close()
 
     def environment(self, home):
-        """Variables that make a process use this Hub, with its own Hugging Face home."""
-        disabled = dict.fromkeys(("XET", "PROGRESS_BARS", "TELEMETRY"), "1")
-        chosen = {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-        return chosen | {f"HF_HUB_DISABLE_{name}": value for name, value in disabled.items()}
+        """Return the environment of a process that uses this Hub, with `home` as its Hugging Face home."""
+        return {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_TOKEN": TOKEN,
+            "HF_HOME": str(home),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
 
     def fault(self, kind, path="", skip=0, times=1):
-        """The next `times` requests whose path (a regular expression) fits fail, after `skip` that do not."""
+        """Let `times` requests fail whose path matches the regular expression `path`, after `skip` that succeed."""
         self.faults += [(None, path)] * skip + [(kind, path)] * times
 
     def strike(self, path):
-        """The kind of fault that this request meets, or None."""
+        """Return the kind of fault of a request, or None, and remove it from the list."""
         with self.lock:
             fault = next((fault for fault in self.faults if re.search(fault[1], path)), (None, None))
             if fault in self.faults:
@@ -102,33 +122,47 @@ class LoopbackHub:
         return fault[0]
 
     def put(self, name, files):
-        """A repository with these files (path -> bytes) in one commit, as if somebody had pushed it."""
+        """Add a commit with `files` (bytes by path) to a repository, which is created if needed, and return its id."""
         repo = self.repos.setdefault(name, Repo(name, False))
         entries = {path: entry(data, is_large(path, data[:512], len(data))) for path, data in files.items()}
-        repo.lfs.update({kept.oid: kept.data for kept in entries.values()})
+        repo.lfs.update({file.oid: file.data for file in entries.values()})
         return repo.add("refs/heads/main", repo.refs.get("refs/heads/main"), entries)
 
     def sent(self, method, path):
-        """How many requests fit."""
-        return sum(made == method and re.search(path, where) is not None for made, where, _ in self.log)
+        """Return the number of requests whose method is `method` and whose path matches `path`."""
+        return sum(logged == method and re.search(path, url) is not None for logged, url, _ in self.log)
 
 
 def entry(data, large=False):
-    text = f"blob {len(data)}\0".encode() + data
-    return Entry(data, hashlib.sha256(data).hexdigest() if large else hashlib.sha1(text).hexdigest())
+    """Return the entry of a file."""
+    blob = f"blob {len(data)}\0".encode() + data
+    return Entry(data, hashlib.sha256(data).hexdigest() if large else hashlib.sha1(blob).hexdigest())
 
 
 def is_large(path, sample, size):
+    """Return whether a file is a large file, by its path, its first bytes, and its size."""
     return size > 100_000 or path.endswith(".safetensors") or b"\0" in sample
 
 
 def route(method, pattern):
-    return lambda function: ROUTES.append((method, re.compile(pattern), function)) or function
+    """Return a decorator that registers the function which answers requests to paths that match `pattern`.
+
+    The function gets the handler, the body, and the named groups of `pattern`. It returns what is sent as JSON, or a
+    status, headers, and bytes.
+    """
+
+    def register(function):
+        ROUTES.append((method, re.compile(pattern), function))
+        return function
+
+    return register
 
 
 class Handler(BaseHTTPRequestHandler):
+    """Handles the requests of one connection."""
+
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # headers and body in one packet: two would wait for each other, 40 ms a request
+    wbufsize = 1 << 16  # sends headers and body in one packet; two would take 40 ms
     disable_nagle_algorithm = True
     hub = None
 
@@ -136,17 +170,18 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        where = unquote(urlsplit(self.path).path)
-        fault = self.hub.strike(where)
+        """Handle a request of any method."""
+        path = unquote(urlsplit(self.path).path)
+        fault = self.hub.strike(path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.hub.log.append((self.command, where, len(body)))
+        self.hub.log.append((self.command, path, len(body)))
         self.close_connection = fault in ("cut", "cut after")
         if fault == "cut":
             return
         try:
             if fault == "503":
                 raise Refused(503, "Service Unavailable")
-            status, headers, answer = self.answer("GET" if self.command == "HEAD" else self.command, where, body)
+            status, headers, answer = self.answer("GET" if self.command == "HEAD" else self.command, path, body)
         except Refused as refused:
             status, headers, answer = refused.status, refused.headers, json.dumps({"error": str(refused)}).encode()
         if fault == "cut after":
@@ -160,18 +195,19 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
-    def answer(self, method, where, body):
-        """(status, headers, body) from the function of the first route that fits."""
-        for wanted, pattern, function in ROUTES:
-            if wanted == method and (found := pattern.fullmatch(where)):
+    def answer(self, method, path, body):
+        """Return status, headers, and body of the answer, from the first route that matches."""
+        for route_method, pattern, function in ROUTES:
+            match = pattern.fullmatch(path)
+            if route_method == method and match:
                 with self.hub.lock:
-                    given = function(self, body, **found.groupdict())
-                return given if isinstance(given, tuple) else (200, {}, json.dumps(given).encode())
-        raise Refused(404, f"no such endpoint: {method} {where}")
+                    answer = function(self, body, **match.groupdict())
+                return answer if isinstance(answer, tuple) else (200, {}, json.dumps(answer).encode())
+        raise Refused(404, f"no such endpoint: {method} {path}")
 
     @property
     def user(self):
-        """Who asks; None without a token. A token that is not known is refused, as by the Hub."""
+        """Name of the user, or None without a token. As on the Hub, an unknown token is refused."""
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if token not in ("", TOKEN):
             raise Refused(401, "Invalid credentials in Authorization header")
@@ -182,11 +218,12 @@ class Handler(BaseHTTPRequestHandler):
         return {key: values[-1] for key, values in parse_qs(urlsplit(self.path).query).items()}
 
     def may_write(self, owner):
+        """Refuse the request unless the user is `owner`."""
         if self.user != owner:
             raise Refused(403 if self.user else 401, f"You don't have the rights to write below {owner}")
 
     def repo(self, name, write=False):
-        """The repository, where this user may see it (and write to it)."""
+        """Return a repository, or refuse the request if the user may not see it or, with `write`, not write to it."""
         user, owner, repo = self.user, name.split("/")[0], self.hub.repos.get(name)
         if repo is None or (repo.private and user != owner):
             raise Refused(404 if user else 401, "Repository not found", "RepoNotFound")
@@ -195,55 +232,64 @@ class Handler(BaseHTTPRequestHandler):
         return repo
 
     def commit(self, repo, revision):
-        if (found := repo.find(revision)) is None:
+        """Return a commit, or refuse the request if it does not exist."""
+        commit = repo.find(revision)
+        if commit is None:
             raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        return found
+        return commit
 
 
 @route("GET", "/api/whoami-v2")
-def whoami(ask, body):
-    return {"type": "user", "name": ask.user, "orgs": [], "auth": {"accessToken": {"role": "write"}}}
+def whoami(request, body):
+    return {"type": "user", "name": request.user, "orgs": [], "auth": {"accessToken": {"role": "write"}}}
 
 
 @route("POST", "/api/validate-yaml")
-def validate_yaml(ask, body):
+def validate_yaml(request, body):
     return {"errors": [], "warnings": []}
 
 
 @route("POST", "/api/repos/create")
-def create_repo(ask, body):
-    asked = json.loads(body)
-    owner = asked.get("organization") or ask.user
-    ask.may_write(owner or USER)
-    name = f"{owner}/{asked['name']}"
-    url = {"url": f"{ask.hub.endpoint}/{name}", "name": name}
-    if name in ask.hub.repos:
+def create_repo(request, body):
+    options = json.loads(body)
+    owner = options.get("organization") or request.user
+    request.may_write(owner or USER)
+    name = f"{owner}/{options['name']}"
+    url = {"url": f"{request.hub.endpoint}/{name}", "name": name}
+    if name in request.hub.repos:
         return 409, {}, json.dumps({**url, "error": "You already created this model repo"}).encode()
-    repo = ask.hub.repos[name] = Repo(name, asked.get("visibility") == "private")
+    repo = request.hub.repos[name] = Repo(name, options.get("visibility") == "private")
     repo.add("refs/heads/main", None, {".gitattributes": entry(b"*.safetensors filter=lfs\n")})
     return url
 
 
 @route("DELETE", "/api/repos/delete")
-def delete_repo(ask, body):
-    asked = json.loads(body)
-    name = f"{asked.get('organization') or ask.user}/{asked['name']}"
-    ask.repo(name, write=True)
-    del ask.hub.repos[name]
+def delete_repo(request, body):
+    options = json.loads(body)
+    name = f"{options.get('organization') or request.user}/{options['name']}"
+    request.repo(name, write=True)
+    del request.hub.repos[name]
     return {}
 
 
 @route("GET", f"/api/models/{REPO}(?:/revision/(?P<revision>.+))?")
-def model_info(ask, body, repo, revision):
-    found = ask.repo(repo)
-    commit = ask.commit(found, revision or "main")
-    shown = {"_id": repo, "id": repo, "modelId": repo, "sha": commit.oid, "private": found.private, "tags": []}
-    return shown | {"siblings": [{"rfilename": path} for path in commit.files]}
+def model_info(request, body, repo, revision):
+    repository = request.repo(repo)
+    commit = request.commit(repository, revision or "main")
+    return {
+        "_id": repo,
+        "id": repo,
+        "modelId": repo,
+        "sha": commit.oid,
+        "private": repository.private,
+        "tags": [],
+        "siblings": [{"rfilename": path} for path in commit.files],
+    }
 
 
 @route("GET", f"/api/models/{REPO}/tree/(?P<revision>[^/]+|refs/[^/]+/[^/]+)(?:/(?P<folder>.+))?")
-def tree(ask, body, repo, revision, folder):
-    commit = ask.commit(ask.repo(repo), revision)
+def tree(request, body, repo, revision, folder):
+    commit = request.commit(request.repo(repo), revision)
     below = [(path, file) for path, file in commit.files.items() if path.startswith(f"{folder}/" if folder else "")]
     if folder and not below:
         raise Refused(404, f"{folder} does not exist", "EntryNotFound", commit.oid)
@@ -251,60 +297,66 @@ def tree(ask, body, repo, revision, folder):
 
 
 @route("GET", f"/api/models/{REPO}/refs")
-def refs(ask, body, repo):
-    shown = {"heads": [], "tags": [], "pr": []}
-    for ref, oid in ask.repo(repo).refs.items():
+def refs(request, body, repo):
+    groups = {"heads": [], "tags": [], "pr": []}
+    for ref, oid in request.repo(repo).refs.items():
         kind, name = ref.removeprefix("refs/").split("/", 1)
-        shown[kind].append({"name": name, "ref": ref, "targetCommit": oid})
-    return {"branches": shown["heads"], "tags": shown["tags"], "converts": [], "pullRequests": shown["pr"]}
+        groups[kind].append({"name": name, "ref": ref, "targetCommit": oid})
+    return {"branches": groups["heads"], "tags": groups["tags"], "converts": [], "pullRequests": groups["pr"]}
 
 
 @route("POST", f"/api/models/{REPO}/(?P<kind>tag|branch)/(?P<name>.+)")
-def create_ref(ask, body, repo, kind, name):
-    """Of a tag the path names the commit and the body the tag; of a branch the path names the branch."""
-    found, asked = ask.repo(repo, write=True), json.loads(body or b"{}")
-    start = name if kind == "tag" else asked.get("startingPoint", "main")
-    ref = f"refs/tags/{asked['tag']}" if kind == "tag" else f"refs/heads/{name}"
-    if ref in found.refs:
+def create_ref(request, body, repo, kind, name):
+    """Create a tag (the path has the revision, the body the tag's name) or a branch (the path has the branch's
+    name)."""
+    repository = request.repo(repo, write=True)
+    options = json.loads(body or b"{}")
+    start = name if kind == "tag" else options.get("startingPoint", "main")
+    ref = f"refs/tags/{options['tag']}" if kind == "tag" else f"refs/heads/{name}"
+    if ref in repository.refs:
         raise Refused(409, "Reference already exists")
-    found.refs[ref] = ask.commit(found, start).oid
+    repository.refs[ref] = request.commit(repository, start).oid
     return {}
 
 
 @route("POST", f"/api/models/{REPO}/preupload/(?P<revision>.+)")
-def preupload(ask, body, repo, revision):
-    commit = ask.commit(ask.repo(repo, write="create_pr" not in ask.query), revision)
+def preupload(request, body, repo, revision):
+    commit = request.commit(request.repo(repo, write="create_pr" not in request.query), revision)
     answer = []
     for file in json.loads(body)["files"]:
-        path, known = file["path"], commit.files.get(file["path"])
+        path = file["path"]
+        existing = commit.files.get(path)
         large = is_large(path, base64.b64decode(file["sample"]), file["size"])
-        shown = {"path": path, "uploadMode": "lfs" if large else "regular", "oid": known and known.oid}
-        answer.append(shown | {"shouldIgnore": False})
+        mode = "lfs" if large else "regular"
+        answer.append({"path": path, "uploadMode": mode, "oid": existing and existing.oid, "shouldIgnore": False})
     return {"files": answer}
 
 
 @route("POST", f"/{REPO}.git/info/lfs/objects/batch")
-def lfs_batch(ask, body, repo):
-    found, answer = ask.repo(repo), []
-    for asked in json.loads(body)["objects"]:
-        upload = {"href": f"{ask.hub.endpoint}/storage/{repo}/{asked['oid']}", "header": {}}
-        answer.append(asked | ({} if asked["oid"] in found.lfs else {"actions": {"upload": upload}}))
+def lfs_batch(request, body, repo):
+    repository = request.repo(repo)
+    answer = []
+    for item in json.loads(body)["objects"]:
+        if item["oid"] not in repository.lfs:
+            upload = {"href": f"{request.hub.endpoint}/storage/{repo}/{item['oid']}", "header": {}}
+            item["actions"] = {"upload": upload}
+        answer.append(item)
     return {"transfer": "basic", "objects": answer}
 
 
 @route("PUT", f"/storage/{REPO}/(?P<oid>[0-9a-f]{{64}})")
-def store(ask, body, repo, oid):
+def store(request, body, repo, oid):
     if hashlib.sha256(body).hexdigest() != oid:
         raise Refused(400, "BadDigest: the content does not match its sha256")
-    ask.hub.repos[repo].lfs[oid] = body
+    request.hub.repos[repo].lfs[oid] = body
     return {}
 
 
 @route("POST", f"/api/models/{REPO}/commit/(?P<revision>.+)")
-def create_commit(ask, body, repo, revision):
-    request = ask.query.get("create_pr") == "1"
-    found = ask.repo(repo, write=not request)
-    head = ask.commit(found, revision)
+def create_commit(request, body, repo, revision):
+    is_pull_request = request.query.get("create_pr") == "1"
+    repository = request.repo(repo, write=not is_pull_request)
+    head = request.commit(repository, revision)
     header, *lines = (json.loads(line) for line in body.splitlines())
     files = dict(head.files)
     if header["value"].get("parentCommit") not in (None, head.oid):
@@ -312,21 +364,23 @@ def create_commit(ask, body, repo, revision):
     for key, value in ((line["key"], line["value"]) for line in lines):
         if key == "file":
             files[value["path"]] = entry(base64.b64decode(value["content"], validate=True))
-        elif key == "lfsFile" and value["oid"] in found.lfs:
-            files[value["path"]] = entry(found.lfs[value["oid"]], True)
+        elif key == "lfsFile" and value["oid"] in repository.lfs:
+            files[value["path"]] = entry(repository.lfs[value["oid"]], True)
         elif key == "deletedFile" and value["path"] in files:
             del files[value["path"]]
         else:
             raise Refused(400, f"{key}: {value} cannot be carried out")
-    number = sum(ref.startswith("refs/pr/") for ref in found.refs) + 1
-    oid = found.add(f"refs/pr/{number}" if request else f"refs/heads/{revision}", head.oid, files)
-    answer = {"success": True, "commitOid": oid, "commitUrl": f"{ask.hub.endpoint}/{repo}/commit/{oid}"}
-    return answer | ({"pullRequestUrl": f"{ask.hub.endpoint}/{repo}/discussions/{number}"} if request else {})
+    number = sum(ref.startswith("refs/pr/") for ref in repository.refs) + 1
+    oid = repository.add(f"refs/pr/{number}" if is_pull_request else f"refs/heads/{revision}", head.oid, files)
+    answer = {"success": True, "commitOid": oid, "commitUrl": f"{request.hub.endpoint}/{repo}/commit/{oid}"}
+    if is_pull_request:
+        answer["pullRequestUrl"] = f"{request.hub.endpoint}/{repo}/discussions/{number}"
+    return answer
 
 
 @route("GET", f"/{REPO}/resolve/(?P<revision>[^/]+|refs/[^/]+/[^/]+)/(?P<path>.+)")
-def resolve(ask, body, repo, revision, path):
-    commit = ask.commit(ask.repo(repo), revision)
+def resolve(request, body, repo, revision, path):
+    commit = request.commit(request.repo(repo), revision)
     if path not in commit.files:
         raise Refused(404, "Entry not found", "EntryNotFound", commit.oid)
     return 200, {"X-Repo-Commit": commit.oid, "ETag": f'"{commit.files[path].oid}"'}, commit.files[path].data

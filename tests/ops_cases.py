@@ -1,7 +1,7 @@
-"""Generated inputs for `mhla`, and how far two results are apart. Shared by the tests of the ops room.
+"""Generated inputs of the operator, and distances between results, for the tests of `ops` and `nn`.
 
-A case is plain data (shapes, options, a seed), so hypothesis can shrink it and a failure can be built again by hand.
-`MHLA_CASES=10000 pytest tests/ops tests/nn -k generated` runs that many of each kind.
+A case is plain data (shapes, options, a seed), so that hypothesis can shrink it, and a failing case can be built by
+hand. `MHLA_CASES=10000 pytest tests/ops tests/nn -k generated` runs 10,000 cases of each kind.
 """
 
 import os
@@ -17,25 +17,25 @@ from mhla_hf.ops.reference import mhla_reference
 from mhla_hf.ops.triton.tuning import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-KERNELS = [  # the marks of a file that runs kernels
+KERNELS = [  # marks of test files that run kernels
     pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"),
     pytest.mark.usefixtures("poisoned"),
 ]
 FORMS = ("causal", "starts", "packed", "grid", "cross", "official")
 
 
-HEADS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]  # query heads of a key head, and key heads
+HEADS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]  # query heads per KV head, and KV heads
 
 
 def generated(count):
-    """The settings of a test of generated cases: `count` of them, or as many as the environment says; always the same."""
+    """Return hypothesis settings for `count` cases, or for MHLA_CASES, which are the same in every run."""
     count = int(os.environ.get("MHLA_CASES", count))
     return settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
 def cases(draw, forms=FORMS):
-    """Shapes and options of one call: every form, ragged or not, with every legal combination of options."""
+    """Draw shapes and options of a call, of every form, with even or uneven blocks and all valid options."""
     form = draw(st.sampled_from(forms))
     group, groups = draw(st.sampled_from(HEADS))
     case = {
@@ -75,7 +75,7 @@ def cases(draw, forms=FORMS):
 
 @st.composite
 def grids(draw):
-    """A sequence or a grid of up to three axes, equal or ragged, with or without prefix tokens."""
+    """Draw a sequence or a grid of up to three axes, with even or uneven blocks, with or without prefix tokens."""
     if draw(st.booleans()):
         return Blocks.sequence(draw(st.integers(1, 40)), draw(st.integers(1, 20)))
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
@@ -83,7 +83,13 @@ def grids(draw):
 
 
 def build(case, dtype):
-    """Tensors (a dict of those with gradients) and options of a case. Values are fp32 numbers, whatever the dtype."""
+    """Build the call of a case.
+
+    The values are representable in fp32, whatever the dtype, so that results of several dtypes can be compared.
+
+    Returns:
+        The differentiable inputs by name, and the options of `mhla`.
+    """
     generator = torch.Generator().manual_seed(case["seed"])
 
     def make(*shape, low=0.0):
@@ -91,7 +97,7 @@ def build(case, dtype):
 
     blocks, key_blocks = case["blocks"], case["key_blocks"] or case["blocks"]
     (heads, groups), (width, value_width, den_width), batch = case["heads"], case["widths"], case["batch"]
-    low = 0.0 if case["normalize"] else -1.0  # a denominator needs nonnegative features, as after a feature map
+    low = 0.0 if case["normalize"] else -1.0  # a denominator needs nonnegative features
     tensors = {
         "q": make(batch, blocks.length, heads, width, low=low),
         "k": make(batch, key_blocks.length, groups, width, low=low),
@@ -103,7 +109,7 @@ def build(case, dtype):
     if case["normalize"] and case["own_den"]:
         tensors["q_den"] = make(batch, blocks.length, heads, den_width)
         tensors["k_den"] = make(batch, key_blocks.length, groups, den_width)
-    if case["dead"]:  # what relu does: some queries and all keys of some tokens are exactly zero
+    if case["dead"]:  # as after relu, some queries and keys are exactly zero
         for name in ("q", "k", "q_den", "k_den"):
             if name in tensors:
                 tensors[name][torch.rand(tensors[name].shape[:3], generator=generator) < 0.3] = 0
@@ -122,21 +128,24 @@ def build(case, dtype):
 
 
 def strided(x):
-    """The same [B, T, H, K], of which no two neighbors along K lie side by side in memory."""
+    """Copy [B, T, H, K] to memory in which neighbors along K are not adjacent."""
     return x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
 
 
 @st.composite
 def plans(draw):
-    """How a sequence is fed to a state: pairs of how many tokens come, and how many are then taken back."""
+    """Draw how a state is updated: pairs of how many tokens are added, and how many are then removed."""
     return draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 3, 7, 20, 70]), st.integers(0, 20)), min_size=1))
 
 
 @st.composite
 def local_cases(draw):
-    """Form, shapes and padding of near and far attention, with sinks of up to a block, and how it is decoded."""
-    size, softmax, (group, groups) = draw(st.integers(1, 9)), draw(st.booleans()), draw(st.sampled_from(HEADS))
-    tokens, padding = draw(st.integers(1, 70)), draw(st.sampled_from(["none", "left", "holes", "packed"]))
+    """Draw form, shapes, and padding of local attention with up to a block of sinks, and how it is decoded."""
+    size = draw(st.integers(1, 9))
+    softmax = draw(st.booleans())
+    group, groups = draw(st.sampled_from(HEADS))
+    tokens = draw(st.integers(1, 70))
+    padding = draw(st.sampled_from(["none", "left", "holes", "packed"]))
     batch = 1 if padding == "packed" else draw(st.integers(1, 3))
     inner = st.integers(0, tokens)
     return {
@@ -164,17 +173,20 @@ def local_cases(draw):
 
 
 def map_features(x):
-    """A feature map."""
+    """Apply a feature map."""
     return x.relu() + 1e-6
 
 
 def build_local(case, dtype):
-    """q, k, v, decays and balance of a case of `local_cases`, its padding, and by how much its scores enlarge errors."""
-    generator, (batch, tokens), (heads, groups) = (
-        torch.Generator().manual_seed(case["seed"]),
-        case["shape"],
-        case["heads"],
-    )
+    """Build the inputs of a case of `local_cases`.
+
+    Returns:
+        (q, k, v), decays, balance (None without softmax), options of the padding, and the factor by which large scores
+        increase rounding errors, at least 1.
+    """
+    generator = torch.Generator().manual_seed(case["seed"])
+    batch, tokens = case["shape"]
+    heads, groups = case["heads"]
 
     def make(*shape, size=1.0):
         return torch.randn(*shape, generator=generator) * size
@@ -201,7 +213,7 @@ def build_local(case, dtype):
 
 
 def run(function, tensors, options, direction=None):
-    """Output, and for a `direction` (dL/do) the gradients by name."""
+    """Return the output of a call and, for an output gradient `direction`, the gradients by name."""
     inputs = {name: x.detach().requires_grad_(direction is not None) for name, x in tensors.items()}
     o = function(*(inputs[name] for name in ("q", "k", "v", "mixing")), **options, **dens(inputs))
     if direction is None:
@@ -211,38 +223,39 @@ def run(function, tensors, options, direction=None):
 
 
 def features(batch, tokens, heads=2, groups=1, width=8, value_width=12, dtype=torch.float32):
-    """q, k, v of positive features, where the kernels run."""
+    """Return random positive q, k, and v on the device of the kernels."""
     shapes = ((heads, width), (groups, width), (groups, value_width))
     return [torch.rand(batch, tokens, *shape, device=DEVICE).to(dtype) for shape in shapes]
 
 
 def dens(tensors):
-    """The denominators' features, if any."""
+    """Return the features of the denominator, if there are any."""
     return {name: tensors[name] for name in ("q_den", "k_den") if name in tensors}
 
 
 def direction_for(tensors, case):
-    """A random dL/do, fp64."""
+    """Return a random output gradient in fp64."""
     generator = torch.Generator().manual_seed(case["seed"] + 1)
     return torch.randn(*tensors["q"].shape[:3], tensors["v"].shape[3], generator=generator, dtype=torch.float64)
 
 
 @torch.no_grad()
 def distance(got, expected, floor=0.0):
-    """Relative Frobenius distance; `floor`: the size below which `expected` counts as vanished."""
+    """Return the Frobenius norm of the difference over that of `expected`, or over `floor` if this is larger."""
     size = max(float(expected.double().norm()), float(floor), torch.finfo(torch.float64).tiny)
     return float((got.double() - expected.double()).norm()) / size
 
 
 def gradient_floors(tensors, options, direction):
-    """How large each gradient would be if the numerator's part were not cancelled by the denominator's.
+    """Return the norms of the gradients without cancellation, as floors for `distance`.
 
-    With a denominator two parts cancel, wholly for the mixing of a single block: a relative error needs their size.
+    With a denominator, the gradients of numerator and denominator cancel, completely for the mixing of a single block.
+    Then a relative error is only meaningful relative to their size.
     """
-    if not options["normalize"]:  # signed terms may cancel, in the one sum over all tokens that the mixing gets
+    if not options["normalize"]:  # terms of both signs cancel in the gradient of the mixing, a sum over all tokens
         terms = {name: x.abs() for name, x in tensors.items()}
         _, grads = run(mhla_reference, terms, options, direction.abs())
-        return dict.fromkeys(tensors, 0.0) | {"mixing": float(grads["mixing"].norm())}
+        return {**dict.fromkeys(tensors, 0.0), "mixing": float(grads["mixing"].norm())}
     ones = {**tensors, "v": torch.ones_like(tensors["v"])}
     plain = {**options, "normalize": False, "scale": 1.0}
     bare = {name: x for name, x in tensors.items() if name not in ("q_den", "k_den")}
@@ -251,7 +264,7 @@ def gradient_floors(tensors, options, direction):
     inverse = torch.where(weights == 0, 0, shares / torch.where(weights == 0, 1, weights))
     _, grads = run(mhla_reference, bare, plain, direction * inverse)
     floors = {name: float(grad.norm()) for name, grad in grads.items()}
-    # The mixing gets one sum over all tokens; where nothing but rounding is left of it, its size is that of its terms.
+    # The gradient of the mixing is a sum over all tokens, of which only rounding errors may be left: take that of the terms.
     _, grads = run(mhla_reference, {**bare, "v": bare["v"].abs()}, plain, (direction * inverse).abs())
     floors["mixing"] = float(grads["mixing"].norm())
     if "q_den" in tensors:
@@ -259,27 +272,45 @@ def gradient_floors(tensors, options, direction):
         size = (direction * inverse * o).abs().sum(-1, keepdim=True)
         one = {"q": tensors["q_den"], "k": tensors["k_den"], "v": torch.ones_like(tensors["k_den"][..., :1])}
         _, grads = run(mhla_reference, {**one, "mixing": tensors["mixing"]}, plain, size)
-        floors |= {"q_den": float(grads["q"].norm()), "k_den": float(grads["k"].norm())}
+        floors["q_den"] = float(grads["q"].norm())
+        floors["k_den"] = float(grads["k"].norm())
         floors["mixing"] += float(grads["mixing"].norm())
     return floors
 
 
 def check_that_padding_may_hold_anything(core, inputs, real, **options):
-    """Outputs of real tokens (`real`: bool [B, T]) and every gradient of a core are those of padding that holds zeros."""
-    padding, results = ~real[:, :, None, None], []
+    """Check that outputs and gradients of a core do not depend on the values of padding, even if they are not finite.
+
+    Args:
+        core: An MHLA core.
+        inputs: q, k, and v.
+        real: bool [B, T], False for padding.
+        **options: Arguments of the core.
+    """
+    padding = ~real[:, :, None, None]
+    results = []
     direction = torch.randn(*inputs[0].shape[:3], inputs[2].shape[3]).masked_fill(padding, 0)
     for value in (0.0, float("nan"), float("inf")):
-        given = [x.masked_fill(padding, value).requires_grad_() for x in inputs]
-        o = core(*given, key_mask=real, **options)
-        gradients = torch.autograd.grad(o, [*given, *core.parameters()], direction)
+        filled = [x.masked_fill(padding, value).requires_grad_() for x in inputs]
+        o = core(*filled, key_mask=real, **options)
+        gradients = torch.autograd.grad(o, [*filled, *core.parameters()], direction)
         assert not any(x[~real].any() for x in gradients[:3])
         results.append((o[real], *gradients))
     assert all(torch.equal(x, y) for result in results[1:] for x, y in zip(result, results[0], strict=True))
 
 
 def core_by_hand(core, w, v, hidden, scale):
-    """What a core makes of weights [B, H, T, T] before any normaliser and of values: sum, norm, gate; fp64."""
-    settings, o = core.settings, torch.einsum("bhts,bshv->bthv", w, v.double())
+    """Compute the output of a core in fp64 from its attention weights: sum over values, normalizer, norm, and gate.
+
+    Args:
+        core: An MHLA core.
+        w: Weights before normalization, [B, H, T, T].
+        v: Values, [B, T, H, V].
+        hidden: Input of the gate, [B, T, hidden size].
+        scale: Factor of the output without a normalizer.
+    """
+    settings = core.settings
+    o = torch.einsum("bhts,bshv->bthv", w, v.double())
     o = (o / w.sum(-1).transpose(1, 2)[..., None]).nan_to_num(0.0) if settings.normalize else o * scale  # 0/0 is 0
     if settings.output_norm:
         o = o * (o.square().mean(-1, keepdim=True) + core.norm.eps).rsqrt() * core.norm.weight

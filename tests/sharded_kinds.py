@@ -1,4 +1,4 @@
-"""Run by `accelerate launch` or alone: a short run of a kind of model that is no language model, into OUT."""
+"""Run alone or by `accelerate launch`: train a model that is no language model for a few steps: KIND OUT"""
 
 import sys
 
@@ -10,11 +10,11 @@ import mhla_hf
 from mhla_hf.training.recipe import DiffusionStage, ImageStage
 
 RUN = {"log_every": 1, "save_every": 4, "progress": False}
-SHARED = {"batch_size": 4, "eps": 1e-4}  # with 1e-8 Adam makes a whole step of a gradient's rounding errors
+SHARED = {"batch_size": 4, "eps": 1e-4}  # with 1e-8, Adam would take full steps along rounding errors
 
 
 def diffusion(out, family, size):
-    """Attention alone, then LoRA with a moving average."""
+    """Distill a pipeline: its attention outputs, and then its prediction by LoRA with a moving average."""
     torch.manual_seed(1)
     student = mhla_hf.convert(PIPELINES[family](), layers=[1], layout=[1, 2, 2][-len(size) :])
     sampled = {"sampling_steps": 2, "size": size, **SHARED}
@@ -27,9 +27,10 @@ def diffusion(out, family, size):
 
 
 def images(out):
+    """Train a classifier of images with a moving average."""
     stages = [ImageStage("train", "labels", 20, 3e-3, ema=0.9, **SHARED)]
-    given = {"data": squares(), "test": squares(seed=1), "processor": GRAY}
-    mhla_hf.distill(classifier(), out=out, stages=stages, **RUN, **given)
+    data, test = squares(), squares(seed=1)
+    mhla_hf.distill(classifier(), out=out, data=data, test=test, processor=GRAY, stages=stages, **RUN)
 
 
 KINDS = {

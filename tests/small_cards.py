@@ -1,4 +1,4 @@
-"""Records, training and speed of made-up models, and their folders, for the tests of cards."""
+"""Folders of models with made-up scores, training, and speed, for the tests of cards."""
 
 import dataclasses
 import json
@@ -19,28 +19,40 @@ STAGES = [
     {"name": "match", "loss": "logits", "trainable": "all", "lr": 0.001, "lr_mhla": 0.003, "steps": 300, **SIZES},
 ]
 TRAIN = {
-    **{"format_version": 1, "teacher": "teacher", "seed": 3, "stages": STAGES, "tokens": 1843200, "seconds": 250.5},
-    **{"data": {"kind": "tokens", "name": "/somewhere/private/topics.txt"}, "mixed_precision": "no", "processes": 1},
-    **{"command": "mhla-hf distill student --teacher teacher", **MADE},
+    "format_version": 1,
+    "teacher": "teacher",
+    "seed": 3,
+    "stages": STAGES,
+    "tokens": 1843200,
+    "seconds": 250.5,
+    "data": {"kind": "tokens", "name": "/somewhere/private/topics.txt"},
+    "mixed_precision": "no",
+    "processes": 1,
+    "command": "mhla-hf distill student --teacher teacher",
+    **MADE,
 }
-SPEED = {  # metric -> of the teacher, of the model
-    **{"forward_ms_2048": (90.0, 30.0), "forward_ms_512": (8.0, 10.0)},
-    **{"decode_ms_512": (2.0, 3.0), "cache_mib_512": (8.0, 2.0)},
+SPEED = {  # metric: (teacher, model)
+    "forward_ms_2048": (90.0, 30.0),
+    "forward_ms_512": (8.0, 10.0),
+    "decode_ms_512": (2.0, 3.0),
+    "cache_mib_512": (8.0, 2.0),
 }
 
 
 def result(task, metric, value, stderr, better, **changes):
+    """Return a record; `better` says whether higher is better."""
     fields = {"task": task, "metric": metric, "value": value, "stderr": stderr, "higher_is_better": better}
     versions = {"lm_eval": "0.4.13", "torch": "2.13.0"}
     return make_result(**{**fields, **MADE, "versions": versions, "samples": 200, "seed": 1234, **changes})
 
 
 def times(column, speed=SPEED):
-    """Of the teacher (0) or the model (1)."""
-    return [result("speed", metric, both[column], None, False, seed=5) for metric, both in speed.items()]
+    """Return the records of speed of the teacher (column 0) or of the model (column 1)."""
+    return [result("speed", metric, values[column], None, False, seed=5) for metric, values in speed.items()]
 
 
 def scores(bits, recall):
+    """Return the records of three tasks."""
     return [
         result("topics_bpb", "bits_per_byte", bits, None, False),
         result("topics_cloze", "acc", 0.625, 0.0342, True),
@@ -49,11 +61,17 @@ def scores(bits, recall):
 
 
 def save_model(folder, records, *, layers=(1, 2), readme=None):
+    """Write a folder with a config, weights, `records`, and, if given, a README."""
     folder.mkdir()
-    config = {"model_type": "mhla_llama", "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4}
-    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_mhla.MHLALlamaForCausalLM"}}
-    config |= {"architectures": ["MHLALlamaForCausalLM"]}
-    config |= {"mhla": MHLASettings(layers=list(layers)).to_dict()}
+    config = {
+        "model_type": "mhla_llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "auto_map": {"AutoModelForCausalLM": "modeling_mhla.MHLALlamaForCausalLM"},
+        "architectures": ["MHLALlamaForCausalLM"],
+        "mhla": MHLASettings(layers=list(layers)).to_dict(),
+    }
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"weight": torch.full((2,), records[0].value)}, folder / "model.safetensors")
     fingerprint = fingerprint_folder(folder)

@@ -1,4 +1,4 @@
-"""Small models of each family, made in a second, with fixed weights."""
+"""Small language models of each family with fixed random weights."""
 
 import contextlib
 import functools
@@ -10,11 +10,22 @@ import transformers
 import mhla_hf
 from mhla_hf.models.transformers_api import cache_argument
 
-CACHE = cache_argument(transformers.LlamaForCausalLM)  # the name of the KV cache in calls and outputs of this release
+CACHE = cache_argument(transformers.LlamaForCausalLM)  # name of the KV cache in calls and outputs
 VOCAB = 64
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2}
-SIZES |= {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -27,7 +38,7 @@ FAMILIES = {
 
 
 def softmax_model(family: str = "llama", **overrides):
-    """An ordinary softmax model with random weights, in eval mode."""
+    """Return a softmax model with random weights in eval mode."""
     torch.manual_seed(7)
     name, extra = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **extra, **overrides})
@@ -35,27 +46,47 @@ def softmax_model(family: str = "llama", **overrides):
 
 
 def converted_model(family: str = "llama", layers="all", *, block_size=8, num_blocks=4, heads=(4, 2), **settings):
-    """A converted model whose new parameters are not at their start, so that each of them matters.
+    """Return a converted model whose new parameters are not at their initial values, so that each of them matters.
 
-    With a dense mixing matrix, where the settings do not say otherwise. heads: query heads and KV heads.
+    It has a dense mixing matrix unless `settings` differ.
+
+    Args:
+        family: A key of `FAMILIES`.
+        layers, block_size, num_blocks, **settings: Settings of `convert`.
+        heads: Numbers of query heads and KV heads.
     """
-    heads = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
-    sizes = {"block_size": block_size, "num_blocks": num_blocks, "window": 2}
-    settings = {"mixing_form": "softmax", "local": None, **sizes, **settings}
-    return shaken(mhla_hf.convert(softmax_model(family, **heads), layers=layers, **settings))
+    num_heads, num_kv_heads = heads
+    model = softmax_model(family, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
+    settings = {"mixing_form": "softmax", "local": None, "window": 2, **settings}
+    return shaken(mhla_hf.convert(model, layers=layers, block_size=block_size, num_blocks=num_blocks, **settings))
 
 
 def scratch_model(*, block_size=8, num_blocks=4, **settings):
-    """The from-scratch model with random new parameters."""
+    """Return a from-scratch model whose MHLA parameters are not at their initial values."""
     torch.manual_seed(7)
-    mhla = mhla_hf.MHLAConfig().mhla | {"block_size": block_size, "num_blocks": num_blocks, "layers": "all", **settings}
-    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "initializer_range")}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0, "eos_token_id": None}
-    return shaken(mhla_hf.MHLAForCausalLM(mhla_hf.MHLAConfig(**sizes, mhla=mhla)).eval())
+    mhla = {
+        **mhla_hf.MHLAConfig().mhla,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "layers": "all",
+        **settings,
+    }
+    config = mhla_hf.MHLAConfig(
+        vocab_size=SIZES["vocab_size"],
+        hidden_size=SIZES["hidden_size"],
+        intermediate_size=SIZES["intermediate_size"],
+        initializer_range=SIZES["initializer_range"],
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        pad_token_id=0,
+        eos_token_id=None,
+        mhla=mhla,
+    )
+    return shaken(mhla_hf.MHLAForCausalLM(config).eval())
 
 
 def shaken(model):
-    """Noise on every parameter that MHLA added."""
+    """Add fixed noise to every parameter of the MHLA cores, in place, and return the model."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -65,7 +96,15 @@ def shaken(model):
 
 
 def twenty_steps(model, step) -> dict[str, torch.Tensor]:
-    """Losses of 20 steps of AdamW, and the weights at the end, whole; `step(number)` leaves gradients and gives the loss."""
+    """Take 20 steps of AdamW.
+
+    Args:
+        model: The model, sharded or not.
+        step: Function of the step's number that computes gradients and returns the loss.
+
+    Returns:
+        "losses", and the final weights by name, gathered from all processes.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, foreach=False)
     losses = []
     for number in range(20):
@@ -78,13 +117,13 @@ def twenty_steps(model, step) -> dict[str, torch.Tensor]:
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Random token ids without the padding token."""
+    """Return random token ids without the padding token: int64 `[batch, length]`."""
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 @contextlib.contextmanager
 def refused(*words, kind=ValueError):
-    """Meanwhile something is refused, in one sentence with these words in it."""
+    """Check that the block raises an error whose message is one sentence that contains all `words`."""
     with pytest.raises(kind) as error:
         yield
     text = str(error.value)
@@ -110,5 +149,6 @@ MODELS = {
     "olmo2-all": lambda: converted_model("olmo2", per_head=True),
     "mixtral-hybrid": lambda: converted_model("mixtral", layers="2/3"),
 }  # fmt: skip
-ROWS = {family: functools.partial(converted_model, family, "2/3") for family in FAMILIES}
-MODELS |= {name: make for name, make in ROWS.items() if not any(made.startswith(name) for made in MODELS)}
+for family in FAMILIES:
+    if not any(name.startswith(family) for name in MODELS):
+        MODELS[family] = functools.partial(converted_model, family, "2/3")

@@ -1,4 +1,4 @@
-"""The demo's recipes at a size of 30,000 weights."""
+"""The demo's recipes for models of 30,000 parameters."""
 
 TEACHER = """
 settings: {vocab_size: 440, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 3, num_attention_heads: 2,

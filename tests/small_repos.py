@@ -1,4 +1,4 @@
-"""Small saved models with everything that a push asks for: source, weights, tokenizer, scores, card."""
+"""Small saved models with all that a push needs: source, weights, tokenizer, scores, and card."""
 
 import hashlib
 import re
@@ -24,7 +24,7 @@ library_name: transformers
 
 
 def looking_llama():
-    """A Llama whose layers 0 and 1 look things up, as far back as it was made for, without any training."""
+    """Return a Llama whose layers 0 and 1 look up earlier tokens, without any training; see `start_lookups`."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512, "num_hidden_layers": 4}
     model = small_llama(intermediate_size=256, attention_bias=True, initializer_range=0.02, **sizes)
     start_lookups(model)
@@ -32,13 +32,13 @@ def looking_llama():
 
 
 def small_scratch(cls=mhla_hf.MHLAForCausalLM, **changes):
-    """A model from scratch, of 400 tokens."""
+    """Return a from-scratch model with a vocabulary of 400 tokens."""
     sizes = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     return cls(mhla_hf.MHLAConfig.preset("tiny", num_attention_heads=2, **sizes, **changes))
 
 
 def save_model(folder, model, tokenizer=True):
-    """The model and its tokenizer, saved; no card."""
+    """Save a model and its tokenizer without a card, and return the folder."""
     model.save_pretrained(folder)
     if tokenizer:
         small_tokenizer().save_pretrained(folder)
@@ -46,7 +46,7 @@ def save_model(folder, model, tokenizer=True):
 
 
 def score(folder, tasks=("heldout_recall", "heldout_generation")):
-    """results.json as if these tasks had been evaluated with what is in the folder."""
+    """Write results.json as if the model in `folder` had been evaluated on `tasks`, and return the folder."""
     fingerprint = fingerprint_folder(folder)
     records = [make_result(task=task, fingerprint=fingerprint, model="mhla") for task in tasks]
     Results(records).write(folder)
@@ -54,20 +54,20 @@ def score(folder, tasks=("heldout_recall", "heldout_generation")):
 
 
 def save_carded(folder, model, name="tester/mhla", tasks=("heldout_recall", "heldout_generation")):
-    """The same with scores and the card that `write_card` makes of them."""
+    """Save a model with its tokenizer, scores, and the card that `write_card` makes of them, and return the folder."""
     score(save_model(folder, model), tasks)
     write_card(folder, name=name, license="apache-2.0")
     return folder
 
 
 def forge(folder):
-    """Code that mhla_hf did not make, under a hash that fits it."""
+    """Add code to the source of a saved model, and replace its hash by one that fits."""
     source = folder / "modeling_mhla.py"
     text = source.read_text() + "print('mine')\n"
-    made = re.search(r"\nsha256: (\w+)\n", text)[1]
+    original = re.search(r"\nsha256: (\w+)\n", text)[1]
     lines = ("\nsha256: {}\n", '\nNAMESPACE = "{}"\n')
     for line in lines:
-        text = text.replace(line.format(made), line.format("package"))
+        text = text.replace(line.format(original), line.format("package"))
     forged = hashlib.sha256(text.encode()).hexdigest()[:12]
     for line in lines:
         text = text.replace(line.format("package"), line.format(forged), 1)
@@ -76,9 +76,14 @@ def forge(folder):
 
 
 def spoil(value, name="model.norm.weight"):
-    """What puts a value into a weight of the model in a folder, or takes the weight away."""
+    """Return a function that damages the model in a folder.
 
-    def carry_out(folder):
+    Args:
+        value: Value to put into the weight `name`; None removes the weight.
+        name: Name of the weight.
+    """
+
+    def change_weights(folder):
         tensors = load_file(folder / "model.safetensors")
         if value is None:
             del tensors[name]
@@ -86,4 +91,4 @@ def spoil(value, name="model.norm.weight"):
             tensors[name].view(-1)[-1 if name.endswith("weight") else slice(None)] = value
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    return carry_out
+    return change_weights

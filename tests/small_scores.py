@@ -1,4 +1,4 @@
-"""A tokenizer, held-out text and saved models of 30,000 weights, for the tests of scores and of the command line."""
+"""A tokenizer, held-out text, and models of 30,000 parameters, for the tests of scores and of the command line."""
 
 import dataclasses
 from pydoc_data.topics import topics
@@ -17,51 +17,77 @@ TRAINING = "\n\n".join(topics[name] for name in ("compound", "function", "if", "
 
 
 def small_tokenizer():
-    """Byte-level BPE, 400 tokens."""
+    """Return a byte-level BPE tokenizer with 400 tokens."""
     return make_tokenizer(TRAINING, 400, WINDOW)
 
 
 def small_llama(seed=0, **changes):
-    """A softmax model; large random weights, so that its scores are not all alike."""
+    """Return a softmax model with random weights, large enough that its scores differ."""
     torch.manual_seed(seed)
-    values = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    values |= {"num_attention_heads": 2, "max_position_embeddings": WINDOW, "tie_word_embeddings": True}
-    values |= {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.15, **changes}
+    values = {
+        "vocab_size": 400,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "max_position_embeddings": WINDOW,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "initializer_range": 0.15,
+        **changes,
+    }
     return LlamaForCausalLM(LlamaConfig(**values)).eval()
 
 
 def save_llama(folder, seed=0, dtype=torch.float32, **changes):
-    """A Llama and its tokenizer in `folder`."""
+    """Save a Llama and its tokenizer, and return the folder."""
     small_llama(seed, **changes).to(dtype).save_pretrained(folder)
     small_tokenizer().save_pretrained(folder)
     return folder
 
 
 def save_mhla(folder, seed=0, **changes):
-    """The same, converted."""
-    mhla_hf.convert(small_llama(seed, **changes), layers="2/3", block_size=32, num_blocks=4, window=2).save_pretrained(
-        folder
-    )
+    """Save a converted Llama and its tokenizer, and return the folder."""
+    model = mhla_hf.convert(small_llama(seed, **changes), layers="2/3", block_size=32, num_blocks=4, window=2)
+    model.save_pretrained(folder)
     small_tokenizer().save_pretrained(folder)
     return folder
 
 
 def colors(images):
-    """Color by quarters: everything that image scores can need."""
+    """Return the mean color of each quarter of an image, as all the outputs that image scores use."""
     pooled = torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)
     return {"features": pooled, "logits": 9 * pooled, "spatial": pooled[:, :3]}
 
 
 def color_judge():
-    """The same, in Inception's place."""
+    """Return `colors` as an extractor that takes the place of Inception."""
     return Extractor("color judge", colors, "1")
 
 
 def make_result(**changes):
-    """A record with plausible values."""
-    values = {"task": "copa", "metric": "acc", "value": 0.5, "stderr": 0.05, "higher_is_better": True, "shots": 0}
-    values |= {"samples": 100, "limit": None, "task_version": "1.0", "task_hash": "aa", "model": "out/mhla"}
-    values |= {"revision": None, "fingerprint": "files:1", "versions": {"torch": "2.13.0"}, "commit": "abc"}
-    values |= {"dtype": "float32", "hardware": "a CPU, 2 cores, 1 thread", "seed": 0}
-    values |= {"command": "mhla-hf evaluate out/mhla --tasks copa", "date": "2026-01-01T00:00:00+00:00"}
+    """Return a record with plausible values."""
+    values = {
+        "task": "copa",
+        "metric": "acc",
+        "value": 0.5,
+        "stderr": 0.05,
+        "higher_is_better": True,
+        "shots": 0,
+        "samples": 100,
+        "limit": None,
+        "task_version": "1.0",
+        "task_hash": "aa",
+        "model": "out/mhla",
+        "revision": None,
+        "fingerprint": "files:1",
+        "versions": {"torch": "2.13.0"},
+        "commit": "abc",
+        "dtype": "float32",
+        "hardware": "a CPU, 2 cores, 1 thread",
+        "seed": 0,
+        "command": "mhla-hf evaluate out/mhla --tasks copa",
+        "date": "2026-01-01T00:00:00+00:00",
+    }
     return dataclasses.replace(Result(**values), **changes)

@@ -1,4 +1,4 @@
-"""Small vision towers of each family and small classifiers from scratch, with fixed weights."""
+"""Small vision towers of each family, and small from-scratch classifiers, with fixed random weights."""
 
 import torch
 import transformers
@@ -7,8 +7,16 @@ from small_models import shaken
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"image_size": 32, "patch_size": 4, "num_channels": 3, "initializer_range": 0.2}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 4,
+    "num_channels": 3,
+    "initializer_range": 0.2,
+}
 TOWERS = {
     "ViTForImageClassification": ("ViTConfig", {"num_labels": 5}),
     "ViTModel": ("ViTConfig", {}),
@@ -24,7 +32,7 @@ TOWERS = {
 
 
 def softmax_tower(name: str, **overrides):
-    """An ordinary tower of transformers with random weights, in eval mode."""
+    """Return a softmax tower of transformers with random weights in eval mode."""
     torch.manual_seed(7)
     config, extra = TOWERS[name]
     model = getattr(transformers, name)(getattr(transformers, config)(**{**SIZES, **extra, **overrides}))
@@ -32,12 +40,12 @@ def softmax_tower(name: str, **overrides):
 
 
 def converted_tower(name: str, layers="all", **settings):
-    """A converted tower whose new parameters are not at their start."""
+    """Return a converted tower whose new parameters are not at their initial values."""
     return shaken(mhla_hf.convert(softmax_tower(name), layers=layers, **settings))
 
 
 def small_classifier(name: str = "digits", **overrides):
-    """A classifier from scratch whose MHLA parameters are not at their start, in eval mode."""
+    """Return a from-scratch classifier in eval mode, whose MHLA parameters are not at their initial values."""
     torch.manual_seed(7)
     if name == "stages":
         stages = [
@@ -53,11 +61,11 @@ def small_classifier(name: str = "digits", **overrides):
 
 
 def images(batch: int = 2, height: int = 32, width: int = 32, channels: int = 3, seed: int = 0) -> torch.Tensor:
-    """Random images, `[B, channels, height, width]`."""
+    """Return random images: `[batch, channels, height, width]`."""
     return torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(seed))
 
 
 def output_of(model, pixels, **arguments):
-    """What a tower says, whatever it is called."""
-    found = model(pixels, **arguments)
-    return found.logits if hasattr(found, "logits") else found.last_hidden_state
+    """Return the logits of a tower or, if it has none, its last hidden state."""
+    output = model(pixels, **arguments)
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state

@@ -1,4 +1,4 @@
-"""A tiny model, with random weights, of every model type of causal language models that converts."""
+"""Tiny causal language models with random weights, of every model type that converts."""
 
 import inspect
 
@@ -8,24 +8,61 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from mhla_hf.models.families import LANGUAGE, family_of_type
 from mhla_hf.models.overlay import base_classes
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.2}
-SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "sliding_window": None}
-SIZES |= {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "n_inner": 48}
-SIZES |= dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4) | {"num_experts_per_tok": 2}
-SIZES |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "dff": 48, "embedding_size": 32}
-SIZES |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
-SIZES |= {"linear_head_dim": 8, "linear_num_heads": 4}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "sliding_window": None,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 128,
+    "n_inner": 48,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "dff": 48,
+    "embedding_size": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+}
 WINDOW = {"sliding_window": 16}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, **WINDOW}
-LATENT = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 16}
-LATENT |= {"q_lora_rank": 16, "n_group": 1, "topk_group": 1, "head_dim": ...}
-DEEP, UNCAPPED = {**LATENT, "num_hidden_layers": 8}, {"attn_logit_softcapping": None, **WINDOW}
-OWN = dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "cwm", "laguna", "lara_mini", "mimo_v2_flash", "olmo3"), WINDOW)
-OWN |= dict.fromkeys(("exaone4", "exaone_moe", "gemma3_text", "kolibri1", "ministral"), MIXED)
-OWN |= dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT)
-OWN |= dict.fromkeys(("bailing_hybrid", "kimi_linear"), DEEP) | dict.fromkeys(("gemma2", "vaultgemma"), UNCAPPED)
-OWN |= {
+LATENT = {
+    "num_key_value_heads": 4,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "head_dim": ...,  # not set
+}
+DEEP = {**LATENT, "num_hidden_layers": 8}
+UNCAPPED = {"attn_logit_softcapping": None, **WINDOW}
+TYPE_SIZES = {  # fields that differ from SIZES
+    **dict.fromkeys(
+        ("afmoe", "cohere2", "cohere2_moe", "cwm", "laguna", "lara_mini", "mimo_v2_flash", "olmo3"), WINDOW
+    ),
+    **dict.fromkeys(("exaone_moe", "gemma3_text", "kolibri1", "ministral"), MIXED),
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), DEEP),
+    **dict.fromkeys(("gemma2", "vaultgemma"), UNCAPPED),
     "beam": {**LATENT, **WINDOW},
     "dots1": {"n_shared_experts": 1},
     "exaone4": {**MIXED, "sliding_window_pattern": 2},
@@ -42,15 +79,15 @@ OWN |= {
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }
-TYPES = [family.base for family in LANGUAGE if base_classes(family)]  # that this release has
+TYPES = [family.base for family in LANGUAGE if base_classes(family)]  # of this release
 
 
 def small_model_of(model_type: str):
-    """The causal language model of this type, in eval mode."""
+    """Return a causal language model of a model type in eval mode."""
     config_class = CONFIG_MAPPING[model_type]
     parameters = inspect.signature(config_class.__init__).parameters
-    known = {*parameters, *(config_class.attribute_map or {}), "global_head_dim"}  # which Gemma 4 takes by **kwargs
-    sizes = {**SIZES, **OWN.get(model_type, {})}
+    known = {*parameters, *(config_class.attribute_map or {}), "global_head_dim"}  # Gemma 4 takes it by **kwargs
+    sizes = {**SIZES, **TYPE_SIZES.get(model_type, {})}
     config = config_class(**{name: size for name, size in sizes.items() if name in known and size is not ...})
     classes = base_classes(family_of_type(model_type))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A stand-in for VBench, in an interpreter of its own: the score of a video is a number made of its size."""
+"""A stand-in for VBench in a separate Python interpreter. It computes a video's score from the size of its file."""
 
 import json
 import sys
@@ -23,21 +23,21 @@ class VBench:
         assert all(file.endswith(".mp4") for file in files)
         names = [f"{entry['prompt_en']}-{index}.mp4" for entry in json.load(open(self.info)) for index in range(5)]
         sizes = {name: os.path.getsize(os.path.join(videos_path, name)) for name in names if name in files}
-        found = [{"video_path": one, "video_results": sizes[one] % 89 / 100} for one in names if one in files]
-        average = sum(one["video_results"] for one in found) / len(found)
+        results = [{"video_path": name, "video_results": sizes[name] % 89 / 100} for name in names if name in files]
+        average = sum(result["video_results"] for result in results) / len(results)
         with open(os.path.join(self.out, f"{name}_eval_results.json"), "w") as file:
-            json.dump({dimension_list[0]: [average, found]}, file)
+            json.dump({dimension_list[0]: [average, results]}, file)
 """
 
 
 def make_python(folder):
-    """An interpreter that has a vbench: the stand-in."""
+    """Make an interpreter that imports the stand-in as vbench, and return its path."""
     (folder / "vbench").mkdir(parents=True)
     (folder / "vbench" / "__init__.py").write_text(STAND_IN)
     (folder / "vbench-0.1.5.dist-info").mkdir()
     (folder / "vbench-0.1.5.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vbench\nVersion: 0.1.5\n")
     (folder / "vbench" / "VBench_full_info.json").write_text(json.dumps(PROMPTS))
-    (folder / "torch.py").write_text("def device(name):\n    return name\n")  # the true one takes seconds to import
+    (folder / "torch.py").write_text("def device(name):\n    return name\n")  # torch takes seconds to import
     script = folder / "python"
     script.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
     script.chmod(0o755)

@@ -1,7 +1,7 @@
-"""Whole diffusers pipelines, a few layers thin, built in memory in a second with fixed weights: no network, no files.
+"""Tiny diffusers pipelines with fixed random weights, built in memory.
 
-`PIPELINES[family]()` builds the stock pipeline, `generate(pipe)` runs its two steps and returns the picture or video as a
-tensor, `inputs(transformer)` are arguments for one call of a bare transformer.
+`PIPELINES[family]()` returns a softmax pipeline, `generate(pipe)` samples from it, and `inputs(family)` returns
+arguments of its transformer.
 """
 
 import torch
@@ -39,18 +39,64 @@ from transformers import (
 
 PROMPT = "a cat walks"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-WAN = {"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 3, "ffn_dim": 32}
-WAN |= {"in_channels": 16, "out_channels": 16, "text_dim": 32, "freq_dim": 64, "rope_max_seq_len": 32}
-ANIMATE = {**WAN, "in_channels": 36, "image_dim": None, "motion_encoder_size": 8, "motion_style_dim": 8}
-ANIMATE |= {"motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2}
-ANIMATE |= {"inject_face_latents_blocks": 3, "motion_encoder_channel_sizes": {"4": 8, "8": 8}}
-SANA = {"patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 2, "caption_channels": 8, "sample_size": 32}
-SANA |= {"num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16}
-SANA |= {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8}
-SANA_VIDEO = {**SANA, "patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16, "attention_head_dim": 12}
-SANA_VIDEO |= {"cross_attention_head_dim": 12, "cross_attention_dim": 24, "rope_max_seq_len": 32, "sample_size": 8}
-DIT = {"sample_size": 16, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2}
-DIT |= {"in_channels": 4, "out_channels": 8}
+WAN = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 3,
+    "ffn_dim": 32,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 32,
+    "freq_dim": 64,
+    "rope_max_seq_len": 32,
+}
+ANIMATE = {
+    **WAN,
+    "in_channels": 36,
+    "image_dim": None,
+    "motion_encoder_size": 8,
+    "motion_style_dim": 8,
+    "motion_dim": 4,
+    "motion_encoder_dim": 8,
+    "face_encoder_hidden_dim": 8,
+    "face_encoder_num_heads": 2,
+    "inject_face_latents_blocks": 3,
+    "motion_encoder_channel_sizes": {"4": 8, "8": 8},
+}
+SANA = {
+    "patch_size": 1,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "caption_channels": 8,
+    "sample_size": 32,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "cross_attention_dim": 16,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 8,
+}
+SANA_VIDEO = {
+    **SANA,
+    "patch_size": (1, 2, 2),
+    "in_channels": 16,
+    "out_channels": 16,
+    "attention_head_dim": 12,
+    "cross_attention_head_dim": 12,
+    "cross_attention_dim": 24,
+    "rope_max_seq_len": 32,
+    "sample_size": 8,
+}
+DIT = {
+    "sample_size": 16,
+    "num_layers": 2,
+    "patch_size": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 2,
+    "in_channels": 4,
+    "out_channels": 8,
+}
 PIXART = {**DIT, "caption_channels": 32, "cross_attention_dim": 16}
 TRANSFORMERS = {
     "wan": (WanTransformer3DModel, WAN),
@@ -67,7 +113,7 @@ TRANSFORMERS = {
 
 
 def tiny_transformer(family: str, **overrides):
-    """A stock transformer with weights large enough that every layer shows in the output, in eval mode."""
+    """Return a transformer in eval mode, with weights so large that every layer affects the output."""
     torch.manual_seed(7)
     model_class, sizes = TRANSFORMERS[family]
     model = model_class(**{**sizes, **overrides}).eval()
@@ -79,7 +125,14 @@ def tiny_transformer(family: str, **overrides):
 
 
 def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
-    """Arguments for one call of a bare transformer of this family; `size` is that of the latents, without channels."""
+    """Return random arguments of a transformer.
+
+    Args:
+        family: A key of `TRANSFORMERS`.
+        size: Size of the latents without channels.
+        batch: Batch size.
+        seed: Seed of the values.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
@@ -87,24 +140,24 @@ def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
 
     sizes = TRANSFORMERS[family][1]
     size = size or ((3, 8, 10) if isinstance(sizes["patch_size"], tuple) else (16, 16))
-    given = {"hidden_states": noise(sizes["in_channels"], *size), "timestep": torch.full((batch,), 500)}
+    arguments = {"hidden_states": noise(sizes["in_channels"], *size), "timestep": torch.full((batch,), 500)}
     if family == "wan-i2v":
-        given["encoder_hidden_states_image"] = noise(7, 16)
+        arguments["encoder_hidden_states_image"] = noise(7, 16)
     if family == "wan-vace":
-        given["control_hidden_states"] = noise(8, *size)
+        arguments["control_hidden_states"] = noise(8, *size)
     if family == "wan-animate":
-        given["pose_hidden_states"] = noise(16, size[0] - 1, *size[1:])
-        given["face_pixel_values"] = noise(3, 4 * size[0] - 7, 8, 8)
+        arguments["pose_hidden_states"] = noise(16, size[0] - 1, *size[1:])
+        arguments["face_pixel_values"] = noise(3, 4 * size[0] - 7, 8, 8)
     if family == "dit":
-        return {**given, "class_labels": torch.arange(batch) % 10}
+        return {**arguments, "class_labels": torch.arange(batch) % 10}
     if family == "pixart":
-        given["added_cond_kwargs"] = {}
+        arguments["added_cond_kwargs"] = {}
     text = (512, sizes["text_dim"]) if "text_dim" in sizes else (6, sizes["caption_channels"])
-    return {**given, "encoder_hidden_states": noise(*text)}
+    return {**arguments, "encoder_hidden_states": noise(*text)}
 
 
 def gemma():
-    """A tokenizer of single letters and a text encoder."""
+    """Return a tokenizer of single letters, and a text encoder."""
     torch.manual_seed(1)
     words = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", *LETTERS]
     sizes = {"head_dim": 4, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 64, "initializer_range": 0.5}
@@ -114,7 +167,7 @@ def gemma():
 
 
 def t5(model_class, config_class):
-    """A tokenizer of single letters and a text encoder."""
+    """Return a tokenizer of single letters, and a text encoder."""
     torch.manual_seed(1)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
@@ -137,11 +190,20 @@ def image_vae():
 
 def sana_vae():
     torch.manual_seed(2)
-    blocks = {f"{side}_block_types": ("ResBlock", "EfficientViTBlock") for side in ("encoder", "decoder")}
-    sides = {"block_out_channels": (8, 8), "qkv_multiscales": ((), (5,)), "layers_per_block": (1, 1)}
-    blocks |= {f"{side}_{name}": value for name, value in sides.items() for side in ("encoder", "decoder")}
-    samples = {"downsample_block_type": "conv", "upsample_block_type": "interpolate", "decoder_norm_types": "rms_norm"}
-    samples |= {"decoder_act_fns": "silu", "scaling_factor": 0.41407}
+    half = {  # arguments of the encoder and of the decoder
+        "block_types": ("ResBlock", "EfficientViTBlock"),
+        "block_out_channels": (8, 8),
+        "qkv_multiscales": ((), (5,)),
+        "layers_per_block": (1, 1),
+    }
+    blocks = {f"{side}_{name}": value for name, value in half.items() for side in ("encoder", "decoder")}
+    samples = {
+        "downsample_block_type": "conv",
+        "upsample_block_type": "interpolate",
+        "decoder_norm_types": "rms_norm",
+        "decoder_act_fns": "silu",
+        "scaling_factor": 0.41407,
+    }
     return AutoencoderDC(latent_channels=4, attention_head_dim=2, **blocks, **samples).eval()
 
 
@@ -171,35 +233,68 @@ def pixart_pipeline() -> PixArtSigmaPipeline:
     return PixArtSigmaPipeline(**t5(T5EncoderModel, T5Config), **parts)
 
 
-PIPELINES = {"wan": wan_pipeline, "sana": sana_pipeline, "sana-video": sana_video_pipeline}
-PIPELINES |= {"dit": dit_pipeline, "pixart": pixart_pipeline}
+PIPELINES = {
+    "wan": wan_pipeline,
+    "sana": sana_pipeline,
+    "sana-video": sana_video_pipeline,
+    "dit": dit_pipeline,
+    "pixart": pixart_pipeline,
+}
 CALLS = {
     "WanPipeline": {"height": 64, "width": 80, "num_frames": 9, "max_sequence_length": 16},
-    "SanaPipeline": {"height": 32, "width": 32, "max_sequence_length": 16, "use_resolution_binning": False},
-    "SanaVideoPipeline": {"height": 64, "width": 96, "frames": 9, "max_sequence_length": 16},
+    "SanaPipeline": {
+        "height": 32,
+        "width": 32,
+        "max_sequence_length": 16,
+        "use_resolution_binning": False,
+        "complex_human_instruction": None,
+    },
+    "SanaVideoPipeline": {
+        "height": 64,
+        "width": 96,
+        "frames": 9,
+        "max_sequence_length": 16,
+        "use_resolution_binning": False,
+        "complex_human_instruction": [],
+    },
     "DiTPipeline": {},
-    "PixArtSigmaPipeline": {"height": 32, "width": 32, "max_sequence_length": 16, "use_resolution_binning": False},
+    "PixArtSigmaPipeline": {
+        "height": 32,
+        "width": 32,
+        "max_sequence_length": 16,
+        "use_resolution_binning": False,
+        "clean_caption": False,
+    },
 }
-CALLS["SanaPipeline"] |= {"complex_human_instruction": None}
-CALLS["SanaVideoPipeline"] |= {"complex_human_instruction": [], "use_resolution_binning": False}
-CALLS["PixArtSigmaPipeline"] |= {"clean_caption": False}
 
 
 def at_fresh_addresses(pipe):
-    """The pipeline, its weights copied: those read from a file lie at addresses at which products may round differently."""
-    for part in pipe.components.values():
-        for parameter in part.parameters() if isinstance(part, torch.nn.Module) else ():
-            parameter.data = parameter.data.clone()
+    """Copy the weights of a pipeline, and return it.
+
+    Weights read from a file are at addresses where matrix products may be rounded differently.
+    """
+    for component in pipe.components.values():
+        if isinstance(component, torch.nn.Module):
+            for parameter in component.parameters():
+                parameter.data = parameter.data.clone()
     return pipe
 
 
 @torch.no_grad()
 def generate(pipe, **overrides) -> torch.Tensor:
-    """Two steps with classifier-free guidance and a fixed seed: the pictures `[N, ...]` as the pipeline's "pt" or "np"."""
-    kind = type(pipe).__name__
-    call = {**CALLS[kind], "num_inference_steps": 2, "guidance_scale": 3.0}
-    call |= {"class_labels": [3]} if kind == "DiTPipeline" else {"prompt": PROMPT}
-    call |= {"output_type": "np", "generator": torch.Generator().manual_seed(5), **overrides}
+    """Sample by two steps with classifier-free guidance and a fixed seed, and return the images or videos `[N,
+    ...]`."""
+    class_name = type(pipe).__name__
+    condition = {"class_labels": [3]} if class_name == "DiTPipeline" else {"prompt": PROMPT}
+    call = {
+        **CALLS[class_name],
+        **condition,
+        "num_inference_steps": 2,
+        "guidance_scale": 3.0,
+        "output_type": "np",
+        "generator": torch.Generator().manual_seed(5),
+        **overrides,
+    }
     pipe.set_progress_bar_config(disable=True)
     result = pipe(**call)
     return torch.as_tensor(result.frames if hasattr(result, "frames") else result.images)

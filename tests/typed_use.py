@@ -1,4 +1,4 @@
-"""Every public name as a user's typed code meets it. mypy reads this file (`make lint`), nothing runs it."""
+"""Typed code that uses every public name. mypy checks this file (`make lint`); nothing runs it."""
 
 from pathlib import Path
 from typing import Any, assert_type
@@ -36,7 +36,7 @@ def models() -> None:
     assert_type(images.image_sides(), tuple[int, int])
     mhla_hf.MHLAVisionModel(images)
     assert_type(mhla_hf.MHLAForImageClassification(images), mhla_hf.MHLAForImageClassification)
-    mhla_hf.MHLALlamaForCausalLM  # noqa: B018  of a family: made when it is asked for, so not known to a checker
+    mhla_hf.MHLALlamaForCausalLM  # noqa: B018  created on access, so that type checkers do not know it
 
 
 def journey(model: torch.nn.Module, tokenizer: object, batches: list[torch.Tensor]) -> None:

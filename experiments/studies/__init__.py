@@ -1,1 +1,1 @@
-"""The paper's comparisons on a small machine: classifiers of digits side by side, the rank of attention, its time."""
+"""The paper's comparisons on a small machine: classifiers of digits, and the rank and the time of attention."""

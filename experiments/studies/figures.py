@@ -1,6 +1,9 @@
-"""The pictures of the studies: ranks by size, accuracy by epoch, time by tokens and blocks."""
+"""Figures of the studies: rank by number of tokens, accuracy by epoch, time by tokens and blocks."""
 
 import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from mhla_hf.analysis.figures import PALETTE
 from mhla_hf.plots import drawing
@@ -9,22 +12,25 @@ KIND_LABELS = {"softmax": "softmax", "linear": "plain linear", "mhla": "MHLA"}
 KIND_MARKERS = {"softmax": "o", "linear": "s", "mhla": "D"}
 
 
-def plot_random_rank(path, rows):
-    """Counted rank against N, one panel per width d, with the bounds of table 1 as dashed lines.
+def plot_random_rank(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Plot the measured rank by N, one panel per width d, with the bounds of table 1 as dashed lines.
 
-    rows: of rank.json: "tokens", "width", "rank" and "bound" (kind -> int).
+    Args:
+        path: PNG to write.
+        rows: "rows" of rank.json.
     """
     widths = sorted({row["width"] for row in rows})
     size = (3.4 * len(widths) + 0.8, 3.9)
     note = f"random features, {rows[0]['blocks']} blocks, fp64; points counted, dashed lines the bounds of table 1"
     with drawing(path, 1, len(widths), figsize=size, note=note, sharey=True) as (_, grid):
         for axes, width in zip(grid[0], widths, strict=True):
-            own = sorted((row for row in rows if row["width"] == width), key=lambda row: row["tokens"])
-            lengths = [row["tokens"] for row in own]
+            width_rows = sorted((row for row in rows if row["width"] == width), key=lambda row: row["tokens"])
+            lengths = [row["tokens"] for row in width_rows]
             for kind, color in zip(KIND_LABELS, PALETTE, strict=False):
-                axes.plot(lengths, [row["bound"][kind] for row in own], color=color, linewidth=1, linestyle=(0, (4, 3)))
-                counted = [row["rank"][kind] for row in own]
-                axes.plot(lengths, counted, KIND_MARKERS[kind], color=color, markersize=6, label=KIND_LABELS[kind])
+                bounds = [row["bound"][kind] for row in width_rows]
+                ranks = [row["rank"][kind] for row in width_rows]
+                axes.plot(lengths, bounds, color=color, linewidth=1, linestyle=(0, (4, 3)))
+                axes.plot(lengths, ranks, KIND_MARKERS[kind], color=color, markersize=6, label=KIND_LABELS[kind])
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)
             axes.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
@@ -38,31 +44,34 @@ def plot_random_rank(path, rows):
         grid[0][0].legend(loc="upper left")
 
 
-def plot_accuracy(path, curves, note=""):
-    """Test accuracy by epoch, mean over seeds with a band of one standard error.
+def plot_accuracy(path: str | Path, curves: Mapping[str, Sequence[Mapping[str, Any]]], note: str = "") -> None:
+    """Plot test accuracy by epoch, as mean over seeds with a band of one standard error.
 
     Args:
         path: PNG to write.
-        curves: row -> per epoch {"mean", "stderr"}.
-        note: one line below: data and seeds.
+        curves: For each row of the study, "mean" and "stderr" of every epoch.
+        note: Text below the figure.
     """
     with drawing(path, figsize=(7.4, 4.6), note=note) as (_, ((axes,),)):
         for (row, epochs), color in zip(curves.items(), itertools.cycle(PALETTE), strict=False):
-            places = range(1, len(epochs) + 1)
+            numbers = range(1, len(epochs) + 1)
             means = [epoch["mean"] for epoch in epochs]
             errors = [epoch["stderr"] or 0.0 for epoch in epochs]
-            axes.plot(places, means, color=color, label=f"{row}: {means[-1]:.3f}")
+            axes.plot(numbers, means, color=color, label=f"{row}: {means[-1]:.3f}")
             low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
-            axes.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0)
+            axes.fill_between(numbers, low, high, color=color, alpha=0.18, linewidth=0)
         axes.set(title="Test accuracy", xlabel="epoch", ylim=(0, 1))
         axes.grid(True)
         axes.legend(loc="lower right", fontsize=9)
 
 
-def plot_scaling(path, rows, note=""):
-    """Time of MHLA over that of plain linear attention, by number of blocks, one line per number of tokens.
+def plot_scaling(path: str | Path, rows: Sequence[Mapping[str, Any]], note: str = "") -> None:
+    """Plot the time of MHLA over that of plain linear attention by number of blocks, one line per number of tokens.
 
-    rows: of scaling.json: "tokens", "softmax", "mhla": list of {"blocks", "seconds"}, the first with one block.
+    Args:
+        path: PNG to write.
+        rows: "rows" of scaling.json.
+        note: Text below the figure.
     """
     from matplotlib.ticker import FuncFormatter
 

@@ -1,12 +1,14 @@
-"""The rank that attention can have: random features, N from 64 to 4096, softmax, plain linear and MHLA (table 1).
+"""Measure the rank of attention with random features, for softmax, plain linear attention, and MHLA (table 1).
 
-The whole N x N matrix is made and all its singular values are computed, in fp64, so that a rank stated here was
-counted and not derived. Each size is written as soon as it is done, and is not measured again.
+All singular values of the N x N matrix are computed in fp64, for N from 64 to 4,096, so that ranks are measured and
+not derived. Each size is written as soon as it is finished, and is not measured again.
 """
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,85 +28,118 @@ BLOCKS = 16
 KINDS = ("linear", "mhla", "start", "softmax")
 
 
-def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: int = 0) -> dict:
-    """The ranks of random-feature attention over one size.
+def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: int = 0) -> dict[str, Any]:
+    """Measure the ranks of attention with random q and k of one size.
 
-    q and k are Gaussian `[N, d]`; plain linear attention and MHLA use their relu + 1e-6. MHLA's mixing has random entries
-    in (0, 1), rows summing to one, and is invertible (its condition number is part of the answer); "start" is MHLA with
-    the paper's locality start in its place.
+    q and k are Gaussian `[N, d]`; plain linear attention and MHLA use relu(x) + 1e-6 of them. The mixing matrix of
+    "mhla" has random entries in (0, 1) and rows that sum to one; that of "start" is the paper's start from locality.
+
+    Args:
+        tokens: N.
+        width: d.
+        blocks: Number of blocks.
+        seed: Seed of q, k, and the mixing matrix.
 
     Returns:
-        dict: "tokens", "width", "blocks", "tolerance" (relative to the largest singular value: N times fp64's eps, as
-        `torch.linalg.matrix_rank` takes it), "rank" -> kind -> int, "bound" -> kind -> int (table 1),
-        "smallest" -> kind -> the last singular value that was counted over the largest, "mixing_condition".
+        "tokens", "width", "blocks", "seed", "tolerance" (relative to the largest singular value: N times fp64's eps,
+        the default of `torch.linalg.matrix_rank`), "mixing_condition" (the condition number of the random mixing
+        matrix), and, for each kind of attention, "rank", "bound" (of table 1), and "smallest" (the last singular value
+        counted over the largest).
     """
-    random = torch.Generator().manual_seed(seed)
-    cut = Blocks.grid((tokens,), (blocks,))
-    q, k = (torch.randn(1, tokens, 1, width, generator=random, dtype=torch.float64) for _ in range(2))
-    mixing = torch.rand(1, cut.num_blocks, cut.num_blocks, generator=random, dtype=torch.float64)
-    mixing = mixing / mixing.sum(-1, keepdim=True)
-    start = GridMixing((cut.num_blocks,), form="direct").weight.detach()[None]
-    weights = {"linear": torch.full_like(mixing, 1.0 / cut.num_blocks), "mhla": mixing, "start": start}
-    seen = {
-        kind: Attention("random", "mhla", q.relu() + 1e-6, k.relu() + 1e-6, {"mixing": own, "blocks": cut})
-        for kind, own in weights.items()
+    generator = torch.Generator().manual_seed(seed)
+    grid = Blocks.grid((tokens,), (blocks,))
+    num_blocks = grid.num_blocks
+    q, k = (torch.randn(1, tokens, 1, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    random_mixing = torch.rand(1, num_blocks, num_blocks, generator=generator, dtype=torch.float64)
+    random_mixing = random_mixing / random_mixing.sum(-1, keepdim=True)
+    mixings = {
+        "linear": torch.full_like(random_mixing, 1.0 / num_blocks),
+        "mhla": random_mixing,
+        "start": GridMixing((num_blocks,), form="direct").weight.detach()[None],
     }
-    seen["softmax"] = Attention("random", "softmax", q, k)
+    calls = {
+        kind: Attention("random", "mhla", q.relu() + 1e-6, k.relu() + 1e-6, {"mixing": mixing, "blocks": grid})
+        for kind, mixing in mixings.items()
+    }
+    calls["softmax"] = Attention("random", "softmax", q, k)
     tolerance = tokens * torch.finfo(torch.float64).eps
-    most = rank_bound(cut.sizes(), width)
-    bound = {"linear": min(tokens, width), "mhla": most, "start": most, "softmax": tokens}
+    mhla_bound = rank_bound(grid.sizes(), width)
+    bound = {"linear": min(tokens, width), "mhla": mhla_bound, "start": mhla_bound, "softmax": tokens}
     rank, smallest = {}, {}
     for kind in KINDS:
-        values = torch.linalg.svdvals(seen[kind].matrix())
+        values = torch.linalg.svdvals(calls[kind].matrix())
         rank[kind] = count_rank(values, tolerance)
         smallest[kind] = (values[rank[kind] - 1] / values[0]).item()
     return {
         "tokens": tokens,
         "width": width,
-        "blocks": cut.num_blocks,
+        "blocks": num_blocks,
         "seed": seed,
         "tolerance": tolerance,
         "rank": rank,
         "bound": bound,
         "smallest": smallest,
-        "mixing_condition": torch.linalg.cond(mixing[0]).item(),
+        "mixing_condition": torch.linalg.cond(random_mixing[0]).item(),
     }
 
 
 def study_random_rank(
-    out, *, lengths=LENGTHS, widths=WIDTHS, blocks=BLOCKS, seed=0, threads=1, progress=True, command=None
-):
-    """`measure_random_rank` over all sizes, into `out`: rank.json, rank.md, rank.png. Goes on where it was stopped.
+    out: str | Path,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    widths: Sequence[int] = WIDTHS,
+    blocks: int = BLOCKS,
+    seed: int = 0,
+    threads: int = 1,
+    progress: bool = True,
+    command: str | None = None,
+) -> dict[str, Any]:
+    """Run `measure_random_rank` for all sizes, and write rank.json and rank.png.
+
+    Args:
+        out: Folder to create, or of a study to resume.
+        lengths: Numbers of tokens.
+        widths: Head widths.
+        blocks, seed: As for `measure_random_rank`.
+        threads: CPU threads.
+        progress: Whether to show a progress bar.
+        command: Shell command, for the record.
 
     Returns:
-        What rank.json holds: "rows", versions, hardware, commit, seed, command, date, seconds.
+        The content of rank.json: "settings", "rows", and what `describe_run` says.
 
     Raises:
-        ValueError: `out` holds another study. ImportError: no matplotlib.
+        ValueError: `out` has results of other settings.
+        ImportError: matplotlib is not installed.
     """
     torch.set_num_threads(threads)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    place = out / "rank.json"
+    path = out / "rank.json"
     settings = {"lengths": list(lengths), "widths": list(widths), "blocks": blocks, "seed": seed}
-    record = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {"settings": settings, "rows": []}
+    record: dict[str, Any] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": settings, "rows": []}
+    )
     if record.get("settings") != settings:
-        raise ValueError(f"out: {str(place)!r} holds {record.get('settings')}, expected {settings}, or another folder")
+        raise ValueError(
+            f"out: got {str(path)!r} with {record.get('settings')}, expected {settings}, or another folder."
+        )
     done = {(row["tokens"], row["width"]) for row in record["rows"]}
     missing = [size for size in ((n, d) for n in lengths for d in widths) if size not in done]
     for tokens, width in tqdm(missing, desc="rank", unit="size", disable=not progress):
-        begun = time.monotonic()
+        started = time.monotonic()
         row = measure_random_rank(tokens, width, blocks=blocks, seed=seed)
-        record["rows"].append(row | {"seconds": round(time.monotonic() - begun, 2)})
+        row["seconds"] = round(time.monotonic() - started, 2)
+        record["rows"].append(row)
         record["rows"].sort(key=lambda row: (row["tokens"], row["width"]))
-        record |= describe_run(command)
-        write_json(place, record)
+        record.update(describe_run(command))
+        write_json(path, record)
     plot_random_rank(out / "rank.png", record["rows"])
     return record
 
 
-def render_random_rank(record) -> str:
-    """The table: one line per size, for every kind the rank that was counted and the bound of table 1."""
+def render_random_rank(record: Mapping[str, Any]) -> str:
+    """Render the table: a line per size, with the measured rank and the bound of table 1 for each kind of attention."""
     lines = [
         "| N | d | blocks | plain linear | MHLA, random mixing | MHLA, locality start | softmax |",
         "|---:" * 7 + "|",

@@ -1,7 +1,7 @@
-"""What a study found: accuracy with standard errors over seeds, the paper's order judged pair by pair, rank and entropy.
+"""The results of a study: accuracy, rank, and entropy with standard errors over seeds, and whether claims hold.
 
-Every number is read from the files in the cells' folders, and every claim is judged on the same seeds of both rows
-(a paired difference with its 95 % interval), so that "holds", "does not hold" and "undecided" are said by a rule.
+All numbers are read from the files in the cells' folders. A claim compares two rows on the same seeds: it holds, does
+not hold, or is undecided, according to the 95 % interval of the paired difference.
 """
 
 import dataclasses
@@ -9,7 +9,9 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,21 +28,37 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, tw
 
 
 def run_study(
-    name, out, *, data=None, seeds=None, epochs=None, threads=1, progress=True, command=None, say=print
-) -> dict:
-    """Train what is missing of a study, then write results.json, table.md, accuracy.png, layers.png and mixing.png to `out`.
+    name: str | Path,
+    out: str | Path,
+    *,
+    data: Any = None,
+    seeds: int | None = None,
+    epochs: int | None = None,
+    threads: int = 1,
+    progress: bool = True,
+    command: str | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Train the missing cells of a study, and write results.json, table.md, accuracy.png, layers.png, and mixing.png.
+
+    After an interruption, the same call resumes the study.
 
     Args:
-        name: of a study of the package, or a YAML file. out: folder to make or to go on in.
-        data: images instead of scikit-learn's digits: a folder (train/CLASS/..., test/CLASS/...) or the id of a data set.
-        seeds, epochs: instead of the study's. threads: CPU threads of torch. progress: show bars.
+        name: Name of a study, or a YAML file.
+        out: Folder to create, or of a study to resume.
+        data: Images instead of scikit-learn's digits: a folder (train/CLASS/..., test/CLASS/...) or the id of a
+            dataset.
+        seeds, epochs: Instead of the study's.
+        threads: CPU threads.
+        progress: Whether to show progress bars.
+        command: Shell command, for the record.
+        say: Called with a line for the log.
 
     Returns:
-        What results.json holds; "call" is this call's wall clock, pictures included, and how many cells it trained.
+        The content of results.json; "call" has the seconds of this call and the number of cells that it trained.
 
     Raises:
-        ValueError, TypeError, ImportError: one sentence, before anything is trained. KeyboardInterrupt: on Ctrl-C; the same
-        call goes on from there.
+        ValueError, TypeError, ImportError: An argument or the study is invalid; nothing was trained.
     """
     study = read_study(name, epochs=epochs, seeds=seeds)
     torch.set_num_threads(threads)
@@ -55,9 +73,9 @@ def run_study(
     return results
 
 
-def collect_study(study: Study, out, *, data=None, command=None) -> dict:
-    """The content of results.json, from the cells' own files."""
-    rows = {}
+def collect_study(study: Study, out: str | Path, *, data: Any = None, command: str | None = None) -> dict[str, Any]:
+    """Compute the content of results.json, without "call", from the files of the cells; see `run_study`."""
+    rows: dict[str, dict[str, Any]] = {}
     for row in study.rows:
         cells = [_cell(folder_of(out, row, seed)) for seed in range(study.seeds)]
         rows[row] = {
@@ -73,7 +91,8 @@ def collect_study(study: Study, out, *, data=None, command=None) -> dict:
                 for layers in zip(*(cell["mixing"].values() for cell in cells), strict=True)
             ],
         }
-        rows[row] |= {key: over_seeds([cell["mean"][key] for cell in cells]) for key in MEASURES[1:]}
+        for key in MEASURES[1:]:
+            rows[row][key] = over_seeds([cell["mean"][key] for cell in cells])
     size = max(study.config(next(iter(study.rows))).image_sides())
     train, test, name = open_data(data, size)
     return {
@@ -86,76 +105,113 @@ def collect_study(study: Study, out, *, data=None, command=None) -> dict:
     }
 
 
-def _cell(folder):
+def _cell(folder: Path) -> dict[str, Any]:
+    """Read the accuracy per epoch, the seconds, the number of parameters, and the analysis of a cell."""
     record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    found = json.loads((folder / ANALYSIS).read_text(encoding="utf-8"))
+    analysis = json.loads((folder / ANALYSIS).read_text(encoding="utf-8"))
     return {
         "accuracy": [entry["test_accuracy"] for entry in record["history"]],
         "seconds": record["seconds"],
         "parameters": record["parameters"],
-        **found,
+        **analysis,
     }
 
 
-def _mean_layer(layers):
-    """One layer over the seeds: what is the same in all of them, and the means of what was measured."""
-    keys = (*MEASURES[1:], "uniform_entropy")
-    return dict(layers[0]) | {key: statistics.fmean(layer[key] for layer in layers) for key in keys}
+def _mean_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average the measures of one layer over the seeds; everything else is the same for all seeds."""
+    mean = dict(layers[0])
+    for key in (*MEASURES[1:], "uniform_entropy"):
+        mean[key] = statistics.fmean(layer[key] for layer in layers)
+    return mean
 
 
-def over_seeds(values) -> dict:
-    """Mean, standard error of the mean (None for one seed), and the values; without a mean if one of them is None."""
+def over_seeds(values: Sequence[Any]) -> dict[str, Any]:
+    """Return "mean", "stderr" (of the mean; None for one seed), and "values". If a value is None, so is the mean."""
     if None in values:
         return {"mean": None, "stderr": None, "values": values}
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return {"mean": statistics.fmean(values), "stderr": error, "values": list(values)}
 
 
-def judge_claim(rows, higher, lower, measure="accuracy") -> dict:
-    """Whether `higher` is above `lower`: the mean paired difference, its 95 % interval (Student's t), and the verdict."""
+def judge_claim(
+    rows: Mapping[str, Mapping[str, Any]], higher: str, lower: str, measure: str = "accuracy"
+) -> dict[str, Any]:
+    """Decide whether one row is above another.
+
+    Args:
+        rows: "rows" of results.json.
+        higher, lower: Names of rows.
+        measure: What is compared, one of `MEASURES`.
+
+    Returns:
+        The arguments, "difference" (mean over pairs of the same seed), "stderr", "interval" (95 %, by Student's t;
+        None for one seed), and "verdict" ("holds", "does not hold", or "undecided").
+    """
     pairs = zip(rows[higher][measure]["values"], rows[lower][measure]["values"], strict=True)
     difference = over_seeds([a - b for a, b in pairs])
-    count = len(difference["values"])
-    claim = {"higher": higher, "lower": lower, "measure": measure}
-    claim |= {"difference": difference["mean"], "stderr": difference["stderr"]}
-    if count < 2:
-        return claim | {"interval": None, "verdict": "undecided"}
-    reach = difference["stderr"] * (T95[count - 2] if count - 2 < len(T95) else 2.0)
-    low, high = difference["mean"] - reach, difference["mean"] + reach
-    verdict = "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
-    return claim | {"interval": [low, high], "verdict": verdict}
+    num_pairs = len(difference["values"])
+    claim = {
+        "higher": higher,
+        "lower": lower,
+        "measure": measure,
+        "difference": difference["mean"],
+        "stderr": difference["stderr"],
+        "interval": None,
+        "verdict": "undecided",
+    }
+    if num_pairs < 2:
+        return claim
+    margin = difference["stderr"] * (T95[num_pairs - 2] if num_pairs - 2 < len(T95) else 2.0)
+    low, high = difference["mean"] - margin, difference["mean"] + margin
+    claim["interval"] = [low, high]
+    if low > 0:
+        claim["verdict"] = "holds"
+    elif high < 0:
+        claim["verdict"] = "does not hold"
+    return claim
 
 
-def render_study(results) -> str:
-    """The tables in Markdown: accuracy, rank, entropy and seconds per row; then the claims."""
+def render_study(results: Mapping[str, Any]) -> str:
+    """Render the tables in Markdown: accuracy, rank, entropy, and seconds per row, and then the claims."""
     lines = ["| | test accuracy | rank | of | effective rank | entropy | of | seconds |", "|---|" + "---:|" * 7]
-    for row, found in results["rows"].items():
-        bound = statistics.fmean(layer["bound"] for layer in found["layers"])
-        equal = statistics.fmean(layer["uniform_entropy"] for layer in found["layers"])
-        places = {"accuracy": 3, "rank": 1, "effective_rank": 1, "entropy": 2}
-        shown = {key: format_score(found[key]["mean"], found[key]["stderr"], number) for key, number in places.items()}
-        cells = [shown["accuracy"], shown["rank"], f"{bound:.0f}", shown["effective_rank"], shown["entropy"]]
-        cells += [f"{equal:.2f}", f"{found['seconds']['mean']:.0f}"]
+    decimals = {"accuracy": 3, "rank": 1, "effective_rank": 1, "entropy": 2}
+    for row, values in results["rows"].items():
+        rank_bound = statistics.fmean(layer["bound"] for layer in values["layers"])
+        max_entropy = statistics.fmean(layer["uniform_entropy"] for layer in values["layers"])
+        scores = {key: format_score(values[key]["mean"], values[key]["stderr"], n) for key, n in decimals.items()}
+        cells = [
+            scores["accuracy"],
+            scores["rank"],
+            f"{rank_bound:.0f}",
+            scores["effective_rank"],
+            scores["entropy"],
+            f"{max_entropy:.2f}",
+            f"{values['seconds']['mean']:.0f}",
+        ]
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     if results["claims"]:
         lines += ["", "| claim | difference | 95 % interval | |", "|---|---:|---:|---|"]
     for claim in results["claims"]:
-        places = 3 if claim["measure"] == "accuracy" else 2
-        numbers = [f"{value:+.{places}f}" for value in (claim["difference"], *(claim["interval"] or ()))]
-        interval = "one seed" if claim["interval"] is None else f"{numbers[1]} to {numbers[2]}"
-        words = f"{claim['measure'].replace('_', ' ')}: {claim['higher']} above {claim['lower']}"
-        lines.append(f"| {words} | {numbers[0]} | {interval} | {claim['verdict']} |")
+        spec = "+.3f" if claim["measure"] == "accuracy" else "+.2f"
+        interval = "one seed" if claim["interval"] is None else " to ".join(format(x, spec) for x in claim["interval"])
+        sentence = f"{claim['measure'].replace('_', ' ')}: {claim['higher']} above {claim['lower']}"
+        lines.append(f"| {sentence} | {claim['difference']:{spec}} | {interval} | {claim['verdict']} |")
     return "\n".join(lines)
 
 
-def draw_study(results, out):
-    """accuracy.png, layers.png and, of seed 0 of the first row whose mixing learned, mixing.png."""
+def draw_study(results: Mapping[str, Any], out: str | Path) -> None:
+    """Draw accuracy.png, layers.png, and mixing.png, the mixing of seed 0 of the first row whose mixing was trained.
+
+    Args:
+        results: Content of results.json.
+        out: Folder of the study.
+    """
     out = Path(out)
     rows = results["rows"]
     data = results["data"]
     note = f"{data['name']}, {data['train']:,} to train, {data['test']:,} to test; {len(results['seeds'])} seeds"
-    plot_accuracy(out / "accuracy.png", {row: found["by_epoch"] for row, found in rows.items()}, note)
-    plot_layers(out / "layers.png", {row: found["layers"] for row, found in rows.items()}, note)
+    plot_accuracy(out / "accuracy.png", {row: values["by_epoch"] for row, values in rows.items()}, note)
+    plot_layers(out / "layers.png", {row: values["layers"] for row, values in rows.items()}, note)
     for row in rows:
         mixing = _cell(folder_of(out, row, 0))["mixing"]
         if any(layer["moved"] > 0 for layer in mixing.values()):

@@ -30,7 +30,7 @@ def arguments(tmp_path):
 def test_rows_and_their_table(arguments, monkeypatch):
     monkeypatch.setattr(encoder, "LENGTHS", {32: 8, 64: 6})
     monkeypatch.setattr(encoder, "KEYS", {"sts": "STS-B", "cosine 64": "cosine, 64", "rank 64": "rank, 64"})
-    monkeypatch.setattr(encoder, "SENTENCE_TOKENS", 60)
+    monkeypatch.setattr(encoder, "MAX_SENTENCE_TOKENS", 60)
     forms = {name: encoder.FORMS[name] for name in ("softmax", "window", "MHLA")}
     small = {
         name: (None if far is None else {**settings, "block_size": 8}, far) for name, (settings, far) in forms.items()

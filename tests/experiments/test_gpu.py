@@ -40,7 +40,7 @@ def test_kernels_are_rows_and_so_are_failures(monkeypatch):
     assert rows[0]["failed"] == "is wrong: output, dq, dk, dv, dmixing"
     assert rows[2]["failed"].startswith("failed: TypeError")
     assert "is wrong: output" in render_gpu(record | {"kernels": rows})
-    assert gpu.check_kernels("cpu", limit=-1)[0]["failed"] == "not begun within -1 s"
+    assert gpu.check_kernels("cpu", limit=-1)[0]["failed"] == "not started within -1 s"
 
 
 def test_a_language_model_by_length_and_what_failed(monkeypatch):
@@ -57,7 +57,7 @@ def test_a_language_model_by_length_and_what_failed(monkeypatch):
 
 def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="there is no GPU that torch can use here, so nothing was measured"):
+    with pytest.raises(ValueError, match="device: got no GPU that torch can use, expected one; nothing was measured"):
         gpu.main([])
 
 
@@ -65,7 +65,7 @@ def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
     """As on a GPU, with what is slow replaced; what there is no time for is a row."""
     few, late = gpu.target_cases()[:1], gpu.target_cases()[1:2]
     timed = [{"case": few[0].name, "what": FORWARD, "ms": {"mhla triton": 1.0}, "error": {}, "failed": {}}]
-    clock = iter([0.0, 1.0, gpu.LIMIT + 1.0])
+    clock = iter([0.0, 1.0, gpu.MAX_SECONDS + 1.0])
     for place, stand_in in {
         "torch.cuda.is_available": lambda: True,
         "experiments.gpu.describe_run": lambda command, device: describe_run(command),
@@ -80,11 +80,11 @@ def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
         "experiments.gpu.tqdm": lambda cases, desc: cases,
     }.items():
         monkeypatch.setattr(place, stand_in)
-    monkeypatch.setattr(gpu, "PLACE", tmp_path / "gpu.json")
+    monkeypatch.setattr(gpu, "OUT", tmp_path / "gpu.json")
     record = gpu.main([])
     assert json.loads((tmp_path / "gpu.json").read_text()) == record and record["command"] == "make gpu"
     assert [row["case"] for row in record["rows"]] == [case.name for case in few + late]
-    assert f"* {late[0].name}, all: not begun within {gpu.LIMIT} s" in capsys.readouterr().out
+    assert f"* {late[0].name}, all: not started within {gpu.MAX_SECONDS} s" in capsys.readouterr().out
 
 
 WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 3}

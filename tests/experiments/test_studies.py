@@ -132,10 +132,10 @@ BAD = {
         {},
         "study: got 'begin', which is not a file, expected a YAML file or one of blocks, cpe",
     ),
-    "a claim about nothing": ("tiny.yaml", {"claims": [["GLA", "softmax"]]}, "claims name 'GLA'"),
+    "a claim about nothing": ("tiny.yaml", {"claims": [["GLA", "softmax"]]}, "claims: got 'GLA'"),
     "seeds": ("start --seeds 0", {}, "seeds: got 0"),
     "scaling with data": ("scaling --data photos", {}, "no --data"),
-    "data without a test": ("tiny.yaml --data {photos}/train", {}, "has no split to test on"),
+    "data without a test": ("tiny.yaml --data {photos}/train", {}, "which has no test split"),
     "a test class that is not trained": ("tiny.yaml --data odd", {}, "test: got 'odd' with the class 'other'"),
     "out": ("tiny.yaml --out .", {}, "holds other files and no study.json"),
 }
