@@ -39,10 +39,7 @@ FORMS = {  # settings beside the defaults; whether the far part is on
     "MHLA, own text": ({"feature_map": "exp"}, True),
     "MHLA, no text": ({}, True),
     "plain sum": ({"feature_map": "exp", "free_decay": False}, True),
-    "two decays": ({"feature_map": "exp", "num_decays": 2}, True),
     "window": ({}, False),
-    "window of 2, MHLA": ({"feature_map": "exp", "window": 2}, True),
-    "window of 2": ({"window": 2}, False),
 }
 
 
