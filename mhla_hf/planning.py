@@ -28,8 +28,8 @@ from .conversion.families import softmax_config
 from .conversion.sizes import cache_of_layers, cache_of_mhla, compare_caches
 from .conversion.transformers_models import family_to_convert, reason_to_keep_softmax
 from .evaluation.records import render_rows
-from .models.attention import softmax_attentions
 from .models.cache import MHLACacheLayer
+from .models.causal_attention import softmax_attentions
 from .models.configuration import MHLAConfig
 from .models.families import ENCODERS, VISION
 from .models.language import MHLAForCausalLM

@@ -5,8 +5,8 @@ import inspect
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from mhla_hf.models.derived_classes import base_classes
 from mhla_hf.models.families import LANGUAGE, family_of_type
-from mhla_hf.models.overlay import base_classes
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.2}

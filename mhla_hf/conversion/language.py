@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..checkpoints.file_io import atomic_file
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
 from ..data import TokenRing, open_text
-from ..models.attention import ATTENTION_NAME, keep_softmax_heads
+from ..models.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import ENCODERS, LANGUAGE
 from ..models.transformers_api import forward_cached, set_attention_function
 from ..nn.settings import MHLASettings, is_whole
@@ -100,7 +100,7 @@ def convert_with_text(
             fingerprint_model(model),
         ]
         saved_steps = Checkpoint(checkpoint, hash_json(identity))
-        convert_in_place(model, settings, layers, overrides)
+        convert_in_place(model, family, mhla_settings)
         gate_steps = max(1, round(GATE_STEPS * effort))
         report = learn_from_rows(model, rows, num_kept_heads, gate_steps, seed, saved_steps, progress)
         if sizes is not None:

@@ -14,7 +14,7 @@ from ..models.transformers_api import forward_cached
 from ..nn.settings import MHLASettings
 from ..ops.local_state import LocalState
 from .teacher import mhla_layers, replaced_cores
-from .transformers_models import convert_in_place
+from .transformers_models import convert_in_place, convertible_family
 
 CACHE_LENGTHS = (2048, 8192, 32768, 131072)  # at which `compare_caches` reports
 
@@ -94,7 +94,7 @@ def sizes_of_conversion(model: Any, settings: MHLASettings) -> dict[int, LayerSi
     with torch.device("meta"):
         config = copy.deepcopy(model.config)
         student = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
-    return sizes_of_layers(convert_in_place(student, settings, None, {}))
+    return sizes_of_layers(convert_in_place(student, convertible_family(student), settings))
 
 
 class LayerCache(NamedTuple):

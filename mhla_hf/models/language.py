@@ -27,10 +27,10 @@ from transformers.models.llama.modeling_llama import (
 
 from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
-from .attention import ATTENTION_NAME, mhla_attention, pass_padding
 from .cache import mhla_cache_layer
+from .causal_attention import ATTENTION_NAME, mhla_attention, pass_padding
 from .configuration import MHLAConfig
-from .overlay import forward_preparing
+from .derived_classes import forward_preparing
 from .pretrained import MHLAPreTrainedMixin
 from .transformers_api import find_cache, set_attention_function
 

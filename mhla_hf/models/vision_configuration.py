@@ -12,7 +12,7 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..nn.settings import MHLASettings, is_layout
+from ..nn.settings import MHLASettings, check_settings, is_layout
 
 STAGE_KEYS = ("hidden_size", "depth", "num_heads", "layout")
 
@@ -147,8 +147,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         if self.image_std is None:
             self.image_std = [0.229, 0.224, 0.225] if self.num_channels == 3 else gray
         settings = MHLASettings.from_dict({**PAPER_VISION_SETTINGS, **(self.mhla or {})})
-        if settings.layout is None or len(settings.layout) != 2:
-            raise ValueError(f"layout: got {settings.layout!r}, expected blocks per row and column, such as [4, 4].")
+        check_settings(settings, "an image classifier", axes=2)
         settings.layers = settings.resolve_layers(self.num_hidden_layers)
         self.mhla = settings.to_dict()
         super().__post_init__(**kwargs)

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoModelForSequenceClassification, BertConfig
 
 import mhla_hf
+from mhla_hf.models.derived_classes import base_classes
 from mhla_hf.models.encoder_attention import encoder_attentions
 from mhla_hf.models.families import ENCODERS, auto_class_of
-from mhla_hf.models.overlay import base_classes
 from mhla_hf.share.facts import read_model
 
 IDS = torch.randint(3, 60, (3, 29), generator=torch.Generator().manual_seed(1))
