@@ -14,7 +14,7 @@ from ..models.transformers_api import forward_cached
 from ..nn.settings import MHLASettings
 from ..ops.local_state import LocalState
 from .teacher import mhla_layers, replaced_cores
-from .transformers_models import convert_in_place, convertible_family
+from .transformers_models import convert_transformers_model
 
 CACHE_LENGTHS = (2048, 8192, 32768, 131072)  # at which `compare_caches` reports
 
@@ -94,7 +94,7 @@ def sizes_of_conversion(model: Any, settings: MHLASettings) -> dict[int, LayerSi
     with torch.device("meta"):
         config = copy.deepcopy(model.config)
         student = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
-    return sizes_of_layers(convert_in_place(student, convertible_family(student), settings))
+    return sizes_of_layers(convert_transformers_model(student, settings, None, {}))
 
 
 class LayerCache(NamedTuple):

@@ -23,6 +23,7 @@ class AttentionKind:
         sources: Modules that the bundler starts from, by the mixing form of a model ("decay" or "matrix"); `entry` for
             forms that are not listed.
         axes: Number of axes of the grid of tokens; 0 for sequences.
+        linear: Whether the attention is linear already, so that converting it loses nothing.
     """
 
     noun: str
@@ -31,6 +32,7 @@ class AttentionKind:
     auto_classes: tuple[str, ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
     axes: int = 0
+    linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,13 @@ IMAGE_DEFAULTS: dict[str, Any] = {"layout": [4, 4], "feature_map": "relu", "norm
 SANA_DEFAULTS: dict[str, Any] = {**IMAGE_DEFAULTS, "feature_map": "plain_relu", "mixing_start": "uniform"}
 DIT_IMAGES = AttentionKind("a DiT", entry="models.dit_transformer", defaults=IMAGE_DEFAULTS, axes=2)
 PIXART_IMAGES = AttentionKind("a PixArt", entry="models.converted_transformer", defaults=IMAGE_DEFAULTS, axes=2)
-SANA_IMAGES = AttentionKind("a Sana", entry="models.converted_transformer", defaults=SANA_DEFAULTS, axes=2)
+SANA_IMAGES = AttentionKind("a Sana", entry="models.converted_transformer", defaults=SANA_DEFAULTS, axes=2, linear=True)
 SANA_VIDEO = AttentionKind(
     "a Sana Video",
     entry="models.converted_transformer",
     defaults={**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"},
     axes=3,
+    linear=True,
 )
 WAN_VIDEO = AttentionKind(
     "a Wan",
