@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..nn.settings import MHLASettings
-from .families import is_of_diffusers
+from .model_family import is_of_diffusers
 from .teacher import kl_to_teacher
 from .transformers_models import convert_transformers_model
 

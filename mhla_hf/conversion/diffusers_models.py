@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 from ..models.diffusion import resolved_settings, self_attentions
 from ..models.families import DIFFUSION
 from ..nn.settings import MHLASettings
-from .families import mhla_class, transformer_family
+from .model_family import mhla_class, transformer_family
 from .steps import chosen_settings, match_device_and_dtype
 
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]

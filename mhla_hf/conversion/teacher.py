@@ -16,7 +16,7 @@ from torch import nn
 from ..models.causal_attention import softmax_attentions
 from ..models.encoder_attention import encoder_attentions
 from ..models.families import ENCODERS
-from .families import family_of
+from .model_family import family_of
 
 
 class SoftmaxCore(nn.Module):

@@ -13,7 +13,7 @@ from ..models.derived_classes import attention_sizes, base_classes
 from ..models.families import ENCODER, TOWER, Family, family_of_type
 from ..models.rotation import rotation_layout
 from ..nn.settings import MHLASettings, check_settings
-from .families import mhla_class
+from .model_family import mhla_class
 from .steps import chosen_settings, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")

@@ -67,16 +67,22 @@ def mhla_attention(
         raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
     cache = kwargs.get("mhla_cache")
-    options = {"hidden_states": kwargs.get("mhla_hidden_states"), "cache": cache, "scale": scaling}
-    options |= {name: kwargs[f"mhla_{name}"] for name in ("rotate", "angles") if f"mhla_{name}" in kwargs}
-    options |= {"starts": starts, "key_mask": key_mask}
-    options["cu_seqlens"] = kwargs.get("cu_seq_lens_q") if cache is None else None
+    options = {
+        "hidden_states": kwargs.get("mhla_hidden_states"),
+        "cache": cache,
+        "scale": scaling,
+        "starts": starts,
+        "key_mask": key_mask,
+        "cu_seqlens": kwargs.get("cu_seq_lens_q") if cache is None else None,
+        # Only some cores take these.
+        **{name: kwargs[f"mhla_{name}"] for name in ("rotate", "angles") if f"mhla_{name}" in kwargs},
+    }
     heads = getattr(module.mhla, "heads", None)
     if heads is None:
         o = module.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
         # Some bases call `view` on the output.
         return o.contiguous(), None
-    # The key is whether the heads keep softmax.
+    # By whether the heads keep softmax.
     outputs = {}
     if heads.counts[True]:
         parts = [heads.part(x, True, 1) for x in (query, key, value)]
@@ -185,8 +191,9 @@ class MHLAMixer:
         Returns:
             As the base.
         """
-        name, mixed = find_cache(kwargs), hasattr(self, "softmax_heads")
-        cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx, mixed) if name is not None else None
+        cache_name, keeps_softmax = find_cache(kwargs), hasattr(self, "softmax_heads")
+        past = kwargs.pop(cache_name) if cache_name is not None else None
+        cache = mhla_cache_layer(past, self.layer_idx, keeps_softmax=keeps_softmax)
         added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
         if self.reads_unrotated:
             added["mhla_angles"] = rotation_angles(self, kwargs)

@@ -31,9 +31,14 @@ VLT_ARCHITECTURE: dict[str, Any] = {
     "patch_size": 4,
     "positions": "rope",
     "position_conv": 3,
+    "mlp_conv": 3,
+    "mlp_ratio": 3.5,
+    "qk_norm": False,
+    "output_product": True,
+    "layer_scale": 1.0,
+    "feature_size": 1792,
+    "pad_to_blocks": False,
 }
-VLT_ARCHITECTURE |= {"mlp_conv": 3, "mlp_ratio": 3.5, "qk_norm": False, "output_product": True, "layer_scale": 1.0}
-VLT_ARCHITECTURE |= {"feature_size": 1792, "pad_to_blocks": False}
 VLT_LAYOUTS = [[7, 7], [4, 4], [4, 4], [4, 4]]
 VLT_MHLA = {"feature_map": "elu", "rope": "after", "cpe": 5}
 MHLA_VISION_PRESETS: dict[str, dict[str, Any]] = {

@@ -21,9 +21,9 @@ MAX_DECAYS = 64
 MAX_WINDOW_BLOCKS = 1_024
 
 
-def is_whole(value: object, least: int, most: int = sys.maxsize) -> bool:
-    """Whether `value` is an int from `least` to `most`; bools do not count."""
-    return type(value) is int and least <= value <= most
+def is_whole(value: object, minimum: int, maximum: int = sys.maxsize) -> bool:
+    """Whether `value` is an int from `minimum` to `maximum`; bools do not count."""
+    return type(value) is int and minimum <= value <= maximum
 
 
 def is_layout(layout: object) -> bool:
@@ -64,9 +64,9 @@ def one_of(*allowed: Any) -> SettingCheck:
     return is_allowed, f"one of {list(allowed)}"
 
 
-def whole_number(least: int, most: int) -> SettingCheck:
-    """Return the check of a setting that allows ints from `least` to `most`."""
-    return (lambda value: is_whole(value, least, most)), f"a whole number from {least} to {most}"
+def whole_number(minimum: int, maximum: int) -> SettingCheck:
+    """Return the check of a setting that allows ints from `minimum` to `maximum`."""
+    return (lambda value: is_whole(value, minimum, maximum)), f"a whole number from {minimum} to {maximum}"
 
 
 SETTING_CHECKS: dict[str, SettingCheck] = {

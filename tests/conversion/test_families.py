@@ -12,7 +12,7 @@ from tiny_pipelines import TRANSFORMERS, tiny_transformer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mhla_hf
-from mhla_hf.conversion.families import family_of, mhla_class
+from mhla_hf.conversion.model_family import family_of, mhla_class
 from mhla_hf.models.derived_classes import base_classes
 from mhla_hf.models.families import DIFFUSION, FAMILIES, LANGUAGE, VISION
 from mhla_hf.models.transformers_api import class_names, family_of_class
