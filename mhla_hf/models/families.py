@@ -15,22 +15,22 @@ class AttentionKind:
     """A kind of attention that MHLA replaces, with what all families that have it share.
 
     Attributes:
-        noun: What messages call a model of this kind.
         entry: Module that makes the MHLA classes of these families. Those of transformers have an attribute `swap`, which
             says which attention class and which cores they install (`AttentionSwap`).
         defaults: Default settings of a conversion (`MHLASettings`).
         auto_classes: Auto classes of transformers whose models convert; their mappings name the classes of each model type.
         sources: Modules that the bundler starts from, by the mixing form of a model ("decay" or "matrix"); `entry` for
             forms that are not listed.
+        noun: What errors call a model of this kind; those of diffusers are called by their class.
         axes: Number of axes of the grid of tokens; 0 for sequences.
         linear: Whether the attention is linear already, so that converting it loses nothing.
     """
 
-    noun: str
     entry: str
     defaults: dict[str, Any]
     auto_classes: tuple[str, ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
+    noun: str = ""
     axes: int = 0
     linear: bool = False
 
@@ -81,7 +81,7 @@ WINDOWED_DECAYS: dict[str, Any] = {
     "feature_map": "softmax",
 }
 CAUSAL = AttentionKind(
-    "a causal model",
+    noun="a causal model",
     entry="models.converted",
     defaults={**WINDOWED_DECAYS, "rope": "near", "window": 6, "length_power": True},
     auto_classes=(
@@ -94,7 +94,7 @@ CAUSAL = AttentionKind(
     sources={"decay": "models.converted_local", "matrix": "models.converted_dense"},
 )
 ENCODER = AttentionKind(
-    "an encoder",
+    noun="an encoder",
     entry="models.converted_encoder",
     defaults={**WINDOWED_DECAYS, "window": 1, "sinks": 0},
     auto_classes=(
@@ -107,25 +107,23 @@ ENCODER = AttentionKind(
     ),
 )
 TOWER = AttentionKind(
-    "a vision tower",
+    noun="a vision tower",
     entry="models.converted_vision",
     defaults={"layout": [4, 4], "feature_map": "relu"},
     axes=2,
 )
 IMAGE_DEFAULTS: dict[str, Any] = {"layout": [4, 4], "feature_map": "relu", "normalize": True, "layers": "all"}
 SANA_DEFAULTS: dict[str, Any] = {**IMAGE_DEFAULTS, "feature_map": "plain_relu", "mixing_start": "uniform"}
-DIT_IMAGES = AttentionKind("a DiT", entry="models.dit_transformer", defaults=IMAGE_DEFAULTS, axes=2)
-PIXART_IMAGES = AttentionKind("a PixArt", entry="models.converted_transformer", defaults=IMAGE_DEFAULTS, axes=2)
-SANA_IMAGES = AttentionKind("a Sana", entry="models.converted_transformer", defaults=SANA_DEFAULTS, axes=2, linear=True)
+DIT_IMAGES = AttentionKind(entry="models.dit_transformer", defaults=IMAGE_DEFAULTS, axes=2)
+PIXART_IMAGES = AttentionKind(entry="models.converted_transformer", defaults=IMAGE_DEFAULTS, axes=2)
+SANA_IMAGES = AttentionKind(entry="models.converted_transformer", defaults=SANA_DEFAULTS, axes=2, linear=True)
 SANA_VIDEO = AttentionKind(
-    "a Sana Video",
     entry="models.converted_transformer",
     defaults={**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"},
     axes=3,
     linear=True,
 )
 WAN_VIDEO = AttentionKind(
-    "a Wan",
     entry="models.converted_transformer",
     defaults={
         "layout": [3, 5, 10],
