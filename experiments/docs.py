@@ -19,8 +19,8 @@ from mhla_hf import convert
 from mhla_hf.bench import render_bench
 from mhla_hf.checkpoints.file_io import write_text
 from mhla_hf.conversion.transformers_models import REFUSED
+from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.families import ENCODERS, LANGUAGE
-from mhla_hf.models.overlay import MODEL_NAME, base_classes
 from mhla_hf.models.transformers_api import forward_cached
 from mhla_hf.planning import render_plan
 from mhla_hf.speed import cache_bytes
@@ -96,7 +96,7 @@ def render_families(_: Any = None) -> str:
     for title, families in (("model type", LANGUAGE), ("encoder", ENCODERS)):
         lines += ["", f"| {title} | heads |", "|---|---|"]
         for family in families:
-            names = [name.removeprefix(MODEL_NAME.sub("", family.classes[0])) for name in base_classes(family)]
+            names = [name.removeprefix(model_name(family)) for name in base_classes(family)]
             lines.append(f"| `{family.base}` | {', '.join(names)} |")
     lines += ["", "| refused, because | model types |", "|---|---|"]
     for reason, types in REFUSED.items():

@@ -48,9 +48,10 @@ def __getattr__(name: str) -> object:
     if name in _PUBLIC:
         return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
     if name.startswith("MHLA"):
-        config_class_name = importlib.import_module(".models.transformers_api", __name__).config_class_name
+        transformers_api = importlib.import_module(".models.transformers_api", __name__)
         for family in FAMILIES:
-            if name.removeprefix("MHLA") in (*family.classes, config_class_name(family.base)):
+            base_names = (*transformers_api.class_names(family), transformers_api.config_class_name(family.base))
+            if name.removeprefix("MHLA") in base_names:
                 with contextlib.suppress(AttributeError):  # this family does not have this head
                     return getattr(importlib.import_module(f".{family.entry}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,12 +24,12 @@ from .checkpoints.file_io import PathLike
 from .checkpoints.load import choose_device, load_config
 from .checkpoints.provenance import describe_run
 from .conversion import convert
-from .conversion.families import softmax_config
+from .conversion.model_family import softmax_config
 from .conversion.sizes import cache_of_layers, cache_of_mhla, compare_caches
 from .conversion.transformers_models import family_to_convert, reason_to_keep_softmax
 from .evaluation.records import render_rows
-from .models.attention import softmax_attentions
 from .models.cache import MHLACacheLayer
+from .models.causal_attention import softmax_attentions
 from .models.configuration import MHLAConfig
 from .models.families import ENCODERS, VISION
 from .models.language import MHLAForCausalLM

@@ -15,8 +15,8 @@ import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from .models.attention import softmax_attentions
 from .models.cache import MHLACacheLayer
+from .models.causal_attention import softmax_attentions
 from .models.transformers_api import cache_argument, forward_cached
 from .nn.local import DecayMHLA
 

@@ -7,8 +7,8 @@ from small_models import shaken
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mhla_hf
+from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.families import ENCODERS, family_of_type
-from mhla_hf.models.overlay import base_classes
 
 PAD = 1
 SIZES = {
@@ -49,7 +49,7 @@ def softmax_encoder(model_type: str, head: str = "Model", **overrides):
     sizes = {**SIZES, **(SLIDING_SIZES if model_type in SLIDING else {}), **overrides}
     torch.manual_seed(0)
     config = config_class(**{name: size for name, size in sizes.items() if name in known})
-    return base_classes(family)[family.classes[0].removesuffix("Model") + head](config).eval()
+    return base_classes(family)[model_name(family) + head](config).eval()
 
 
 def converted_encoder(model_type: str, head: str = "Model", layers="all", *, block_size=8, **settings):

@@ -5,8 +5,8 @@ import inspect
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from mhla_hf.models.derived_classes import base_classes
 from mhla_hf.models.families import LANGUAGE, family_of_type
-from mhla_hf.models.overlay import base_classes
 
 SIZES = {
     "vocab_size": 64,

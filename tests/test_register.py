@@ -34,7 +34,7 @@ def test_registered_whatever_is_imported_first(tmp_path):
     converted_model().save_pretrained(tmp_path / "language")
     converted_tower("ViTModel").save_pretrained(tmp_path / "tower")
     (tmp_path / "language/modeling_mhla.py").unlink()
-    code = f"""import mhla_hf.conversion.families
+    code = f"""import mhla_hf.conversion.model_family
 from transformers import AutoModel, AutoModelForCausalLM
 for auto, name in ((AutoModelForCausalLM, "language"), (AutoModel, "tower")):
     found = type(auto.from_pretrained({str(tmp_path)!r} + "/" + name))

@@ -18,14 +18,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..models.families import DIFFUSION, ENCODERS, VISION
+from ..models.families import CAUSAL, DIFFUSION, ENCODER, TOWER
 
 FILE_NAME = "modeling_mhla.py"
 FORMAT = 1
 PLACEHOLDER = "package"
 COMMON_LIBRARIES = ("torch", "numpy", "safetensors", "huggingface_hub")  # installed with transformers and diffusers
-LANGUAGE_ENTRIES = ("models.language", "models.converted_local", "models.converted_dense")
-OTHER_ENTRIES = ("models.vision", *(family.entry for family in (*ENCODERS, *VISION)))
+LANGUAGE_ENTRIES = ("models.language", *CAUSAL.sources.values())
+OTHER_ENTRIES = ("models.vision", ENCODER.entry, TOWER.entry)
 # Module to bundle -> further libraries it may import outside `try:`
 ENTRIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*LANGUAGE_ENTRIES, *OTHER_ENTRIES), ("transformers",)),

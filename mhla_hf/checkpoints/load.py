@@ -28,8 +28,8 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from ..models.derived_classes import base_classes
 from ..models.families import ENCODERS, VISION, Family, auto_class_of, family_of_type
-from ..models.overlay import base_classes
 from ..models.saving import check_whole_files
 from ..models.transformers_api import config_class_of
 from ..nn.settings import is_whole

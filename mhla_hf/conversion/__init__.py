@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..nn.settings import MHLASettings
-from .families import is_of_diffusers
+from .model_family import is_of_diffusers
 from .teacher import kl_to_teacher
-from .transformers_models import convert_in_place
+from .transformers_models import convert_transformers_model
 
 __all__ = ["convert", "kl_to_teacher"]
 Model = TypeVar("Model")
@@ -87,4 +87,4 @@ def convert(
     if is_of_diffusers(model):
         diffusers_models = importlib.import_module(".diffusers_models", __package__)  # imports diffusers
         return diffusers_models.convert_diffusion(model, settings, layers, overrides)
-    return convert_in_place(model, settings, layers, overrides)
+    return convert_transformers_model(model, settings, layers, overrides)

@@ -11,10 +11,10 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
-from ..models.diffusion import check_diffusion_settings, self_attentions
+from ..models.diffusion import resolved_settings, self_attentions
 from ..models.families import DIFFUSION
 from ..nn.settings import MHLASettings
-from .families import mhla_class, transformer_family
+from .model_family import mhla_class, transformer_family
 from .steps import chosen_settings, match_device_and_dtype
 
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
@@ -48,7 +48,7 @@ def convert_diffusion(
         model_class = mhla_transformer_class(transformer)
         defaults = MHLASettings(**model_class.mhla_defaults)
         mhla_settings = chosen_settings(settings, defaults, layers, overrides)
-        mhla_settings = check_diffusion_settings(model_class, transformer, mhla_settings)
+        mhla_settings = resolved_settings(model_class, transformer, mhla_settings)
         check_at_rest(transformer)
         checked.append((transformer, model_class, mhla_settings))
     for transformer, model_class, mhla_settings in checked:

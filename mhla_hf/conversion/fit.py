@@ -160,7 +160,7 @@ def start_from_inputs(core: Any, q: torch.Tensor, k: torch.Tensor, options: dict
 
 
 def balance_masses(
-    core: Any, q: torch.Tensor, k: torch.Tensor, fq: torch.Tensor, fk: torch.Tensor, scale: float | None
+    core: Any, q: torch.Tensor, k: torch.Tensor, q_features: torch.Tensor, k_features: torch.Tensor, scale: float | None
 ) -> None:
     """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
 
@@ -169,7 +169,7 @@ def balance_masses(
     Args:
         core: A `DecayMHLA` or `TwoWayMHLA` with a local softmax.
         q, k: Rotated queries [B, T, H, K] and keys [B, T, G, K].
-        fq, fk: Features of the far part, [B, T, H, F] and [B, T, G, F].
+        q_features, k_features: Those of the far part, [B, T, H, F] and [B, T, G, F].
         scale: Factor of q k^T in the softmax; None is that of the core.
     """
     form, balance = core.form, core.mixing.balance
@@ -187,7 +187,9 @@ def balance_masses(
         for row in range(len(q)):
             score = (q[row, :, head] @ k[row, :, kv_head].T).float() * scale
             log_total = score.masked_fill(is_hidden, float("-inf")).logsumexp(-1, keepdim=True)
-            mhla_weight = (fq[row, :, head] @ fk[row, :, kv_head].T).float() * mixing[head] / log_total.exp()
+            mhla_weight = (
+                (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head] / log_total.exp()
+            )
             masses = masses + torch.stack([(x * is_far).sum() for x in ((score - log_total).exp(), mhla_weight)])
         if bool((masses > NEGLIGIBLE).all()):
             balance[head] = (masses[0] / masses[1]).log()

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..checkpoints.file_io import atomic_file
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
 from ..data import TokenRing, open_text
-from ..models.attention import ATTENTION_NAME, keep_softmax_heads
+from ..models.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import ENCODERS, LANGUAGE
 from ..models.transformers_api import forward_cached, set_attention_function
 from ..nn.settings import MHLASettings, is_whole
@@ -100,7 +100,7 @@ def convert_with_text(
             fingerprint_model(model),
         ]
         saved_steps = Checkpoint(checkpoint, hash_json(identity))
-        convert_in_place(model, settings, layers, overrides)
+        convert_in_place(model, family, mhla_settings)
         gate_steps = max(1, round(GATE_STEPS * effort))
         report = learn_from_rows(model, rows, num_kept_heads, gate_steps, seed, saved_steps, progress)
         if sizes is not None:
@@ -141,7 +141,7 @@ def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, 
     num_passages = num_long + -(-(num_rows - num_long) // (long_length // short_length))
     if isinstance(text, str) and text == "self":
         # Sample short rows, and join several to a long one: sampling at the long length would take longer.
-        sampled = write_rows(
+        sampled = sample_rows(
             model, tokenizer, num_passages * (long_length // short_length), short_length, seed, progress
         )
         passages, name = sampled.view(num_passages, -1), "self"
@@ -164,7 +164,7 @@ def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, 
 
 
 @torch.no_grad()
-def write_rows(model: Any, tokenizer: Any, count: int, length: int, seed: int, progress: bool) -> torch.Tensor:
+def sample_rows(model: Any, tokenizer: Any, count: int, length: int, seed: int, progress: bool) -> torch.Tensor:
     """Sample text from a softmax language model at temperature 1, without a prompt.
 
     Each row begins with the beginning-of-sequence token, or with the end-of-sequence token if there is none. Sampling does
@@ -354,7 +354,7 @@ class TeacherScores:
         self.positions = torch.arange(rows[0].shape[1] - 1)[:: -(-(rows[0].shape[1] - 1) // MEASURED_POSITIONS)]
         with torch.no_grad(), softmax_instead(model):
             self.expected = [log_probabilities(model, ids, self.positions).half() for ids in rows]
-            self.scores = self.own_scores(model, self.expected)
+            self.scores = self.absolute_scores(model, self.expected)
 
     @torch.no_grad()
     def compare(self, model: Any) -> dict[str, float]:
@@ -362,9 +362,9 @@ class TeacherScores:
         predicted = [log_probabilities(model, ids, self.positions) for ids in self.rows]
         pairs = zip(self.expected, predicted, strict=True)
         kl = sum(float(mean_kl(expected.float(), x)) for expected, x in pairs) / len(predicted)
-        return {"kl": round(kl, 4), **self.own_scores(model, predicted)}
+        return {"kl": round(kl, 4), **self.absolute_scores(model, predicted)}
 
-    def own_scores(self, model: Any, predicted: list[torch.Tensor]) -> dict[str, float]:
+    def absolute_scores(self, model: Any, predicted: list[torch.Tensor]) -> dict[str, float]:
         """Compute the perplexity and recall of a model, which do not involve the softmax original.
 
         Args:

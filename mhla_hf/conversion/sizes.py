@@ -14,7 +14,7 @@ from ..models.transformers_api import forward_cached
 from ..nn.settings import MHLASettings
 from ..ops.local_state import LocalState
 from .teacher import mhla_layers, replaced_cores
-from .transformers_models import convert_in_place
+from .transformers_models import convert_transformers_model
 
 CACHE_LENGTHS = (2048, 8192, 32768, 131072)  # at which `compare_caches` reports
 
@@ -23,14 +23,14 @@ class LayerSizes(NamedTuple):
     """Sizes of the cache of one layer, for one sequence.
 
     Attributes:
-        heads: Number of KV heads.
-        token: Bytes per token if all heads keep softmax.
-        state: Bytes of the state if all heads are MHLA.
+        num_kv_heads: Number of KV heads.
+        token_bytes: Bytes per token if all heads keep softmax.
+        state_bytes: Bytes of the state if all heads are MHLA.
     """
 
-    heads: int
-    token: int
-    state: int
+    num_kv_heads: int
+    token_bytes: int
+    state_bytes: int
 
 
 class CountingCore(nn.Module):
@@ -40,15 +40,15 @@ class CountingCore(nn.Module):
         core: The `DecayMHLA`.
 
     Attributes:
-        token: Bytes of keys and values per token, after a forward pass.
-        state: Bytes of the state, after a forward pass.
+        token_bytes: Bytes of keys and values per token, after a forward pass.
+        state_bytes: Bytes of the state, after a forward pass.
     """
 
     def __init__(self, core: Any) -> None:
         super().__init__()
         self.core = core
-        self.token = 0
-        self.state = 0
+        self.token_bytes = 0
+        self.state_bytes = 0
 
     def forward(
         self,
@@ -61,9 +61,9 @@ class CountingCore(nn.Module):
     ) -> torch.Tensor:
         """Count, and return zeros [B, T, H, V]; arguments as in `DecayMHLA.forward`."""
         num_decays, num_features = self.core.mixing.num_decays, self.core.k_map.num_features
-        self.token = (k[:, :1].numel() + v[:, :1].numel()) * v.element_size()
+        self.token_bytes = (k[:, :1].numel() + v[:, :1].numel()) * v.element_size()
         angles = None if angles is None else angles.to(v.dtype)
-        self.state = LocalState.empty(k.to(v.dtype), v, num_decays, num_features, self.core.form, angles).nbytes()
+        self.state_bytes = LocalState.empty(k.to(v.dtype), v, num_decays, num_features, self.core.form, angles).nbytes()
         return v.new_zeros(*q.shape[:3], v.shape[3])
 
 
@@ -81,11 +81,11 @@ def sizes_of_layers(model: Any) -> dict[int, LayerSizes]:
         forward_cached(model.base_model, ids, attention_mask=mask, mhla_padding=(None, None))
     for index, attention in mhla_layers(model).items():
         counting = cores[index]
-        token_bytes = counting.token
+        token_bytes = counting.token_bytes
         if (latent_width := getattr(attention, "kv_lora_rank", None)) is not None:
             # Latent attention keeps one latent and one rotated key per token for all heads, not keys and values per head.
             token_bytes = (latent_width + attention.qk_rope_head_dim) * model.dtype.itemsize
-        sizes[index] = LayerSizes(counting.core.num_kv_heads, token_bytes, counting.state)
+        sizes[index] = LayerSizes(counting.core.num_kv_heads, token_bytes, counting.state_bytes)
     return sizes
 
 
@@ -94,7 +94,7 @@ def sizes_of_conversion(model: Any, settings: MHLASettings) -> dict[int, LayerSi
     with torch.device("meta"):
         config = copy.deepcopy(model.config)
         student = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
-    return sizes_of_layers(convert_in_place(student, settings, None, {}))
+    return sizes_of_layers(convert_transformers_model(student, settings, None, {}))
 
 
 class LayerCache(NamedTuple):
@@ -141,8 +141,10 @@ def cache_of_mhla(student: Any) -> dict[int, LayerCache]:
     caches = {}
     for index, size in sizes_of_layers(student).items():
         core: Any = mhla_layers(student)[index].mhla
-        softmax_share = 0 if core.heads is None else core.heads.counts[True] / size.heads
-        caches[index] = LayerCache(round(softmax_share * size.token), math.inf, round((1 - softmax_share) * size.state))
+        softmax_share = 0 if core.heads is None else core.heads.counts[True] / size.num_kv_heads
+        caches[index] = LayerCache(
+            round(softmax_share * size.token_bytes), math.inf, round((1 - softmax_share) * size.state_bytes)
+        )
     return caches
 
 

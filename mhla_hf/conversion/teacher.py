@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..models.attention import softmax_attentions
+from ..models.causal_attention import softmax_attentions
 from ..models.encoder_attention import encoder_attentions
 from ..models.families import ENCODERS
-from .families import family_of
+from .model_family import family_of
 
 
 class SoftmaxCore(nn.Module):

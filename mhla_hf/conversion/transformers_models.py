@@ -2,23 +2,18 @@
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..checkpoints.load import register_family, strip_code_references
-from ..models.attention import softmax_attentions
-from ..models.converted import install_by_form
-from ..models.encoder_attention import encoder_attentions, install_encoder_mhla
-from ..models.families import ENCODERS, VISION, Family, family_of_type
-from ..models.grid_attention import grid_attentions, install_grid_mhla
-from ..models.overlay import attention_sizes, base_classes
+from ..models.derived_classes import attention_sizes, base_classes
+from ..models.families import ENCODER, TOWER, Family, family_of_type
 from ..models.rotation import rotation_layout
-from ..nn.core import check_causal, check_encoder
-from ..nn.settings import MHLASettings
-from .families import mhla_class
+from ..nn.settings import MHLASettings, check_settings
+from .model_family import mhla_class
 from .steps import chosen_settings, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
@@ -64,23 +59,6 @@ class NotConvertible(ValueError):
     """Raised for a model whose type or layers cannot be converted with any settings."""
 
 
-def check_tower(settings: MHLASettings) -> None:
-    """Raise ValueError for settings that a vision tower cannot have."""
-    if settings.layout is None or len(settings.layout) != 2:
-        raise ValueError(f"layout: got {settings.layout!r}, expected blocks per row and column, such as [4, 4].")
-    if settings.normalize == "official":
-        raise ValueError('normalize: got "official", whose denominator has no class tokens, expected true or false.')
-
-
-def kind_of_family(family: Family) -> tuple[Callable[..., Any], Callable[..., None], Callable[[MHLASettings], None]]:
-    """Return three functions for a family: to find its attention modules, to make them MHLA, and to check settings."""
-    if family in VISION:
-        return grid_attentions, install_grid_mhla, check_tower
-    if family in ENCODERS:
-        return encoder_attentions, install_encoder_mhla, check_encoder
-    return softmax_attentions, install_by_form, check_causal
-
-
 def checked_settings(
     model: Any,
     family: Family,
@@ -98,62 +76,62 @@ def checked_settings(
     Raises:
         ValueError, TypeError: The model cannot be converted with these settings.
     """
-    find, _, check = kind_of_family(family)
     settings = chosen_settings(settings, MHLASettings(**family.defaults), layers, overrides)
     if settings.rope == "after":
         raise ValueError('rope: got "after", expected "before": the base model rotates q and k before the feature map.')
-    check(settings)
+    kind, is_encoder = family.kind, family.kind is ENCODER
+    check_settings(settings, kind.noun, both_ways=is_encoder, axes=kind.axes, has_prefix=kind is TOWER)
     config = model.config
-    attentions = find(model)
-    if family in ENCODERS:
-        settings = replace(settings, num_blocks=-(-config.max_position_embeddings // settings.block_size))
-    settings = replace(settings, layers=choose_convertible(settings, config, attentions, family in ENCODERS))
-    for index in settings.layers:
+    attentions = mhla_class(family, type(model)).swap.find_attentions(model)
+    mhla_layers = choose_convertible(settings, config, attentions, is_encoder)
+    for index in mhla_layers:
         if settings.rope == "near":
             rotation_layout(attentions[index])
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
             raise ValueError(f"model: got offloaded weights in layer {index}, expected weights on a device.")
-    return without_softmax_layers(settings, attentions, config)
+    mhla_layers, softmax_heads = without_softmax_layers(mhla_layers, settings.softmax_heads or {}, attentions, config)
+    num_blocks = -(-config.max_position_embeddings // settings.block_size) if is_encoder else settings.num_blocks
+    return replace(settings, layers=mhla_layers, softmax_heads=softmax_heads, num_blocks=num_blocks)
 
 
-def without_softmax_layers(settings: MHLASettings, attentions: dict[int, Any], config: Any) -> MHLASettings:
+def without_softmax_layers(
+    mhla_layers: Sequence[int], softmax_heads: dict[str, list[int]], attentions: dict[int, Any], config: Any
+) -> tuple[list[int], dict[str, list[int]]]:
     """Remove the layers all of whose KV heads keep softmax from the MHLA layers.
 
     Args:
-        settings: Settings with `layers` as indices.
+        mhla_layers: Indices of layers.
+        softmax_heads: As in `MHLASettings`.
         attentions: Attention modules of the model, by layer.
         config: Configuration of the model.
 
     Returns:
-        Settings in which `softmax_heads` has only layers that are partly MHLA.
+        The remaining indices, and `softmax_heads` of layers that are partly MHLA.
 
     Raises:
         ValueError: `softmax_heads` has a layer or head that does not exist, or no MHLA layer remains.
     """
-    softmax_heads = dict(settings.softmax_heads or {})
-    layers: list[Any] = list(settings.layers)
-    for index, heads in (settings.softmax_heads or {}).items():
-        if int(index) not in layers:
-            raise ValueError(f"softmax_heads: got layer {index}, expected some of the MHLA layers {layers}.")
+    remaining_layers, remaining_heads = list(mhla_layers), dict(softmax_heads)
+    for index, heads in softmax_heads.items():
+        if int(index) not in mhla_layers:
+            raise ValueError(f"softmax_heads: got layer {index}, expected some of the MHLA layers {list(mhla_layers)}.")
         num_kv_heads = attention_sizes(attentions[int(index)], config)["num_kv_heads"]
         if heads[-1] >= num_kv_heads:
             raise ValueError(
                 f"softmax_heads: got KV head {heads[-1]} in layer {index}, expected 0 to {num_kv_heads - 1}."
             )
         if len(heads) == num_kv_heads:
-            layers.remove(int(index))
-            del softmax_heads[index]
-    if not layers:
+            remaining_layers.remove(int(index))
+            del remaining_heads[index]
+    if not remaining_layers:
         raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected fewer.")
-    return replace(settings, layers=layers, softmax_heads=softmax_heads)
+    return remaining_layers, remaining_heads
 
 
-def convert_in_place(
+def convert_transformers_model(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> Any:
     """Convert a model of transformers in place, and return it.
-
-    The model stays the same object; its class, its configuration, and the classes of its attention modules change.
 
     Args: As in `convert`.
 
@@ -161,9 +139,20 @@ def convert_in_place(
         ValueError, TypeError: The model cannot be converted with these settings; it is unchanged.
     """
     family = convertible_family(model)
-    settings = checked_settings(model, family, settings, layers, overrides)
-    find, install, _ = kind_of_family(family)
-    config, attentions = model.config, find(model)
+    return convert_in_place(model, family, checked_settings(model, family, settings, layers, overrides))
+
+
+def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
+    """Convert a model in place, and return it.
+
+    The model stays the same object; its class, its configuration, and the classes of its attention modules change.
+
+    Args:
+        model: A softmax model of transformers.
+        family: Its family.
+        settings: From `checked_settings`.
+    """
+    config = model.config
     for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
         if getattr(config, name, 0.0):
             logger.warning("convert: %s=%s of the base does not apply to MHLA layers.", name, getattr(config, name))
@@ -182,7 +171,8 @@ def convert_in_place(
             module.config = mhla_config
     model.__class__ = model_class
     mhla_config.architectures = [model_class.__name__]
-    install(model, settings)
+    model.install_mhla(settings)
+    attentions = model.swap.find_attentions(model)
     for index in settings.layers:
         match_device_and_dtype(attentions[index].mhla, next(attentions[index].parameters()).device, model.dtype)
     register_family(family)

@@ -171,14 +171,16 @@ class MHLADynamicCache(DynamicCache):
             layer.crop(tokens_to_remove)
 
 
-def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int, mixed: bool = False) -> MHLACacheLayer | None:
+def mhla_cache_layer(
+    past_key_values: Cache | None, layer_idx: int, keeps_softmax: bool = False
+) -> MHLACacheLayer | None:
     """Return an MHLA layer of a cache, and put it there at first use.
 
     Args:
         past_key_values: The cache, or None.
         layer_idx: Index of the layer.
-        mixed: Whether some heads keep softmax. Their keys and values go into the layer that was there before, or, if that
-            is static, into one like it.
+        keeps_softmax: Whether some heads keep softmax. Their keys and values go into the layer that was there before, or,
+            if that is static, into one like it.
 
     Returns:
         The layer, or None without a cache.
@@ -201,10 +203,10 @@ def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int, mixed: bool 
         )
     static = isinstance(layer, StaticLayer)
     length = layer.max_cache_len if static else None
-    if mixed and static and layer.is_initialized:
+    if keeps_softmax and static and layer.is_initialized:
         # Its storage is for all heads; the new one is made for those that keep softmax.
         layer = type(layer)(max_cache_len=length)
-    layers[layer_idx] = MHLACacheLayer(static, max_cache_len=length, softmax=layer if mixed else None)
+    layers[layer_idx] = MHLACacheLayer(static, max_cache_len=length, softmax=layer if keeps_softmax else None)
     if type(past_key_values) is DynamicCache and not torch.compiler.is_compiling():
         past_key_values.__class__ = MHLADynamicCache
     return layers[layer_idx]

@@ -74,7 +74,7 @@ class MHLAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the base's dictionary, with the entry that stops softmax classes (see `MHLAOverlayConfig`)."""
+        """Return the base's dictionary, with the entry that stops softmax classes (see `MHLAConfigMixin`)."""
         return {**super().to_dict(), "transformers_weights": NO_SOFTMAX}
 
     @classmethod

@@ -1,20 +1,16 @@
-"""The source of checkpoints of language models that mix by matrices: `converted.py` without the other mixing form."""
+"""The source of checkpoints of language models that mix by matrices: `converted.py` with this core alone."""
 
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from ..nn.core import MHLA
-from .attention import MHLAMixer, install_mhla, pass_padding
+from .causal_attention import CAUSAL_SWAP
+from .derived_classes import derived_class_named
 from .families import LANGUAGE
-from .overlay import MHLAHeadMixin, overlay_named
 
-
-class MHLADenseLanguageMixin(MHLAHeadMixin):
-    """Mixed into the classes of language models, bodies and heads."""
-
-    install, prepare = staticmethod(partial(install_mhla, core_class=MHLA)), staticmethod(pass_padding)
+DENSE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA)
 
 
 def __getattr__(name: str) -> Any:
     """Make a class on first use."""
-    return overlay_named(name, LANGUAGE, MHLADenseLanguageMixin, MHLAMixer)
+    return derived_class_named(name, LANGUAGE, DENSE_SWAP)

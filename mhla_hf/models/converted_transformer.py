@@ -19,7 +19,7 @@ from .families import DIFFUSION
 
 
 @functools.cache
-def overlay_transformer(name: str) -> Any:
+def derived_transformer(name: str) -> Any:
     """Return the MHLA class of a transformer of diffusers, such as "MHLAWanTransformer3DModel", which is made once.
 
     Raises:
@@ -34,4 +34,4 @@ def overlay_transformer(name: str) -> Any:
     return type(name, bases, {"family": family, "__module__": __name__, "__doc__": doc})
 
 
-__getattr__ = overlay_transformer
+__getattr__ = derived_transformer

@@ -1,19 +1,15 @@
-"""Converted vision towers and classifiers: `MHLAViTModel`, `MHLAViTForImageClassification`, ..., made on first use."""
+"""Converted vision towers and classifiers: `MHLAViTModel`, `MHLAViTForImageClassification`, ..., made on first use.
+
+A module of its own because it is the source of checkpoints: the bundler keeps what it refers to.
+"""
 
 from typing import Any
 
+from .derived_classes import derived_class_named
 from .families import VISION
-from .grid_attention import MHLAGridMixer, install_grid_mhla
-from .overlay import MHLAHeadMixin, overlay_named
-
-
-class MHLATowerMixin(MHLAHeadMixin):
-    """Mixed into the classes of vision towers and of classifiers."""
-
-    install = staticmethod(install_grid_mhla)
-    _can_compile_fullgraph = True
+from .grid_attention import GRID_SWAP
 
 
 def __getattr__(name: str) -> Any:
     """Make a class on first use."""
-    return overlay_named(name, VISION, MHLATowerMixin, MHLAGridMixer)
+    return derived_class_named(name, VISION, GRID_SWAP)

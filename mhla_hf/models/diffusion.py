@@ -25,7 +25,7 @@ from torch import nn
 
 from ..nn.core import CORE_LOG
 from ..nn.grid import GridMHLA, rotate_pairs
-from ..nn.settings import MHLASettings
+from ..nn.settings import MHLASettings, check_settings
 from .families import Family
 from .grid_shards import TokenShares, share_of_grid
 from .saving import check_loaded_weights, source_name, write_source
@@ -210,9 +210,8 @@ class MHLATransformerMixin:
         return super().extract_init_dict(init_dict, **kwargs)  # type: ignore[misc]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Set MHLA processors in the layers that `settings.layers` lists, and record the settings in the config."""
+        """Set MHLA processors in the layers that `settings.layers`, a list of indices, names; record it in the config."""
         attentions = self_attentions(self)
-        settings = check_diffusion_settings(type(self), self, settings)
         self.mhla_state = GridState()
         layers: Any = settings.layers
         for attn in (attentions[index] for index in layers):
@@ -232,8 +231,8 @@ class MHLATransformerMixin:
             ValueError: The latents have another number of axes or channels than this model's.
         """
         sides, patch = hidden_states.shape[2:], self.config.patch_size
-        if len(sides) != self.family.axes or hidden_states.shape[1] != self.config.in_channels:
-            axes = f"{self.config.in_channels}, {'frames, ' if self.family.axes == 3 else ''}height, width"
+        if len(sides) != self.family.kind.axes or hidden_states.shape[1] != self.config.in_channels:
+            axes = f"{self.config.in_channels}, {'frames, ' if self.family.kind.axes == 3 else ''}height, width"
             expected = f"[batch, {axes}]; do they come from this model's own VAE?"
             raise ValueError(f"hidden_states: got latents {list(hidden_states.shape)}, expected {expected}")
         patch = (patch,) * len(sides) if isinstance(patch, int) else patch
@@ -363,7 +362,8 @@ def constructor_with_mhla(base: Any, further: dict[str, Any]) -> Any:
 
     def __init__(self: Any, *, mhla: dict[str, Any] | None = None, **kwargs: Any) -> None:
         base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
-        self.install_mhla(MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})}))
+        settings = MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})})
+        self.install_mhla(resolved_settings(type(self), self, settings))
 
     constructor: Any = __init__
     signature = inspect.signature(base.__init__)
@@ -391,17 +391,11 @@ def self_attentions(model: Any) -> list[Any]:
     return [block.attn1 for block in (model.blocks if blocks is None else blocks)]
 
 
-def check_diffusion_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
-    """Check the settings for a conversion of `model` to `model_class`.
-
-    Returns:
-        The settings with `layers` as a list of indices.
+def resolved_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
+    """Return settings for a conversion of `model` to `model_class`, with `layers` as a list of indices.
 
     Raises:
         ValueError: The layout has another number of axes than the grid, or there are no such layers.
     """
-    axes = model_class.family.axes
-    if settings.layout is None or len(settings.layout) != axes:
-        expected = f"{axes} counts of blocks for {model_class.__name__}, such as {model_class.mhla_defaults['layout']}"
-        raise ValueError(f"layout: got {settings.layout}, expected {expected}.")
+    check_settings(settings, model_class.__name__, axes=model_class.family.kind.axes)
     return replace(settings, layers=settings.resolve_layers(len(self_attentions(model))))

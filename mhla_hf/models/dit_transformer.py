@@ -18,8 +18,14 @@ from ..nn.settings import MHLASettings
 from .diffusion import MHLATransformerMixin, holds_mhla
 from .families import DIT
 
-DIT_SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16)}  # depth, width, heads
-DIT_SIZES |= {"XL": (28, 1152, 16), "DiG-XL": (28, 1152, 18)}
+# Name -> depth, width, number of heads
+DIT_SIZES = {
+    "S": (12, 384, 6),
+    "B": (12, 768, 12),
+    "L": (24, 1024, 16),
+    "XL": (28, 1152, 16),
+    "DiG-XL": (28, 1152, 18),
+}
 DIG_SETTINGS = {"gate": True, "output_norm": True, "normalize": False}
 
 

@@ -13,10 +13,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..nn.local import TwoWayMHLA
 from ..nn.sequence import SequenceMHLA
-from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
-from .overlay import attention_sizes, calls_interface, overlay_class, prepare_inner_body, swap_attention
-from .transformers_api import set_attention_function
+from .derived_classes import AttentionSwap, attention_sizes, calls_interface
 
 ENCODER_ATTENTION_NAME = f"mhla_encoder_{NAMESPACE}"
 
@@ -82,25 +80,9 @@ def encoder_attentions(model: nn.Module) -> dict[int, Any]:
     return dict(enumerate(attentions))
 
 
-def install_encoder_mhla(model: Any, settings: MHLASettings) -> None:
-    """Turn the attention modules that `settings.layers` lists into MHLA, in place.
-
-    Args:
-        model: An encoder of transformers, with or without a head.
-        settings: The settings, with layers as indices.
-    """
-    config = model.config
-    attentions, core_class = encoder_attentions(model), TwoWayMHLA if settings.local else SequenceMHLA
-    layers: Any = settings.layers
-    for index in layers:
-        attention = attentions[index]
-        core = core_class(settings, hidden_size=config.hidden_size, **attention_sizes(attention, config))
-        mixed = overlay_class(type(attention), MHLAEncoderMixer, "models.converted_encoder")
-        swap_attention(attention, mixed, core, ENCODER_ATTENTION_NAME)
-    if len(layers) == len(attentions):
-        # Without softmax layers, no T x T mask is made.
-        set_attention_function(config, ENCODER_ATTENTION_NAME)
-    prepare_inner_body(model, pass_rows)
+def encoder_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
+    """Return the arguments of a core of an encoder, beside the settings."""
+    return {**attention_sizes(attention, config), "hidden_size": config.hidden_size}
 
 
 def pass_rows(
@@ -148,3 +130,14 @@ def first_position(body: nn.Module) -> int:
     """Return the first position: RoBERTa and its descendants start after the index of their padding token, others at 0."""
     embeddings: Any = getattr(body, "embeddings", None)
     return embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_input_ids") else 0
+
+
+ENCODER_SWAP = AttentionSwap(
+    function_name=ENCODER_ATTENTION_NAME,
+    mixin=MHLAEncoderMixer,
+    find_attentions=encoder_attentions,
+    core_sizes=encoder_core_sizes,
+    matrix_core=SequenceMHLA,
+    decay_core=TwoWayMHLA,
+    prepare=pass_rows,
+)

@@ -15,8 +15,8 @@ from transformers.modeling_utils import AttentionInterface
 from ..nn.grid import GridMHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
+from .derived_classes import AttentionSwap
 from .families import family_of_type
-from .overlay import overlay_class, swap_attention
 
 GRID_ATTENTION_NAME = f"mhla_grid_{NAMESPACE}"
 
@@ -107,26 +107,19 @@ def prefix_tokens(config: Any) -> int:
     return family.prefix + (getattr(config, "num_register_tokens", 0) or 0)
 
 
-def install_grid_mhla(model: Any, settings: MHLASettings) -> None:
-    """Turn the attention modules that `settings.layers` lists into MHLA, in place.
-
-    Args:
-        model: A vision tower of transformers, with or without a head.
-        settings: The settings.
-    """
-    config = model.config
-    attentions = grid_attentions(model)
-    chosen = settings.resolve_layers(config.num_hidden_layers)
-    sizes = {
+def grid_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
+    """Return the arguments of a core of a vision tower, beside the settings."""
+    return {
         "num_heads": config.num_attention_heads,
         "hidden_size": config.hidden_size,
         "prefix": prefix_tokens(config),
+        "key_dim": attention.head_dim,
+        "value_dim": attention.head_dim,
     }
-    for index in chosen:
-        attention = attentions[index]
-        core = GridMHLA(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)
-        mixed = overlay_class(type(attention), MHLAGridMixer, "models.converted_vision")
-        swap_attention(attention, mixed, core, GRID_ATTENTION_NAME)
+
+
+def hook_body(model: Any, settings: MHLASettings) -> None:
+    """Call `pass_grid` before every call of the tower in `model`."""
     body = next(module for module in model.modules() if hasattr(module, "embeddings"))
     body.register_forward_pre_hook(pass_grid, with_kwargs=True)
 
@@ -151,3 +144,14 @@ def pass_grid(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
     grid = tuple(int(side) // int(part) for side, part in zip(pixels.shape[2:], patch, strict=True))
     return args, {**kwargs, "mhla_grid": grid}
+
+
+GRID_SWAP = AttentionSwap(
+    function_name=GRID_ATTENTION_NAME,
+    mixin=MHLAGridMixer,
+    find_attentions=grid_attentions,
+    core_sizes=grid_core_sizes,
+    matrix_core=GridMHLA,
+    finish=hook_body,
+    replaces_masks=False,
+)

@@ -57,15 +57,15 @@ class TokenShares:
     def hook(self, model: Any) -> None:
         """Register the hooks."""
         model.register_forward_pre_hook(self.before_model, with_kwargs=True)
-        model.rope.register_forward_hook(self.behind_rope)
+        model.rope.register_forward_hook(self.after_rope)
         model.blocks[0].register_forward_pre_hook(self.before_blocks)
-        model.proj_out.register_forward_hook(self.behind_output)
+        model.proj_out.register_forward_hook(self.after_output)
 
     def order(self, grid: Any, device: torch.device) -> torch.Tensor:
         """Return the order of tokens by block, int64 [T]."""
         return Blocks.grid(grid, self.layout).index(device).argsort(stable=True)
 
-    def own(self, x: torch.Tensor, grid: Any) -> torch.Tensor:
+    def local_tokens(self, x: torch.Tensor, grid: Any) -> torch.Tensor:
         """Return this process's tokens of x [B, T, ..]."""
         share = share_of_grid(self.config, grid)
         first, end = share["edges"][share["rank"] :][:2]
@@ -76,19 +76,17 @@ class TokenShares:
         bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
         if bound.arguments["timestep"].ndim == 2:
             grid = model.token_grid(bound.arguments["hidden_states"])
-            bound.arguments["timestep"] = self.own(bound.arguments["timestep"], grid)
+            bound.arguments["timestep"] = self.local_tokens(bound.arguments["timestep"], grid)
         return bound.args[1:], bound.kwargs
 
-    def behind_rope(
-        self, _module: nn.Module, _args: Any, rotations: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def after_rope(self, _module: nn.Module, _args: Any, rotations: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Select the rotations of this process's tokens."""
-        return tuple(self.own(x, self.state.grid) for x in rotations)
+        return tuple(self.local_tokens(x, self.state.grid) for x in rotations)
 
     def before_blocks(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Select this process's tokens."""
-        return self.own(args[0], self.state.grid), *args[1:]
+        return self.local_tokens(args[0], self.state.grid), *args[1:]
 
-    def behind_output(self, _module: nn.Module, _args: Any, tokens: torch.Tensor) -> torch.Tensor:
+    def after_output(self, _module: nn.Module, _args: Any, tokens: torch.Tensor) -> torch.Tensor:
         """Restore the order of all tokens [B, T, ..], which diffusers has gathered."""
         return tokens.index_select(1, self.order(self.state.grid, tokens.device).argsort())

@@ -27,10 +27,10 @@ from transformers.models.llama.modeling_llama import (
 
 from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
-from .attention import ATTENTION_NAME, mhla_attention, pass_padding
 from .cache import mhla_cache_layer
+from .causal_attention import ATTENTION_NAME, mhla_attention, pass_padding
 from .configuration import MHLAConfig
-from .overlay import forward_preparing
+from .derived_classes import forward_preparing
 from .pretrained import MHLAPreTrainedMixin
 from .transformers_api import find_cache, set_attention_function
 
@@ -43,15 +43,15 @@ class MHLALanguageMixer(nn.Module):
         # `MHLAConfig.__post_init__` has set what may be None.
         mhla: Any = config.mhla
         settings = MHLASettings.from_dict(mhla)
-        heads, self.layer_idx = config.num_attention_heads, layer_idx
+        num_heads, self.layer_idx = config.num_attention_heads, layer_idx
         head_dim: Any = config.head_dim
         value_dim: Any = config.value_dim
         self.head_dim, self.value_dim = head_dim, value_dim
-        self.q_proj = nn.Linear(config.hidden_size, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, heads * value_dim, bias=False)
-        self.o_proj = nn.Linear(heads * value_dim, config.hidden_size, bias=False)
-        sizes = {"num_heads": heads, "num_kv_heads": heads, "key_dim": head_dim, "value_dim": value_dim}
+        self.q_proj = nn.Linear(config.hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, num_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, num_heads * value_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * value_dim, config.hidden_size, bias=False)
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_heads, "key_dim": head_dim, "value_dim": value_dim}
         self.mhla = MHLA(settings, hidden_size=config.hidden_size, norm_eps=config.rms_norm_eps, **sizes)
 
     def forward(
@@ -75,8 +75,8 @@ class MHLALanguageMixer(nn.Module):
         def rotate(x: torch.Tensor, y: torch.Tensor) -> Any:
             return apply_rotary_pos_emb(x, y, *position_embeddings, unsqueeze_dim=2)
 
-        name = find_cache(kwargs)
-        cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx) if name is not None else None
+        cache_name = find_cache(kwargs)
+        cache = mhla_cache_layer(kwargs.pop(cache_name), self.layer_idx) if cache_name is not None else None
         mhla_arguments = {"mhla_cache": cache, "mhla_hidden_states": hidden_states, "mhla_rotate": rotate}
         output, _ = mhla_attention(self, *heads, **{"attention_mask": None, **kwargs, **mhla_arguments})
         if cache is not None:
@@ -180,5 +180,9 @@ class MHLAForQuestionAnswering(GenericForQuestionAnswering, MHLAPreTrainedModel)
 
 
 HEADS_FROM_SCRATCH = (
-    *(MHLAModel, MHLAForCausalLM, MHLAForSequenceClassification, MHLAForTokenClassification, MHLAForQuestionAnswering),
+    MHLAModel,
+    MHLAForCausalLM,
+    MHLAForSequenceClassification,
+    MHLAForTokenClassification,
+    MHLAForQuestionAnswering,
 )

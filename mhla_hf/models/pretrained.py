@@ -84,7 +84,7 @@ class MHLAPreTrainedMixin:
         """
         if distributed_config is not None and distributed_config.tp_size > 1:
             size, rank = distributed_config.tp_size, mesh_manager.get_mesh("tp").get_local_rank()
-            model._tp_plan |= split_heads_plan(model, size)
+            model._tp_plan.update(split_heads_plan(model, size))
             for core in (module.mhla for module in model.modules() if hasattr(module, "softmax_heads")):
                 core.heads = core.heads.of_rank(rank, size)
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)  # type: ignore[misc]
@@ -107,9 +107,10 @@ class MHLAPreTrainedMixin:
         if kwargs.get("is_main_process", True):
             write_source(self.entry_to_save(), save_directory)
         module = SOURCE_FILE.removesuffix(".py")
-        names = [*self.class_names(), type(self).__name__]
-        self.config.auto_map = {"AutoConfig": f"{module}.{type(self.config).__name__}"}
-        self.config.auto_map |= {auto_class_of(name): f"{module}.{name}" for name in names}
+        self.config.auto_map = {
+            "AutoConfig": f"{module}.{type(self.config).__name__}",
+            **{auto_class_of(name): f"{module}.{name}" for name in (*self.class_names(), type(self).__name__)},
+        }
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if push_to_hub:
@@ -149,9 +150,10 @@ def split_heads_plan(model: Any, size: int) -> dict[str, str]:
             if child == "gate":
                 plan[path] = "colwise"
             elif getattr(part, "by_head", False):
-                # "embedding_rowwise" is transformers' name for a split on the first axis.
-                first_axis = {f"{path}.{parameter}": "embedding_rowwise" for parameter, _ in part.named_parameters()}
-                plan |= {path: "local_params"} | first_axis
+                plan[path] = "local_params"
+                for parameter, _ in part.named_parameters():
+                    # transformers' name for a split on the first axis.
+                    plan[f"{path}.{parameter}"] = "embedding_rowwise"
             else:
                 plan[path] = "replicated_with_grad_allreduce"
     return plan

@@ -18,9 +18,30 @@ from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
+
+from .families import FAMILIES, Family
 
 # The oldest and the newest release that the tests run on.
 TESTED_TRANSFORMERS = ("5.19.0", "5.24.0")
+# Auto class -> {model type: class name}
+AUTO_CLASS_NAMES = {
+    "AutoModel": MODEL_MAPPING_NAMES,
+    "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForMaskedLM": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "AutoModelForMultipleChoice": MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+}
 
 
 def config_class_name(model_type: str) -> str | None:
@@ -35,6 +56,21 @@ def config_class_of(model_type: str) -> type | None:
         return CONFIG_MAPPING[model_type]
     except KeyError:
         return None
+
+
+def class_names(family: Family) -> list[str]:
+    """Return the names of the classes of a family's base, bodies and heads, in this release of transformers or diffusers."""
+    auto_mappings = [AUTO_CLASS_NAMES[auto_class] for auto_class in family.kind.auto_classes]
+    return [mapping[family.base] for mapping in auto_mappings if family.base in mapping] + list(family.classes)
+
+
+def family_of_class(name: str) -> Family | None:
+    """Return the family of a model class, or None.
+
+    Args:
+        name: Name of the class, with or without "MHLA" at its start, as in `config.json`.
+    """
+    return next((family for family in FAMILIES if name.removeprefix("MHLA") in class_names(family)), None)
 
 
 def copy_weight_renames(base_type: str, model_type: str) -> None:

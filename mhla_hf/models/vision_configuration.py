@@ -12,7 +12,7 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..nn.settings import MHLASettings, is_layout
+from ..nn.settings import MHLASettings, check_settings, is_layout
 
 STAGE_KEYS = ("hidden_size", "depth", "num_heads", "layout")
 
@@ -31,9 +31,14 @@ VLT_ARCHITECTURE: dict[str, Any] = {
     "patch_size": 4,
     "positions": "rope",
     "position_conv": 3,
+    "mlp_conv": 3,
+    "mlp_ratio": 3.5,
+    "qk_norm": False,
+    "output_product": True,
+    "layer_scale": 1.0,
+    "feature_size": 1792,
+    "pad_to_blocks": False,
 }
-VLT_ARCHITECTURE |= {"mlp_conv": 3, "mlp_ratio": 3.5, "qk_norm": False, "output_product": True, "layer_scale": 1.0}
-VLT_ARCHITECTURE |= {"feature_size": 1792, "pad_to_blocks": False}
 VLT_LAYOUTS = [[7, 7], [4, 4], [4, 4], [4, 4]]
 VLT_MHLA = {"feature_map": "elu", "rope": "after", "cpe": 5}
 MHLA_VISION_PRESETS: dict[str, dict[str, Any]] = {
@@ -147,8 +152,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         if self.image_std is None:
             self.image_std = [0.229, 0.224, 0.225] if self.num_channels == 3 else gray
         settings = MHLASettings.from_dict({**PAPER_VISION_SETTINGS, **(self.mhla or {})})
-        if settings.layout is None or len(settings.layout) != 2:
-            raise ValueError(f"layout: got {settings.layout!r}, expected blocks per row and column, such as [4, 4].")
+        check_settings(settings, "an image classifier", axes=2)
         settings.layers = settings.resolve_layers(self.num_hidden_layers)
         self.mhla = settings.to_dict()
         super().__post_init__(**kwargs)

@@ -23,7 +23,7 @@ from ..ops.blocks import Blocks
 from ..ops.torch_layout import MoveTokens
 from .features import FeatureMap
 from .mixing import Mixing
-from .settings import MHLASettings
+from .settings import MHLASettings, check_settings
 
 OPEN_GATE_BIAS = 1.2784645  # silu(OPEN_GATE_BIAS) == 1
 CORE_LOG = logging.getLogger("mhla_hf")
@@ -141,6 +141,8 @@ class MHLACore(nn.Module):
     """
 
     causal = False
+    # Whether a decode step compiles as one graph.
+    compiles_fullgraph = True
 
     def __init__(
         self,
@@ -215,30 +217,6 @@ class MHLACore(nn.Module):
         return o
 
 
-def check_causal(settings: MHLASettings, model: str = "a causal model") -> None:
-    """Raise ValueError if the settings do not suit a model of sequences; `model` is what the error calls it."""
-    if settings.normalize == "official":
-        raise ValueError(f'normalize: got "official", expected true or false for {model}.')
-    for name in ("layout", "cpe"):
-        if getattr(settings, name):
-            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for {model}.")
-
-
-def check_encoder(settings: MHLASettings) -> None:
-    """Raise ValueError if the settings do not suit an encoder, which mixes by a matrix, or by decays with a window."""
-    check_causal(settings, "an encoder")
-    if settings.mixing_form != "decay":
-        return
-    if settings.local is None:
-        raise ValueError('local: got None with mixing_form="decay", expected "softmax" for an encoder.')
-    if settings.impl == "triton":
-        raise ValueError('impl: got "triton" with mixing_form="decay", expected "auto" or "torch" for an encoder.')
-    expected = {"rope": "before", "sinks": 0, "length_power": False, "window_dropout": 0}
-    for name, value in {**expected, "softmax_heads": None}.items():
-        if getattr(settings, name) != value:
-            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected {value!r} for an encoder.")
-
-
 class MHLA(MHLACore):
     """Causal multi-head linear attention (paper sections 4.1 and 4.2, appendix C).
 
@@ -249,9 +227,11 @@ class MHLA(MHLACore):
     """
 
     causal = True
+    # With a mixing matrix, a decode step reads the length of the cache on the host: it compiles, but not as one graph.
+    compiles_fullgraph = False
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, **widths: Any):
-        check_causal(settings)
+        check_settings(settings, "a causal model")
         mixing = Mixing(settings.num_blocks, **mixing_options(settings, num_heads))
         super().__init__(settings, mixing, num_heads=num_heads, **widths)
 

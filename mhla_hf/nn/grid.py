@@ -14,7 +14,7 @@ from torch import nn
 
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
-from ..ops.shards import sharded_mhla
+from ..ops.grid_shards import sharded_mhla
 from .core import MHLACore, Rotation, mixing_options
 from .mixing import Mixing, locality_weights
 from .settings import MHLASettings

@@ -10,18 +10,10 @@ from ..ops.decays import Decays, LocalForm
 from ..ops.local import local_attention, two_way_attention
 from ..ops.local_state import KeyMap, LocalState, continue_local
 from ..ops.torch_layout import shift_to_start
-from .core import (
-    MHLACore,
-    check_causal,
-    check_encoder,
-    check_no_gradients,
-    move_tokens,
-    padding_first,
-    without_padding,
-)
+from .core import MHLACore, check_no_gradients, move_tokens, padding_first, without_padding
 from .decay_mixing import DecayMixing
 from .heads import HeadSplit
-from .settings import MHLASettings
+from .settings import MHLASettings, check_settings
 
 # Measured on SmolLM2 at 1,024 and 4,096 tokens: with this balance the far part does no harm before it has learned.
 HARMLESS_BALANCE = -4.0
@@ -65,10 +57,7 @@ class DecayCore(MHLACore):
     mixing: DecayMixing
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths: Any):
-        if self.causal:
-            check_causal(settings)
-        else:
-            check_encoder(settings)
+        check_settings(settings, "a causal model" if self.causal else "an encoder", both_ways=not self.causal)
         local = settings.local is not None
         mixing = DecayMixing(
             num_heads,

@@ -11,9 +11,9 @@ import torch
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.torch_layout import MoveTokens, shift_to_start
-from .core import MHLACore, check_encoder, mixing_options
+from .core import MHLACore, mixing_options
 from .grid import GridMixing
-from .settings import MHLASettings
+from .settings import MHLASettings, check_settings
 
 
 class SequenceMHLA(MHLACore):
@@ -28,7 +28,7 @@ class SequenceMHLA(MHLACore):
     mixing: GridMixing
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, **widths: Any):
-        check_encoder(settings)
+        check_settings(settings, "an encoder", both_ways=True)
         mixing = GridMixing((settings.num_blocks,), **mixing_options(settings, num_heads))
         super().__init__(settings, mixing, num_heads=num_heads, **widths)
 

@@ -21,9 +21,9 @@ MAX_DECAYS = 64
 MAX_WINDOW_BLOCKS = 1_024
 
 
-def is_whole(value: object, least: int, most: int = sys.maxsize) -> bool:
-    """Whether `value` is an int from `least` to `most`; bools do not count."""
-    return type(value) is int and least <= value <= most
+def is_whole(value: object, minimum: int, maximum: int = sys.maxsize) -> bool:
+    """Whether `value` is an int from `minimum` to `maximum`; bools do not count."""
+    return type(value) is int and minimum <= value <= maximum
 
 
 def is_layout(layout: object) -> bool:
@@ -64,9 +64,9 @@ def one_of(*allowed: Any) -> SettingCheck:
     return is_allowed, f"one of {list(allowed)}"
 
 
-def whole_number(least: int, most: int) -> SettingCheck:
-    """Return the check of a setting that allows ints from `least` to `most`."""
-    return (lambda value: is_whole(value, least, most)), f"a whole number from {least} to {most}"
+def whole_number(minimum: int, maximum: int) -> SettingCheck:
+    """Return the check of a setting that allows ints from `minimum` to `maximum`."""
+    return (lambda value: is_whole(value, minimum, maximum)), f"a whole number from {minimum} to {maximum}"
 
 
 SETTING_CHECKS: dict[str, SettingCheck] = {
@@ -94,6 +94,10 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
     "softmax_heads": (is_choice_of_heads, "a dictionary of layer indices and lists of KV heads, each at least 0"),
     "impl": one_of(*IMPLEMENTATIONS),
 }
+
+
+# What encoders that mix by decays require.
+ENCODER_VALUES = {"rope": "before", "sinks": 0, "length_power": False, "window_dropout": 0, "softmax_heads": None}
 
 
 @dataclass
@@ -255,3 +259,36 @@ class MHLASettings:
         if unknown:
             raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected a field of MHLASettings.")
         return cls(**values)
+
+
+def check_settings(
+    settings: MHLASettings, model: str, *, both_ways: bool = False, axes: int = 0, has_prefix: bool = False
+) -> None:
+    """Raise ValueError if settings do not suit a kind of model.
+
+    Args:
+        settings: The settings, which are valid by themselves.
+        model: What the error calls the model.
+        both_ways: Whether it is a model of sequences in which every token sees all others.
+        axes: Number of axes of its grid of tokens; 0 for sequences.
+        has_prefix: Whether tokens may come before the grid, such as class tokens.
+    """
+    if settings.normalize == "official" and (not axes or has_prefix):
+        reason = ", whose denominator has no class tokens" if axes else ""
+        raise ValueError(f'normalize: got "official"{reason}, expected true or false for {model}.')
+    if axes:
+        if settings.layout is None or len(settings.layout) != axes:
+            raise ValueError(f"layout: got {settings.layout!r}, expected {axes} counts of blocks for {model}.")
+        return
+    for name in ("layout", "cpe"):
+        if getattr(settings, name):
+            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for {model}.")
+    if not both_ways or settings.mixing_form != "decay":
+        return
+    if settings.local is None:
+        raise ValueError(f'local: got None with mixing_form="decay", expected "softmax" for {model}.')
+    if settings.impl == "triton":
+        raise ValueError(f'impl: got "triton" with mixing_form="decay", expected "auto" or "torch" for {model}.')
+    for name, value in ENCODER_VALUES.items():
+        if getattr(settings, name) != value:
+            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected {value!r} for {model}.")

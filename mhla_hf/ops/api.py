@@ -5,7 +5,6 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -74,26 +73,50 @@ def mhla(
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
     if return_state and (not causal or cu_seqlens is not None):
         raise ValueError("return_state: got True, expected False unless causal=True and cu_seqlens is None.")
-    form: dict[str, Any] = {"blocks": blocks, "causal": causal, "normalize": normalize, "unrounded": unrounded}
     differentiable = (q, k, v, mixing, q_den, k_den)
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
     choice = choose_implementation(
         impl,
         q.device,
         lambda: triton_refusal(q, k, v, k_den),
-        lambda: kernel_fault(*kernel_kind(q, k, v, q_den, **form, masked=key_mask is not None, backward=backward)),
+        lambda: kernel_fault(
+            *kernel_kind(
+                q,
+                k,
+                v,
+                q_den,
+                normalize=normalize,
+                causal=causal,
+                blocks=blocks,
+                masked=key_mask is not None,
+                unrounded=unrounded,
+                backward=backward,
+            )
+        ),
     )
-    tensors: dict[str, Any] = {
-        "q_den": q_den,
-        "k_den": k_den,
-        "key_mask": key_mask,
-        "cu_seqlens": cu_seqlens,
-        "starts": starts,
-    }
-    o = FORMS[choice](q, k, v, mixing, key_blocks=key_blocks, scale=scale, **form, **tensors)
+    o = FORMS[choice](
+        q,
+        k,
+        v,
+        mixing,
+        blocks=blocks,
+        key_blocks=key_blocks,
+        causal=causal,
+        normalize=normalize,
+        scale=scale,
+        q_den=q_den,
+        k_den=k_den,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        starts=starts,
+        unrounded=unrounded,
+    )
     if not return_state:
         return o
-    return o, state_after(q, k, v, blocks, normalize is not False, k_den, key_mask, starts)
+    state = state_after(
+        q, k, v, blocks=blocks, normalize=normalize is not False, k_den=k_den, key_mask=key_mask, starts=starts
+    )
+    return o, state
 
 
 @torch.no_grad()
@@ -134,7 +157,19 @@ def mhla_step(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     attend = attend_one if choice == "triton" else None
     with torch.autocast(q.device.type, enabled=False):
-        o = torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded, attend)
+        o = torch_step(
+            q,
+            k,
+            v,
+            mixing,
+            state,
+            scale=scale,
+            q_den=q_den,
+            k_den=k_den,
+            starts=starts,
+            unrounded=unrounded,
+            attend_one=attend,
+        )
     return o, state
 
 
@@ -143,6 +178,7 @@ def state_after(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    *,
     blocks: Blocks,
     normalize: bool,
     k_den: torch.Tensor | None,
@@ -152,12 +188,12 @@ def state_after(
     """Return the state of a decoder that has seen all tokens of k and v; arguments as in `mhla`."""
     assert blocks.block_size is not None  # causal blocks are those of a sequence
     state = MHLAState.empty(
-        q.shape[0],
-        k.shape[2],
-        q.shape[2],
-        k.shape[3],
-        v.shape[3],
-        blocks.block_size,
+        batch=q.shape[0],
+        num_kv_heads=k.shape[2],
+        num_heads=q.shape[2],
+        key_dim=k.shape[3],
+        value_dim=v.shape[3],
+        block_size=blocks.block_size,
         normalize=normalize,
         dtype=torch.promote_types(k.dtype, v.dtype),
         device=k.device,

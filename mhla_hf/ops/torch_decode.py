@@ -27,6 +27,7 @@ def torch_step(
     v: torch.Tensor,
     mixing: torch.Tensor,
     state: MHLAState,
+    *,
     scale: float,
     q_den: torch.Tensor | None,
     k_den: torch.Tensor | None,

@@ -8,6 +8,8 @@ a block acts on itself through m_ii tril(q k^T). The weight m_ii is the same wit
 n chunks of c tokens with running sums of their summaries: the cost of a token does not grow with the block size.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from .blocks import Blocks
@@ -18,9 +20,16 @@ from .torch_layout import BlockCut, Heads
 # than staying in the cache gains.
 HEAD_BY_HEAD_SIZE = 32768
 
-# blocks, key_blocks, causal, normalize (True or False), scale, unrounded: the options of `mhla`, positional because
-# autograd functions take no keywords
-BlockedForm = tuple[Blocks, Blocks, bool, bool, float, bool]
+
+class BlockedForm(NamedTuple):
+    """Options of `mhla`, as one argument because autograd functions take no keywords."""
+
+    blocks: Blocks
+    key_blocks: Blocks
+    causal: bool
+    normalize: bool
+    scale: float
+    unrounded: bool
 
 
 def blocked_forward(
@@ -60,10 +69,11 @@ class HeadWork:
     """
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: BlockedForm):
-        blocks, key_blocks, self.causal, self.normalize, self.scale, self.unrounded = form
+        self.causal, self.normalize = form.causal, form.normalize
+        self.scale, self.unrounded = form.scale, form.unrounded
         self.sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-        self.query_cut = BlockCut(blocks, q.device)
-        self.key_cut = self.query_cut if key_blocks == blocks else BlockCut(key_blocks, q.device)
+        self.query_cut = BlockCut(form.blocks, q.device)
+        self.key_cut = self.query_cut if form.key_blocks == form.blocks else BlockCut(form.key_blocks, q.device)
         one_by_one = q.device.type == "cpu" and q.shape[1] * q.shape[3] >= HEAD_BY_HEAD_SIZE
         self.groups = Heads.groups(q, self.sum_dtype, one_by_one and not torch.compiler.is_compiling())
 

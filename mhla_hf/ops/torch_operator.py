@@ -49,10 +49,11 @@ def torch_mhla(
         mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
     key_blocks = blocks if key_blocks is None else key_blocks
     if normalize is False or (normalize is True and q_den is None):
-        o = BlockedAttention.apply(q, k, v, mixing, (blocks, key_blocks, causal, normalize, scale, unrounded))
+        form = BlockedForm(blocks, key_blocks, causal=causal, normalize=normalize, scale=scale, unrounded=unrounded)
+        o = BlockedAttention.apply(q, k, v, mixing, form)
     else:  # a denominator of other features, and the official one, take a pass of their own
         mixing = RowScaleFree.apply(mixing, causal)
-        form = (blocks, key_blocks, causal, False, scale, True)
+        form = BlockedForm(blocks, key_blocks, causal=causal, normalize=False, scale=scale, unrounded=True)
         num = BlockedAttention.apply(q, k, v, mixing, form)
         if q_den is not None and k_den is not None:
             q, k = q_den, k_den

@@ -38,7 +38,7 @@ from ..checkpoints.bundle import FILE_NAME, build_bundle, check_bundle
 from ..checkpoints.isolated_load import check_isolated_load
 from ..checkpoints.load import load_language_model
 from ..checkpoints.save import CARD_FILE
-from ..conversion.families import softmax_config
+from ..conversion.model_family import softmax_config
 from ..conversion.teacher import mean_kl
 from ..evaluation.records import Results
 from .card import compare_card, folder_card

@@ -20,8 +20,8 @@ from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings
 from ..evaluation.records import SPEED, Result, Results, speed_of_records
-from ..models.families import ENCODERS, Family, auto_class_of, family_of_class
-from ..models.transformers_api import config_class_of
+from ..models.families import ENCODERS, Family, auto_class_of
+from ..models.transformers_api import config_class_of, family_of_class
 from ..nn.settings import MHLASettings
 
 PERSON_FILE = "card.json"

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from ..checkpoints.file_io import read_json, write_json
 from ..checkpoints.load import register_family, require_extra, wrap_errors
 from ..conversion import convert
-from ..conversion.families import family_of
+from ..conversion.model_family import family_of
 from ..conversion.teacher import mhla_layers
 from ..nn.settings import MHLASettings
 

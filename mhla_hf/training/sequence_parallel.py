@@ -15,7 +15,7 @@ from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from ..models.attention import SOFTMAX_ONLY, packed_arguments, packed_borders, padding_mask, softmax_attentions
+from ..models.causal_attention import SOFTMAX_ONLY, packed_arguments, packed_borders, padding_mask, softmax_attentions
 from ..models.transformers_api import set_attention_function
 from ..nn.core import MHLA
 from ..nn.local import DecayMHLA

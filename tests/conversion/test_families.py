@@ -12,9 +12,10 @@ from tiny_pipelines import TRANSFORMERS, tiny_transformer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mhla_hf
-from mhla_hf.conversion.families import family_of, mhla_class
-from mhla_hf.models.families import DIFFUSION, FAMILIES, LANGUAGE, VISION, family_of_class
-from mhla_hf.models.overlay import base_classes
+from mhla_hf.conversion.model_family import family_of, mhla_class
+from mhla_hf.models.derived_classes import base_classes
+from mhla_hf.models.families import DIFFUSION, FAMILIES, LANGUAGE, VISION
+from mhla_hf.models.transformers_api import class_names, family_of_class
 from mhla_hf.nn.settings import MHLASettings
 
 
@@ -40,5 +41,5 @@ def test_a_model_is_of_its_family_before_and_after(name):
     makers = {"llama": softmax_model, "bert": softmax_encoder, "ViTModel": softmax_tower, "wan": tiny_transformer}
     model = makers[name](name)
     family = family_of(model)
-    assert type(model).__name__ in family.classes
+    assert type(model).__name__ in class_names(family)
     assert family_of(mhla_hf.convert(model)) is family

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoModelForSequenceClassification, BertConfig
 
 import mhla_hf
+from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.encoder_attention import encoder_attentions
 from mhla_hf.models.families import ENCODERS, auto_class_of
-from mhla_hf.models.overlay import base_classes
 from mhla_hf.share.facts import read_model
 
 IDS = torch.randint(3, 60, (3, 29), generator=torch.Generator().manual_seed(1))
@@ -86,7 +86,7 @@ def test_every_head_converts_and_is_found(model_type, tmp_path):
     rows, mask = padded()
     kinds = []
     for name, base in base_classes(family).items():
-        model = converted_encoder(model_type, name.removeprefix(family.classes[0].removesuffix("Model")))
+        model = converted_encoder(model_type, name.removeprefix(model_name(family)))
         given = (rows, mask)
         if name.endswith("MultipleChoice"):
             given = tuple(x[None] for x in given)

@@ -110,3 +110,17 @@ def test_padding_is_seen_whoever_calls_forward(kind):
     whole = body(ids)[0]
     for run in (body, body.forward):
         torch.testing.assert_close(run(padded, attention_mask=mask)[0][:, 4:], whole)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_5_text"])
+def test_a_reward_model_whose_class_is_not_named_like_the_language_model(model_type, tmp_path):
+    """Its name comes from transformers' mapping: `Gemma3TextForSequenceClassification` beside `Gemma3ForCausalLM`."""
+    config = small_model_of(model_type).config
+    config.num_labels = 3
+    torch.manual_seed(7)
+    base = transformers.AutoModelForSequenceClassification.from_config(config)
+    model = shaken(mhla_hf.convert(base, layers="all", block_size=8))
+    model.save_pretrained(tmp_path)
+    loaded, info = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and type(loaded) is type(model)
+    assert torch.equal(first(loaded, tokens(2, 20)), first(model, tokens(2, 20)))

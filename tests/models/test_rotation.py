@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from transformers.modeling_utils import AttentionInterface
 
 import mhla_hf
-from mhla_hf.models.attention import softmax_attentions
+from mhla_hf.models.causal_attention import softmax_attentions
 from mhla_hf.models.rotation import SCALED_AFTER, rotation_angles, rotation_layout, unrotate
 from mhla_hf.models.transformers_api import set_attention_function
 

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 
 import mhla_hf
 from mhla_hf.checkpoints.bundle import LANGUAGE_ENTRIES, build_bundle
-from mhla_hf.models import attention, language
+from mhla_hf.models import causal_attention, language
+from mhla_hf.models.causal_attention import CAUSAL_SWAP
+from mhla_hf.models.derived_classes import base_classes, derived_class_named
 from mhla_hf.models.families import language_family
-from mhla_hf.models.overlay import base_classes, overlay_named
 from mhla_hf.models.transformers_api import TESTED_TRANSFORMERS, config_class_of, with_layer_wildcard
 
 ROOT = Path(__file__).parents[2]
@@ -24,14 +25,14 @@ def test_a_type_that_this_release_lacks_is_not_there():
     assert config_class_of(family.base) is None and base_classes(family) == {}
     for name in ("MHLATypeOfTomorrowConfig", "MHLATypeOfTomorrowForCausalLM", "MHLATypeOfTomorrowAttention"):
         with pytest.raises(AttributeError, match=name):
-            overlay_named(name, (family,), object, object)
+            derived_class_named(name, (family,), CAUSAL_SWAP)
 
 
 @pytest.mark.parametrize("make", [converted_model, scratch_model])
 def test_a_cache_that_does_not_reach_the_layer_is_refused(make, monkeypatch):
     """As with transformers 5.24 before this code knew its `cache=`: the second step would read nothing of the first."""
     model = make()
-    for module in (attention, language):
+    for module in (causal_attention, language):
         monkeypatch.setattr(module, "find_cache", lambda kwargs: None)
     with refused("cache", "expected the layer's own cache", TESTED_TRANSFORMERS[1]), torch.no_grad():
         cache = model(tokens(1, 12), use_cache=True)[CACHE]
@@ -67,4 +68,4 @@ def test_experts_of_a_loaded_model_are_those_of_its_base(tmp_path):
 def test_no_softmax_layer_left_means_no_softmax_mask():
     """Layers of a base that have no attention, as Qwen3-Next's, do not count."""
     model = mhla_hf.convert(small_model_of("qwen3_next"), layers="all", block_size=8)
-    assert model.config._attn_implementation == attention.ATTENTION_NAME
+    assert model.config._attn_implementation == causal_attention.ATTENTION_NAME

@@ -45,7 +45,7 @@ def suites() -> dict[str, type]:
     from mhla_hf.models import converted, converted_encoder, language, vision
     from mhla_hf.models.cache import MHLACacheLayer
     from mhla_hf.models.configuration import PAPER_SETTINGS
-    from mhla_hf.models.families import HEADS, auto_class_of, family_of_type
+    from mhla_hf.models.families import CAUSAL, auto_class_of, family_of_type
 
     class Suite:
         """Before a suite of transformers in the bases."""
@@ -70,7 +70,8 @@ def suites() -> dict[str, type]:
 
     def language_suite(module, name, *, not_applicable=None, **mhla):
         """The suite of a language model whose classes are `module.<name>Model`, ..."""
-        classes = {head: getattr(module, name + head) for head in HEADS if hasattr(module, name + head)}
+        heads = [auto_class.removeprefix("AutoModel") or "Model" for auto_class in CAUSAL.auto_classes]
+        classes = {head: getattr(module, name + head) for head in heads}
         ends = {"causal_lm": "CausalLM", "question_answering": "QuestionAnswering"}
         ends |= {"sequence_classification": "SequenceClassification", "token_classification": "TokenClassification"}
         classes["ForCausalLM"]._can_compile_fullgraph = mhla.get("mixing_form") == "decay"  # as each model of it says

@@ -110,7 +110,7 @@ CONFIGS = [
     ({"stem": "conv"}, "patch_size: got 2, expected 4"),
     ({"stages": [{"hidden_size": 16}]}, "stages: got {'hidden_size': 16}, expected the keys"),
     ({"stages": [STAGE | {"layout": [4, 0]}]}, "with blocks per row and column"),
-    ({"mhla": {"layout": None}}, "layout: got None, expected blocks per row and column"),
+    ({"mhla": {"layout": None}}, "layout: got None, expected 2 counts of blocks"),
 ]
 
 

@@ -11,7 +11,7 @@ from small_models import refused
 from mhla_hf import Blocks, MHLASettings
 from mhla_hf.nn.grid import GridMHLA, GridMixing, PositionConv, block_overlap, grid_distances
 from mhla_hf.ops.api import mhla
-from mhla_hf.ops.shards import sharded_mhla
+from mhla_hf.ops.grid_shards import sharded_mhla
 
 
 def array_split(length, count):

@@ -6,7 +6,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteSchedu
 from tiny_pipelines import CALLS, PIPELINES
 
 import mhla_hf
-from mhla_hf.conversion.families import family_of
+from mhla_hf.conversion.model_family import family_of
 from mhla_hf.training.datasets.latents import make_generator
 from mhla_hf.training.denoising import NoiseProcess, trajectory
 from mhla_hf.training.recipe import DiffusionStage

@@ -174,12 +174,12 @@ def small_step(
         k_den = random(num_kv_heads, den_width, dtype)
     mixing = torch.rand(4, 4, generator=generator).to(device)
     state = MHLAState.empty(
-        1,
-        num_kv_heads,
-        num_heads,
-        width,
-        value_width,
-        size,
+        batch=1,
+        num_kv_heads=num_kv_heads,
+        num_heads=num_heads,
+        key_dim=width,
+        value_dim=value_width,
+        block_size=size,
         normalize=normalize,
         dtype=torch.promote_types(dtype, value_dtype),
         device=device,
@@ -189,7 +189,20 @@ def small_step(
     for t in range(num_tokens):
         q_t, k_t, v_t = (x[:, t : t + 1] for x in (q, k, v))
         q_den_t, k_den_t = (None if x is None else x[:, t : t + 1] for x in (q_den, k_den))
-        outputs.append(torch_step(q_t, k_t, v_t, mixing, state, 1.0, q_den_t, k_den_t, None, True, attend_one))
+        o = torch_step(
+            q_t,
+            k_t,
+            v_t,
+            mixing,
+            state,
+            scale=1.0,
+            q_den=q_den_t,
+            k_den=k_den_t,
+            starts=None,
+            unrounded=True,
+            attend_one=attend_one,
+        )
+        outputs.append(o)
     exact = torch_mhla(
         q.double(),
         k.double(),

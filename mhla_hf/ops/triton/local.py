@@ -230,40 +230,37 @@ def local_forward(
         tiles_per_block = num_tiles(value_width, sizes["BV"]) * num_tiles(block_size, sizes["BT"])
         return (tiles_per_block * num_blocks * num_heads * batch,)
 
-    arguments = {
-        "q": with_strides(contiguous_rows(q)),
-        "k": with_strides(contiguous_rows(k)),
-        "v": with_strides(contiguous_rows(v)),
-        "q_features": with_strides(contiguous_rows(q_features)),
-        "far_sums": far_sums.contiguous(),
-        "weight": weight.contiguous(),
-        "balance": None if balance is None else balance.contiguous(),
-        "sink_k": None if sink_k is None else with_strides(contiguous_rows(sink_k)),
-        "sink_v": None if sink_v is None else with_strides(contiguous_rows(sink_v)),
-        "sink_valid": None if sink_valid is None else sink_valid.contiguous(),
-        "valid": valid.contiguous(),
-        "block_index": block_index.expand(batch, -1).contiguous(),
-        "o": with_strides(o),
-        "num_tokens": num_tokens,
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "num_heads": num_heads,
-        "group": num_heads // num_kv_heads,
-        "lag": lag,
-        "num_sinks": num_sinks,
-        "sink_stride": sink_stride,
-        "scale": scale,
-    }
-    constants = {
-        "K": key_width,
-        "V": value_width,
-        "F": q_features.shape[3],
-        "R": weight.shape[1],
-        "NORMALIZE": normalize,
-        "DOT": dot_kind(q, k, v, q_features),
-    }
     with on_device(q):
-        local_kernel.launch(grid, arguments, constants)
+        local_kernel[grid](
+            q=with_strides(contiguous_rows(q)),
+            k=with_strides(contiguous_rows(k)),
+            v=with_strides(contiguous_rows(v)),
+            q_features=with_strides(contiguous_rows(q_features)),
+            far_sums=far_sums.contiguous(),
+            weight=weight.contiguous(),
+            balance=None if balance is None else balance.contiguous(),
+            sink_k=None if sink_k is None else with_strides(contiguous_rows(sink_k)),
+            sink_v=None if sink_v is None else with_strides(contiguous_rows(sink_v)),
+            sink_valid=None if sink_valid is None else sink_valid.contiguous(),
+            valid=valid.contiguous(),
+            block_index=block_index.expand(batch, -1).contiguous(),
+            o=with_strides(o),
+            num_tokens=num_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_heads=num_heads,
+            group=num_heads // num_kv_heads,
+            lag=lag,
+            num_sinks=num_sinks,
+            sink_stride=sink_stride,
+            scale=scale,
+            K=key_width,
+            V=value_width,
+            F=q_features.shape[3],
+            R=weight.shape[1],
+            NORMALIZE=normalize,
+            DOT=dot_kind(q, k, v, q_features),
+        )
     return o
 
 

@@ -98,18 +98,20 @@ def mix(
     def grid(sizes: dict[str, int]) -> tuple[int]:
         return (num_tiles(width, sizes["BX"]) * num_tiles(num_blocks, sizes["BM"]) * num_heads * batch,)
 
-    arguments = {
+    mix_kernel[grid](
         **mixing_arguments(mixing),
-        "s": s,
-        "p": p,
-        "num_blocks": num_blocks,
-        "num_columns": num_columns,
-        "num_heads": num_heads,
-        "share": max(1, num_heads // num_source_heads),
-        "group": max(1, num_source_heads // num_heads),
-    }
-    constants = {"X": width, "TRANSPOSED": transposed, "TRIANGLE": triangle, "DOT": dot_kind(s)}
-    mix_kernel.launch(grid, arguments, constants)
+        s=s,
+        p=p,
+        num_blocks=num_blocks,
+        num_columns=num_columns,
+        num_heads=num_heads,
+        share=max(1, num_heads // num_source_heads),
+        group=max(1, num_source_heads // num_heads),
+        X=width,
+        TRANSPOSED=transposed,
+        TRIANGLE=triangle,
+        DOT=dot_kind(s),
+    )
     return p
 
 

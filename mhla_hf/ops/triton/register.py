@@ -113,10 +113,10 @@ def triton_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_den: tor
 
 
 class KernelCall:
-    """What the forward and the backward operator share: block layout, summaries, and the states that queries read.
+    """What the kernels of one forward or backward pass share: where the blocks lie, the mixing matrix, and constants.
 
     Args:
-        q, k, v, mixing, key_mask, starts, edges, causal, normalize, scale: As in `triton_forward`.
+        q, k, v, mixing, key_mask, starts, edges, causal, scale: As in `triton_forward`.
         blocks, key_blocks: The blocks of queries and keys, from `blocks_as_numbers`.
     """
 
@@ -126,13 +126,13 @@ class KernelCall:
         k: torch.Tensor,
         v: torch.Tensor,
         mixing: torch.Tensor,
+        *,
         key_mask: torch.Tensor | None,
         starts: torch.Tensor | None,
         edges: torch.Tensor | None,
         blocks: list[int],
         key_blocks: list[int],
         causal: bool,
-        normalize: bool,
         scale: float,
     ):
         self.query_blocks = kernel_blocks(blocks, q.device, starts, edges)
@@ -140,31 +140,14 @@ class KernelCall:
         self.mixing = contiguous_rows(mixing.float())
         self.key_mask = key_mask
         self.scale = scale
-        self.causal = causal
         self.has_starts = starts is not None
         self.dot_as = dot_kind(q, k, v)
         self.constants = {"K": q.shape[3], "V": v.shape[3], "CAUSAL": causal, "DOT": self.dot_as}
         self.group = q.shape[2] // k.shape[2]
         self.num_chunks = num_tiles(self.key_blocks.span, CHUNK) if causal else None
-        self.s, self.z = summaries(
-            k,
-            v,
-            self.key_blocks,
-            self.dot_as,
-            num_heads=k.shape[2],
-            causal=causal,
-            with_z=normalize,
-            key_mask=key_mask,
-        )
         # Query heads that share both a KV head and the mixing matrix read the same state.
         self.num_state_heads = q.shape[2] if mixing.dim() == 3 else k.shape[2]
         self.share = q.shape[2] // self.num_state_heads
-        self.states = self.mix(self.s, self.num_state_heads)
-        self.states_z = None if self.z is None else self.mix(self.z, self.num_state_heads)
-
-    def mix(self, s: torch.Tensor, num_heads: int, transposed: bool = False) -> torch.Tensor:
-        """Mix summaries with this call's mixing matrix; see `mix_states`."""
-        return mix_states(self.mixing, s, num_heads, self.num_chunks, transposed=transposed)
 
     def launch(
         self,
@@ -187,21 +170,21 @@ class KernelCall:
             lane_tiles = max(num_tiles(x.shape[3], sizes[LANE_TILES[name]]) for name, x in outputs.items())
             return (lane_tiles * num_tiles(blocks.span, sizes["BT"]) * blocks.num_blocks * num_heads * batch,)
 
-        arguments = {
+        kernel[grid](
             **arguments,
             **{name: with_strides(x) for name, x in outputs.items()},
             **mixing_arguments(self.mixing),
-            "key_mask": self.key_mask,
-            "tables": blocks.tables,
-            "num_tokens": blocks.num_tokens,
-            "block_size": blocks.block_size,
-            "span": blocks.span,
-            "num_blocks": blocks.num_blocks,
-            "num_heads": num_heads,
-            "group": self.group,
-            "scale": self.scale,
-        }
-        kernel.launch(grid, arguments, self.constants)
+            key_mask=self.key_mask,
+            tables=blocks.tables,
+            num_tokens=blocks.num_tokens,
+            block_size=blocks.block_size,
+            span=blocks.span,
+            num_blocks=blocks.num_blocks,
+            num_heads=num_heads,
+            group=self.group,
+            scale=self.scale,
+            **self.constants,
+        )
 
     def allocate(self, like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocate an output; zeros if there are tokens before `starts`, which belong to no block and are never written."""
@@ -209,17 +192,23 @@ class KernelCall:
         return make(shape or like.shape, dtype=dtype or like.dtype, device=like.device)
 
     def mixing_grad(
-        self, dstates: torch.Tensor, dstates_z: torch.Tensor | None, diagonal_grad: torch.Tensor | None
+        self,
+        s: torch.Tensor,
+        z: torch.Tensor | None,
+        dstates: torch.Tensor,
+        dstates_z: torch.Tensor | None,
+        diagonal_grad: torch.Tensor | None,
     ) -> torch.Tensor:
         """Compute the gradient of the mixing matrix, in fp32.
 
         Args:
-            dstates, dstates_z: The gradients of `states` and `states_z`.
+            s, z: From `summaries`.
+            dstates, dstates_z: The gradients of the mixed summaries.
             diagonal_grad: What `dq_kernel` wrote, [B, H, M * chunks, K]; None if not causal.
         """
-        grad = mix_states_grads(dstates, self.s, self.mixing.dim(), self.num_chunks)
-        if dstates_z is not None and self.z is not None:
-            grad = grad + mix_states_grads(dstates_z, self.z, self.mixing.dim(), self.num_chunks)
+        grad = mix_states_grads(dstates, s, self.mixing.dim(), self.num_chunks)
+        if dstates_z is not None and z is not None:
+            grad = grad + mix_states_grads(dstates_z, z, self.mixing.dim(), self.num_chunks)
         if diagonal_grad is not None:
             diagonal_grad = diagonal_grad.unflatten(2, (-1, self.num_chunks)).sum((0, 3, 4))  # [H, M]
             grad = grad + torch.diag_embed(diagonal_grad if self.mixing.dim() == 3 else diagonal_grad.sum(0))
@@ -257,7 +246,31 @@ def triton_forward(
     """
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     with on_device(q), torch.autocast(q.device.type, enabled=False):
-        call = KernelCall(q, k, v, mixing, key_mask, starts, edges, blocks, key_blocks, causal, normalize, scale)
+        call = KernelCall(
+            q,
+            k,
+            v,
+            mixing,
+            key_mask=key_mask,
+            starts=starts,
+            edges=edges,
+            blocks=blocks,
+            key_blocks=key_blocks,
+            causal=causal,
+            scale=scale,
+        )
+        s, z = summaries(
+            k,
+            v,
+            call.key_blocks,
+            call.dot_as,
+            num_heads=k.shape[2],
+            causal=causal,
+            with_z=normalize,
+            key_mask=key_mask,
+        )
+        states = mix_states(call.mixing, s, call.num_state_heads, call.num_chunks)
+        states_z = None if z is None else mix_states(call.mixing, z, call.num_state_heads, call.num_chunks)
         o = call.allocate(v, *q.shape[:3], v.shape[3], dtype=dtype)
         inv = call.allocate(q, *q.shape[:3], dtype=torch.float32) if normalize else None
         call.launch(
@@ -267,8 +280,8 @@ def triton_forward(
             q=with_strides(q),
             k=with_strides(k),
             v=with_strides(v),
-            states=call.states,
-            states_z=call.states_z,
+            states=states,
+            states_z=states_z,
             inv=inv,
             share=call.share,
         )
@@ -306,12 +319,36 @@ def triton_backward(
     do, q, k, v = (contiguous_rows(x) for x in (do, q, k, v))
     inv = inv if normalize else None
     with on_device(q), torch.autocast(q.device.type, enabled=False):
-        call = KernelCall(q, k, v, mixing, key_mask, starts, edges, blocks, key_blocks, causal, normalize, scale)
+        call = KernelCall(
+            q,
+            k,
+            v,
+            mixing,
+            key_mask=key_mask,
+            starts=starts,
+            edges=edges,
+            blocks=blocks,
+            key_blocks=key_blocks,
+            causal=causal,
+            scale=scale,
+        )
+        s, z = summaries(
+            k,
+            v,
+            call.key_blocks,
+            call.dot_as,
+            num_heads=k.shape[2],
+            causal=causal,
+            with_z=normalize,
+            key_mask=key_mask,
+        )
+        states = mix_states(call.mixing, s, call.num_state_heads, call.num_chunks)
+        states_z = None if z is None else mix_states(call.mixing, z, call.num_state_heads, call.num_chunks)
         dq, dk, dv = (call.allocate(x) for x in (q, k, v))
         r = None if inv is None else torch.empty_like(inv)
         diagonal_grad = None
         if causal:
-            shape = q.shape[0], q.shape[2], call.s.shape[2], q.shape[3]
+            shape = q.shape[0], q.shape[2], s.shape[2], q.shape[3]
             diagonal_grad = torch.empty(shape, dtype=torch.float32, device=q.device)
         tokens = {"q": with_strides(q), "k": with_strides(k), "v": with_strides(v), "do": with_strides(do)}
         call.launch(
@@ -321,8 +358,8 @@ def triton_backward(
             **tokens,
             o=with_strides(o) if normalize else None,
             inv=inv,
-            states=call.states,
-            states_z=call.states_z,
+            states=states,
+            states_z=states_z,
             r=r,
             diagonal_grad=diagonal_grad,
             share=call.share,
@@ -339,8 +376,10 @@ def triton_backward(
             v_factor=inv,
             z_factor=r,
         )
-        dsummaries = call.mix(dstates, k.shape[2], transposed=True)
-        dsummaries_z = None if dstates_z is None else call.mix(dstates_z, k.shape[2], transposed=True)
+        dsummaries = mix_states(call.mixing, dstates, k.shape[2], call.num_chunks, transposed=True)
+        dsummaries_z = None
+        if dstates_z is not None:
+            dsummaries_z = mix_states(call.mixing, dstates_z, k.shape[2], call.num_chunks, transposed=True)
         call.launch(
             dkdv_kernel,
             call.key_blocks,
@@ -351,7 +390,7 @@ def triton_backward(
             dstates=dsummaries,
             dstates_z=dsummaries_z,
         )
-        dmixing = call.mixing_grad(dstates, dstates_z, diagonal_grad) * scale
+        dmixing = call.mixing_grad(s, z, dstates, dstates_z, diagonal_grad) * scale
     return dq, dk, dv, dmixing.to(mixing.dtype)
 
 

@@ -111,25 +111,27 @@ def summaries(
         lane_tiles = num_tiles(key_width, sizes["BK"]) * num_tiles(value_width, sizes["BV"])
         return (lane_tiles * num_parts * num_sums,)
 
-    arguments = {
-        "k": with_strides(k),
-        "v": with_strides(v),
-        "v_factor": v_factor,
-        "z_factor": z_factor,
-        "key_mask": key_mask,
-        "s": s,
-        "z": z,
-        "tables": blocks.tables,
-        "num_tokens": blocks.num_tokens,
-        "block_size": blocks.block_size,
-        "span": span,
-        "num_parts": num_parts,
-        "num_blocks": blocks.num_blocks,
-        "num_heads": num_heads,
-        "group": total_heads // num_heads,
-    }
-    constants = {"K": key_width, "V": value_width, "CAUSAL": causal, "DOT": dot_as}
-    summaries_kernel.launch(grid, arguments, constants)
+    summaries_kernel[grid](
+        k=with_strides(k),
+        v=with_strides(v),
+        v_factor=v_factor,
+        z_factor=z_factor,
+        key_mask=key_mask,
+        s=s,
+        z=z,
+        tables=blocks.tables,
+        num_tokens=blocks.num_tokens,
+        block_size=blocks.block_size,
+        span=span,
+        num_parts=num_parts,
+        num_blocks=blocks.num_blocks,
+        num_heads=num_heads,
+        group=total_heads // num_heads,
+        K=key_width,
+        V=value_width,
+        CAUSAL=causal,
+        DOT=dot_as,
+    )
     if num_parts == 1 or causal:
         return s, z
     return sum_parts(s, num_parts), None if z is None else sum_parts(z, num_parts)

@@ -6,6 +6,7 @@ are never compile-time constants, so a kernel is compiled once for all lengths.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,19 +79,17 @@ class TunedKernel:
             for sizes in fitting or configurations[-1:]
         ]
 
-    def launch(self, grid: Callable[[dict], tuple[int]], arguments: dict[str, Any], constants: dict[str, Any]) -> None:
-        """Launch the kernel.
+    def __getitem__(self, grid: Callable[[dict], tuple[int]]) -> Callable[..., Any]:
+        """Return the launcher of the kernel, which takes all arguments and constants but the tile sizes by keyword.
 
         Args:
-            grid: Returns the number of programs, given a dictionary with the constants and the tile sizes.
-            arguments: The run-time arguments by parameter name.
-            constants: The compile-time constants by parameter name, without the tile sizes.
+            grid: Returns the number of programs, given a dictionary with the arguments, the constants, and the tile sizes.
         """
-        constants = {**constants, "enable_fp_fusion": True}
         if self.tuner is not None:
-            self.tuner[grid](**arguments, **constants)
-        else:
-            self.jitted[grid](**arguments, **constants, **self.configurations(constants)[0])
+            return partial(self.tuner[grid], enable_fp_fusion=True)
+        return lambda **arguments: self.jitted[grid](
+            **arguments, **self.configurations(arguments)[0], enable_fp_fusion=True
+        )
 
 
 def tuned(configurations: Callable[[dict], list[dict]], *key: str) -> Callable[[Callable], TunedKernel]:

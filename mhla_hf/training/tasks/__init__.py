@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...conversion.families import family_of, is_of_diffusers
+from ...conversion.model_family import family_of, is_of_diffusers
 from ...models.families import ENCODERS
 from .base import Task
 from .diffusion import DiffusionTask

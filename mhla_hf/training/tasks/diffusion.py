@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...checkpoints.fingerprint import hash_json
-from ...conversion.families import family_of
+from ...conversion.model_family import family_of
 from ...data import Reader
 from ...models.families import DIFFUSION, Family
 from ..adapters import import_peft

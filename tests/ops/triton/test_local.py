@@ -18,7 +18,7 @@ from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.local_state import LocalState, continue_local
 from mhla_hf.ops.reference import local_reference
 from mhla_hf.ops.triton import check, local
-from mhla_hf.ops.triton.tuning import INTERPRETED
+from mhla_hf.ops.triton.tuning import INTERPRETED, TunedKernel
 
 F32, BF16 = torch.float32, torch.bfloat16
 TOLERANCE = {F32: 1e-5, BF16: 1.5e-2}
@@ -185,8 +185,12 @@ def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog)
 @pytest.mark.parametrize("output_norm", [False, True])
 def test_the_core_takes_what_its_settings_say(output_norm, monkeypatch):
     """And where its output is rounded anyway, the kernel rounds it."""
-    written, run = [], local.local_kernel.launch
-    monkeypatch.setattr(local.local_kernel, "launch", lambda *given: (written.append(given[1]), run(*given)))
+    written, launcher = [], TunedKernel.__getitem__
+
+    def recorded(self, grid):
+        return lambda **arguments: (written.append(arguments), launcher(self, grid)(**arguments))
+
+    monkeypatch.setattr(TunedKernel, "__getitem__", recorded)
     choices = {"mixing_form": "decay", "local": "softmax", "block_size": 16, "output_norm": output_norm, "gate": False}
     outputs, given = [], [torch.randn(2, 60, heads, 8, device=DEVICE).to(BF16) for heads in (4, 2, 2)]
     for impl in ("triton", "torch"):

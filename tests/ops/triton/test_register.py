@@ -8,6 +8,7 @@ run on the GPU. New memory is filled with NaN, so an element that no kernel writ
 import math
 import subprocess
 import sys
+import traceback
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.triton import register, summaries
 from mhla_hf.ops.triton.common import blocks_as_numbers
 from mhla_hf.ops.triton.register import TRITON_BACKWARD, TRITON_FORWARD
-from mhla_hf.ops.triton.tuning import INTERPRETED
+from mhla_hf.ops.triton.tuning import INTERPRETED, TunedKernel
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F32: 1e-5, BF16: 1.5e-2, F16: 5e-3}
@@ -352,3 +353,18 @@ def test_a_bundle_has_its_own_kernels_where_triton_is(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [float(x) < 1e-5 for x in done.stdout.split()] == [True, True]
+
+
+def test_few_calls_lie_between_the_operator_and_its_kernels(monkeypatch):
+    """At most five from `mhla` to each launch, so that a stack trace can be read."""
+    depths, launcher = {}, TunedKernel.__getitem__
+
+    def recorded(self, grid):
+        frames = [frame for frame in traceback.extract_stack() if "/mhla_hf/ops/" in frame.filename]
+        depths[self.jitted.fn.__name__] = len(frames)
+        return launcher(self, grid)
+
+    monkeypatch.setattr(TunedKernel, "__getitem__", recorded)
+    blocks = Blocks.sequence(100, 16)
+    mhla(*features(1, 100), torch.rand(7, 7, device=DEVICE), blocks=blocks, causal=True, impl="triton")
+    assert depths == {"summaries_kernel": 4, "mix_kernel": 5, "forward_kernel": 4}

@@ -58,7 +58,7 @@ from mhla_hf.ops.triton.attend import forward_kernel
 from mhla_hf.ops.triton.summaries import summaries_kernel
 from offline import *
 
-launched, tried, launch = [], [], TunedKernel.launch
+launched, tried, launch = [], [], TunedKernel.__getitem__
 
 def keep(self, key, signature, device, constants, options, attributes, warmup):
     self.device_caches[device][0][key] = options
@@ -71,7 +71,7 @@ def bench(run, quantiles):
 
 JITFunction._do_compile = keep
 compile_only(launched)
-TunedKernel.launch = launch
+TunedKernel.__getitem__ = launch
 Chips.get_benchmarker = lambda self: bench
 room = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
 torch.cuda.current_device, torch.cuda.get_device_properties = lambda: 0, lambda device: room

@@ -21,9 +21,9 @@ from ..nn.heads import HeadSplit
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
-from .overlay import attention_sizes, calls_interface, overlay_class, prepare_inner_body, swap_attention
+from .derived_classes import AttentionSwap, attention_sizes, calls_interface
 from .rotation import rotation_angles, rotation_layout, unrotate
-from .transformers_api import check_cache_arrived, find_cache, refuse_paged_cache, set_attention_function
+from .transformers_api import check_cache_arrived, find_cache, refuse_paged_cache
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
 # Arguments that change what other attention functions compute, and that MHLA cannot follow.
@@ -67,16 +67,22 @@ def mhla_attention(
         raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
     cache = kwargs.get("mhla_cache")
-    options = {"hidden_states": kwargs.get("mhla_hidden_states"), "cache": cache, "scale": scaling}
-    options |= {name: kwargs[f"mhla_{name}"] for name in ("rotate", "angles") if f"mhla_{name}" in kwargs}
-    options |= {"starts": starts, "key_mask": key_mask}
-    options["cu_seqlens"] = kwargs.get("cu_seq_lens_q") if cache is None else None
+    options = {
+        "hidden_states": kwargs.get("mhla_hidden_states"),
+        "cache": cache,
+        "scale": scaling,
+        "starts": starts,
+        "key_mask": key_mask,
+        "cu_seqlens": kwargs.get("cu_seq_lens_q") if cache is None else None,
+        # Only some cores take these.
+        **{name: kwargs[f"mhla_{name}"] for name in ("rotate", "angles") if f"mhla_{name}" in kwargs},
+    }
     heads = getattr(module.mhla, "heads", None)
     if heads is None:
         o = module.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
         # Some bases call `view` on the output.
         return o.contiguous(), None
-    # The key is whether the heads keep softmax.
+    # By whether the heads keep softmax.
     outputs = {}
     if heads.counts[True]:
         parts = [heads.part(x, True, 1) for x in (query, key, value)]
@@ -185,8 +191,9 @@ class MHLAMixer:
         Returns:
             As the base.
         """
-        name, mixed = find_cache(kwargs), hasattr(self, "softmax_heads")
-        cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx, mixed) if name is not None else None
+        cache_name, keeps_softmax = find_cache(kwargs), hasattr(self, "softmax_heads")
+        past = kwargs.pop(cache_name) if cache_name is not None else None
+        cache = mhla_cache_layer(past, self.layer_idx, keeps_softmax=keeps_softmax)
         added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
         if self.reads_unrotated:
             added["mhla_angles"] = rotation_angles(self, kwargs)
@@ -208,35 +215,26 @@ def softmax_attentions(model: nn.Module) -> dict[int, Any]:
     }
 
 
-def install_mhla(model: Any, settings: MHLASettings, core_class: type[nn.Module]) -> None:
-    """Turn the attention modules that `settings.layers` lists into MHLA, in place.
+def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
+    """Return the arguments of a core of a language model, beside the settings."""
+    widths = {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
+    return {**attention_sizes(attention, config), **widths}
 
-    Args:
-        model: A decoder of transformers, with or without a head.
-        settings: The settings.
-        core_class: `MHLA` or `DecayMHLA`.
+
+def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
+    """Let MHLA layers read q and k as `settings.rope` says, and give `settings.softmax_heads` their softmax back.
 
     Raises:
-        ValueError: The settings do not fit the model.
+        ValueError: There are no such heads.
     """
-    config = model.config
     attentions = softmax_attentions(model)
-    chosen, kept = settings.resolve_layers(config.num_hidden_layers), settings.softmax_heads or {}
-    widths = {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
-    for index in chosen:
-        attention = attentions[index]
-        core: Any = core_class(settings, **attention_sizes(attention, config), **widths)
-        mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
+    layers: Any = settings.layers
+    for attention in (attentions[index] for index in layers):
         attention.reads_unrotated = settings.rope == "near"
         if attention.reads_unrotated:
-            core.unrotate = partial(unrotate, layout=rotation_layout(attention))
-        swap_attention(attention, mixed, core, ATTENTION_NAME)
-        if str(index) in kept:
-            keep_softmax_heads(attention, config, kept[str(index)])
-    # Compared with all attention modules rather than all layers: a base may have layers without attention.
-    if set(chosen) == set(attentions) and not kept:
-        set_attention_function(config, ATTENTION_NAME)
-    prepare_inner_body(model, pass_padding)
+            attention.mhla.unrotate = partial(unrotate, layout=rotation_layout(attention))
+    for index, heads in (settings.softmax_heads or {}).items():
+        keep_softmax_heads(attentions[int(index)], model.config, heads)
 
 
 def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
@@ -438,3 +436,14 @@ def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int)
     if position_ids is None:
         position_ids = (token - edges[torch.searchsorted(edges, token, right=True) - 1])[None]
     return {"cu_seq_lens_q": borders, "position_ids": position_ids, "use_cache": False}
+
+
+# The cores depend on the source of the model: see `converted.py`.
+CAUSAL_SWAP = AttentionSwap(
+    function_name=ATTENTION_NAME,
+    mixin=MHLAMixer,
+    find_attentions=softmax_attentions,
+    core_sizes=causal_core_sizes,
+    prepare=pass_padding,
+    finish=finish_causal_layers,
+)

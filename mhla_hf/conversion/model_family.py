@@ -8,7 +8,15 @@ from ..models.families import DIFFUSION, Family, family_of_type
 from ..models.transformers_api import config_class_of
 
 # Fields of an MHLA model's configuration that its base's configuration does not have, or has other values for.
-OWN = ("mhla", "mhla_measured", "model_type", "architectures", "auto_map", "transformers_weights", "base_model_type")
+MHLA_FIELDS = (
+    "mhla",
+    "mhla_measured",
+    "model_type",
+    "architectures",
+    "auto_map",
+    "transformers_weights",
+    "base_model_type",
+)
 
 
 def is_of_diffusers(model: Any) -> bool:
@@ -45,6 +53,6 @@ def softmax_config(config: Any) -> Any:
     Args:
         config: Configuration of the converted model.
     """
-    values = {name: value for name, value in config.to_dict().items() if name not in OWN}
+    values = {name: value for name, value in config.to_dict().items() if name not in MHLA_FIELDS}
     config_class: Any = config_class_of(config.base_model_type)
     return config_class(**values)

@@ -1,0 +1,320 @@
+"""Derives the classes of converted models of transformers from those of their bases, and swaps their attention modules.
+
+No class is written out: `MHLALlamaForCausalLM`, `MHLALlamaConfig`, and `MHLALlamaAttention` are made from
+`LlamaForCausalLM`, `LlamaConfig`, and `LlamaAttention` when they are first used, and so are those of every other family in
+`families.py`. Weights have the names of the base, plus `mhla.*` in each attention module.
+"""
+
+import copy
+import functools
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from torch import nn
+
+from ..nn.settings import NO_SOFTMAX, MHLASettings
+from .families import Family
+from .pretrained import MHLAPreTrainedMixin
+from .transformers_api import (
+    class_names,
+    config_class_name,
+    config_class_of,
+    copy_weight_renames,
+    set_attention_function,
+)
+
+
+@dataclass(frozen=True)
+class AttentionSwap:
+    """How the attention modules of one kind of model become MHLA; all MHLA classes of an entry module share one.
+
+    Attributes:
+        function_name: Name under which transformers knows the attention function of MHLA.
+        mixin: Mixed into the attention classes of the bases.
+        find_attentions: Returns the attention modules of a model, by layer index.
+        core_sizes: Returns the arguments of a core, beside the settings, from an attention module and the configuration.
+        matrix_core: Core that mixes blocks by a matrix; None if the module has none.
+        decay_core: Core that mixes them by decays; None if the module has none.
+        prepare: Called before each forward pass of the body (see `forward_preparing`), or None.
+        finish: Called with the model and its settings when all layers are swapped, or None.
+        replaces_masks: Whether a model without softmax layers selects the function, too, so that no T x T mask is made.
+    """
+
+    function_name: str
+    mixin: type
+    find_attentions: Callable[[nn.Module], dict[int, Any]]
+    core_sizes: Callable[[Any, Any], dict[str, Any]]
+    matrix_core: Any = None
+    decay_core: Any = None
+    prepare: Callable[..., Any] | None = None
+    finish: Callable[[Any, MHLASettings], None] | None = None
+    replaces_masks: bool = True
+
+    def core_class(self, settings: MHLASettings) -> Any:
+        """Return the core of the settings' mixing form. Raise ValueError if there is none."""
+        core_class = self.decay_core if settings.mixing_form == "decay" else self.matrix_core
+        if core_class is None:
+            raise ValueError(
+                f"mixing_form: got {settings.mixing_form!r}, expected another one for this model's source."
+            )
+        return core_class
+
+
+class MHLAConfigMixin:
+    """Adds `mhla`, the settings, to the configuration class of a base, as the first of the bases.
+
+    `config.json` also gets `transformers_weights`, which names a file that does not exist. Without it a softmax class would
+    load the folder and ignore the weights `mhla.*`; with it, that is an error. This class drops the entry.
+    """
+
+    def __post_init__(self: Any, **kwargs: Any) -> None:
+        """Run the base's, then check `mhla` and list its layers."""
+        values = kwargs.pop("mhla", None)
+        if values is not None:
+            kwargs.pop("transformers_weights", None)
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        if values is not None:
+            settings = MHLASettings.from_dict(values.to_dict() if isinstance(values, MHLASettings) else values)
+            settings.layers = settings.resolve_layers(self.num_hidden_layers)
+            self.mhla = settings.to_dict()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the base's dictionary, with the entry that stops softmax classes."""
+        values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        return {**values, "transformers_weights": NO_SOFTMAX} if values.get("mhla") is not None else values
+
+
+class MHLAHeadMixin(MHLAPreTrainedMixin):
+    """Mixin for model classes: builds the base model, then converts the layers that `config.mhla` lists to MHLA.
+
+    It must come first among the bases of a class.
+
+    Attributes:
+        family: The `Family` of the base model.
+        swap: How its attention modules become MHLA.
+    """
+
+    family: Family
+    swap: AttentionSwap
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any):
+        if not isinstance(config, self.config_class) or getattr(config, "mhla", None) is None:
+            expected = f"{self.config_class.__name__} with `mhla`; use mhla_hf.convert(model) on a softmax model"
+            raise ValueError(f"config: got {type(config).__name__}, expected {expected}.")
+        # Heads look their body up by the class of the configuration, which therefore is the base's in the meantime.
+        config_class, config.__class__ = type(config), self.config_class.__bases__[1]
+        try:
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        finally:
+            config.__class__ = config_class
+        self.install_mhla(MHLASettings.from_dict(config.mhla))
+
+    def install_mhla(self: Any, settings: MHLASettings) -> None:
+        """Turn the attention modules that `settings.layers`, a list of indices, names into MHLA, in place.
+
+        Raises:
+            ValueError: The settings do not fit the model.
+        """
+        swap, config = self.swap, self.config
+        attentions = swap.find_attentions(self)
+        core_class = swap.core_class(settings)
+        layers: Any = settings.layers
+        for index in layers:
+            attention = attentions[index]
+            core = core_class(settings, **swap.core_sizes(attention, config))
+            swap_attention(
+                attention, derived_class(type(attention), swap.mixin, self.family.entry), core, swap.function_name
+            )
+        if swap.finish is not None:
+            swap.finish(self, settings)
+        # Compared with all attention modules rather than all layers: a base may have layers without attention.
+        if swap.replaces_masks and set(layers) == set(attentions) and not settings.softmax_heads:
+            set_attention_function(config, swap.function_name)
+        if swap.prepare is not None:
+            prepare_inner_body(self, swap.prepare)
+        self._can_compile_fullgraph = core_class.compiles_fullgraph
+
+    def entry_to_save(self: Any) -> str:
+        """Return the module of this model's mixing form, so that the checkpoint does not contain the other form."""
+        form = "decay" if self.config.mhla["mixing_form"] == "decay" else "matrix"
+        return self.family.kind.sources.get(form, self.family.entry)
+
+    def class_names(self: Any) -> list[str]:
+        """Return the names of the family's classes, body and heads."""
+        return [f"MHLA{name}" for name in base_classes(self.family)]
+
+
+# The end of a class name that follows the name of the model.
+HEAD_NAME = re.compile(r"(For[A-Z]\w*|LMHeadModel|(Vision)?Model)$")
+# Base -> the class derived from it: each is made once.
+_DERIVED: dict[type, Any] = {}
+
+
+def derived_class(base: type, mixin: type, entry: str, **namespace: Any) -> Any:
+    """Return the MHLA class of a base, such as `MHLALlamaAttention(mixin, LlamaAttention)`.
+
+    Args:
+        base: Class of transformers.
+        mixin: The first of the bases.
+        entry: Module in which pickle finds the class by its name; in a bundle, that is the bundle's module.
+        **namespace: Further attributes of the class.
+    """
+    if base not in _DERIVED:
+        namespace["__module__"] = __name__.replace("models.derived_classes", entry)
+        _DERIVED[base] = type(f"MHLA{base.__name__}", (mixin, base), namespace)
+    return _DERIVED[base]
+
+
+def model_name(family: Family) -> str:
+    """Return the start of a family's class names, such as "Llama"; empty if this release lacks the model type."""
+    return HEAD_NAME.sub("", next(iter(class_names(family)), ""))
+
+
+def base_classes(family: Family) -> dict[str, Any]:
+    """Return the classes of a family's base that this release of transformers has, by name."""
+    classes = {name: getattr(transformers, name, None) for name in class_names(family)}
+    config = config_class_of(family.base)
+    return {
+        name: cls for name, cls in classes.items() if cls is not None and getattr(cls, "config_class", None) is config
+    }
+
+
+def derived_config_class(family: Family) -> Any:
+    """Return the configuration class of a converted family: `MHLALlamaConfig(LlamaConfig)` for "llama"."""
+    base: Any = config_class_of(family.base)
+    model_types = {"model_type": f"mhla_{family.base}", "base_model_type": family.base}
+    doc = f"`{base.__name__}` with `mhla`, the settings of its MHLA layers."
+    return derived_class(base, MHLAConfigMixin, family.entry, __doc__=doc, **model_types)
+
+
+def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
+    """Return a model class of a converted family, such as `MHLALlamaForCausalLM(MHLAHeadMixin, LlamaForCausalLM)`."""
+    config = derived_config_class(family)
+    copy_weight_renames(family.base, config.model_type)
+    cores = [core for core in (swap.matrix_core, swap.decay_core) if core is not None]
+    members: dict[str, Any] = {
+        "__doc__": f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists.",
+        "config_class": config,
+        "family": family,
+        "swap": swap,
+        "_can_compile_fullgraph": all(core.compiles_fullgraph for core in cores),
+        # transformers looks for a decorator in the source of the class's module, which is ours; so this asks the base.
+        "_can_set_experts_implementation": classmethod(lambda cls: base._can_set_experts_implementation()),
+    }
+    if swap.prepare is not None:
+        members["forward"] = forward_preparing(base.forward, swap.prepare)
+    return derived_class(base, MHLAHeadMixin, family.entry, **members)
+
+
+@functools.cache
+def calls_interface(attention_class: Any) -> bool:
+    """Return whether the forward of a class looks up an attention function, by the local variable that all models use."""
+    return "attention_interface" in inspect.unwrap(attention_class.forward).__code__.co_varnames
+
+
+def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
+    """Return the numbers of heads and the widths of an attention module, as arguments of an MHLA core.
+
+    Args:
+        attention: Attention module of transformers.
+        config: Configuration of the model.
+
+    Raises:
+        ValueError: The number of heads is not a multiple of the number of KV heads.
+    """
+    num_heads, num_groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if isinstance(num_groups, int) and num_heads % num_groups:
+        raise ValueError(
+            f"num_key_value_heads: got {num_groups}, expected a divisor of the {num_heads} attention heads."
+        )
+    width = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads // getattr(attention, "num_key_value_groups", 1),
+        # In latent attention, keys and values differ in width.
+        "key_dim": getattr(attention, "qk_head_dim", width),
+        "value_dim": getattr(attention, "v_head_dim", width),
+    }
+
+
+def forward_preparing(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the forward of a model so that `prepare` is called before it if the model is a body rather than a head.
+
+    A hook would not do: callers of `model.forward`, such as sentence-transformers, skip hooks.
+
+    Args:
+        forward: The forward of the base.
+        prepare: As in `prepare_inner_body`.
+    """
+    names = tuple(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def prepared_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.base_model is self:
+            args, kwargs = prepare(self, args, kwargs, names)
+        return forward(self, *args, **kwargs)
+
+    return prepared_forward
+
+
+def prepare_inner_body(model: Any, prepare: Callable[..., Any]) -> None:
+    """Call a function before every call of the body, if `model` is a head on one.
+
+    Args:
+        model: The model.
+        prepare: Function of the body, the positional and keyword arguments of the call, and the parameter names of the
+            body's forward. It returns the new positional and keyword arguments.
+    """
+    if (body := model.base_model) is not model:
+        names = tuple(inspect.signature(type(body).forward).parameters)[1:]
+        body.register_forward_pre_hook(functools.partial(prepare, names=names), with_kwargs=True)
+
+
+def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_name: str) -> None:
+    """Turn an attention module of transformers into MHLA, in place.
+
+    Args:
+        attention: The module.
+        mhla_class: Its new class, from `derived_class`.
+        core: Its new child `mhla`.
+        function_name: The attention function to select, in a copy of the configuration for this module alone.
+    """
+    core.train(attention.training)
+    attention.__class__ = mhla_class
+    if "_old_forward" in attention.__dict__:  # the forward that accelerate's hooks wrap
+        attention._old_forward = types.MethodType(mhla_class.forward, attention)
+    attention.config = copy.copy(attention.config)
+    set_attention_function(attention.config, function_name)
+    attention.add_module("mhla", core)
+
+
+def derived_class_named(name: str, families: tuple[Family, ...], swap: AttentionSwap) -> Any:
+    """Return the class that an entry module has under a name; it is the module's `__getattr__`.
+
+    Args:
+        name: Name of a configuration, model, or attention class, such as "MHLALlamaForCausalLM".
+        families: The families of the module.
+        swap: How their attention modules become MHLA.
+
+    Raises:
+        AttributeError: No family has such a class.
+    """
+    base_name = name.removeprefix("MHLA")
+    for family in families if name.startswith("MHLA") else ():
+        if base_name == config_class_name(family.base):
+            return derived_config_class(family)
+        if base_name in class_names(family) and base_name in base_classes(family):
+            return derived_model_class(family, base_classes(family)[base_name], swap)
+        if base_name.endswith("Attention") and base_name.startswith(model_name(family)):
+            for base in base_classes(family).values():
+                if hasattr(module := sys.modules[base.__module__], base_name):
+                    return derived_class(getattr(module, base_name), swap.mixin, family.entry)
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}, expected one of {[family.base for family in families]}."
+    )
