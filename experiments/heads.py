@@ -114,8 +114,9 @@ def count_bytes(model_folder, settings, heads, far):
         ).eval()
     convert(model, layers="all", **settings, **({} if far else {"rope": "before"}))
     sizes = sizes_of_layers(model).values()
-    total = sum(size.heads for size in sizes)
-    token, state = (sum(column) / total for column in zip(*((size.token, size.state) for size in sizes), strict=True))
+    total = sum(size.num_kv_heads for size in sizes)
+    token = sum(size.token_bytes for size in sizes) / total
+    state = sum(size.state_bytes for size in sizes) / total
     if not far:
         core = mhla_layers(model)[0].mhla
         state -= (core.mixing.num_decays + 1) * core.k_map.num_features * (core.value_dim + 1) * 4
