@@ -47,9 +47,9 @@ class Case(Protocol):
     """Interface of the cases that `run_bench` checks and times.
 
     Attributes:
-        name: name in the table.
-        dtype: name of a torch dtype, which selects the tolerance.
-        modes: the modes that are timed, such as `FORWARD` and `TRAINING`.
+        name: Name in the table.
+        dtype: Name of a torch dtype, which selects the tolerance.
+        modes: The modes that are timed, such as `FORWARD` and `TRAINING`.
     """
 
     @property
@@ -85,13 +85,13 @@ def exact_attention(
     """Compute attention for some queries in fp64: MHLA or, if `mixing` is None, softmax attention.
 
     Args:
-        q, k, v: `[B, T, H, K]`, `[B, T, H, K]` and `[B, T, H, V]`.
-        mixing: `[M, M]` or None.
-        queries: token indices `[N]`.
-        blocks, causal, normalize: see `mhla`.
+        q, k, v: [B, T, H, K], [B, T, H, K] and [B, T, H, V].
+        mixing: [M, M] or None.
+        queries: Token indices [N].
+        blocks, causal, normalize: See `mhla`.
 
     Returns:
-        The outputs, fp64 `[B, N, H, V]`.
+        The outputs, fp64 [B, N, H, V].
     """
     token = torch.arange(k.shape[1], device=q.device)
     later = (token > queries[:, None]) & causal
@@ -123,12 +123,12 @@ def linear_attention(
     masked linear attention within the chunk is added.
 
     Args:
-        q, k, v: `[B, T, H, K]`, `[B, T, H, K]` and `[B, T, H, V]`.
-        causal, normalize: see `mhla`.
-        chunk: tokens per chunk.
+        q, k, v: [B, T, H, K], [B, T, H, K] and [B, T, H, V].
+        causal, normalize: See `mhla`.
+        chunk: Tokens per chunk.
 
     Returns:
-        The outputs `[B, T, H, V]`.
+        The outputs [B, T, H, V].
     """
     length = q.shape[1]
     scale = q.shape[-1] ** -0.5
@@ -153,13 +153,13 @@ class Operator:
     """A case that times attention of one shape: MHLA against softmax and plain linear attention.
 
     Attributes:
-        name: name in the table.
-        blocks: number and layout of the tokens.
-        batch, heads: sizes of the inputs.
+        name: Name in the table.
+        blocks: Number and layout of the tokens.
+        batch, heads: Sizes of the inputs.
         widths: (width of the keys, width of the values).
-        causal, normalize: see `mhla`.
-        dtype: dtype of q, k and v.
-        modes: the modes that are timed.
+        causal, normalize: See `mhla`.
+        dtype: Dtype of q, k and v.
+        modes: The modes that are timed.
     """
 
     name: str
@@ -177,7 +177,7 @@ class Operator:
         return ["sdpa", "linear", "mhla triton" if torch.device(device).type == "cuda" else "mhla torch"]
 
     def prepare(self, device: Device, seed: int) -> Prepared:
-        """Return random q, k, v and mixing (fp32 `[M, M]`) that require gradients, and a gradient of the output."""
+        """Return random q, k, v and mixing (fp32 [M, M]) that require gradients, and a gradient of the output."""
         generator = torch.Generator(device).manual_seed(seed)
         randn = functools.partial(torch.randn, generator=generator, device=device)
         size = (self.batch, self.blocks.length, self.heads)
@@ -264,14 +264,14 @@ def run_bench(
     """Check and time the implementations of each case.
 
     Args:
-        cases: the cases (default: `quick_cases`).
-        device: device on which to run.
-        threads: number of CPU threads during the benchmark.
-        seed: seed of the random inputs.
-        rounds: number of rounds, of which the fastest counts.
+        cases: The cases (default: `quick_cases`).
+        device: Device on which to run.
+        threads: Number of CPU threads during the benchmark.
+        seed: Seed of the random inputs.
+        rounds: Number of rounds, of which the fastest counts.
         out: JSON file, rewritten after each case, so that an interruption loses only the current one.
-        progress: whether to show a progress bar.
-        command: the shell command that repeats the benchmark, for the record.
+        progress: Whether to show a progress bar.
+        command: The shell command that repeats the benchmark, for the record.
 
     Returns:
         A JSON-serializable dict with
@@ -281,7 +281,7 @@ def run_bench(
             - "seed" and the results of `describe_run`.
 
     Raises:
-        ValueError, OSError: an argument is not valid; nothing was timed.
+        ValueError, OSError: An argument is not valid; nothing was timed.
     """
     if threads < 1:
         raise ValueError(f"threads: got {threads!r}, expected a whole number of at least 1.")
@@ -391,8 +391,8 @@ def fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | None:
     """Return the fastest implementation whose name begins with one of `kinds`.
 
     Args:
-        ms: implementation -> milliseconds.
-        *kinds: prefixes of names, such as "mhla".
+        ms: Implementation -> milliseconds.
+        *kinds: Prefixes of names, such as "mhla".
 
     Returns:
         (milliseconds, the name without its first word), or None if there is no such implementation.

@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command line.
 
     Args:
-        argv: the arguments after `mhla-hf` (default: those of this process).
+        argv: The arguments after `mhla-hf` (default: those of this process).
 
     Returns:
         The exit code: 0; 1 if a bench or an audit found a problem; 2 for invalid input; 130 after Ctrl-C.
@@ -130,7 +130,7 @@ def set_up_output(verbose: bool) -> None:
     """Configure output streams, logging and the libraries' progress bars.
 
     Args:
-        verbose: whether to log progress to stderr.
+        verbose: Whether to log progress to stderr.
     """
     replace_unprintable()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -153,8 +153,8 @@ def describe_error(error: BaseException, flags: Mapping[str, str] | None = None)
     """Describe an error in one line.
 
     Args:
-        error: the exception.
-        flags: argument -> its command-line flag, which replaces the argument at the beginning of the message.
+        error: The exception.
+        flags: Argument -> its command-line flag, which replaces the argument at the beginning of the message.
     """
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
@@ -169,8 +169,8 @@ def script(main: Callable[[], Any], name: str | None = None) -> None:
     """Run the `main` of a script with the error handling of `mhla-hf`.
 
     Args:
-        main: the function to call.
-        name: name of the script in error messages (default: its file name).
+        main: The function to call.
+        name: Name of the script in error messages (default: its file name).
     """
     replace_unprintable()
     try:

@@ -34,7 +34,7 @@ class Reader:
 
     Args:
         key: (seed, stage), which seeds all random choices.
-        state: the state from which to resume, as `state()` returned it.
+        state: The state from which to resume, as `state()` returned it.
     """
 
     def __init__(self, key: Iterable[int], state: dict[str, Any] | None = None) -> None:
@@ -79,23 +79,23 @@ def open_text(
     """Open training text.
 
     Args:
-        data: one of
+        data: One of
             - a text file, or a folder of them with all subfolders (.txt, .md, .rst, .text);
             - a table on disk (.jsonl, .json, .parquet, .csv, .arrow), or a folder of them, read as a stream;
             - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), read as a stream;
             - a Dataset or IterableDataset of `datasets`, read as a stream;
             - a list of texts;
-            - token ids, integers `[N]`.
-        tokenizer: a tokenizer, required unless the data are tokens (a tensor, or rows with `input_ids` and optionally
+            - token ids, integers [N].
+        tokenizer: A tokenizer, required unless the data are tokens (a tensor, or rows with `input_ids` and optionally
             `labels`). Its end-of-sequence token is added after every document.
-        text_field: the column of a dataset that holds the text.
-        vocab_size: size of the vocabulary, by which token ids are checked (default: they are not checked).
+        text_field: The column of a dataset that holds the text.
+        vocab_size: Size of the vocabulary, by which token ids are checked (default: they are not checked).
 
     Returns:
         A `TokenStream` for data that are read as a stream, else a `TokenRing`.
 
     Raises:
-        ValueError, TypeError, ImportError: the data cannot be opened.
+        ValueError, TypeError, ImportError: The data cannot be opened.
     """
     if isinstance(data, torch.Tensor):
         return TokenRing(data, vocab_size, "a tensor of tokens")
@@ -124,9 +124,9 @@ class TokenRing:
     """Tokens in memory, treated as a ring in which the first token follows the last.
 
     Args:
-        tokens: integers `[N]`.
-        vocab_size: size of the vocabulary, by which token ids are checked; None for no check.
-        name: name of the data in error messages.
+        tokens: Integers [N].
+        vocab_size: Size of the vocabulary, by which token ids are checked; None for no check.
+        name: Name of the data in error messages.
     """
 
     def __init__(self, tokens: Any, vocab_size: int | None, name: str) -> None:
@@ -182,11 +182,11 @@ class TokenStream:
     """A stream of rows, packed into sequences.
 
     Args:
-        dataset: a `datasets.IterableDataset` whose rows have `text_field`, or `input_ids` and optionally `labels`.
-        tokenizer: a tokenizer, required for rows with text.
-        text_field: the column that holds the text.
-        vocab_size: size of the vocabulary, by which token ids are checked; None for no check.
-        name: name of the data in error messages.
+        dataset: A `datasets.IterableDataset` whose rows have `text_field`, or `input_ids` and optionally `labels`.
+        tokenizer: A tokenizer, required for rows with text.
+        text_field: The column that holds the text.
+        vocab_size: Size of the vocabulary, by which token ids are checked; None for no check.
+        name: Name of the data in error messages.
         identity: JSON-serializable value that identifies the data.
     """
 
@@ -322,10 +322,10 @@ def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -
     """Load a split with `datasets.load_dataset`.
 
     Args:
-        name: id on the Hub, "id" or "id:configuration". With `builder`, it is only used in error messages.
-        *builder: positional arguments of `load_dataset` for local files.
-        split: name of the split.
-        **options: further arguments of `load_dataset`.
+        name: Id on the Hub, "id" or "id:configuration". With `builder`, it is only used in error messages.
+        *builder: Positional arguments of `load_dataset` for local files.
+        split: Name of the split.
+        **options: Further arguments of `load_dataset`.
 
     Raises:
         ValueError: `name` can only be a path and does not exist, or the dataset cannot be loaded.
@@ -370,7 +370,7 @@ def special_tokens(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Add special tokens, as `special_tokens` returns them, before and after each row of `ids` `[B, T]`."""
+    """Add special tokens, as `special_tokens` returns them, before and after each row of `ids` [B, T]."""
     before, after = (added.expand(len(ids), -1) for added in added_ids)
     return torch.cat([before, ids, after], 1)
 

@@ -59,24 +59,24 @@ def plan(
     """Estimate the effects of a conversion on layers, parameters, cache and speed, and the cost of its distillation.
 
     Args:
-        model: folder or Hub id, of which only config.json is read, or a transformers configuration.
-        context: length of the sequences for which the model is used, in tokens.
-        layers, settings: see `convert`; only `mixing_form="decay"` (the default) is supported.
-        recipe: name or YAML file of the recipe for the distillation.
-        device: device on which to time the attention of one layer (default: CUDA if there is a GPU, else the CPU). If it
+        model: Folder or Hub id, of which only config.json is read, or a transformers configuration.
+        context: Length of the sequences for which the model is used, in tokens.
+        layers, settings: See `convert`; only `mixing_form="decay"` (the default) is supported.
+        recipe: Name or YAML file of the recipe for the distillation.
+        device: Device on which to time the attention of one layer (default: CUDA if there is a GPU, else the CPU). If it
             is not available on this machine, the speed is reported as unknown.
-        timing: whether to time the attention.
+        timing: Whether to time the attention.
         tflops: TFLOP/s of the training machine (default: no hours are estimated).
-        revision: branch, tag or commit on the Hub.
-        progress: whether to show a progress bar.
-        command: the shell command that repeats the estimate, for the record.
+        revision: Branch, tag or commit on the Hub.
+        progress: Whether to show a progress bar.
+        command: The shell command that repeats the estimate, for the record.
 
     Returns:
         A JSON-serializable dict, which `render_plan` renders as text. Cache sizes are in bytes per sequence.
 
     Raises:
-        NotConvertible: nothing in this model type can be converted; the message gives the reason.
-        ValueError, TypeError: an argument is not valid.
+        NotConvertible: Nothing in this model type can be converted; the message gives the reason.
+        ValueError, TypeError: An argument is not valid.
     """
     if not is_whole(context, 1):
         raise ValueError(f"context: got {context!r}, expected the tokens of a sequence, a whole number of at least 1.")
@@ -130,7 +130,7 @@ def model_without_weights(config: Any) -> Any:
     """Build the causal language model of a configuration on the meta device.
 
     Raises:
-        NotConvertible, ValueError: the model is not a softmax language model that can be converted.
+        NotConvertible, ValueError: The model is not a softmax language model that can be converted.
     """
     start = f"model: got {config.model_type!r}"
     if getattr(config, "mhla", None) is not None:
@@ -146,8 +146,8 @@ def cache_of_saved(config: Any, tokens: int) -> dict[str, int] | None:
     """Return the cache sizes of a converted decoder and of its softmax original.
 
     Args:
-        config: configuration of the converted model.
-        tokens: length of the sequence.
+        config: Configuration of the converted model.
+        tokens: Length of the sequence.
 
     Returns:
         A dict with the bytes of "mhla" and "softmax"; None for a model from scratch, or one whose state grows with the
@@ -166,9 +166,9 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
     """Describe the package's training recipes.
 
     Args:
-        model: folder or Hub id of a softmax language model, for which to estimate the costs of recipes that convert a
+        model: Folder or Hub id of a softmax language model, for which to estimate the costs of recipes that convert a
             model. Without it, only the costs of recipes that train a language model from scratch are estimated.
-        tflops: see `plan`.
+        tflops: See `plan`.
 
     Returns:
         A list of dicts with "name", "task", "base", "about" and "stages", and with "memory", "flops" and "hours" as
@@ -221,9 +221,9 @@ def time_layer(
     """Time softmax attention and the MHLA core of one layer, for prefill and for decoding one token.
 
     Args:
-        core: the MHLA core, on the meta device.
-        dtype: dtype of the inputs.
-        device, progress, command: see `plan`.
+        core: The MHLA core, on the meta device.
+        dtype: Dtype of the inputs.
+        device, progress, command: See `plan`.
 
     Returns:
         A dict with "prefill" and "decoding", each a dict with "rows" and the entries of `crossover`, and the entries of
@@ -257,9 +257,9 @@ def time_lengths(
     """Time softmax and MHLA at increasing lengths, until MHLA is clearly faster or the next length would take too long.
 
     Args:
-        make_works: function from a length to the calls "softmax" and "mhla", which are timed in turns; the fastest counts.
-        device: device on which they run.
-        progress: whether to show a progress bar.
+        make_works: Function from a length to the calls "softmax" and "mhla", which are timed in turns; the fastest counts.
+        device: Device on which they run.
+        progress: Whether to show a progress bar.
 
     Returns:
         A list of dicts with "tokens", "softmax_ms" and "mhla_ms".
@@ -286,7 +286,7 @@ def time_lengths(
 
 
 def random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.device | str) -> list[torch.Tensor]:
-    """Return random q `[1, H, T, K]`, k `[1, G, T, K]` and v `[1, G, T, V]` for a core."""
+    """Return random q [1, H, T, K], k [1, G, T, K] and v [1, G, T, V] for a core."""
     sizes = (
         (core.num_heads, core.q_map.head_dim),
         (core.num_kv_heads, core.k_map.head_dim),
@@ -340,7 +340,7 @@ def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     longest length, since softmax's time per token grows linearly with the length and MHLA's is constant.
 
     Args:
-        rows: as `time_lengths` returns them.
+        rows: As `time_lengths` returns them.
 
     Returns:
         A dict with "faster_from" (tokens from which MHLA stays faster, or None) and "known_to" (tokens up to which this is

@@ -58,14 +58,14 @@ def drawing(
 
     Args:
         path: PNG file to write.
-        rows, columns: numbers of rows and columns of axes.
-        figsize: width and height in inches.
-        style: matplotlib's rc parameters.
-        note: a line of small text below the axes.
-        **options: arguments of `Figure.subplots`.
+        rows, columns: Numbers of rows and columns of axes.
+        figsize: Width and height in inches.
+        style: Matplotlib's rc parameters.
+        note: A line of small text below the axes.
+        **options: Arguments of `Figure.subplots`.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
     """
     with require_extra("a figure", "matplotlib", "eval"):
         from matplotlib import rc_context

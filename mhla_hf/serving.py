@@ -28,15 +28,15 @@ class Request:
     """A prompt and the tokens generated for it.
 
     Attributes:
-        request_id: name of the request.
-        prompt: token ids of the prompt.
-        max_new_tokens: maximum number of tokens to generate.
-        tokens: token ids generated so far.
-        finished: whether generation has ended.
-        slot: slot in which the request is decoded; None before and after.
-        num_cached: number of tokens in `cache`.
-        cache: cache of the prompt during prefill.
-        processors: logits processors, as in `generate`.
+        request_id: Name of the request.
+        prompt: Token ids of the prompt.
+        max_new_tokens: Maximum number of tokens to generate.
+        tokens: Token ids generated so far.
+        finished: Whether generation has ended.
+        slot: Slot in which the request is decoded; None before and after.
+        num_cached: Number of tokens in `cache`.
+        cache: Cache of the prompt during prefill.
+        processors: Logits processors, as in `generate`.
     """
 
     request_id: str
@@ -54,7 +54,7 @@ class SoftmaxSlots(CacheLayerMixin):
     """Cache layer of a hybrid's softmax layer: keys and values `[slots, G, max_length, D]`.
 
     Args:
-        position: position of the next token in each slot, int64 `[slots]`, shared by all layers.
+        position: Position of the next token in each slot, int64 `[slots]`, shared by all layers.
     """
 
     is_compileable = True
@@ -81,11 +81,11 @@ class SoftmaxSlots(CacheLayerMixin):
         """Copy the keys and values of a request into a slot, and allocate all slots at the first call.
 
         Args:
-            slot: index of the slot.
-            slots: total number of slots.
-            max_length: capacity of a slot, in tokens.
-            layer: cache layer from the prefill of the request.
-            length: number of tokens that were prefilled.
+            slot: Index of the slot.
+            slots: Total number of slots.
+            max_length: Capacity of a slot, in tokens.
+            layer: Cache layer from the prefill of the request.
+            length: Number of tokens that were prefilled.
         """
         for name in ("keys", "values"):
             source = getattr(layer, name)
@@ -130,17 +130,17 @@ class ContinuousBatch:
     """Decode requests together as they arrive: `add` them, and call `step` while any are `pending`.
 
     Args:
-        model: a converted causal language model whose MHLA layers mix by decays (the default), so that their state has a
+        model: A converted causal language model whose MHLA layers mix by decays (the default), so that their state has a
             fixed size.
-        slots: number of requests decoded together.
-        max_length: maximum length of prompt and answer in tokens, for which softmax layers of a hybrid allocate memory.
+        slots: Number of requests decoded together.
+        max_length: Maximum length of prompt and answer in tokens, for which softmax layers of a hybrid allocate memory.
             Models without softmax layers have no limit.
-        chunk_size: number of prompt tokens read in one step, so that a long prompt does not block the other requests.
-        generation_config: greedy decoding or sampling of one sequence, as for `generate` (default: the model's own).
-        compile: whether to compile the decoding step; a string names the backend.
+        chunk_size: Number of prompt tokens read in one step, so that a long prompt does not block the other requests.
+        generation_config: Greedy decoding or sampling of one sequence, as for `generate` (default: the model's own).
+        compile: Whether to compile the decoding step; a string names the backend.
 
     Raises:
-        ValueError: an argument is not valid, or slots cannot hold the cache of a layer.
+        ValueError: An argument is not valid, or slots cannot hold the cache of a layer.
     """
 
     def __init__(
@@ -188,15 +188,15 @@ class ContinuousBatch:
         """Put a request at the end of the queue.
 
         Args:
-            prompt: token ids.
-            max_new_tokens: maximum number of tokens to generate (default: as in `generation_config`).
-            request_id: name of the request (default: "request-N").
+            prompt: Token ids.
+            max_new_tokens: Maximum number of tokens to generate (default: as in `generation_config`).
+            request_id: Name of the request (default: "request-N").
 
         Returns:
             The request, whose `tokens` grow with every step.
 
         Raises:
-            ValueError: the prompt is empty, a softmax model's `max_length` is exceeded, or the name is in use.
+            ValueError: The prompt is empty, a softmax model's `max_length` is exceeded, or the name is in use.
         """
         new_tokens = max_new_tokens if max_new_tokens is not None else self.config.max_new_tokens
         if new_tokens is None:
@@ -313,8 +313,8 @@ class ContinuousBatch:
         """Choose the next token of each request as `generate` does, and finish requests that have ended.
 
         Args:
-            requests: running requests.
-            logits: logits of their last tokens, `[requests, vocabulary]`.
+            requests: Running requests.
+            logits: Logits of their last tokens, `[requests, vocabulary]`.
         """
         logits = logits.float()
         if any(request.processors for request in requests):
@@ -347,11 +347,11 @@ def slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLay
     """Return a cache layer with slots for each layer of the model.
 
     Args:
-        model: see `ContinuousBatch`.
-        position: see `SoftmaxSlots`.
+        model: See `ContinuousBatch`.
+        position: See `SoftmaxSlots`.
 
     Raises:
-        ValueError: the state of a layer grows with the length, or it is neither MHLA nor softmax attention with a mask.
+        ValueError: The state of a layer grows with the length, or it is neither MHLA nor softmax attention with a mask.
     """
     config = model.config.get_text_config()
     attentions = softmax_attentions(model)
@@ -381,10 +381,10 @@ def generate_batch(
     """Generate for several prompts of any lengths by continuous batching.
 
     Args:
-        model: see `ContinuousBatch`.
-        prompts: token ids of each prompt.
-        max_new_tokens: maximum number of tokens to generate for each (default: as in the generation config).
-        **options: further arguments of `ContinuousBatch`.
+        model: See `ContinuousBatch`.
+        prompts: Token ids of each prompt.
+        max_new_tokens: Maximum number of tokens to generate for each (default: as in the generation config).
+        **options: Further arguments of `ContinuousBatch`.
 
     Returns:
         The generated token ids for each prompt.

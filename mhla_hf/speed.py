@@ -30,18 +30,18 @@ def measure_speed(
     """Time a forward pass and decoding of several language models at batch size 1, on the models' own devices.
 
     Args:
-        models: name -> transformers model.
-        lengths: context lengths in tokens.
-        decode_tokens: number of tokens decoded after each context; the time per token is reported.
-        rounds: number of measurements, of which the fastest counts.
-        progress: whether to show a progress bar.
+        models: Name -> transformers model.
+        lengths: Context lengths in tokens.
+        decode_tokens: Number of tokens decoded after each context; the time per token is reported.
+        rounds: Number of measurements, of which the fastest counts.
+        progress: Whether to show a progress bar.
 
     Returns:
         A list of dicts with "what" ("forward" or "decode, per token"), "length" and "<name>_ms" (milliseconds), and for
         decoding also "<name>_mib" (MiB in the cache after the context).
 
     Raises:
-        ValueError: a model has fewer positions than a length needs.
+        ValueError: A model has fewer positions than a length needs.
     """
     for name, model in models.items():
         if max(lengths) + decode_tokens > (limit := max_positions(model.config)):
@@ -83,10 +83,10 @@ def _time_once(model: Any, ids: torch.Tensor, decode_tokens: int, bar: Any) -> t
     """Time one forward pass and decoding after it.
 
     Args:
-        model: a causal language model.
-        ids: token ids `[1, T]`.
-        decode_tokens: number of tokens to decode.
-        bar: a progress bar, which is not updated while time is measured.
+        model: A causal language model.
+        ids: Token ids [1, T].
+        decode_tokens: Number of tokens to decode.
+        bar: A progress bar, which is not updated while time is measured.
 
     Returns:
         (seconds of the forward pass and of one decoded token, bytes in the cache after the context).

@@ -27,25 +27,25 @@ def analyze(
     """Measure rank and entropy of the attention of each model by layer, and plot maps and mixing (figures 3 and 4b).
 
     Args:
-        models: a folder, a Hub id, a model or a diffusers pipeline; a list of them; or a dict from label to one of them.
-        inputs: keyword arguments of the models' forward, or of the pipelines' call. Required unless `models` are folders
+        models: A folder, a Hub id, a model or a diffusers pipeline; a list of them; or a dict from label to one of them.
+        inputs: Keyword arguments of the models' forward, or of the pipelines' call. Required unless `models` are folders
             or Hub ids of causal language models or image classifiers.
-        data: for language models a text (file, folder or dataset id; default: the Python language reference), for
+        data: For language models a text (file, folder or dataset id; default: the Python language reference), for
             classifiers images (folder or dataset id; default: scikit-learn's digits).
-        out: folder for analysis.json, mixing.json, layers.png, maps.png and mixing-LABEL.png (default: nothing is written).
-        samples: number of sequences or images.
-        length: tokens in a sequence.
-        device: device on which the models run (default: CUDA if there is a GPU, else the CPU).
-        trust_remote_code: whether to run source code from the models' folders.
-        progress: whether to show progress bars.
-        command: the shell command that repeats the analysis, for the record.
+        out: Folder for analysis.json, mixing.json, layers.png, maps.png and mixing-LABEL.png (default: nothing is written).
+        samples: Number of sequences or images.
+        length: Tokens in a sequence.
+        device: Device on which the models run (default: CUDA if there is a GPU, else the CPU).
+        trust_remote_code: Whether to run source code from the models' folders.
+        progress: Whether to show progress bars.
+        command: The shell command that repeats the analysis, for the record.
 
     Returns:
         The content of analysis.json: a dict with "models" (label -> the result of `measure_calls`), "inputs" (label -> a
         description of the inputs), and hardware, versions and command.
 
     Raises:
-        ValueError: an argument is not valid, or a model has no attention that can be recorded.
+        ValueError: An argument is not valid, or a model has no attention that can be recorded.
     """
     for name, value in (("samples", samples), ("length", length)):
         if value < 1:

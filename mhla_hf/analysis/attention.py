@@ -26,14 +26,14 @@ class Attention:
     """One call of an attention layer, from which its attention matrix can be computed.
 
     Attributes:
-        layer: name of the attention module in the model.
+        layer: Name of the attention module in the model.
         kind: "softmax", "mhla" or "linear" (MHLA with uniform mixing).
-        q: `[B, T, H, K]`; in MHLA layers, after feature map and RoPE.
-        k: `[B, S, G, K]`, likewise.
-        options: arguments of `scaled_dot_product_attention`; or of `mhla`, including "mixing" `[H or 1, M, M]` and
+        q: [B, T, H, K]; in MHLA layers, after feature map and RoPE.
+        k: [B, S, G, K], likewise.
+        options: Arguments of `scaled_dot_product_attention`; or of `mhla`, including "mixing" [H or 1, M, M] and
             "blocks". A layer with a softmax window also has "form", "balance" and "near", the q and k before the feature
             map; see `local_reference`.
-        grid: size of the grid that the tokens form; None for a sequence.
+        grid: Size of the grid that the tokens form; None for a sequence.
     """
 
     layer: str
@@ -44,7 +44,7 @@ class Attention:
     grid: tuple[int, ...] | None = None
 
     def matrix(self, sample: int = 0, head: int = 0) -> torch.Tensor:
-        """Return the attention weights of all query tokens on all key tokens, fp64 `[T, S]`, as applied to v."""
+        """Return the attention weights of all query tokens on all key tokens, fp64 [T, S], as applied to v."""
         heads = self.q.shape[2]
         options = dict(self.options)
 
@@ -218,7 +218,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def is_uniform(mixing: torch.Tensor, causal: bool) -> bool:
-    """Return whether each row of `mixing` `[H, M, M]` is constant over the blocks it sees, as in plain linear attention."""
+    """Return whether each row of `mixing` [H, M, M] is constant over the blocks it sees, as in plain linear attention."""
     first_block = mixing[..., :1]
     is_equal = (mixing - first_block).abs() <= 1e-6 * first_block.abs()
     if causal:

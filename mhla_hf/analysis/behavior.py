@@ -34,13 +34,13 @@ def whole_logits(model: Any, ids: torch.Tensor, at: torch.Tensor | None = None, 
     """Return the logits of one forward pass without a cache.
 
     Args:
-        model: a causal language model.
-        ids: token ids `[B, T]`.
-        at: positions `[N]` to return logits for (default: all T positions).
-        **inputs: attention_mask or position_ids, `[B, T]`.
+        model: A causal language model.
+        ids: Token ids [B, T].
+        at: Positions [N] to return logits for (default: all T positions).
+        **inputs: attention_mask or position_ids, [B, T].
 
     Returns:
-        Logits, fp32 `[B, N, vocabulary]`.
+        Logits, fp32 [B, N, vocabulary].
     """
     keep = {} if at is None else {"logits_to_keep": at.to(model.device)}
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
@@ -55,13 +55,13 @@ def cached_logits(
     """Return the logits of a text that is read in chunks with a cache.
 
     Args:
-        model, ids, at, **inputs: as for `whole_logits`.
-        sizes: tokens in each chunk, as for `torch.split`.
-        on_cache: called with the cache after each chunk.
-        watch: wraps the list of chunks, e.g. `tqdm`.
+        model, ids, at, **inputs: As for `whole_logits`.
+        sizes: Tokens in each chunk, as for `torch.split`.
+        on_cache: Called with the cache after each chunk.
+        watch: Wraps the list of chunks, e.g. `tqdm`.
 
     Returns:
-        Logits, fp32 `[B, N, vocabulary]`.
+        Logits, fp32 [B, N, vocabulary].
     """
     cache = None
     stop = 0
@@ -89,7 +89,7 @@ def has_argument(model: Any, name: str) -> bool:
 
 
 def causality_difference(model: Any, ids: torch.Tensor) -> float:
-    """Return how much replacing the last token of ids `[1, T]` changes the logits before it; 0 in a causal model."""
+    """Return how much replacing the last token of ids [1, T] changes the logits before it; 0 in a causal model."""
     changed = ids.clone()
     changed[:, -1] = ids[0, ids[0] != ids[0, -1]][0]
     return difference(whole_logits(model, changed)[:, :-1], whole_logits(model, ids)[:, :-1])
@@ -102,8 +102,8 @@ def batch_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
     positions. The padding token is an ordinary token, so that a model that reads it returns other logits.
 
     Args:
-        model: a causal language model.
-        rows: token ids `[T]` of each row, of any lengths.
+        model: A causal language model.
+        rows: Token ids [T] of each row, of any lengths.
     """
     longest = max(map(len, rows))
     ids = torch.stack([torch.cat([rows[0][:1].expand(longest - len(row)), row]) for row in rows])
@@ -129,7 +129,7 @@ def packed_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
 
 
 def layer_bytes(model: Any, ids: torch.Tensor, sizes: int | list[int], layers: Iterable[int]) -> list[int]:
-    """Return the bytes of the cache of `layers` after each chunk of ids `[1, T]`; for `sizes` see `cached_logits`."""
+    """Return the bytes of the cache of `layers` after each chunk of ids [1, T]; for `sizes` see `cached_logits`."""
     counted: list[int] = []
 
     def count(cache: Any) -> None:
@@ -145,10 +145,10 @@ def recall_gain(model: Any, ids: torch.Tensor, distance: int, rows: int) -> floa
     The passage consists of random tokens, which can be predicted only from its first copy. Between the two copies is text.
 
     Args:
-        model: a causal language model.
-        ids: token ids of a text `[N]`, from which passages and the text between them are drawn.
-        distance: tokens from the start of one copy to the start of the other, at least `PASSAGE_TOKENS`.
-        rows: number of passages to average over.
+        model: A causal language model.
+        ids: Token ids of a text [N], from which passages and the text between them are drawn.
+        distance: Tokens from the start of one copy to the start of the other, at least `PASSAGE_TOKENS`.
+        rows: Number of passages to average over.
 
     Returns:
         The gain in log-likelihood, in nats per token; 0 if the passage was forgotten.
@@ -167,23 +167,23 @@ def recall_gain(model: Any, ids: torch.Tensor, distance: int, rows: int) -> floa
 
 
 def next_token_log_probs(model: Any, ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities, fp32 `[B, N]`, of the tokens at positions `at` `[N]` of ids `[B, T]`."""
+    """Return the log-probabilities, fp32 [B, N], of the tokens at positions `at` [N] of ids [B, T]."""
     logits = whole_logits(model, ids, at - 1).log_softmax(-1)
     return logits.gather(-1, ids[:, at, None].to(logits.device))[..., 0]
 
 
 @torch.no_grad()
 def continue_greedily(model: Any, ids: torch.Tensor, count: int, watch: Watch = iter) -> torch.Tensor:
-    """Generate `count` tokens greedily after each row of ids `[B, T]`.
+    """Generate `count` tokens greedily after each row of ids [B, T].
 
     Args:
-        model: a causal language model.
-        ids: token ids `[B, T]`.
-        count: number of tokens to generate.
-        watch: wraps the list of steps, e.g. `tqdm`.
+        model: A causal language model.
+        ids: Token ids [B, T].
+        count: Number of tokens to generate.
+        watch: Wraps the list of steps, e.g. `tqdm`.
 
     Returns:
-        Prompts with the generated tokens, `[B, T + count]`, on the CPU.
+        Prompts with the generated tokens, [B, T + count], on the CPU.
     """
     cache = None
     token = ids.to(model.device)

@@ -17,8 +17,8 @@ def plot_layers(path: PathLike, models: Mapping[str, list[dict[str, Any]]], note
 
     Args:
         path: PNG file to write.
-        models: label -> "layers" of `measure_calls`.
-        note: a line of text below the plots, such as a description of the inputs.
+        models: Label -> "layers" of `measure_calls`.
+        note: A line of text below the plots, such as a description of the inputs.
     """
     limits = "dotted: the largest possible rank (causal: of the second half on the first), the entropy of equal weights"
     with drawing(path, 1, 2, figsize=(11, 4.1), note=f"{limits}; {note}") as (_, (row,)):
@@ -49,7 +49,7 @@ def plot_maps(path: PathLike, models: Mapping[str, list[dict[str, Any]]]) -> Non
 
     Args:
         path: PNG file to write.
-        models: label -> the result of `attention_maps`, for the same input.
+        models: Label -> the result of `attention_maps`, for the same input.
     """
     chosen = {label: pick_evenly(enumerate(maps)) for label, maps in models.items()}
     columns = max(len(layers) for layers in chosen.values())
@@ -76,7 +76,7 @@ def plot_mixing(path: PathLike, layers: Mapping[str, dict[str, Any]]) -> None:
 
     Args:
         path: PNG file to write.
-        layers: the result of `describe_mixing`.
+        layers: The result of `describe_mixing`.
     """
     import numpy
 
@@ -103,7 +103,7 @@ def plot_mixing(path: PathLike, layers: Mapping[str, dict[str, Any]]) -> None:
 
 
 def tile_matrix(matrix: Any, layout: tuple[int, int]) -> Any:
-    """Rearrange mixing weights `[M, M]` into `[rows * rows, columns * columns]` for a layout of rows x columns blocks.
+    """Rearrange mixing weights [M, M] into `[rows * rows, columns * columns]` for a layout of rows x columns blocks.
 
     Tile (i, j) holds the weights of query block (i, j) as a map over the grid. A block of prefix tokens before the grid is
     dropped.

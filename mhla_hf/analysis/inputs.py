@@ -37,11 +37,11 @@ def make_batch(model: Any, processor: Any, data: Any, samples: int, length: int)
     """Build a batch for a model.
 
     Args:
-        model: a causal language model or an image classifier.
-        processor: the model's tokenizer or image processor.
-        data: see `analyze`.
-        samples: number of sequences or images.
-        length: tokens in a sequence.
+        model: A causal language model or an image classifier.
+        processor: The model's tokenizer or image processor.
+        data: See `analyze`.
+        samples: Number of sequences or images.
+        length: Tokens in a sequence.
 
     Returns:
         (keyword arguments of the model's forward, description of the inputs).
@@ -94,7 +94,7 @@ def load_digits(size: int = 32) -> tuple[Split, Split]:
     """Load scikit-learn's 1,797 digits, 8 x 8 scans, enlarged bilinearly to `size` x `size`.
 
     Returns:
-        (train, test), each (images uint8 `[N, 1, size, size]`, labels int64 `[N]`), with N = 1,300 and 497.
+        (train, test), each (images uint8 [N, 1, size, size], labels int64 [N]), with N = 1,300 and 497.
     """
     with require_extra("data: the digits", "scikit-learn", "eval"):
         from sklearn import datasets

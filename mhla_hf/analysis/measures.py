@@ -32,7 +32,7 @@ def effective_rank(values: torch.Tensor) -> float:
 
 
 def row_entropy(rows: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of each row `[..., S]` in nats, with |weights| normalized to sum 1; NaN for a row of zeros."""
+    """Return the entropy of each row [..., S] in nats, with |weights| normalized to sum 1; NaN for a row of zeros."""
     weight = rows.abs()
     share = weight / weight.sum(-1, keepdim=True)
     return -torch.special.xlogy(share, share).sum(-1)
@@ -42,8 +42,8 @@ def rank_bound(sizes: Iterable[int], width: int) -> int:
     """Return min(N, sum over blocks of min(n_b, d)), the largest rank that MHLA can have (section 4.3, table 1).
 
     Args:
-        sizes: tokens per block, n_b.
-        width: width of the keys, d.
+        sizes: Tokens per block, n_b.
+        width: Width of the keys, d.
     """
     sizes = list(sizes)
     return min(sum(sizes), sum(min(size, width) for size in sizes))
@@ -54,15 +54,15 @@ def record_model(model: nn.Module, batch: Mapping[str, Any], run: Callable[..., 
     """Run a model in eval mode and record its attention.
 
     Args:
-        model: the model whose layers are recorded.
-        batch: keyword arguments of `run`.
-        run: function that calls the model, e.g. its pipeline (default: the model itself).
+        model: The model whose layers are recorded.
+        batch: Keyword arguments of `run`.
+        run: Function that calls the model, e.g. its pipeline (default: the model itself).
 
     Returns:
         A dict from layer to its calls, in the order of the forward pass.
 
     Raises:
-        ValueError: no layer is MHLA or calls torch's `scaled_dot_product_attention`.
+        ValueError: No layer is MHLA or calls torch's `scaled_dot_product_attention`.
     """
     was_training = model.training
     model.eval()
@@ -86,10 +86,10 @@ def measure_calls(layers: Calls, *, tolerance: float | None = None, progress: bo
     """Measure rank and entropy of every attention layer that `record_model` recorded.
 
     Args:
-        layers: layer -> its calls.
-        tolerance: singular values above this fraction of the largest count toward the rank (default: max(T, S) * 1.2e-7,
+        layers: Layer -> its calls.
+        tolerance: Singular values above this fraction of the largest count toward the rank (default: max(T, S) * 1.2e-7,
             as in `torch.linalg.matrix_rank` for float32).
-        progress: whether to show a progress bar.
+        progress: Whether to show a progress bar.
 
     Returns:
         A dict with "layers", a list of dicts in the order of the forward pass, and "mean", the means of rank, effective
@@ -161,7 +161,7 @@ def attention_maps(layers: Calls) -> list[dict[str, Any]]:
     """Return the attention weights of each layer on the first sample, for plotting.
 
     Returns:
-        A list of dicts with "layer", "kind", "scores" (mean over heads, fp32 `[T, S]`, subsampled to at most 256 rows and
+        A list of dicts with "layer", "kind", "scores" (mean over heads, fp32 [T, S], subsampled to at most 256 rows and
         columns), and "map" (the weights of the grid's middle token, `[rows, columns]`; None for sequences and video).
     """
     maps = []
@@ -190,7 +190,7 @@ def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Describe how the mixing weights of each MHLA layer have changed since initialization.
 
     Returns:
-        A dict from layer to a dict with "start" and "learned" (nested lists `[M, M]`, the mean over heads), "layout"
+        A dict from layer to a dict with "start" and "learned" (nested lists [M, M], the mean over heads), "layout"
         (blocks per axis of a grid, or None), and "moved" (half the L1 distance between the normalized rows, mean over
         rows: 0 for unchanged, 1 for disjoint).
     """
@@ -220,7 +220,7 @@ def _rounded_rows(matrix: torch.Tensor) -> list[list[float]]:
 
 
 def _mixing_matrix(mixing: Any) -> torch.Tensor:
-    """Return the matrix of a mixing module, `[M, M]`, averaged over heads; for decays, that of 32 blocks."""
+    """Return the matrix of a mixing module, [M, M], averaged over heads; for decays, that of 32 blocks."""
     if hasattr(mixing, "num_decays"):
         matrix = mixing()[0].matrix(32)
     else:

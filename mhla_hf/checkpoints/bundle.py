@@ -43,7 +43,7 @@ def build_bundle(entry: str) -> str:
     The text is a header, the imports, and then each module in dependency order.
 
     Args:
-        entry: one of `ENTRIES`.
+        entry: One of `ENTRIES`.
 
     Raises:
         ValueError: `entry` is unknown, or a module violates a rule for code that ships in checkpoints (see
@@ -74,7 +74,7 @@ def check_bundle(text: str) -> dict[str, str]:
         A dict with "format", "entry", "version" and "sha256". The hash has 12 hex digits and is also the bundle's namespace.
 
     Raises:
-        ValueError: there is no header, the format is newer than this package supports, or the text was changed.
+        ValueError: There is no header, the format is newer than this package supports, or the text was changed.
     """
     header = _HEADER.search(text)
     if header is None:
@@ -92,15 +92,15 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
     """Build the bundle of a module of any package that follows the rules for bundled code.
 
     Args:
-        package: the package's folder, with `__version__ = "..."` in its `__init__.py`.
-        entry: dotted path of the module inside the package.
-        libraries: libraries that the bundle may import outside `try:`, in addition to `COMMON_LIBRARIES`.
+        package: The package's folder, with `__version__ = "..."` in its `__init__.py`.
+        entry: Dotted path of the module inside the package.
+        libraries: Libraries that the bundle may import outside `try:`, in addition to `COMMON_LIBRARIES`.
 
     Returns:
         The source text.
 
     Raises:
-        ValueError: a module violates a rule; the message names the file.
+        ValueError: A module violates a rule; the message names the file.
     """
     init = (package / "__init__.py").read_text(encoding="utf-8")
     version = re.search(r'^__version__ = "(.+)"$', init, re.MULTILINE)
@@ -142,10 +142,10 @@ class _Statement:
     """A top-level statement with the comments above it.
 
     Attributes:
-        text: the source.
-        binds: module-level names that it defines.
-        uses: module-level names that it refers to.
-        droppable: whether it may be left out if nothing uses its names: True for functions, classes and assignments.
+        text: The source.
+        binds: Module-level names that it defines.
+        uses: Module-level names that it refers to.
+        droppable: Whether it may be left out if nothing uses its names: True for functions, classes and assignments.
     """
 
     text: str
@@ -159,10 +159,10 @@ class _Module:
     """A source file.
 
     Attributes:
-        path: path relative to the package.
-        statements: its top-level statements except imports and the docstring.
-        siblings: dotted names of the modules of the package that it imports from.
-        imports: imported name -> the line that imports it from a library.
+        path: Path relative to the package.
+        statements: Its top-level statements except imports and the docstring.
+        siblings: Dotted names of the modules of the package that it imports from.
+        imports: Imported name -> the line that imports it from a library.
     """
 
     path: str

@@ -137,9 +137,9 @@ def atomic_folder(target: PathLike, replace: bool = False, parent: PathLike | No
     """Context manager that yields an empty temporary folder, and renames it to `target` at the end if there was no error.
 
     Args:
-        target: the folder to create.
-        replace: whether to replace an existing folder. If False, `OSError` is raised unless it is empty.
-        parent: folder in which to create the temporary folder, on the file system of `target` (default: its parent).
+        target: The folder to create.
+        replace: Whether to replace an existing folder. If False, `OSError` is raised unless it is empty.
+        parent: Folder in which to create the temporary folder, on the file system of `target` (default: its parent).
     """
     target = Path(target)
     parent = Path(parent or target.parent)
@@ -168,7 +168,7 @@ def find_yaml(name: PathLike, folder: PathLike, argument: str) -> Path:
     """Return the YAML file called `name` in `folder`, or else the file at the path `name`.
 
     Raises:
-        ValueError: there is neither; the message begins with `argument`.
+        ValueError: There is neither; the message begins with `argument`.
     """
     names = sorted(path.stem for path in Path(folder).glob("*.yaml"))
     path = Path(folder, f"{name}.yaml") if str(name) in names else Path(name)
@@ -187,7 +187,7 @@ def read_yaml(path: PathLike, label: str, cls: type[T] | None = None) -> Any:
     """Read a YAML file, as the checked dataclass `cls` if one is given.
 
     Raises:
-        ValueError: the file is not YAML or does not fit `cls`; the message begins with `label` and the path.
+        ValueError: The file is not YAML or does not fit `cls`; the message begins with `label` and the path.
     """
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
@@ -200,7 +200,7 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if there is no such file.
 
     Raises:
-        ValueError: the file holds anything but a JSON object.
+        ValueError: The file holds anything but a JSON object.
     """
     path = Path(path)
     if not path.is_file():
@@ -218,16 +218,16 @@ def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument
     """Return whether `folder` holds earlier work with the same identity, which can be resumed.
 
     Args:
-        folder: an output folder.
-        record: name of the JSON file in it that describes the work.
+        folder: An output folder.
+        record: Name of the JSON file in it that describes the work.
         identity: JSON-serializable description of the current work.
-        argument: name of the argument in error messages.
+        argument: Name of the argument in error messages.
 
     Returns:
         True if `record` equals `identity`, False if `folder` does not exist or is empty.
 
     Raises:
-        ValueError: the folder belongs to something else.
+        ValueError: The folder belongs to something else.
     """
     folder = Path(folder)
     expected = json.loads(json.dumps(identity))

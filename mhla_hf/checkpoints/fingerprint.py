@@ -26,7 +26,7 @@ def fingerprint_folder(folder: PathLike) -> str:
     results, plots and training records are ignored.
 
     Raises:
-        FileNotFoundError: the folder has no weights.
+        FileNotFoundError: The folder has no weights.
     """
     folder = Path(folder)
     entries = folder.rglob("*") if (folder / PIPELINE_INDEX).is_file() else folder.iterdir()
@@ -88,8 +88,8 @@ def hash_file(path: PathLike, digest: Any = None) -> str:
     """Return the sha256 of a file's bytes, 64 hex digits.
 
     Args:
-        path: the file.
-        digest: a hashlib object to update instead of a new one.
+        path: The file.
+        digest: A hashlib object to update instead of a new one.
     """
     digest = digest or hashlib.sha256()
     with Path(path).open("rb") as stream:

@@ -28,13 +28,13 @@ def load_isolated(
     """Load a saved model in an isolated process, optionally run it, and return a report.
 
     Args:
-        folder: a saved model or pipeline.
-        kind: kind of model, as in `share.facts.Facts`.
-        inputs: a safetensors file for language models, with token ids `ids` `[B, T]` and optionally the expected
-            `logits` `[B, T, vocabulary]`.
-        prompt: text for a language model to continue greedily.
-        new_tokens: how many tokens to generate after `prompt`.
-        dtype: name of a torch dtype, or "auto".
+        folder: A saved model or pipeline.
+        kind: Kind of model, as in `share.facts.Facts`.
+        inputs: A safetensors file for language models, with token ids `ids` [B, T] and optionally the expected
+            `logits` [B, T, vocabulary].
+        prompt: Text for a language model to continue greedily.
+        new_tokens: How many tokens to generate after `prompt`.
+        dtype: Name of a torch dtype, or "auto".
 
     Returns:
         A dict with "class" (module and name), "missing" and "unexpected" (weight names) and "imported" (modules that
@@ -42,7 +42,7 @@ def load_isolated(
         "largest_difference"; and with a prompt, "continuation".
 
     Raises:
-        ValueError: the model does not load there; the message gives the reason.
+        ValueError: The model does not load there; the message gives the reason.
     """
     source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
     request = {
@@ -79,7 +79,7 @@ def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str
         The module and name of its class.
 
     Raises:
-        ValueError: any of these conditions does not hold.
+        ValueError: Any of these conditions does not hold.
     """
     if kind == "pipeline" and (missing := missing_transformers_weights(Path(folder), {})):
         raise ValueError(f"{folder}: got a model that lacks the weight {missing[0]!r}, expected all weights.")

@@ -56,8 +56,8 @@ def register_classes(config: Any, classes: Sequence[type]) -> None:
     """Register a model type's classes with transformers' Auto classes, unless the type is registered already.
 
     Args:
-        config: the configuration class.
-        classes: its model classes; if several belong to one Auto class, the first is registered.
+        config: The configuration class.
+        classes: Its model classes; if several belong to one Auto class, the first is registered.
     """
     if config_class_of(config.model_type) is None:
         AutoConfig.register(config.model_type, config)
@@ -82,8 +82,8 @@ def register_model_type(source: PathLike, **hub_options: Any) -> None:
     """Read the config.json of a folder or Hub id, and register the model's family if it is a converted model.
 
     Args:
-        source: folder or Hub id.
-        **hub_options: as `from_pretrained` takes them, such as `revision`.
+        source: Folder or Hub id.
+        **hub_options: As `from_pretrained` takes them, such as `revision`.
 
     Raises:
         ValueError: config.json is malformed.
@@ -126,7 +126,7 @@ def load_config(name: PathLike, *, revision: str | None = None, trust_remote_cod
 
     Raises:
         TypeError: `name` is not a string or path.
-        ValueError: the configuration cannot be loaded.
+        ValueError: The configuration cannot be loaded.
     """
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"model: got {type(name).__name__}, expected a folder or a Hub id.")
@@ -207,19 +207,19 @@ def load_language_model(
     """Load a causal language model in eval mode, and its tokenizer.
 
     Args:
-        name: folder or Hub id.
+        name: Folder or Hub id.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        device: where the model goes (default: CUDA if there is a GPU, else the CPU).
-        revision: branch, tag or commit on the Hub.
-        trust_remote_code: run the model's own source; not needed for models of this package.
-        weights: if False, allocate the parameters without reading them, for a process that another one sends its shards.
-        tokenizer: folder or Hub id of the tokenizer (default: the model's own).
+        device: Where the model goes (default: CUDA if there is a GPU, else the CPU).
+        revision: Branch, tag or commit on the Hub.
+        trust_remote_code: Run the model's own source; not needed for models of this package.
+        weights: If False, allocate the parameters without reading them, for a process that another one sends its shards.
+        tokenizer: Folder or Hub id of the tokenizer (default: the model's own).
 
     Returns:
         (model, tokenizer)
 
     Raises:
-        ValueError: the model cannot be loaded or is damaged, e.g. weights are missing or pickled.
+        ValueError: The model cannot be loaded or is damaged, e.g. weights are missing or pickled.
     """
     read_tokenizer = _tokenizer_reader(tokenizer)
     return _load(name, AutoModelForCausalLM, read_tokenizer, dtype, device, revision, trust_remote_code, weights)
@@ -297,7 +297,7 @@ def kind_of_model(name: PathLike, revision: str | None = None) -> str | None:
     """Return "language", "images" or "encoders" (of text) for a folder or Hub id; None if its config cannot be read.
 
     Raises:
-        ValueError: it is a vision tower, which the command-line tools do not take.
+        ValueError: It is a vision tower, which the command-line tools do not take.
     """
     try:
         config = load_config(name, revision=revision)
@@ -320,12 +320,12 @@ def verified_files(
     """Check a model's files, and yield `from_pretrained` options that take all files from one commit of the Hub.
 
     Args:
-        source: as `resolve_model_name` returns it.
-        revision: branch, tag or commit on the Hub.
-        index: a file that every such model has, from which the commit is taken.
+        source: As `resolve_model_name` returns it.
+        revision: Branch, tag or commit on the Hub.
+        index: A file that every such model has, from which the commit is taken.
 
     Raises:
-        ValueError, OSError: a file in a folder is truncated, or an index names a shard outside the folder.
+        ValueError, OSError: A file in a folder is truncated, or an index names a shard outside the folder.
     """
     if not isinstance(source, Path):
         commit = Path(cached_file(source, index, revision=revision)).parent.name

@@ -76,8 +76,8 @@ def describe_run(command: str | None, device: torch.device | str = "cpu") -> dic
     """Return the entries on hardware and software that every record of a measurement contains.
 
     Args:
-        command: the shell command that repeats the measurement, or None.
-        device: the device on which it ran.
+        command: The shell command that repeats the measurement, or None.
+        device: The device on which it ran.
 
     Returns:
         A dict with "hardware", "versions", "commit", "command" and "date".

@@ -54,15 +54,15 @@ def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str
     """Read the files that sentence-transformers adds to an encoder.
 
     Args:
-        name: folder or Hub id.
-        revision: branch, tag or commit on the Hub.
+        name: Folder or Hub id.
+        revision: Branch, tag or commit on the Hub.
 
     Returns:
         A dict from path in the model folder to JSON content, or to the local `Path` of a module's weights. It is empty if
         there is no modules.json.
 
     Raises:
-        ValueError: a module is not one of the known types, which may mean that it runs code.
+        ValueError: A module is not one of the known types, which may mean that it runs code.
     """
     from transformers.utils import cached_file
 
@@ -131,8 +131,8 @@ def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
     """Return `folder` as an absolute path after checking that a model can be saved there.
 
     Args:
-        folder: folder to save to.
-        overwrite: whether to allow a folder that contains a model saved by this package and nothing else.
+        folder: Folder to save to.
+        overwrite: Whether to allow a folder that contains a model saved by this package and nothing else.
 
     Raises:
         ValueError: `folder` contains other files, is or contains the working or home folder, or cannot be written.
@@ -175,11 +175,11 @@ def save_model(
     """Save a model or pipeline atomically, keeping an old model in `folder` until the new one is complete.
 
     Args:
-        model: a transformers or diffusers model, or a pipeline.
-        folder: folder to save to; see `check_new_folder`.
-        processor: the model's tokenizer or image processor.
-        overwrite: whether to replace a model that this package saved.
-        files: further files to save, as `read_sentence_files` returns them.
+        model: A transformers or diffusers model, or a pipeline.
+        folder: Folder to save to; see `check_new_folder`.
+        processor: The model's tokenizer or image processor.
+        overwrite: Whether to replace a model that this package saved.
+        files: Further files to save, as `read_sentence_files` returns them.
 
     Returns:
         The absolute path of the folder.
@@ -206,8 +206,8 @@ def write_files(folder: PathLike, files: Mapping[str, Any]) -> None:
     """Write files into a model's folder.
 
     Args:
-        folder: the model's folder.
-        files: relative path -> JSON content, or the `Path` of a file to copy.
+        folder: The model's folder.
+        files: Relative path -> JSON content, or the `Path` of a file to copy.
     """
     for path, content in dict(files).items():
         target = Path(folder, path)

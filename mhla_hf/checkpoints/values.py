@@ -21,9 +21,9 @@ def checked_field(is_valid: Callable[[Any], bool], expected: str, default: Any =
     """Declare a dataclass field whose value must satisfy `is_valid`, or be None.
 
     Args:
-        is_valid: returns whether a value of the annotated type is acceptable.
-        expected: description of acceptable values for the error message.
-        default: default of the field; without one, the field is required.
+        is_valid: Returns whether a value of the annotated type is acceptable.
+        expected: Description of acceptable values for the error message.
+        default: Default of the field; without one, the field is required.
     """
 
     def check(value: Any) -> None:
@@ -74,9 +74,9 @@ def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
     """Create a checked dataclass from a dict of its fields.
 
     Args:
-        cls: a class decorated with `checked`.
-        values: field -> value, typically read from YAML or JSON.
-        prefix: beginning of error messages, such as `"recipe 'x': "`.
+        cls: A class decorated with `checked`.
+        values: Field -> value, typically read from YAML or JSON.
+        prefix: Beginning of error messages, such as `"recipe 'x': "`.
 
     Raises:
         ValueError: `values` is not a dict, a field is unknown or missing, or a value is not valid.

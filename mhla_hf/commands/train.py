@@ -170,7 +170,7 @@ def render_conversion(out: str, measured: Mapping[str, Any]) -> str:
     """Render the measurements of a conversion that learned from text.
 
     Args:
-        out: the folder of the converted model.
+        out: The folder of the converted model.
         measured: `config.mhla_measured` of the converted model.
     """
     from ..evaluation.records import render_rows

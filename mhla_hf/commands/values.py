@@ -100,9 +100,9 @@ def check_model(name: str, revision: str | None = None, weights: bool = True) ->
     """Raise `ValueError` unless `name` is the folder of a saved model or pipeline, or the id of one on the Hub.
 
     Args:
-        name: folder or Hub id.
-        revision: branch, tag or commit on the Hub.
-        weights: whether a folder has to contain weights. Otherwise any folder passes.
+        name: Folder or Hub id.
+        revision: Branch, tag or commit on the Hub.
+        weights: Whether a folder has to contain weights. Otherwise any folder passes.
     """
     if os.path.isdir(name) and not weights:
         return

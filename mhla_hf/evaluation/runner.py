@@ -143,38 +143,38 @@ def evaluate(
     """Evaluate models: language models on lm-eval tasks, image classifiers, image pipelines, video pipelines.
 
     Args:
-        models: folder, Hub id, or loaded model or pipeline; or a list of them, or a dict from names to them.
-        tasks: names of lm-eval tasks, groups or tags, or patterns with *; a list, or one string with commas. With a recipe,
+        models: Folder, Hub id, or loaded model or pipeline; or a list of them, or a dict from names to them.
+        tasks: Names of lm-eval tasks, groups or tags, or patterns with *; a list, or one string with commas. With a recipe,
             only these of its tasks are run. Required without a recipe.
-        recipe: name of a score recipe (such as `table_6_language`; see `recipe_names`), or a YAML file, which also states
+        recipe: Name of a score recipe (such as `table_6_language`; see `recipe_names`), or a YAML file, which also states
             the kind of the models. Without a recipe they are language models.
-        settings: values that override settings of the recipe, e.g. {"lengths": [256]} or {"reference": "imagenet.npz"}.
-        tokenizer: tokenizer of loaded language models; saved models come with theirs.
-        output: where to store the scores: a .json file (for one model) or a folder (one file per model). Default:
+        settings: Values that override settings of the recipe, e.g. {"lengths": [256]} or {"reference": "imagenet.npz"}.
+        tokenizer: Tokenizer of loaded language models; saved models come with theirs.
+        output: Where to store the scores: a .json file (for one model) or a folder (one file per model). Default:
             results.json in the folder of a local model; nothing is written for Hub ids and loaded models.
-        include_path: folder, or list of folders, with further lm-eval tasks, such as `make_tasks` writes.
-        data_files: folder from which lm-eval's tasks read their documents instead of the Hub: NAME.jsonl or NAME.jsonl.gz
+        include_path: Folder, or list of folders, with further lm-eval tasks, such as `make_tasks` writes.
+        data_files: Folder from which lm-eval's tasks read their documents instead of the Hub: NAME.jsonl or NAME.jsonl.gz
             for each task, with the columns of its dataset; examples in the prompt come from NAME.train.jsonl if it exists.
-        num_fewshot: examples in the prompt; None: the recipe's or the task's own. Tasks that demand 0 always get 0.
-        limit: number of documents, images or prompts, or a fraction below 1 of an lm-eval task, for a quick test.
-        batch_size: int, or "auto" for language models.
-        seed: random seed; None means lm-eval's own seeds, and 0 for sampling.
+        num_fewshot: Examples in the prompt; None: the recipe's or the task's own. Tasks that demand 0 always get 0.
+        limit: Number of documents, images or prompts, or a fraction below 1 of an lm-eval task, for a quick test.
+        batch_size: Int, or "auto" for language models.
+        seed: Random seed; None means lm-eval's own seeds, and 0 for sampling.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        device: a torch device; None means CUDA if available.
-        max_length: longest context of a language model, in tokens; None means the one in its configuration.
-        revision, trust_remote_code: as in transformers. MHLA language models need no remote code here; saved pipelines do.
-        force: whether to measure known scores again.
-        trust_scores: whether to reuse scores in the results file that were not measured on this machine. By default only
+        device: A torch device; None means CUDA if available.
+        max_length: Longest context of a language model, in tokens; None means the one in its configuration.
+        revision, trust_remote_code: As in transformers. MHLA language models need no remote code here; saved pipelines do.
+        force: Whether to measure known scores again.
+        trust_scores: Whether to reuse scores in the results file that were not measured on this machine. By default only
             scores measured on this machine are reused.
-        progress: whether to show progress bars on stderr.
-        command: shell command to store with the scores; None means the `mhla-hf evaluate` command that repeats them.
+        progress: Whether to show progress bars on stderr.
+        command: Shell command to store with the scores; None means the `mhla-hf evaluate` command that repeats them.
 
     Returns:
         `Comparison`: a dict from name to `Results` with the requested scores.
 
     Raises:
-        ValueError, TypeError: an argument is not valid. Arguments are checked before a model runs, as far as possible.
-        ImportError: a library is missing; the message contains the command that installs it.
+        ValueError, TypeError: An argument is not valid. Arguments are checked before a model runs, as far as possible.
+        ImportError: A library is missing; the message contains the command that installs it.
     """
     arguments = {**locals(), "recipe": _find_recipe(recipe, tasks, settings)}
     args = read_settings(

@@ -138,7 +138,7 @@ class Bench:
 
     Attributes:
         version: Version of vbench.
-        prompts: vbench's list of prompts, as dicts.
+        prompts: Vbench's list of prompts, as dicts.
         sha256: Hash of the file with the prompts.
 
     Raises:
@@ -289,7 +289,7 @@ def save_video(frames: Any, path: str | Path, fps: int) -> None:
         fps: Frames per second.
 
     Raises:
-        ImportError: imageio or imageio-ffmpeg is not installed.
+        ImportError: Imageio or imageio-ffmpeg is not installed.
     """
     from diffusers.utils import export_to_video
 

@@ -376,7 +376,7 @@ def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tenso
         seen: Number of tokens in the cache.
 
     Returns:
-        int [N + 1] for N sequences, or None if nothing is packed.
+        Int [N + 1] for N sequences, or None if nothing is packed.
     """
     if kwargs.get("cu_seq_lens_q") is not None:
         return kwargs["cu_seq_lens_q"]
@@ -395,7 +395,7 @@ def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | Non
     """Return the borders of packed sequences, which are where `ids` do not go on by `step`.
 
     Args:
-        ids: int [B, T], positions or the index of each token's sequence.
+        ids: Int [B, T], positions or the index of each token's sequence.
         step: Difference between neighbors in one sequence.
         batch: B, which has to be 1 if there are borders.
 
@@ -416,7 +416,7 @@ def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int)
 
     Args:
         kwargs: The arguments of the call.
-        borders: int [N + 1].
+        borders: Int [N + 1].
         length: Number of tokens, T.
 
     Returns:

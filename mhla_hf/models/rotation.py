@@ -116,7 +116,7 @@ def distinct_angles(
         layout: How the base rotates.
 
     Returns:
-        cos and sin [B or 1, T, R/2], at least fp32.
+        Cos and sin [B or 1, T, R/2], at least fp32.
     """
     if isinstance(rotation, torch.Tensor):
         return rotation.real, rotation.imag

@@ -90,7 +90,7 @@ def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
         key_mask: bool [B, T], False for padding.
 
     Returns:
-        source: int64 [B, T], for `MoveTokens`; None for single tokens, which need not move.
+        Source: int64 [B, T], for `MoveTokens`; None for single tokens, which need not move.
         inverse: int64 [B, T], likewise.
         starts: int64 [B], the place at which the real tokens of each row begin.
     """
@@ -137,7 +137,7 @@ class MHLACore(nn.Module):
         key_dim: Width K of q and k.
         value_dim: Width V of v.
         hidden_size: Width of the layer's input, which the gate reads.
-        norm_eps: eps of the output norm.
+        norm_eps: Eps of the output norm.
     """
 
     causal = False
@@ -260,7 +260,7 @@ class MHLA(MHLACore):
             starts: int64 [B], first real token of each row of a left-padded batch; ignored if there is a key_mask.
             key_mask: bool [B, T], False for padding, which does not count as a position wherever it is; not along with
                 cu_seqlens.
-            cu_seqlens: int [N + 1], borders of packed sequences (B = 1).
+            cu_seqlens: Int [N + 1], borders of packed sequences (B = 1).
             cache: This layer's `MHLACacheLayer`, read and changed in place; None to attend without one.
             scale: The scale of the base model's softmax. Ignored: a constant factor cancels in the normalized form, and the
                 other form always takes K**-0.5.

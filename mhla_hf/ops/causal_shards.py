@@ -27,7 +27,7 @@ class RowShards:
     """How P processes share a row: each begins with the first block that begins in its equal part of the tokens.
 
     Args:
-        cu_seqlens: int [N + 1], the borders of the sequences of the row.
+        cu_seqlens: Int [N + 1], the borders of the sequences of the row.
         block_size: Tokens per block, C.
         num_ranks: P.
 
@@ -145,7 +145,7 @@ def sharded_local_attention(
     """Compute `local_attention` for the tokens of this process's shard.
 
     Args:
-        cu_seqlens: int [N + 1], the borders of the sequences of the whole row; required.
+        cu_seqlens: Int [N + 1], the borders of the sequences of the whole row; required.
         group: The processes; None is the default group.
         key_mask, starts: Not supported.
         Other arguments: As in `local_attention`, for the tokens of the shard.
@@ -265,7 +265,7 @@ def sharded_causal_mhla(
         block_size: Tokens per block.
         group: The processes; None is the default group.
         starts: Not supported.
-        cu_seqlens: int [N + 1], the borders of the sequences of the whole row; required.
+        cu_seqlens: Int [N + 1], the borders of the sequences of the whole row; required.
         Other arguments: As in `mhla`, for the tokens of the shard.
 
     Raises:

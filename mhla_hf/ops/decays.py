@@ -125,7 +125,7 @@ def decayed_sums(
         summaries: [B, G, M, X], the flattened summary S of each block.
         log_rate: [G, R], log(lambda).
         lag: The smallest distance between a block and the blocks it sums.
-        sequence_id: int [M], the packed sequence that each block belongs to; a sum never crosses sequences.
+        sequence_id: Int [M], the packed sequence that each block belongs to; a sum never crosses sequences.
 
     Returns:
         [B, G, M, R, X].

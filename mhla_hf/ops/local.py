@@ -55,7 +55,7 @@ def local_attention(
         form: The options.
         key_mask: bool [B, T], as in `mhla`.
         starts: int64 [B], as in `mhla`; not along with cu_seqlens.
-        cu_seqlens: int [N + 1], as in `mhla`.
+        cu_seqlens: Int [N + 1], as in `mhla`.
 
     Returns:
         [B, T, H, V] in the dtype of the sums (at least fp32), or in v's if the Triton kernel rounds (`form.unrounded`).
@@ -132,7 +132,7 @@ class PastSums:
     Args:
         sums: [B, G, R, K, V + 1], for each rate the sum over blocks j <= block - lag of lambda^(block - j) S_j, where S_j
             is the summary of block j (`block_summaries`).
-        block: int [B], the block that the sums stand at.
+        block: Int [B], the block that the sums stand at.
     """
 
     sums: torch.Tensor
@@ -146,8 +146,8 @@ class LocalInputs:
     Args:
         q, k, v, q_features, k_features, decays, balance, form: As in `local_attention`, with T at most M * C.
         valid: bool [B, T], the tokens that are keys.
-        block_index: int [B or 1, M], the index of each block in its sequence.
-        sequence_id: int [M], the sequence of each block if several are packed.
+        block_index: Int [B or 1, M], the index of each block in its sequence.
+        sequence_id: Int [M], the sequence of each block if several are packed.
         sink_tokens: Sinks from a state; None to find them among the tokens.
         past: Running sums from a state, for the sequence of the first block; None if nothing came before.
     """
@@ -194,7 +194,7 @@ def attend_local(
 
     Args:
         inputs: The tokens and all that goes with them.
-        end_block: int [B], the last block of each row, at which the returned sums stand; None to return no sums.
+        end_block: Int [B], the last block of each row, at which the returned sums stand; None to return no sums.
 
     Returns:
         The outputs, [B, T, H, V], and the running sums, [B, G, R, K, V + 1] (None without `end_block`).
@@ -254,8 +254,8 @@ def advance(
         summaries: [B, G, M, K, V + 1], the summaries of a run of blocks.
         decays: The decays.
         lag: The distance at which a block enters the sums.
-        block_index: int [B or 1, M], the index of each block of the run.
-        end_block: int [B], the block that the result stands at.
+        block_index: Int [B or 1, M], the index of each block of the run.
+        end_block: Int [B], the block that the result stands at.
 
     Returns:
         [B, G, R, K, V + 1].
@@ -327,7 +327,7 @@ def block_summaries(
         k_features: [B, T, G, K].
         v: [B, T, G, V].
         valid: bool [B, M * C], the tokens that are keys.
-        block_index: int [B or 1, M].
+        block_index: Int [B or 1, M].
         form: The options.
 
     Returns:

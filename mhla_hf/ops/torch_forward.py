@@ -157,7 +157,7 @@ def chunk_prefix(summary: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, 
         m: [R or 1, M, M].
 
     Returns:
-        prefix: [R, M, n, X], earlier blocks mixed by m, and earlier chunks of the same block times m_ii.
+        Prefix: [R, M, n, X], earlier blocks mixed by m, and earlier chunks of the same block times m_ii.
         running: [R, M, n, X], the sum over the earlier chunks of the same block; None if n is 1.
     """
     if summary.shape[2] == 1:

@@ -49,7 +49,7 @@ def gather_by_block(block: torch.Tensor, sizes: torch.Tensor, size: int) -> tupl
         size: C, at least the largest of them.
 
     Returns:
-        order: int64 [M * C], the token at each place, or T where a block has fewer than C tokens.
+        Order: int64 [M * C], the token at each place, or T where a block has fewer than C tokens.
         inverse: int64 [T], the place of each token.
     """
     length = block.shape[0]
@@ -164,12 +164,12 @@ def align_sequences(
     therefore need not be read on the host: it is the most blocks that so many sequences can need.
 
     Args:
-        cu_seqlens: int [N + 1], the borders of the sequences.
+        cu_seqlens: Int [N + 1], the borders of the sequences.
         num_tokens: T.
         block_size: C.
 
     Returns:
-        source: int64 [1, M * C], for `MoveTokens`.
+        Source: int64 [1, M * C], for `MoveTokens`.
         inverse: int64 [1, T], for `MoveTokens`.
         block_index: int64 [M], the index of each block in its sequence.
         sequence_id: int64 [M], the sequence of each block; unused blocks at the end have an id of their own, N.

@@ -52,7 +52,7 @@ def near_and_far(
         weight: [H, R], the weights of the running sums.
         balance: [H], as in `local_attention`; None without a softmax.
         sink_tokens: The sinks; None if there are none.
-        block_index: int [B or 1, M], the index of each block in its sequence.
+        block_index: Int [B or 1, M], the index of each block in its sequence.
         form: The options.
 
     Returns:
@@ -116,7 +116,7 @@ def near_keys(
         k: [B, G, M, C, D].
         v: [B, G, M, C, V].
         valid: bool [B, M, C].
-        block_index: int [B or 1, M].
+        block_index: Int [B or 1, M].
         form: The options.
 
     Returns:

@@ -44,15 +44,15 @@ def audit(
     """Check a saved causal language model, with or without MHLA, from its files to the text that it generates.
 
     Args:
-        folder: the model's folder, with its tokenizer.
-        teacher: folder or Hub id of the softmax original, or of another model with the same vocabulary.
-        text: text file to run the model on (default: the end of the Python language reference).
-        tokens: longest context, at least 64 (default: four times the trained length, but at most 8,192).
+        folder: The model's folder, with its tokenizer.
+        teacher: Folder or Hub id of the softmax original, or of another model with the same vocabulary.
+        text: Text file to run the model on (default: the end of the Python language reference).
+        tokens: Longest context, at least 64 (default: four times the trained length, but at most 8,192).
         out: JSON file to write; its folder is created.
-        device: device on which the model runs (default: CUDA if there is a GPU, else the CPU).
-        trust_remote_code: whether to run source code, of the model or the teacher, that this mhla_hf did not generate.
-        progress: whether to show progress bars.
-        command: the shell command that repeats the audit, for the record.
+        device: Device on which the model runs (default: CUDA if there is a GPU, else the CPU).
+        trust_remote_code: Whether to run source code, of the model or the teacher, that this mhla_hf did not generate.
+        progress: Whether to show progress bars.
+        command: The shell command that repeats the audit, for the record.
 
     Returns:
         The content of `out`, a dict with
@@ -63,7 +63,7 @@ def audit(
             - keys that describe the model, teacher, text, hardware, versions and command.
 
     Raises:
-        ValueError, TypeError, OSError: an argument is not valid, or `folder` has no causal language model with a
+        ValueError, TypeError, OSError: An argument is not valid, or `folder` has no causal language model with a
             tokenizer. A damaged model is a finding instead.
     """
     if not isinstance(folder, (str, Path)):
@@ -144,10 +144,10 @@ def run_check(
     """Run one check, and return its entry of "checks"; see `audit`.
 
     Args:
-        name: name of the check.
-        measured: description of what it measures.
-        check: function that returns a dict with "value" and optionally "stderr", "tolerance", "details" and "measured".
-        subject: the audited model.
+        name: Name of the check.
+        measured: Description of what it measures.
+        check: Function that returns a dict with "value" and optionally "stderr", "tolerance", "details" and "measured".
+        subject: The audited model.
     """
     row: dict[str, Any] = {
         "name": name, "measured": measured, "value": None, "stderr": None, "tolerance": None, "verdict": OK, "reason": "",

@@ -66,15 +66,15 @@ class AuditSubject:
     """The audited model, and the text it is run on.
 
     Attributes:
-        folder: the model's folder.
-        config, tokenizer: the model's configuration and tokenizer.
-        ids: token ids of the text, `[N]`.
-        tokens: longest context that the user allows.
-        device: device on which the model runs.
-        trust_remote_code: whether to run source code that this mhla_hf did not generate.
-        teacher: the teacher model, or None.
-        loaded: the model after the check "loads", or None.
-        progress: whether to show progress bars.
+        folder: The model's folder.
+        config, tokenizer: The model's configuration and tokenizer.
+        ids: Token ids of the text, [N].
+        tokens: Longest context that the user allows.
+        device: Device on which the model runs.
+        trust_remote_code: Whether to run source code that this mhla_hf did not generate.
+        teacher: The teacher model, or None.
+        loaded: The model after the check "loads", or None.
+        progress: Whether to show progress bars.
     """
 
     folder: Path
@@ -153,7 +153,7 @@ class AuditSubject:
 
     @functools.cached_property
     def teacher_comparison(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """KL from the teacher (nats per token) and share of equal next tokens for each text, `[TEACHER_ROWS]` each."""
+        """KL from the teacher (nats per token) and share of equal next tokens for each text, [TEACHER_ROWS] each."""
         if self.teacher is None:
             raise NotApplicable("no teacher was given")
         measured = []
@@ -167,7 +167,7 @@ class AuditSubject:
 
 
 def mean_and_error(values: torch.Tensor) -> dict[str, float]:
-    """Return the mean and the standard error of `values` `[N]` as the "value" and "stderr" of a check."""
+    """Return the mean and the standard error of `values` [N] as the "value" and "stderr" of a check."""
     return {"value": float(values.mean()), "stderr": float(values.std() / len(values) ** 0.5)}
 
 
@@ -179,7 +179,7 @@ def foreign_version(subject: AuditSubject) -> str | None:
     """Return the mhla_hf version that generated the source in the folder; None if this installation generates the same.
 
     Raises:
-        ValueError: the source was edited.
+        ValueError: The source was edited.
     """
     header = check_bundle(subject.source)
     return None if build_bundle(header["entry"]) == subject.source else header["version"]
@@ -289,12 +289,12 @@ def long_logits(subject: AuditSubject, cached_model: Any, one_pass_model: Any) -
     """Return logits at some positions of a long text, read with a cache by one model and in one pass by another.
 
     Args:
-        subject: the subject, which provides the text.
-        cached_model: the model that reads the text in chunks, and its last tokens one by one.
-        one_pass_model: the model that reads the text in one pass.
+        subject: The subject, which provides the text.
+        cached_model: The model that reads the text in chunks, and its last tokens one by one.
+        one_pass_model: The model that reads the text in one pass.
 
     Returns:
-        The logits of both, fp32 `[1, positions, vocabulary]`.
+        The logits of both, fp32 [1, positions, vocabulary].
     """
     length = subject.long
     ids = subject.text(length)[None]

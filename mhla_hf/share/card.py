@@ -45,21 +45,21 @@ def write_card(
     The folder contains config.json and results.json, and optionally train.json.
 
     Args:
-        folder: the model's folder.
+        folder: The model's folder.
         name: Hub id or name of the model.
         base_model: Hub id of the softmax original.
-        compared: label -> folder of another model with a results.json, in the order of the columns. The label "teacher"
+        compared: Label -> folder of another model with a results.json, in the order of the columns. The label "teacher"
             is the softmax original; other common labels are "hybrid" and "plain linear". Times are included if the teacher
             and this model were timed together (`--recipe speed`).
-        license: license of the weights, required if the base model's card states none, as are `license_name` and
+        license: License of the weights, required if the base model's card states none, as are `license_name` and
             `license_link` where they apply.
-        **person_fields: the other fields of `facts.Person`.
+        **person_fields: The other fields of `facts.Person`.
 
     Returns:
         The path of README.md.
 
     Raises:
-        ValueError: an argument is not valid, or a file is missing or damaged; nothing has been written.
+        ValueError: An argument is not valid, or a file is missing or damaged; nothing has been written.
     """
     folder = Path(folder)
     compared = dict(compared or {})
@@ -102,8 +102,8 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
     """Render all cards in a folder of cards again, and return their paths.
 
     Args:
-        root: a folder such as `model_cards`.
-        check: whether to write nothing, and raise `ValueError` if a card would change.
+        root: A folder such as `model_cards`.
+        check: Whether to write nothing, and raise `ValueError` if a card would change.
     """
     patterns = ("*.yaml", "*.md", f"{RESULTS}/*.json")
     names = {path.stem for pattern in patterns for path in Path(root).glob(pattern)}
@@ -121,9 +121,9 @@ def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | N
     """Add the card of a model, and its facts, to a folder of cards.
 
     Args:
-        folder: the model's folder, with a card.
-        root: the folder of cards.
-        name: file name, without suffix, of the card and its facts in `root`.
+        folder: The model's folder, with a card.
+        root: The folder of cards.
+        name: File name, without suffix, of the card and its facts in `root`.
         over_seeds: JSON file with results over several seeds, to be stored with the facts.
 
     Returns:
@@ -144,9 +144,9 @@ def plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mappi
     """Render the card of a saved model that was not evaluated, with the measurements of its conversion.
 
     Args:
-        folder: the model's folder.
-        name, base_model: see `Person`.
-        terms: the license, as `find_license` returns it.
+        folder: The model's folder.
+        name, base_model: See `Person`.
+        terms: The license, as `find_license` returns it.
     """
     return render_card(Facts(*facts_module.read_model(folder), Person(name, base_model, **terms)))
 

@@ -60,11 +60,11 @@ class Person:
     Attributes:
         name: Hub id or plain name of the model, for the title of the card and the code that loads it.
         base_model: Hub id of the softmax original; None if it is not published or there is none.
-        license, license_name, license_link: as in the Hub's metadata.
+        license, license_name, license_link: As in the Hub's metadata.
         datasets: Hub ids of the training data.
-        language: language codes.
-        about: text below the title.
-        limits: sentences for the section on limits.
+        language: Language codes.
+        about: Text below the title.
+        limits: Sentences for the section on limits.
     """
 
     name: str
@@ -90,16 +90,16 @@ class Facts:
     """Everything that a card shows.
 
     Attributes:
-        kind: kind of model: "language" (causal LM); "sequences", "tokens", "answers" or "choices" (text models with the
+        kind: Kind of model: "language" (causal LM); "sequences", "tokens", "answers" or "choices" (text models with the
             heads of sequence and token classification, question answering and multiple choice); "masked" (masked LM);
             "body" (language model or text encoder without head); "image" (image classifier); "tower" (image encoder);
             "model" (diffusers transformer); or "pipeline".
-        class_name: class name of the model or pipeline.
-        config: configuration of the model, or of the pipeline's component with MHLA.
-        person: the author's part.
-        models: label -> scores. "MHLA" is the model itself (absent if nothing was measured), "teacher" its original.
-        train: the training record, if there is one.
-        speed: times by sequence length, as `speed_of_records` returns them, if they were measured.
+        class_name: Class name of the model or pipeline.
+        config: Configuration of the model, or of the pipeline's component with MHLA.
+        person: The author's part.
+        models: Label -> scores. "MHLA" is the model itself (absent if nothing was measured), "teacher" its original.
+        train: The training record, if there is one.
+        speed: Times by sequence length, as `speed_of_records` returns them, if they were measured.
     """
 
     kind: str
@@ -198,9 +198,9 @@ def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True)
     """Collect the measurements of the model in `folder`, in the form of model_cards/results/<name>.json.
 
     Args:
-        folder: a saved and evaluated model.
-        compared: label -> score records, as dicts, of the models to compare it with.
-        weights: whether to check that the scores were measured with the weights in the folder.
+        folder: A saved and evaluated model.
+        compared: Label -> score records, as dicts, of the models to compare it with.
+        weights: Whether to check that the scores were measured with the weights in the folder.
     """
     kind, class_name, config = read_model(folder)
     return {
@@ -231,7 +231,7 @@ def make_facts(measured: dict[str, Any], person: Person) -> Facts:
     """Combine the measurements with the author's part.
 
     Raises:
-        ValueError: a score record is incomplete, or a compared model has the label of the model itself.
+        ValueError: A score record is incomplete, or a compared model has the label of the model itself.
     """
     if MODEL_LABEL in measured["compared"]:
         raise ValueError(f"compared: got the label {MODEL_LABEL!r}, which is the model itself, expected another.")
@@ -245,7 +245,7 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
     """Return the score records in a model's folder, as dicts.
 
     Raises:
-        ValueError: there are none, or `weights` is true and a score was measured with other weights than the folder's.
+        ValueError: There are none, or `weights` is true and a score was measured with other weights than the folder's.
     """
     records = Results.read(folder)
     if not records:
@@ -286,14 +286,14 @@ def find_license(
 
     Args:
         base_model: Hub id of the base model.
-        teacher: local folder of the base model, whose README.md takes precedence.
-        license, license_name, license_link: passed by the user.
+        teacher: Local folder of the base model, whose README.md takes precedence.
+        license, license_name, license_link: Passed by the user.
 
     Returns:
         A dict with "license", "license_name" and "license_link".
 
     Raises:
-        ValueError: there is no license, or `license` contradicts the base model's card.
+        ValueError: There is no license, or `license` contradicts the base model's card.
     """
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
     cards: list[Path | str] = []

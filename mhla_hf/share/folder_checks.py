@@ -56,17 +56,17 @@ def stage_folder(
     """Copy the files to be shared from `folder` into `staging`, and check the copy.
 
     Args:
-        folder: a saved MHLA model, or a pipeline with one.
-        staging: folder to create. Weights are linked, not copied.
-        repo_id: the Hub id that the model will have.
-        card: text of README.md, if `folder` has none.
-        draft: whether to accept a converted language model without scores for recall and generation.
+        folder: A saved MHLA model, or a pipeline with one.
+        staging: Folder to create. Weights are linked, not copied.
+        repo_id: The Hub id that the model will have.
+        card: Text of README.md, if `folder` has none.
+        draft: Whether to accept a converted language model without scores for recall and generation.
 
     Returns:
         The files and folders that are not part of the model and therefore not shared.
 
     Raises:
-        ValueError: the first problem found; the message names the file.
+        ValueError: The first problem found; the message names the file.
     """
     folder, staging = Path(folder), Path(staging)
     if not folder.is_dir():
@@ -187,7 +187,7 @@ def check_weights(folder: Path) -> str:
         The dtype of most parameters, e.g. "float32".
 
     Raises:
-        ValueError: a file does not pass.
+        ValueError: A file does not pass.
     """
     counts: Counter[str] = Counter()
     for index in folder.rglob("*.safetensors.index.json"):

@@ -34,12 +34,12 @@ class Pushed:
     """The result of a push.
 
     Attributes:
-        repo_id: the repository.
-        revision: id of the commit, for `from_pretrained(..., revision=...)`; empty after a dry run.
+        repo_id: The repository.
+        revision: Id of the commit, for `from_pretrained(..., revision=...)`; empty after a dry run.
         url: URL of the commit or pull request; empty after a dry run.
-        new: whether the commit changed the repository; False after a dry run.
-        left: files and folders that are not part of the model and were not sent.
-        files: path in the repository -> size in bytes.
+        new: Whether the commit changed the repository; False after a dry run.
+        left: Files and folders that are not part of the model and were not sent.
+        files: Path in the repository -> size in bytes.
     """
 
     repo_id: str
@@ -59,29 +59,29 @@ def push(
     """Check a model and upload it to the Hub in one commit.
 
     Args:
-        what: folder of a saved MHLA model or of a pipeline with one, of which only the model's own files are sent; or the
+        what: Folder of a saved MHLA model or of a pipeline with one, of which only the model's own files are sent; or the
             model or pipeline itself.
         repo_id: "user/name"; created if it does not exist.
-        private: whether to create a private repository. An existing one must already be private.
-        create_pr: whether to open a pull request instead of committing. The repository must exist.
-        tags: tags for the commit, such as "v1".
-        revision: branch to commit to (default: main), created if it does not exist.
-        draft: whether to accept a converted language model without scores for recall and generation.
-        message: first line of the commit message.
-        tokenizer: tokenizer to save with a model that is passed as an object.
-        license: license of a model that has no card, for a new card.
+        private: Whether to create a private repository. An existing one must already be private.
+        create_pr: Whether to open a pull request instead of committing. The repository must exist.
+        tags: Tags for the commit, such as "v1".
+        revision: Branch to commit to (default: main), created if it does not exist.
+        draft: Whether to accept a converted language model without scores for recall and generation.
+        message: First line of the commit message.
+        tokenizer: Tokenizer to save with a model that is passed as an object.
+        license: License of a model that has no card, for a new card.
         base_model: Hub id of the softmax original, for a new card.
         token: Hub token (default: from `hf auth login` or HF_TOKEN).
-        dry_run: whether to check everything and list the files without sending them. The network is not used, so a model
+        dry_run: Whether to check everything and list the files without sending them. The network is not used, so a model
             without a card needs `license`, which otherwise may be read from the card of `base_model`.
-        progress: whether to show progress bars.
+        progress: Whether to show progress bars.
 
     Returns:
         The commit and the files; see `Pushed`.
 
     Raises:
-        ValueError, TypeError: an argument or the folder is not valid; nothing was committed.
-        OSError: the Hub refused or could not be reached.
+        ValueError, TypeError: An argument or the folder is not valid; nothing was committed.
+        OSError: The Hub refused or could not be reached.
     """
     tags = [tags] if isinstance(tags, str) else list(tags)
     validate_repo_id(repo_id)

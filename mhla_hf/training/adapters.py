@@ -39,7 +39,7 @@ def import_peft(model: Any = None) -> Any:
     """Import and return the `peft` module.
 
     Args:
-        model: a converted model, for which PEFT's default LoRA targets are registered. None registers nothing.
+        model: A converted model, for which PEFT's default LoRA targets are registered. None registers nothing.
 
     Raises:
         ImportError: PEFT is not installed.
@@ -56,11 +56,11 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
     """Return a `peft.LoraConfig` for a converted language model: LoRA, and every MHLA module trained and saved in full.
 
     Args:
-        model: a converted language model.
-        **lora: arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: PEFT's for the base).
+        model: A converted language model.
+        **lora: Arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: PEFT's for the base).
 
     Raises:
-        TypeError: the model has no MHLA layers.
+        TypeError: The model has no MHLA layers.
         ImportError: PEFT is not installed.
     """
     mhla_layers(model)
@@ -72,12 +72,12 @@ def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> No
     """Save a conversion without its base: the settings, the MHLA modules, and LoRA if the model has it.
 
     Args:
-        model: a converted language model, whose MHLA modules are saved; or the `PeftModel` that
+        model: A converted language model, whose MHLA modules are saved; or the `PeftModel` that
             `get_peft_model(model, adapter_config(model))` returned, whose active adapters are saved.
-        folder: where to write the files of a PEFT adapter and mhla.json.
+        folder: Where to write the files of a PEFT adapter and mhla.json.
 
     Raises:
-        TypeError: the model is neither.
+        TypeError: The model is neither.
     """
     untyped_model: Any = model
     is_peft_model = hasattr(model, "peft_config")
@@ -117,20 +117,20 @@ def load_adapter(
     """Load a saved adapter onto its base, or a fine-tune of it.
 
     Args:
-        model: a softmax language model, which is converted in place; a model that was converted with the same settings; or a
+        model: A softmax language model, which is converted in place; a model that was converted with the same settings; or a
             `PeftModel` of one, which gets one more adapter.
-        source: folder or Hub id of an adapter that `save_adapter` wrote.
-        adapter_name: name of the adapter in PEFT.
-        revision: branch, tag or commit on the Hub.
-        is_trainable: whether the adapter's weights require gradients.
+        source: Folder or Hub id of an adapter that `save_adapter` wrote.
+        adapter_name: Name of the adapter in PEFT.
+        revision: Branch, tag or commit on the Hub.
+        is_trainable: Whether the adapter's weights require gradients.
 
     Returns:
         The `PeftModel`, in eval mode unless `is_trainable`.
 
     Raises:
-        ValueError: the adapter is not an MHLA adapter or belongs to another base, or its name is taken. In these cases
+        ValueError: The adapter is not an MHLA adapter or belongs to another base, or its name is taken. In these cases
             the model is unchanged.
-        TypeError: the model is not a language model of transformers.
+        TypeError: The model is not a language model of transformers.
         ImportError: PEFT is not installed.
     """
     peft = import_peft()

@@ -15,7 +15,7 @@ def active_parameters(model: Any) -> int:
     """Return the number of parameters that each token uses: all of them, or in a mixture of experts, those it is routed to.
 
     Args:
-        model: a transformers model, which may be on the meta device.
+        model: A transformers model, which may be on the meta device.
     """
     config = model.config
     experts_per_token = getattr(config, "num_experts_per_tok", None)
@@ -34,11 +34,11 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
     """Estimate the memory, FLOPs and hours that the stages of a recipe take in a single process.
 
     Args:
-        student: the converted language model, on the meta device. Its `requires_grad` flags are changed.
-        recipe: a recipe whose stages have `seq_len`.
-        parameters: number of parameters of the softmax original.
-        active: number of these that one token uses, as `active_parameters` returns it.
-        tflops: speed of the machine in TFLOP/s, or None.
+        student: The converted language model, on the meta device. Its `requires_grad` flags are changed.
+        recipe: A recipe whose stages have `seq_len`.
+        parameters: Number of parameters of the softmax original.
+        active: Number of these that one token uses, as `active_parameters` returns it.
+        tflops: Speed of the machine in TFLOP/s, or None.
 
     Returns:
         A dict with
@@ -90,10 +90,10 @@ def activation_bytes(student: Any, stage: Any, element_size: int, checkpointed: 
     The estimate is for PyTorch's own operators, not for MHLA's Triton kernels.
 
     Args:
-        student: the converted model.
-        stage: its loss, batch size, accumulation and sequence length are used.
-        element_size: bytes per number in matrix products.
-        checkpointed: whether gradient checkpointing is on.
+        student: The converted model.
+        stage: Its loss, batch size, accumulation and sequence length are used.
+        element_size: Bytes per number in matrix products.
+        checkpointed: Whether gradient checkpointing is on.
     """
     config = student.config
     tokens = stage.batch_size // stage.grad_accum * stage.seq_len

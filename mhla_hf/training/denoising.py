@@ -20,10 +20,10 @@ def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditio
     """Return what a diffusion transformer was trained to predict: the velocity, the noise or the clean sample.
 
     Args:
-        transformer: a diffusers transformer.
-        noisy: noisy latents `[B, C, (F,) h, w]`.
-        times: timesteps `[B]`, on the scheduler's scale (0 to 1,000).
-        conditions: keyword arguments of the transformer, as listed in `Family.conditions`.
+        transformer: A diffusers transformer.
+        noisy: Noisy latents [B, C, (F,) h, w].
+        times: Timesteps [B], on the scheduler's scale (0 to 1,000).
+        conditions: Keyword arguments of the transformer, as listed in `Family.conditions`.
 
     Returns:
         The prediction, fp32, in the shape of `noisy`. The variance that DiT and PixArt also predict is dropped.
@@ -53,10 +53,10 @@ class NoiseProcess:
     scheduler's `prediction_type`.
 
     Args:
-        scheduler: a diffusers scheduler.
+        scheduler: A diffusers scheduler.
 
     Raises:
-        ValueError: the scheduler is for neither flow matching nor DDPM.
+        ValueError: The scheduler is for neither flow matching nor DDPM.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -85,9 +85,9 @@ class NoiseProcess:
         """Draw a random time on the scheduler's scale.
 
         Args:
-            generator: random number generator.
+            generator: Random number generator.
             distribution: "logit-normal" or "uniform".
-            shift: shift toward noise, for flow matching only; None means the scheduler's.
+            shift: Shift toward noise, for flow matching only; None means the scheduler's.
         """
         if distribution == "logit-normal":
             fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
@@ -102,9 +102,9 @@ class NoiseProcess:
         """Add noise to clean latents.
 
         Args:
-            clean: clean latents.
+            clean: Clean latents.
             noise: Gaussian noise of the same shape.
-            time: time on the scheduler's scale.
+            time: Time on the scheduler's scale.
 
         Returns:
             The noisy latents and the target of the transformer's prediction, both in the shape of `clean`.
@@ -129,15 +129,15 @@ def trajectory(
     """Sample clean latents from noise, as the pipeline does.
 
     Args:
-        transformer: a diffusers transformer.
-        scheduler: a diffusers scheduler, which is copied.
-        noise: `[B, C, (F,) h, w]`, fp32.
-        conditions: keyword arguments of the transformer, `[B, ...]` each.
-        unconditional: the conditions without text or class, for guidance; not used if `guidance` is 1.
-        steps: number of sampling steps.
-        guidance: scale of classifier-free guidance; 1 turns it off.
-        generators: one random generator per row, for schedulers that add noise.
-        on_step: called before every step as `on_step(model_input, time)`.
+        transformer: A diffusers transformer.
+        scheduler: A diffusers scheduler, which is copied.
+        noise: [B, C, (F,) h, w], fp32.
+        conditions: Keyword arguments of the transformer, [B, ...] each.
+        unconditional: The conditions without text or class, for guidance; not used if `guidance` is 1.
+        steps: Number of sampling steps.
+        guidance: Scale of classifier-free guidance; 1 turns it off.
+        generators: One random generator per row, for schedulers that add noise.
+        on_step: Called before every step as `on_step(model_input, time)`.
 
     Returns:
         Clean latents, fp32, in the shape of `noise`.

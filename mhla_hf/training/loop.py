@@ -37,27 +37,27 @@ def distill(
     Calling it again with the same arguments resumes an interrupted run, or loads the result of a finished one.
 
     Args:
-        student: a causal language model, text encoder or image model of transformers, or a transformer or pipeline of
+        student: A causal language model, text encoder or image model of transformers, or a transformer or pipeline of
             diffusers. It is trained in place, in float32. A pipeline is saved whole.
-        teacher: the softmax original, with the same layer names and vocabulary, in any dtype; never changed. Required by
+        teacher: The softmax original, with the same layer names and vocabulary, in any dtype; never changed. Required by
             losses that compare with it. For diffusion, student or teacher has to be a pipeline, for its scheduler.
-        out: folder to create. Until the run is finished, its state is in `<out>.state`.
-        data: text (see `mhla_hf.data.open_text`), labeled images (see `open_images`) or latents (see `open_latents`); None:
+        out: Folder to create. Until the run is finished, its state is in `<out>.state`.
+        data: Text (see `mhla_hf.data.open_text`), labeled images (see `open_images`) or latents (see `open_latents`); None:
             the recipe's. A diffusion model without latents is trained on trajectories that the teacher samples, for prompts
             (a list, or a .txt file with one per line) or, given None, for random classes.
-        stages: list of stages, or of dicts with their fields.
-        recipe: name of a recipe, path of a YAML file, or `Recipe`; pass either this or `stages`.
-        seed: random seed from 0 to 2**32 - 1, which determines the order of the data and every other random choice.
+        stages: List of stages, or of dicts with their fields.
+        recipe: Name of a recipe, path of a YAML file, or `Recipe`; pass either this or `stages`.
+        seed: Random seed from 0 to 2**32 - 1, which determines the order of the data and every other random choice.
         mixed_precision: "no" (default) or "bf16" (float32 weights and bfloat16 arithmetic).
-        save_dtype: dtype of the saved weights, "float32", "bfloat16" or "float16" (or torch's); None: the student's.
+        save_dtype: Dtype of the saved weights, "float32", "bfloat16" or "float16" (or torch's); None: the student's.
             Mixing matrices are always float32.
-        gradient_checkpointing: whether to recompute the student's layers in the backward pass (default False).
-        save_every: optimizer steps between states (default 100). States are also saved at the end of a stage and on Ctrl-C.
-        log_every: optimizer steps between entries of the history (default 10).
+        gradient_checkpointing: Whether to recompute the student's layers in the backward pass (default False).
+        save_every: Optimizer steps between states (default 100). States are also saved at the end of a stage and on Ctrl-C.
+        log_every: Optimizer steps between entries of the history (default 10).
         tracker: "tensorboard" (written to `runs/`) or another one that Accelerate knows; None or "": none.
-        progress: whether to show progress on stderr: bars on a terminal, else a line every `log_every` steps.
-        command: shell command that repeats the run, for the record.
-        **options: options for the kind of model. Language models and encoders: `tokenizer` (saved with the model) and
+        progress: Whether to show progress on stderr: bars on a terminal, else a line every `log_every` steps.
+        command: Shell command that repeats the run, for the record.
+        **options: Options for the kind of model. Language models and encoders: `tokenizer` (saved with the model) and
             `text_field`. Encoders: `files` (saved with the model, see `checkpoints.save.read_sentence_files`). Image
             models: `processor` (saved with the model) and `test` (images on which the accuracy is logged).
 
@@ -67,9 +67,9 @@ def distill(
         seed.
 
     Raises:
-        ValueError, TypeError, ImportError: an argument is not valid; raised before anything is written.
-        OSError: a file cannot be written.
-        KeyboardInterrupt: on Ctrl-C, after the current step is done and the state is saved.
+        ValueError, TypeError, ImportError: An argument is not valid; raised before anything is written.
+        OSError: A file cannot be written.
+        KeyboardInterrupt: On Ctrl-C, after the current step is done and the state is saved.
 
     If an error is raised during training, the student keeps the weights of the last step.
     """

@@ -35,7 +35,7 @@ class OutputHead(NamedTuple):
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits `[..., vocab]` of hidden states `[..., width]`."""
+        """Return the logits [..., vocab] of hidden states [..., width]."""
         return self.transform(self.layer(hidden))
 
 
@@ -47,8 +47,8 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     has to return what `OutputHead.transform` makes of them. Random generators are left as they were.
 
     Args:
-        model: a transformers causal language model.
-        ids: token ids, int64 `[B, L]`, of which a few are used.
+        model: A transformers causal language model.
+        ids: Token ids, int64 [B, L], of which a few are used.
 
     Returns:
         The head, or a string with the reason why it cannot be separated.
@@ -83,12 +83,12 @@ def run_body(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torc
     """Run a model without its output head.
 
     Args:
-        model: a transformers causal language model.
-        head: its output head, as `find_head` returned it.
-        ids: token ids, int64 `[B, L]`.
+        model: A transformers causal language model.
+        head: Its output head, as `find_head` returned it.
+        ids: Token ids, int64 [B, L].
 
     Returns:
-        The model's output, whose logits are meaningless, and the inputs of the head, hidden states `[B, L, width]`.
+        The model's output, whose logits are meaningless, and the inputs of the head, hidden states [B, L, width].
     """
     inputs: list[torch.Tensor] = []
 
@@ -169,14 +169,14 @@ def sum_in_chunks(
     """Sum a loss over tokens without ever holding the logits of all tokens.
 
     Args:
-        hidden: inputs of the head, hidden states `[N, width]`; without a head, the logits `[N, vocab]`.
-        head: the output head, or None.
-        loss: called as `loss(logits, *rows)` with the logits of a chunk and the same rows of `token_tensors`; returns one
-            or several sums over the chunk's tokens, `[S]`.
-        token_tensors: further inputs of the loss, `[N, ...]` each.
+        hidden: Inputs of the head, hidden states [N, width]; without a head, the logits [N, vocab].
+        head: The output head, or None.
+        loss: Called as `loss(logits, *rows)` with the logits of a chunk and the same rows of `token_tensors`; returns one
+            or several sums over the chunk's tokens, [S].
+        token_tensors: Further inputs of the loss, [N, ...] each.
 
     Returns:
-        The sums over all tokens, `[S]`. Only the first has a gradient, with respect to the hidden states and the head.
+        The sums over all tokens, [S]. Only the first has a gradient, with respect to the hidden states and the head.
     """
     weight, bias = (None, None) if head is None else (head.layer.weight, head.layer.bias)
     return _SumInChunks.apply(hidden, weight, bias, head, loss, token_tensors, torch.is_grad_enabled())

@@ -19,25 +19,25 @@ class CommonStage:
     """Base class of a training stage: a loss, the parameters that it trains, and the optimizer's settings.
 
     Args:
-        name: identifies the stage in logs and records; unique within a run.
-        loss: one of the losses that the subclass lists.
-        steps: number of optimizer steps.
-        lr: peak learning rate.
-        batch_size: samples per optimizer step, over all processes and accumulation steps.
-        grad_accum: number of equal micro-batches into which each process splits its share of the batch. Changes the
+        name: Identifies the stage in logs and records; unique within a run.
+        loss: One of the losses that the subclass lists.
+        steps: Number of optimizer steps.
+        lr: Peak learning rate.
+        batch_size: Samples per optimizer step, over all processes and accumulation steps.
+        grad_accum: Number of equal micro-batches into which each process splits its share of the batch. Changes the
             memory, not the result.
         trainable: "mhla" (only the modules that the conversion added), "attention" (the converted attention modules with
             their projections) or "all".
-        lr_mhla: peak learning rate of the parameters under `.mhla.`; None means `lr`.
-        warmup: number of steps of linear warmup.
-        schedule: learning-rate schedule after the warmup: "cosine", "linear" or "constant".
-        lr_end: final learning rate, as a fraction of `lr`. Not used by the constant schedule.
+        lr_mhla: Peak learning rate of the parameters under `.mhla.`; None means `lr`.
+        warmup: Number of steps of linear warmup.
+        schedule: Learning-rate schedule after the warmup: "cosine", "linear" or "constant".
+        lr_end: Final learning rate, as a fraction of `lr`. Not used by the constant schedule.
         weight_decay: AdamW's weight decay, applied only to matrices outside of `.mhla.`.
         beta1: AdamW's beta1.
         beta2: AdamW's beta2.
         eps: AdamW's epsilon.
-        max_grad_norm: norm to which gradients are clipped; 0 disables clipping.
-        ema: decay of an exponential moving average of the weights, which replaces them at the end of the stage; 0 disables
+        max_grad_norm: Norm to which gradients are clipped; 0 disables clipping.
+        ema: Decay of an exponential moving average of the weights, which replaces them at the end of the stage; 0 disables
             it. At step n the decay is at most (1 + n) / (10 + n), so that early weights are forgotten.
     """
 
@@ -87,17 +87,17 @@ class Stage(CommonStage):
     """A stage that trains a language model; see also the fields of `CommonStage`.
 
     Args:
-        loss: one of
+        loss: One of
             - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
               from the teacher's hidden states;
             - "logits": KL divergence from the teacher's next-token distribution, plus `ce_weight` times cross-entropy;
             - "stored": the same from the teacher's most likely tokens, stored by `mhla-hf teach`, without the teacher;
             - "lm": cross-entropy.
-        seq_len: tokens per sequence.
-        ce_weight: weight of the cross-entropy in "logits" and "stored".
-        temperature: softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
+        seq_len: Tokens per sequence.
+        ce_weight: Weight of the cross-entropy in "logits" and "stored".
+        temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
             Must be 1 with `top_k` or "stored".
-        top_k: compute the KL divergence over this many of the teacher's most likely tokens and the sum of all others, which
+        top_k: Compute the KL divergence over this many of the teacher's most likely tokens and the sum of all others, which
             takes less memory; 0 means over the whole vocabulary.
     """
 
@@ -122,23 +122,23 @@ class DiffusionStage(CommonStage):
     """A stage that trains a diffusion transformer; see also the fields of `CommonStage`.
 
     Args:
-        loss: one of
+        loss: One of
             - "transfer": L1 error of each MHLA layer's attention output against the softmax original's, both computed from
               the teacher's hidden states;
             - "prediction": squared error against the teacher's prediction (velocity, noise or clean sample), plus
               `data_weight` times the loss "denoising";
             - "denoising": the usual flow-matching or DDPM loss on data.
-        trainable: as in `CommonStage`, or "lora": the modules that the conversion added, and LoRA of rank `lora_rank` on
+        trainable: As in `CommonStage`, or "lora": the modules that the conversion added, and LoRA of rank `lora_rank` on
             the projections of the converted attention modules, merged into their weights at the end of the stage.
-        data_weight: weight of the denoising loss in "prediction".
-        lora_rank: rank of LoRA.
-        size: size in pixels, [rows, columns] or [frames, rows, columns]; None means the data's size, or the model's own.
-        timesteps: distribution from which training draws timesteps, "logit-normal" or "uniform"; None means logit-normal
+        data_weight: Weight of the denoising loss in "prediction".
+        lora_rank: Rank of LoRA.
+        size: Size in pixels, [rows, columns] or [frames, rows, columns]; None means the data's size, or the model's own.
+        timesteps: Distribution from which training draws timesteps, "logit-normal" or "uniform"; None means logit-normal
             for flow matching and uniform for DDPM.
-        shift: timestep shift toward noise in flow matching; None means the scheduler's.
-        drop_condition: fraction of samples that are trained without their text or class, for classifier-free guidance.
-        sampling_steps: steps of the teacher's trajectories, on which the student is trained when there is no data.
-        guidance: scale of the classifier-free guidance of these trajectories.
+        shift: Timestep shift toward noise in flow matching; None means the scheduler's.
+        drop_condition: Fraction of samples that are trained without their text or class, for classifier-free guidance.
+        sampling_steps: Steps of the teacher's trajectories, on which the student is trained when there is no data.
+        guidance: Scale of the classifier-free guidance of these trajectories.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("denoising",)
@@ -167,21 +167,21 @@ class ImageStage(CommonStage):
     """A stage that trains an image classifier or a vision tower; see also the fields of `CommonStage`.
 
     Args:
-        loss: one of
+        loss: One of
             - "labels": cross-entropy;
             - "logits": KL divergence from the teacher's class distribution, plus `ce_weight` times cross-entropy;
             - "features": relative squared error against the teacher's last hidden state;
             - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
               from the teacher's hidden states.
-        ce_weight: weight of the cross-entropy in "logits".
-        temperature: softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
-        smoothing: label smoothing, from 0 to 1.
-        crop: smallest fraction of an image's area that a random crop keeps; 1 disables cropping.
-        flip: fraction of images that are flipped horizontally.
-        shift: largest distance in pixels by which images are moved, wrapping around at the edges.
-        erase: fraction of images in which a random box is replaced by noise.
-        mixup: parameter a of the distribution Beta(a, a) of mixup's weights; 0 disables mixup.
-        cutmix: the same parameter of CutMix; 0 disables it. With both, each batch uses one of them at random.
+        ce_weight: Weight of the cross-entropy in "logits".
+        temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
+        smoothing: Label smoothing, from 0 to 1.
+        crop: Smallest fraction of an image's area that a random crop keeps; 1 disables cropping.
+        flip: Fraction of images that are flipped horizontally.
+        shift: Largest distance in pixels by which images are moved, wrapping around at the edges.
+        erase: Fraction of images in which a random box is replaced by noise.
+        mixup: Parameter a of the distribution Beta(a, a) of mixup's weights; 0 disables mixup.
+        cutmix: The same parameter of CutMix; 0 disables it. With both, each batch uses one of them at random.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("labels",)
@@ -209,12 +209,12 @@ class EncoderStage(CommonStage):
     """A stage that trains a text encoder; see also the fields of `CommonStage`.
 
     Args:
-        loss: one of
+        loss: One of
             - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
               from the teacher's hidden states;
             - "embeddings": sum of three cosine distances from the teacher's last hidden states: that of the tokens,
               averaged; that of the first token; and that of the mean over tokens.
-        seq_len: tokens per sequence, including special tokens.
+        seq_len: Tokens per sequence, including special tokens.
     """
 
     loss: Literal["transfer", "embeddings"]
@@ -246,14 +246,14 @@ class Recipe:
     """A training recipe, as read from a YAML file.
 
     Args:
-        stages: stages, or dicts with their fields, in the order in which they run.
-        task: kind of model, a key of `STAGE_TYPES`.
-        about: one or two sentences about the recipe.
-        base: folder or Hub id of the softmax model that is converted.
-        tokenizer: folder or Hub id of the tokenizer; None means that of `base`.
-        data: training data in any form that `distill` accepts.
-        settings: arguments of `convert`; or, to train from scratch, `preset` and arguments of `MHLAConfig`.
-        run: fields of `Options`.
+        stages: Stages, or dicts with their fields, in the order in which they run.
+        task: Kind of model, a key of `STAGE_TYPES`.
+        about: One or two sentences about the recipe.
+        base: Folder or Hub id of the softmax model that is converted.
+        tokenizer: Folder or Hub id of the tokenizer; None means that of `base`.
+        data: Training data in any form that `distill` accepts.
+        settings: Arguments of `convert`; or, to train from scratch, `preset` and arguments of `MHLAConfig`.
+        run: Fields of `Options`.
     """
 
     stages: list | tuple
@@ -279,12 +279,12 @@ def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = N
     """Read one of the package's recipes, or a YAML file.
 
     Args:
-        name: one of `recipe_names()`, or the path of a YAML file. A `Recipe` is returned as it is.
-        changes: values that override those of the recipe. Keys are "STAGE.FIELD", "*.FIELD" (in every stage),
+        name: One of `recipe_names()`, or the path of a YAML file. A `Recipe` is returned as it is.
+        changes: Values that override those of the recipe. Keys are "STAGE.FIELD", "*.FIELD" (in every stage),
             "settings.FIELD", "run.FIELD", or the name of a field of `Recipe`.
 
     Raises:
-        ValueError: there is no such recipe, or anything in it is not valid.
+        ValueError: There is no such recipe, or anything in it is not valid.
     """
     if isinstance(name, Recipe):
         return name
@@ -298,11 +298,11 @@ def apply_changes(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[s
     """Return a copy of a recipe's YAML content with some values replaced.
 
     Args:
-        content: the recipe as read from YAML, before validation.
-        changes: as for `read_recipe`.
+        content: The recipe as read from YAML, before validation.
+        changes: As for `read_recipe`.
 
     Raises:
-        ValueError: the recipe has no stage of that name.
+        ValueError: The recipe has no stage of that name.
     """
     content = copy.deepcopy(content)
     stage_list = content.get("stages")
@@ -329,11 +329,11 @@ def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[Com
     """Create and check the stages of a run.
 
     Args:
-        stages: a list of stages, or of dicts with their fields.
-        stage_type: the class of all stages.
+        stages: A list of stages, or of dicts with their fields.
+        stage_type: The class of all stages.
 
     Raises:
-        ValueError: there is no stage, a field is unknown or not valid, or names are missing or not unique.
+        ValueError: There is no stage, a field is unknown or not valid, or names are missing or not unique.
     """
     if not isinstance(stages, (list, tuple)) or not stages:
         raise ValueError(

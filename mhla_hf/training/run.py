@@ -43,17 +43,17 @@ class Run:
 
     Args:
         accelerator: Accelerate's `Accelerator`.
-        task: the task, with student and teacher.
-        source: the opened training data.
-        stages: the checked stages.
-        options: the options of the run.
-        seed: random seed.
-        folder: the folders of the run.
-        progress: whether to show progress on stderr.
-        command: shell command that repeats the run, for the record.
+        task: The task, with student and teacher.
+        source: The opened training data.
+        stages: The checked stages.
+        options: The options of the run.
+        seed: Random seed.
+        folder: The folders of the run.
+        progress: Whether to show progress on stderr.
+        command: Shell command that repeats the run, for the record.
 
     Attributes:
-        progress: the state of the loop, saved as progress.json:
+        progress: The state of the loop, saved as progress.json:
             - "stage": number of the current stage, 0-based;
             - "step", "total": optimizer steps done in this stage, and in the run;
             - "tokens", "images" or "samples": units processed;
@@ -261,12 +261,12 @@ class Run:
         """Run one optimizer step.
 
         Args:
-            objective: the prepared `Objective`.
-            optimizer: the prepared optimizer of `trained`.
-            trained: all trained parameters.
-            reader: reads the stage's batches.
-            stage: the current stage.
-            sums: the quantities that the objective logs are added to it in place.
+            objective: The prepared `Objective`.
+            optimizer: The prepared optimizer of `trained`.
+            trained: All trained parameters.
+            reader: Reads the stage's batches.
+            stage: The current stage.
+            sums: The quantities that the objective logs are added to it in place.
 
         Returns:
             The norm of the gradient before clipping, or None without clipping.

@@ -56,8 +56,8 @@ def identify(model: Any, frozen: Sequence[str] = ()) -> str:
     Reading all weights takes about a second per gigabyte.
 
     Args:
-        model: a transformers or diffusers model.
-        frozen: names of the parameters that are frozen.
+        model: A transformers or diffusers model.
+        frozen: Names of the parameters that are frozen.
     """
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     config = {key: value for key, value in config.items() if key not in VOLATILE_ENTRIES}
@@ -68,7 +68,7 @@ class RunFolder:
     """The output folder and the state folder of one run.
 
     Args:
-        out: the folder that the run creates.
+        out: The folder that the run creates.
 
     Raises:
         TypeError: `out` is not a path.
@@ -88,13 +88,13 @@ class RunFolder:
 
         Args:
             identity: JSON-serializable values that make this run different from others.
-            student: the model that is trained.
+            student: The model that is trained.
 
         Returns:
             "finished", the folder of the newest state to resume from, or None if there is nothing yet.
 
         Raises:
-            ValueError: the folder belongs to another run, or to something else.
+            ValueError: The folder belongs to another run, or to something else.
         """
         current = json.loads(json.dumps(identity))
         initial_hashes = INITIAL_HASHES.setdefault(student, {})
@@ -130,8 +130,8 @@ class RunFolder:
         """Create the state folder, lock it, and remove unfinished files of a killed process.
 
         Raises:
-            ValueError: another process has locked it.
-            OSError: it cannot be written.
+            ValueError: Another process has locked it.
+            OSError: It cannot be written.
         """
         with self._explain_errors("the run's state"):
             self.state.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class RunFolder:
         """Context manager that yields an empty folder, which becomes the newest state at the end.
 
         Args:
-            step: number of optimizer steps that the whole run has done.
+            step: Number of optimizer steps that the whole run has done.
         """
         target = self.state / f"step-{step:09d}"
         with self._explain_errors("a state"), atomic_folder(target, parent=self.unfinished) as temporary:

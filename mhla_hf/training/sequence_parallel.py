@@ -33,19 +33,19 @@ def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> d
     """Return the arguments with which this process calls `model` inside `sequence_parallel`.
 
     Args:
-        batch: the whole batch, the same in all processes: `input_ids` `[B, T]` without padding and, for training, `labels`
-            `[B, T]`. Sequences that are packed into one row (B = 1) come with `position_ids`, `seq_idx` or
+        batch: The whole batch, the same in all processes: `input_ids` [B, T] without padding and, for training, `labels`
+            [B, T]. Sequences that are packed into one row (B = 1) come with `position_ids`, `seq_idx` or
             `cu_seq_lens_q`, as on a single process.
-        model: a converted language model.
-        group: process group of the P processes that share sequences; None means all processes.
+        model: A converted language model.
+        group: Process group of the P processes that share sequences; None means all processes.
 
     Returns:
-        A dict with `input_ids` and `position_ids` of this process, `[B, t]` where t differs from T / P by at most a block,
+        A dict with `input_ids` and `position_ids` of this process, [B, t] where t differs from T / P by at most a block,
         and `cu_seq_lens_q` of the whole row. With labels, also `labels`, `shift_labels` and `num_items_in_batch`, so that
         the losses of all processes add up to the loss of the whole batch.
 
     Raises:
-        ValueError: there is less than one block per process, there is padding, or the processes have different batches.
+        ValueError: There is less than one block per process, there is padding, or the processes have different batches.
             It is raised in all processes.
     """
     if unknown := sorted(batch.keys() - BATCH_KEYS):
@@ -101,11 +101,11 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
     group. Call the model with `use_cache=False`.
 
     Args:
-        model: a converted language model, the same in every process of the group.
-        group: process group of the processes that share sequences; None means all processes.
+        model: A converted language model, the same in every process of the group.
+        group: Process group of the processes that share sequences; None means all processes.
 
     Raises:
-        ValueError: the model is called with a cache, or has one of these: a layer that is neither MHLA nor softmax;
+        ValueError: The model is called with a cache, or has one of these: a layer that is neither MHLA nor softmax;
             `window_dropout`; a RoPE type that depends on the sequence length; a load-balancing loss of experts.
     """
     cores: list[Any] = mhla_cores(model)
@@ -183,20 +183,20 @@ def gathered_attention(
     """Compute causal softmax attention of this process's queries to the keys and values of all processes.
 
     Args:
-        module: the attention module.
-        query: `[B, H, t, K]`, with t tokens in the shard.
-        key: `[B, G, t, K]`.
-        value: `[B, G, t, V]`.
-        attention_mask: ignored, since there is no padding.
-        scaling: factor of the scores.
-        dropout: dropout probability.
+        module: The attention module.
+        query: [B, H, t, K], with t tokens in the shard.
+        key: [B, G, t, K].
+        value: [B, G, t, V].
+        attention_mask: Ignored, since there is no padding.
+        scaling: Factor of the scores.
+        dropout: Dropout probability.
         **kwargs: `cu_seq_lens_q`, the borders of the sequences in the whole row, and optionally `sliding_window`.
 
     Returns:
-        The outputs `[B, t, H, V]`, and None in place of the attention weights.
+        The outputs [B, t, H, V], and None in place of the attention weights.
 
     Raises:
-        ValueError: the layer has soft-capped scores, attention sinks or a position bias.
+        ValueError: The layer has soft-capped scores, attention sinks or a position bias.
     """
     if any(kwargs.get(name) is not None for name in SOFTMAX_ONLY if name != "sliding_window"):
         raise ValueError(

@@ -37,10 +37,10 @@ def make_accelerator(**options: Any) -> Any:
     """Create an `accelerate.Accelerator` for the launched processes, on GPUs or, with gloo, on CPUs.
 
     Args:
-        **options: arguments of `Accelerator`.
+        **options: Arguments of `Accelerator`.
 
     Raises:
-        ValueError: the launcher is configured for FSDP1, for another engine, or for offloading without a GPU.
+        ValueError: The launcher is configured for FSDP1, for another engine, or for offloading without a GPU.
     """
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -122,9 +122,9 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
     """Context manager that, with FSDP, replaces the models of `task` by copies to be sharded.
 
     Args:
-        accelerator: an `Accelerator`. Without FSDP, the teacher is only moved to its device.
-        task: its student becomes a copy that `Accelerator.prepare` will shard, its teacher a sharded copy.
-        needs_teacher: whether the stage uses the teacher.
+        accelerator: An `Accelerator`. Without FSDP, the teacher is only moved to its device.
+        task: Its student becomes a copy that `Accelerator.prepare` will shard, its teacher a sharded copy.
+        needs_teacher: Whether the stage uses the teacher.
     """
     student, teacher = task.student, task.teacher
     if not accelerator.is_fsdp2:
@@ -148,10 +148,10 @@ def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, s
     layer of the teacher without its attention and the student's attention at the same time.
 
     Args:
-        accelerator: the `Accelerator` whose FSDP plugin gets the names of the units' classes.
-        root: module around `model`, which gets the methods of `model` that Accelerate looks for.
-        model: student or teacher.
-        student: the student, which determines the attention modules that are MHLA.
+        accelerator: The `Accelerator` whose FSDP plugin gets the names of the units' classes.
+        root: Module around `model`, which gets the methods of `model` that Accelerate looks for.
+        model: Student or teacher.
+        student: The student, which determines the attention modules that are MHLA.
     """
     modules = dict(model.named_modules())
     attention_classes = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}

@@ -1,6 +1,6 @@
 """Store a teacher's most likely next tokens on a text, for stages with the loss "stored".
 
-The folder holds ids.npy, int32 `[N, L]`; tokens.npy, int32 `[N, L, k]`; log_p.npy, fp16 `[N, L, k]`; and taught.json. A
+The folder holds ids.npy, int32 [N, L]; tokens.npy, int32 [N, L, k]; log_p.npy, fp16 [N, L, k]; and taught.json. A
 student is trained from this folder, without loading or running the teacher.
 """
 
@@ -31,13 +31,13 @@ class Record:
     """The content of taught.json.
 
     Args:
-        text: description that identifies the text.
-        teacher: hash of the teacher.
-        rows: number of sequences, N.
-        seq_len: tokens per sequence, L.
-        top_k: tokens stored per position, k.
-        vocab_size: size of the teacher's vocabulary.
-        done: number of sequences written so far.
+        text: Description that identifies the text.
+        teacher: Hash of the teacher.
+        rows: Number of sequences, N.
+        seq_len: Tokens per sequence, L.
+        top_k: Tokens stored per position, k.
+        vocab_size: Size of the teacher's vocabulary.
+        done: Number of sequences written so far.
     """
 
     text: dict
@@ -63,21 +63,21 @@ def teach(
     Calling it again with the same arguments resumes it after an interruption.
 
     Args:
-        teacher: a transformers causal language model, which is switched to eval mode.
-        text: a file, folder, list of texts or token ids `[N]`, as for `open_text`, but no stream.
-        tokenizer: a transformers tokenizer; None for token ids.
-        out: folder to create.
-        seq_len: tokens per sequence. The text is cut into sequences from its beginning; an incomplete last one is dropped.
-        top_k: number of tokens to store per position; they take 6 bytes each.
-        batch_size: sequences per forward pass.
-        progress: whether to show a progress bar on stderr.
+        teacher: A transformers causal language model, which is switched to eval mode.
+        text: A file, folder, list of texts or token ids [N], as for `open_text`, but no stream.
+        tokenizer: A transformers tokenizer; None for token ids.
+        out: Folder to create.
+        seq_len: Tokens per sequence. The text is cut into sequences from its beginning; an incomplete last one is dropped.
+        top_k: Number of tokens to store per position; they take 6 bytes each.
+        batch_size: Sequences per forward pass.
+        progress: Whether to show a progress bar on stderr.
 
     Returns:
         The content of taught.json.
 
     Raises:
-        ValueError: a size or the text is not valid, or `out` was begun with other arguments or holds other files.
-        OSError: the disk has no room for all arrays; nothing is written then.
+        ValueError: A size or the text is not valid, or `out` was begun with other arguments or holds other files.
+        OSError: The disk has no room for all arrays; nothing is written then.
     """
     for name, value in (("seq_len", seq_len), ("top_k", top_k), ("batch_size", batch_size)):
         if not is_whole(value, 1):
@@ -123,10 +123,10 @@ def teach(
 
 
 def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` most likely tokens of logits `[..., vocab]`.
+    """Return the `count` most likely tokens of logits [..., vocab].
 
     Returns:
-        The tokens, int64 `[..., k]`, and their log-probabilities, fp32 `[..., k]`, where k = min(count, vocab).
+        The tokens, int64 [..., k], and their log-probabilities, fp32 [..., k], where k = min(count, vocab).
     """
     top = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
     return top.indices, top.values
@@ -144,7 +144,7 @@ def create_arrays(folder: Path, record: Record) -> None:
     Without the reservation, writing to a memory-mapped file on a full disk would kill the process.
 
     Raises:
-        OSError: there is not enough space.
+        OSError: There is not enough space.
     """
     for name, dtype in ARRAYS.items():
         file = folder / f"{name}.npy"
@@ -165,15 +165,15 @@ def open_arrays(folder: str | Path, record: Record, mode: Any) -> dict[str, Any]
     """Open the arrays in a folder as memory maps.
 
     Args:
-        folder: a folder that `teach` wrote.
-        record: the folder's record.
+        folder: A folder that `teach` wrote.
+        record: The folder's record.
         mode: "r" to read, "r+" to write.
 
     Returns:
         The `numpy.memmap` of each of `ARRAYS`, by name.
 
     Raises:
-        ValueError: an array is missing, or does not have the dtype and shape that `record` states.
+        ValueError: An array is missing, or does not have the dtype and shape that `record` states.
     """
     arrays: dict[str, Any] = {}
     for name, dtype in ARRAYS.items():
@@ -195,11 +195,11 @@ class TaughtText:
     """Training data from a folder that `teach` wrote.
 
     Args:
-        folder: a complete folder.
-        vocab_size: size of the student's vocabulary.
+        folder: A complete folder.
+        vocab_size: Size of the student's vocabulary.
 
     Raises:
-        ValueError: the folder is incomplete or damaged, or has tokens outside of the student's vocabulary.
+        ValueError: The folder is incomplete or damaged, or has tokens outside of the student's vocabulary.
     """
 
     def __init__(self, folder: str | Path, vocab_size: int) -> None:

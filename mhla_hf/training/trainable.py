@@ -30,7 +30,7 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
     """Check that every stage has parameters to train.
 
     Raises:
-        ValueError: the student is quantized, lacks the MHLA layers that a stage trains, or a stage trains only frozen
+        ValueError: The student is quantized, lacks the MHLA layers that a stage trains, or a stage trains only frozen
             parameters.
     """
     attentions = find_mhla_attentions(student)
@@ -58,7 +58,7 @@ def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequenc
     """Check that the teacher is suitable for the stages that need one.
 
     Raises:
-        ValueError: the teacher is missing, shares weights with the student, or is not its softmax original.
+        ValueError: The teacher is missing, shares weights with the student, or is not its softmax original.
     """
     teacher_stages = [stage for stage in stages if stage.needs_teacher]
     if not teacher_stages:
@@ -93,8 +93,8 @@ def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, t
     """Return the dtypes in which parameters and buffers are saved, by name.
 
     Args:
-        model: the student before training.
-        dtype: dtype of the weights; None means that each keeps its own. Weights that the model's class always keeps in
+        model: The student before training.
+        dtype: Dtype of the weights; None means that each keeps its own. Weights that the model's class always keeps in
             float32 are saved in float32 instead of a half precision.
     """
     model_class = type(model)  # an attribute of the instance may come from the class before the conversion
@@ -114,9 +114,9 @@ def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights
     """Convert parameters and buffers in place, and drop all gradients.
 
     Args:
-        model: the model, which is changed in place.
-        dtypes: dtype by name of the parameter or buffer; all others keep theirs.
-        keep_weights: whether to keep the values of parameters. Otherwise they become uninitialized memory, which takes
+        model: The model, which is changed in place.
+        dtypes: Dtype by name of the parameter or buffer; all others keep theirs.
+        keep_weights: Whether to keep the values of parameters. Otherwise they become uninitialized memory, which takes
             no space; for processes that do not hold the weights.
     """
     for name, value in (*model.named_parameters(), *model.named_buffers()):
@@ -144,9 +144,9 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
     """Set `requires_grad` for the parameters that `stage` trains, and clear it for all others.
 
     Args:
-        student: the model, which is changed in place.
-        stage: the stage.
-        allowed: whether each parameter may be trained; False for those that were frozen before the run. Parameters that
+        student: The model, which is changed in place.
+        stage: The stage.
+        allowed: Whether each parameter may be trained; False for those that were frozen before the run. Parameters that
             are not listed may be trained.
     """
     attentions = find_mhla_attentions(student)

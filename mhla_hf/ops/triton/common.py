@@ -213,7 +213,7 @@ class KernelBlocks:
         num_tokens: T.
         span: The most tokens in a block.
         block_size: Tokens per block; 0 if blocks are listed in `edges`.
-        tables: edges int32 [M, 2], the first place of each block and the one after its last; order int32 [T], the token at
+        tables: Edges int32 [M, 2], the first place of each block and the one after its last; order int32 [T], the token at
             each place; starts int64 [B], as in `mhla`. Each is None if not needed.
     """
 

@@ -33,14 +33,14 @@ class LabeledImages:
     """Images with labels.
 
     Args:
-        items: images as a tensor, uint8 `[N, C, H, W]`, or as a sequence of paths or PIL images.
-        labels: integers `[N]`.
-        name: name of the data in error messages.
-        class_names: names of the classes in the order of their numbers, or None.
-        identity: hash that identifies the images. With None it is computed from `items`, which then has to be a tensor.
+        items: Images as a tensor, uint8 [N, C, H, W], or as a sequence of paths or PIL images.
+        labels: Integers [N].
+        name: Name of the data in error messages.
+        class_names: Names of the classes in the order of their numbers, or None.
+        identity: Hash that identifies the images. With None it is computed from `items`, which then has to be a tensor.
 
     Raises:
-        ValueError: there are no images, or the number of labels differs.
+        ValueError: There are no images, or the number of labels differs.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class LabeledImages:
         """Return these test images, relabeled with the class numbers of the training data.
 
         Args:
-            class_names: names of the training classes, in the order of their numbers.
-            training_name: name of the training data in error messages.
+            class_names: Names of the training classes, in the order of their numbers.
+            training_name: Name of the training data in error messages.
 
         Raises:
-            ValueError: the training data lack a class.
+            ValueError: The training data lack a class.
         """
         names = self.class_names or ()
         for name in names:
@@ -99,11 +99,11 @@ class LabeledImages:
         order.
 
         Args:
-            config: the model's configuration.
-            argument: name of the argument in error messages.
+            config: The model's configuration.
+            argument: Name of the argument in error messages.
 
         Raises:
-            ValueError: the model has only some of the names, has another number of classes, or a label is out of range.
+            ValueError: The model has only some of the names, has another number of classes, or a label is out of range.
         """
         names = self.class_names or ()
         model_numbers = {str(label): int(number) for number, label in config.id2label.items()}
@@ -148,12 +148,12 @@ class LabeledImages:
 
 
 def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) -> torch.Tensor:
-    """Apply an image processor to PIL images, and return the pixels, fp32 `[N, C, H, W]`.
+    """Apply an image processor to PIL images, and return the pixels, fp32 [N, C, H, W].
 
     Args:
-        processor: a transformers image processor.
+        processor: A transformers image processor.
         images: PIL images.
-        **changes: arguments that override the processor's settings.
+        **changes: Arguments that override the processor's settings.
     """
     return processor(images=images, return_tensors="pt", **changes)["pixel_values"].float()
 
@@ -162,7 +162,7 @@ def output_size(processor: Any, channels: int) -> tuple[int, int]:
     """Return the height and width of an image processor's output.
 
     Raises:
-        ValueError: they depend on the input, or the output does not have `channels` channels.
+        ValueError: They depend on the input, or the output does not have `channels` channels.
     """
     blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
     expected = f"one that makes images of one height and width and {channels} channels"
@@ -175,15 +175,15 @@ def open_images(data: Any, split: str = "train") -> LabeledImages:
     """Open labeled images from a folder, a dataset or tensors.
 
     Args:
-        data: one of
-            - a pair of tensors, images uint8 `[N, C, H, W]` and labels `[N]`;
+        data: One of
+            - a pair of tensors, images uint8 [N, C, H, W] and labels [N];
             - a folder with one folder of images per class, optionally inside a folder named after the split;
             - the id of a dataset on the Hub, "id" or "id:configuration", or a `datasets.Dataset`, with columns of images and
               class labels.
         split: "train" or "test". The folder of "test" may also be called "val" or "validation".
 
     Raises:
-        ValueError, TypeError, ImportError: the data cannot be opened.
+        ValueError, TypeError, ImportError: The data cannot be opened.
     """
     if isinstance(data, LabeledImages):
         return data
@@ -249,13 +249,13 @@ class ImageReader(Reader):
     """Reads and augments the batches of an `ImageStage`. Every epoch reads all images in a new random order.
 
     Args:
-        images: labeled images, with the model's class numbers.
-        stage: the stage, which sets the augmentation.
+        images: Labeled images, with the model's class numbers.
+        stage: The stage, which sets the augmentation.
         key: (seed, number of the stage).
-        processor: the model's image processor.
-        channels: number of channels of the model's input.
-        num_classes: number of classes of the model.
-        state: the state from which to resume, as `state()` returned it.
+        processor: The model's image processor.
+        channels: Number of channels of the model's input.
+        num_classes: Number of classes of the model.
+        state: The state from which to resume, as `state()` returned it.
     """
 
     def __init__(
@@ -276,8 +276,8 @@ class ImageReader(Reader):
         """Read the next batch, and return this process's rows of it.
 
         Args:
-            count: number of images in the batch.
-            rows: the rows to return.
+            count: Number of images in the batch.
+            rows: The rows to return.
 
         Returns:
             Pixels, fp32 `[rows, C, H, W]`, and class probabilities, fp32 `[rows, classes]`.
@@ -359,8 +359,8 @@ def random_box(random: numpy.random.Generator, min_area: float, max_area: float 
 
     Args:
         random: NumPy random generator.
-        min_area: smallest fraction of the image's area.
-        max_area: largest fraction of the image's area.
+        min_area: Smallest fraction of the image's area.
+        max_area: Largest fraction of the image's area.
     """
     area = random.uniform(min_area, max_area)
     aspect = numpy.exp(random.uniform(-numpy.log(MAX_ASPECT), numpy.log(MAX_ASPECT)))
@@ -383,11 +383,11 @@ def top1_accuracy(
     """Return the top-1 accuracy of an image classifier in eval mode, from 0 to 1.
 
     Args:
-        model: a transformers image classifier, whose training mode is restored at the end.
-        images: labeled images, with the model's class numbers.
-        processor: the model's image processor.
-        batch_size: images per forward pass.
-        bar: label of a progress bar on stderr; None for no bar.
+        model: A transformers image classifier, whose training mode is restored at the end.
+        images: Labeled images, with the model's class numbers.
+        processor: The model's image processor.
+        batch_size: Images per forward pass.
+        bar: Label of a progress bar on stderr; None for no bar.
     """
     was_training = model.training
     num_correct = 0

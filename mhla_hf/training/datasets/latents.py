@@ -43,20 +43,20 @@ class ConditionEncoder(Protocol):
         """Return a random condition."""
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions of a batch, `[B, ...]` each."""
+        """Return the conditions of a batch, [B, ...] each."""
 
 
 class Latents:
     """A dataset of latents with their conditions.
 
     Args:
-        rows: map-style dataset whose rows are dicts with `latents` `[C, (F,) h, w]` and either some of `CONDITION_COLUMNS`
+        rows: Map-style dataset whose rows are dicts with `latents` [C, (F,) h, w] and either some of `CONDITION_COLUMNS`
             or a text `prompt`.
-        name: name of the data in error messages.
+        name: Name of the data in error messages.
         identity: JSON-serializable value that identifies the data.
 
     Raises:
-        ValueError: there are no rows, or they have no latents.
+        ValueError: There are no rows, or they have no latents.
     """
 
     def __init__(self, rows: Any, name: str, identity: Any) -> None:
@@ -76,7 +76,7 @@ class Latents:
         return {"kind": "latents", "samples": len(self.rows), "shape": list(self.shape), "source": self.identity}
 
     def sample(self, index: int) -> tuple[torch.Tensor, Condition]:
-        """Return the latents of one sample, fp32 `[C, (F,) h, w]`, and its condition."""
+        """Return the latents of one sample, fp32 [C, (F,) h, w], and its condition."""
         row = self.rows[index]
         latents = torch.as_tensor(row["latents"]).float()
         columns = (column for column in self.columns if column in CONDITION_COLUMNS)
@@ -88,12 +88,12 @@ class LatentReader(Reader):
     """Reads batches of noisy latents. Every epoch reads all samples in a new random order.
 
     Args:
-        source: clean latents.
-        conditions: encodes the conditions of a batch.
-        process: adds the noise.
-        stage: the stage, which sets the distribution of times and the fraction of dropped conditions.
+        source: Clean latents.
+        conditions: Encodes the conditions of a batch.
+        process: Adds the noise.
+        stage: The stage, which sets the distribution of times and the fraction of dropped conditions.
         key: (seed, number of the stage).
-        state: the state from which to resume, as `state()` returned it.
+        state: The state from which to resume, as `state()` returned it.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class LatentReader(Reader):
         """Read the next batch, and return this process's rows of it.
 
         Args:
-            count: number of samples in the batch.
-            rows: the rows to return.
+            count: Number of samples in the batch.
+            rows: The rows to return.
 
         Returns:
             A dict with "noisy" and "target", `[rows, C, (F,) h, w]`, "times" `[rows]`, and the conditions, `[rows, ...]`
@@ -143,12 +143,12 @@ class TrajectoryReader(Reader):
 
     Args:
         teacher: (transformer, scheduler).
-        shape: shape of the latents of one sample, `(C, (F,) h, w)`.
-        conditions: draws and encodes the conditions of the trajectories.
-        stage: the stage, which sets the sampling steps, guidance and fraction of dropped conditions.
+        shape: Shape of the latents of one sample, `(C, (F,) h, w)`.
+        conditions: Draws and encodes the conditions of the trajectories.
+        stage: The stage, which sets the sampling steps, guidance and fraction of dropped conditions.
         key: (seed, number of the stage).
-        state: the state from which to resume, as `state()` returned it.
-        show_bar: whether to show a progress bar while trajectories are sampled.
+        state: The state from which to resume, as `state()` returned it.
+        show_bar: Whether to show a progress bar while trajectories are sampled.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class ClassConditions:
     """Class labels as conditions. `num_classes` is the label of an unconditional sample.
 
     Args:
-        num_classes: number of classes.
+        num_classes: Number of classes.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -243,7 +243,7 @@ class ClassConditions:
         return {"class_labels": torch.randint(self.num_classes, (), generator=generator)}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the labels of a batch, int64 `[B]`. Raise `ValueError` for labels that the model does not have."""
+        """Return the labels of a batch, int64 [B]. Raise `ValueError` for labels that the model does not have."""
         labels = torch.tensor([self.num_classes if row is None else int(row["class_labels"]) for row in samples])
         if not 0 <= labels.min() <= labels.max() <= self.num_classes:
             raise ValueError(
@@ -256,8 +256,8 @@ class TextConditions:
     """Texts as conditions, which the pipeline encodes per batch. The empty prompt is that of an unconditional sample.
 
     Args:
-        encode: function that returns the conditions of texts, `[B, ...]` each, and those of the empty prompt, `[1, ...]`.
-        prompts: texts for which trajectories are sampled.
+        encode: Function that returns the conditions of texts, [B, ...] each, and those of the empty prompt, [1, ...].
+        prompts: Texts for which trajectories are sampled.
     """
 
     def __init__(
@@ -272,10 +272,10 @@ class TextConditions:
         return self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions of a batch, `[B, ...]` each.
+        """Return the conditions of a batch, [B, ...] each.
 
         Args:
-            samples: texts, dicts of encoded conditions, or None for the empty prompt.
+            samples: Texts, dicts of encoded conditions, or None for the empty prompt.
         """
         texts = [sample for sample in samples if isinstance(sample, str)]
         encoded: Conditions = {}
@@ -304,15 +304,15 @@ def open_latents(data: Any) -> Latents:
     """Open latents from a folder, a dataset or tensors.
 
     Args:
-        data: one of
-            - a folder of safetensors files, each with `latents` `[N, C, (F,) h, w]`, scaled as the model's input, and
-              `class_labels` `[N]`, or `prompt_embeds` `[N, L, D]` and optionally `prompt_attention_mask` `[N, L]`;
+        data: One of
+            - a folder of safetensors files, each with `latents` [N, C, (F,) h, w], scaled as the model's input, and
+              `class_labels` [N], or `prompt_embeds` [N, L, D] and optionally `prompt_attention_mask` [N, L];
             - a dict of such tensors;
             - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), or a Dataset of `datasets`, with
               such columns, or with texts in the column `prompt`.
 
     Raises:
-        ValueError, TypeError, ImportError: the data cannot be opened.
+        ValueError, TypeError, ImportError: The data cannot be opened.
     """
     if isinstance(data, dict):
         tensors: dict[str, Any] = {key: value.detach() for key, value in data.items()}
@@ -350,7 +350,7 @@ def read_prompts(data: Any) -> list[str] | None:
     """Return the prompts in a list, or in a .txt file with one prompt per line; None if `data` is anything else.
 
     Raises:
-        ValueError: the file does not exist, there is no prompt, or a prompt is not a string.
+        ValueError: The file does not exist, there is no prompt, or a prompt is not a string.
     """
     if isinstance(data, (str, Path)) and Path(data).suffix.lower() == ".txt":
         path = check_data_path(data)

@@ -16,12 +16,12 @@ def find_task(student: Any, teacher: Any, options: Mapping[str, Any]) -> Task:
     """Return the task that trains `student`.
 
     Args:
-        student: the student that was passed to `distill`.
-        teacher: the teacher that was passed to `distill`, or None.
-        options: further arguments of the task, such as a tokenizer.
+        student: The student that was passed to `distill`.
+        teacher: The teacher that was passed to `distill`, or None.
+        options: Further arguments of the task, such as a tokenizer.
 
     Raises:
-        TypeError: the task has no such option.
+        TypeError: The task has no such option.
     """
     return _task_type(student)(student, teacher, **options)
 

@@ -41,13 +41,13 @@ class Task(abc.ABC, Generic[StageT]):
     """Base class of tasks, each of which implements the training of one kind of model.
 
     Args:
-        student: the student passed to `distill`: a transformers model, or a transformer or pipeline of diffusers.
-        teacher: the softmax original, or None.
+        student: The student passed to `distill`: a transformers model, or a transformer or pipeline of diffusers.
+        teacher: The softmax original, or None.
 
     Attributes:
-        returned: the object that `distill` saves and returns: the student, or the pipeline that holds it.
-        student: the module that is trained.
-        teacher: the module that computes targets, or None. The loop moves it to the device and never trains it.
+        returned: The object that `distill` saves and returns: the student, or the pipeline that holds it.
+        student: The module that is trained.
+        teacher: The module that computes targets, or None. The loop moves it to the device and never trains it.
     """
 
     name: str  # key of recipe.STAGE_TYPES; appears in recipes and records
@@ -71,8 +71,8 @@ class Task(abc.ABC, Generic[StageT]):
         """Check student, teacher and stages before any data is opened or anything is written.
 
         Raises:
-            TypeError: student or teacher is not the kind of model that this task trains.
-            ValueError: student, teacher and stages do not fit together.
+            TypeError: Student or teacher is not the kind of model that this task trains.
+            ValueError: Student, teacher and stages do not fit together.
         """
         for argument, model in (("student", self.student), ("teacher", self.teacher)):
             if not hasattr(model, "num_parameters") and (argument == "student" or model is not None):
@@ -95,11 +95,11 @@ class Task(abc.ABC, Generic[StageT]):
         """Open the training data, and return a `DataSource`.
 
         Args:
-            data: the data passed to `distill`, or named in the recipe.
-            stages: all stages of the run.
+            data: The data passed to `distill`, or named in the recipe.
+            stages: All stages of the run.
 
         Raises:
-            ValueError, TypeError, ImportError: the data cannot be opened or do not fit the model or a stage.
+            ValueError, TypeError, ImportError: The data cannot be opened or do not fit the model or a stage.
         """
 
     @abc.abstractmethod
@@ -107,11 +107,11 @@ class Task(abc.ABC, Generic[StageT]):
         """Return a reader of the batches of one stage.
 
         Args:
-            source: the data that `open` returned.
-            stage: the stage.
+            source: The data that `open` returned.
+            stage: The stage.
             number: 0-based position of the stage in the run.
-            seed: random seed of the run.
-            state: the state from which to continue, as `Reader.state` or the previous stage's `Reader.handover` returned
+            seed: Random seed of the run.
+            state: The state from which to continue, as `Reader.state` or the previous stage's `Reader.handover` returned
                 it; None starts at the beginning.
         """
 
@@ -119,9 +119,9 @@ class Task(abc.ABC, Generic[StageT]):
         """Read the next batch.
 
         Args:
-            reader: the stage's reader. All processes read the same batches.
-            stage: the stage.
-            rows: the rows of the batch that belong to this process.
+            reader: The stage's reader. All processes read the same batches.
+            stage: The stage.
+            rows: The rows of the batch that belong to this process.
 
         Returns:
             The arguments of the objective: tensors `[rows, ...]`, which the loop splits into `grad_accum` micro-batches,
@@ -171,10 +171,10 @@ class Objective(nn.Module):
     detached scalars to log, including "loss". The values of all micro-batches add up to those of the batch.
 
     Args:
-        student: the model that is trained; a submodule.
-        teacher: the model that computes targets, or None. It is not a submodule, so that Accelerate does not move, wrap or
+        student: The model that is trained; a submodule.
+        teacher: The model that computes targets, or None. It is not a submodule, so that Accelerate does not move, wrap or
             save it.
-        stage: the stage, which selects the loss.
+        stage: The stage, which selects the loss.
     """
 
     student: Any
@@ -198,10 +198,10 @@ class Objective(nn.Module):
         no other part of the student runs. Every layer is thus trained on its own, without the errors of earlier layers.
 
         Args:
-            run_teacher: runs the teacher on the batch.
-            call_attention: called as `call_attention(attention, *args, **kwargs)` with the student's attention module and
+            run_teacher: Runs the teacher on the batch.
+            call_attention: Called as `call_attention(attention, *args, **kwargs)` with the student's attention module and
                 the arguments of the teacher's (default: call the module).
-            magnitude: elementwise measure of errors and outputs.
+            magnitude: Elementwise measure of errors and outputs.
 
         Returns:
             The sum of `relative_error` over MHLA layers and samples, a scalar in fp32.
@@ -255,8 +255,8 @@ def relative_error(output: torch.Tensor, target: torch.Tensor, magnitude: Elemen
     """Return the sum over samples of magnitude(output - target) / magnitude(target), each summed over a sample's elements.
 
     Args:
-        output: `[B, ...]`, any floating dtype.
-        target: tensor of the same shape.
+        output: [B, ...], any floating dtype.
+        target: Tensor of the same shape.
         magnitude: `torch.square` or `torch.abs`.
 
     Returns:

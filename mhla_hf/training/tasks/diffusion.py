@@ -42,10 +42,10 @@ class DiffusionObjective(Objective):
     """A diffusion transformer with one of the losses that `DiffusionStage` describes.
 
     Args:
-        student: see `Objective`.
-        teacher: see `Objective`.
-        stage: see `Objective`.
-        get_names: returns the names of the tensors of the current batch, in order: "noisy", "times", the names of the
+        student: See `Objective`.
+        teacher: See `Objective`.
+        stage: See `Objective`.
+        get_names: Returns the names of the tensors of the current batch, in order: "noisy", "times", the names of the
             conditions, and with data "target".
     """
 
@@ -59,7 +59,7 @@ class DiffusionObjective(Objective):
         """Return the loss of a micro-batch, and the values to log.
 
         Args:
-            *tensors_and_weight: the tensors that `get_names` names, then 1 / number of samples in the whole batch.
+            *tensors_and_weight: The tensors that `get_names` names, then 1 / number of samples in the whole batch.
         """
         tensors = tensors_and_weight[:-1]
         sample_weight = tensors_and_weight[-1]
@@ -108,8 +108,8 @@ class DiffusionTask(Task[DiffusionStage]):
     """The task of a diffusers transformer, or of a pipeline with one, which is then saved as a whole.
 
     Args:
-        student: a transformer or a pipeline.
-        teacher: a transformer or a pipeline, or None. One of student and teacher has to be a pipeline, for its scheduler.
+        student: A transformer or a pipeline.
+        teacher: A transformer or a pipeline, or None. One of student and teacher has to be a pipeline, for its scheduler.
     """
 
     name = "diffusion"
@@ -294,7 +294,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> tuple[Conditions, Conditions]:
-        """Encode texts with the pipeline. Return their conditions, `[B, ...]` each, and the empty prompt's, `[1, ...]`."""
+        """Encode texts with the pipeline. Return their conditions, [B, ...] each, and the empty prompt's, [1, ...]."""
         pipeline = self.pipeline
         pipeline.text_encoder.to(self.student.device)
         arguments = {"prompt": texts, "do_classifier_free_guidance": True, "device": self.student.device}

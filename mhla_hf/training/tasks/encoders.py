@@ -20,7 +20,7 @@ class EncoderObjective(Objective):
         """Return the loss of a micro-batch, and the values to log.
 
         Args:
-            ids: token ids, int64 `[B, L]`.
+            ids: Token ids, int64 [B, L].
             sequence_weight: 1 / number of sequences in the whole batch.
         """
         if self.stage.loss == "transfer":
@@ -40,11 +40,11 @@ class EncoderTask(Task[EncoderStage]):
     """The task of a transformers text encoder. Only its body is trained, whatever head it has.
 
     Args:
-        student: see `Task`.
-        teacher: see `Task`.
-        tokenizer: a transformers tokenizer, required if the data are text, and saved with the model.
-        text_field: the column of a dataset that holds the text.
-        files: further files to save with the model, as `checkpoints.save.read_sentence_files` returns them.
+        student: See `Task`.
+        teacher: See `Task`.
+        tokenizer: A transformers tokenizer, required if the data are text, and saved with the model.
+        text_field: The column of a dataset that holds the text.
+        files: Further files to save with the model, as `checkpoints.save.read_sentence_files` returns them.
     """
 
     name = "encoders"

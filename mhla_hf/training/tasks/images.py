@@ -35,8 +35,8 @@ class ImageObjective(Objective):
         """Return the loss of a micro-batch, and the values to log.
 
         Args:
-            pixels: `[B, C, H, W]`.
-            targets: class probabilities `[B, classes]`.
+            pixels: [B, C, H, W].
+            targets: Class probabilities [B, classes].
             image_weight: 1 / number of images in the whole batch.
         """
         teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
@@ -84,11 +84,11 @@ class ImageTask(Task[ImageStage]):
     """The task of a transformers image classifier or vision tower.
 
     Args:
-        student: see `Task`.
-        teacher: see `Task`.
-        processor: the student's image processor, which is saved with the model. None means the one that classifiers from
+        student: See `Task`.
+        teacher: See `Task`.
+        processor: The student's image processor, which is saved with the model. None means the one that classifiers from
             scratch define in their configuration.
-        test: labeled images, in any form that `open_images` accepts, on which the accuracy is logged as "test_accuracy".
+        test: Labeled images, in any form that `open_images` accepts, on which the accuracy is logged as "test_accuracy".
     """
 
     name = "images"

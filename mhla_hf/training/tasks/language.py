@@ -31,10 +31,10 @@ class LanguageObjective(Objective):
         """Return the loss of a micro-batch, and the values to log.
 
         Args:
-            ids: token ids, int64 `[B, L]`.
-            labels: int64 `[B, L]`, not shifted; -100 marks tokens without a loss.
-            *stored_and_weights: with "stored", the teacher's most likely tokens, int64 `[B, L, k]`, and their
-                log-probabilities `[B, L, k]`; then 1 / number of predicted tokens and 1 / number of sequences in the whole
+            ids: Token ids, int64 [B, L].
+            labels: int64 [B, L], not shifted; -100 marks tokens without a loss.
+            *stored_and_weights: With "stored", the teacher's most likely tokens, int64 [B, L, k], and their
+                log-probabilities [B, L, k]; then 1 / number of predicted tokens and 1 / number of sequences in the whole
                 batch.
         """
         stored = stored_and_weights[:-2]
@@ -107,10 +107,10 @@ def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Run a model on token ids `[B, L]`.
+    """Run a model on token ids [B, L].
 
     Returns:
-        The model's output, and the inputs of `head`, hidden states `[B, L, width]`; without a head, the logits.
+        The model's output, and the inputs of `head`, hidden states [B, L, width]; without a head, the logits.
     """
     if head is not None:
         return run_body(model, head, ids)
@@ -129,18 +129,18 @@ def next_token_loss(
     no tensor of the size of all logits is allocated, apart from the logits themselves if there is no `head`.
 
     Args:
-        student: inputs of `head`, hidden states `[N, width]`; without a head, the logits `[N, vocab]`.
-        targets: int64 `[N]`; -100 marks tokens without a loss.
-        teacher: the teacher's logits `[N, vocab]`; or its most likely tokens, int64 `[N, k]`, and their log-probabilities
-            `[N, k]`, where all other tokens are merged into one; or an empty sequence, for a KL divergence of 0.
+        student: Inputs of `head`, hidden states [N, width]; without a head, the logits [N, vocab].
+        targets: int64 [N]; -100 marks tokens without a loss.
+        teacher: The teacher's logits [N, vocab]; or its most likely tokens, int64 [N, k], and their log-probabilities
+            [N, k], where all other tokens are merged into one; or an empty sequence, for a KL divergence of 0.
         temperature: T.
-        ce_weight: weight of the cross-entropy.
-        head: the student's output head, or None.
-        to_teacher_targets: function that computes these targets from the rows of a chunk of `teacher`, if `teacher` holds
+        ce_weight: Weight of the cross-entropy.
+        head: The student's output head, or None.
+        to_teacher_targets: Function that computes these targets from the rows of a chunk of `teacher`, if `teacher` holds
             something else, such as hidden states.
 
     Returns:
-        Loss, KL divergence and cross-entropy, fp32 `[3]`. Only the loss has a gradient.
+        Loss, KL divergence and cross-entropy, fp32 [3]. Only the loss has a gradient.
     """
 
     def chunk_loss(logits: torch.Tensor, chunk_targets: torch.Tensor, *chunk_teacher: torch.Tensor) -> torch.Tensor:
@@ -178,10 +178,10 @@ class LanguageTask(Task[Stage]):
     """The task of a transformers causal language model.
 
     Args:
-        student: see `Task`.
-        teacher: see `Task`.
-        tokenizer: a transformers tokenizer, required if the data are text, and saved with the model.
-        text_field: the column of a dataset that holds the text.
+        student: See `Task`.
+        teacher: See `Task`.
+        tokenizer: A transformers tokenizer, required if the data are text, and saved with the model.
+        text_field: The column of a dataset that holds the text.
     """
 
     name = "language"
