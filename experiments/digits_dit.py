@@ -49,7 +49,7 @@ from mhla_hf.evaluation.image_scores import Moments, frechet_distance, share_err
 from mhla_hf.evaluation.subjects import find_subjects
 from mhla_hf.plots import drawing
 from mhla_hf.share.card import check_card, write_card
-from mhla_hf.training.denoising import NoiseProcess, predict, trajectory
+from mhla_hf.training.denoising import NoiseProcess, predict, sample_latents
 from mhla_hf.training.recipe import DiffusionStage
 
 SIDE, CLASSES, HELD_OUT = 16, 10, 497
@@ -223,7 +223,7 @@ def samples(pipe: Any, path: Path, count: int, seed: int) -> torch.Tensor:
         for indices in tqdm(torch.arange(count).split(100), desc=f"samples of {path.parent.name}"):
             conditions = {"class_labels": indices % CLASSES}
             options = {"steps": SAMPLING_STEPS, "guidance": 1.0}
-            images.append(trajectory(pipe.transformer, pipe.scheduler, noise[indices], conditions, None, **options))
+            images.append(sample_latents(pipe.transformer, pipe.scheduler, noise[indices], conditions, None, **options))
         with atomic_file(path) as temporary_path:
             save_file({"samples": torch.cat(images).clamp(-1, 1)}, temporary_path)
     return load_file(path)["samples"]

@@ -106,7 +106,7 @@ def switch_off(model):
 def count_bytes(model_folder, settings, heads, far):
     """Bytes of one sequence's cache in bf16 at `BYTES_AT` tokens, with so many softmax heads and with softmax in all.
 
-    Without a far part neither summaries nor angles are counted.
+    Without a far part neither summaries nor rotations are counted.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

@@ -75,7 +75,7 @@ def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_weights(folder: Path) -> tuple[int, int]:
-    """Return the number of parameters in all safetensors files in a folder, from their headers, and the files' bytes."""
+    """Return the number of parameters in the safetensors files of a folder, from their headers, and their size in bytes."""
     parameters = 0
     size = 0
     for file in sorted(folder.rglob("*.safetensors")):

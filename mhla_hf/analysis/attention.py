@@ -201,9 +201,9 @@ def _windowed_attention(layer: str, core: Any, inputs: dict[str, Any], options: 
     q, k = without_padding(inputs.get("key_mask"), inputs["q"], inputs["k"])
     num_blocks = options["blocks"].num_blocks
     if options["causal"]:
-        angles = inputs.get("angles")
-        angles = q.new_zeros(1, q.shape[1], 1, 0) if angles is None else angles
-        mapped = core.q_map(core.unrotate(q, angles), core.heads), core.map_keys(k, angles)
+        cos_sin = inputs.get("cos_sin")
+        cos_sin = q.new_zeros(1, q.shape[1], 1, 0) if cos_sin is None else cos_sin
+        mapped = core.q_map(core.unrotate(q, cos_sin), core.heads), core.map_keys(k, cos_sin)
         mixing = _to_cpu(decays.matrix(num_blocks, form.lag))
     else:
         mapped = core.q_map(q, core.heads), core.k_map(k, core.heads)

@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
 def wrap_errors(message: str) -> Iterator[None]:
     """Context manager that turns any exception into `ValueError("<message> (<reason>).")`, on one line.
 
-    For code that reads files of unknown origin, on which a third-party library may raise anything.
+    Use it around code that reads untrusted files, where a third-party library may raise any exception.
     """
     try:
         yield

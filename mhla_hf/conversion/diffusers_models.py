@@ -49,7 +49,7 @@ def convert_diffusion(
         defaults = MHLASettings(**model_class.mhla_defaults)
         mhla_settings = chosen_settings(settings, defaults, layers, overrides)
         mhla_settings = resolved_settings(model_class, transformer, mhla_settings)
-        check_at_rest(transformer)
+        check_no_hooks_or_offload(transformer)
         checked.append((transformer, model_class, mhla_settings))
     for transformer, model_class, mhla_settings in checked:
         transformer.__class__ = model_class
@@ -61,11 +61,11 @@ def convert_diffusion(
             match_device_and_dtype(attn.processor.mhla, attn.to_q.weight.device, transformer.dtype)
         if transformer.is_gradient_checkpointing:
             transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
-    tell_pipelines(transformers)
+    update_pipeline_configs(transformers)
     return model
 
 
-def tell_pipelines(transformers: list[Any]) -> None:
+def update_pipeline_configs(transformers: list[Any]) -> None:
     """Let every pipeline that holds one of these transformers record its new class, for model_index.json."""
     # type() instead of isinstance(), which would run the code of proxies and lazy modules.
     for pipeline in [item for item in gc.get_objects() if issubclass(type(item), DiffusionPipeline)]:
@@ -74,7 +74,7 @@ def tell_pipelines(transformers: list[Any]) -> None:
                 setattr(pipeline, name, component)
 
 
-def check_at_rest(transformer: Any) -> None:
+def check_no_hooks_or_offload(transformer: Any) -> None:
     """Raise ValueError if a transformer has hooks or offloaded weights, which would not include the new modules."""
     registries = [module._diffusers_hook for module in transformer.modules() if hasattr(module, "_diffusers_hook")]
     if any(registry.hooks for registry in registries):  # a hook that was removed leaves its registry behind

@@ -144,11 +144,11 @@ def start_from_inputs(core: Any, q: torch.Tensor, k: torch.Tensor, options: dict
     Args:
         core: The MHLA core.
         q, k: Rotated queries [B, T, H, K] and keys [B, T, G, K].
-        options: Keyword arguments of the core, of which "scale" and "angles" are read.
+        options: Keyword arguments of the core, of which "scale" and "cos_sin" are read.
     """
-    if options.get("angles") is not None:
-        angles = options["angles"][:, : q.shape[1]]
-        far_q, far_k = core.unrotate(q, angles), core.unrotate(k, angles)
+    if options.get("cos_sin") is not None:
+        cos_sin = options["cos_sin"][:, : q.shape[1]]
+        far_q, far_k = core.unrotate(q, cos_sin), core.unrotate(k, cos_sin)
     else:
         far_q, far_k = q, k
     for feature_map, x in ((core.q_map, far_q), (core.k_map, far_k)):

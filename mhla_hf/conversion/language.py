@@ -305,11 +305,12 @@ def learn_from_rows(
         count: Number of KV heads that keep softmax.
         gate_steps: Number of steps in which gates choose these heads.
         seed: Seed of the rows, for the report.
-        saved_steps: How far an interrupted call came.
+        saved_steps: Runs the fitting steps, skips those that an earlier call finished, and saves progress.
         progress: Whether to show progress bars.
 
     Returns:
-        The scores before and after each step and what led to them, as plain values for `model.config.mhla_measured`.
+        A JSON-serializable dict for `model.config.mhla_measured`: the text, the seed, the scores of the original and after
+        each step, the gates, and the heads that keep softmax.
     """
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report: dict[str, Any] = {
@@ -372,7 +373,8 @@ class TeacherScores:
             predicted: Its log-probabilities at `positions`, one tensor [1, N, vocabulary] per row.
 
         Returns:
-            "perplexity" and "recall".
+            A dict with "perplexity" and "recall", the mean log-probability (nats per token) of the second copy of a repeated
+            row.
         """
         losses, recalls = [], []
         for ids, predicted_row in zip(self.rows, predicted, strict=True):

@@ -56,14 +56,16 @@ class CountingCore(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        angles: torch.Tensor | None = None,
+        cos_sin: torch.Tensor | None = None,
         **unused: Any,
     ) -> torch.Tensor:
         """Count, and return zeros [B, T, H, V]; arguments as in `DecayMHLA.forward`."""
         num_decays, num_features = self.core.mixing.num_decays, self.core.k_map.num_features
         self.token_bytes = (k[:, :1].numel() + v[:, :1].numel()) * v.element_size()
-        angles = None if angles is None else angles.to(v.dtype)
-        self.state_bytes = LocalState.empty(k.to(v.dtype), v, num_decays, num_features, self.core.form, angles).nbytes()
+        cos_sin = None if cos_sin is None else cos_sin.to(v.dtype)
+        self.state_bytes = LocalState.empty(
+            k.to(v.dtype), v, num_decays, num_features, self.core.form, cos_sin
+        ).nbytes()
         return v.new_zeros(*q.shape[:3], v.shape[3])
 
 

@@ -38,7 +38,7 @@ class SoftmaxCore(nn.Module):
         """Attend as the core does, but by softmax, for rows without padding. Returns [B, T, H, V]."""
         o = softmax_attention(q, k, v, options.get("scale"), self.core.causal)
         if self.observe is not None:
-            names = ("scale", "hidden_states", "angles")
+            names = ("scale", "hidden_states", "cos_sin")
             self.observe(self.core, q, k, v, o, {name: options[name] for name in names if name in options})
         return o
 

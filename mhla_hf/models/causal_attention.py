@@ -3,8 +3,8 @@
 The rest of the module stays: the base keeps its projections, its norms on q and k, and its RoPE, and calls "the attention
 function" as it does for any other implementation. That function is ours (`mhla_attention`), selected by a private copy of
 the configuration in the converted module alone. What the base does not pass to it (padding, KV cache, the layer's input)
-travels as keyword arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_angles`, and, in
-models from scratch, `mhla_rotate`. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
+travels as keyword arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_cos_sin`, and
+`mhla_rotate` in models from scratch. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
 """
 
 import sys
@@ -22,7 +22,7 @@ from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
 from .derived_classes import AttentionSwap, attention_sizes, calls_interface
-from .rotation import rotation_angles, rotation_layout, unrotate
+from .rotation import rotation_cos_sin, rotation_layout, unrotate
 from .transformers_api import check_cache_arrived, find_cache, refuse_paged_cache
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
@@ -50,7 +50,7 @@ def mhla_attention(
         attention_mask: Used by heads that keep softmax only; MHLA reads `mhla_padding`, which needs no T x T mask.
         scaling: Factor of q k^T; None is K**-0.5.
         dropout: Used by heads that keep softmax only.
-        **kwargs: The arguments `mhla_*` (see the module docstring), `cu_seq_lens_q`, and what the base passes beside these.
+        **kwargs: The arguments `mhla_*` (see the module docstring), `cu_seq_lens_q`, and what else the base passes.
 
     Returns:
         Outputs [B, T, H, V], and None in place of attention weights.
@@ -75,7 +75,7 @@ def mhla_attention(
         "key_mask": key_mask,
         "cu_seqlens": kwargs.get("cu_seq_lens_q") if cache is None else None,
         # Only some cores take these.
-        **{name: kwargs[f"mhla_{name}"] for name in ("rotate", "angles") if f"mhla_{name}" in kwargs},
+        **{name: kwargs[f"mhla_{name}"] for name in ("rotate", "cos_sin") if f"mhla_{name}" in kwargs},
     }
     heads = getattr(module.mhla, "heads", None)
     if heads is None:
@@ -196,7 +196,7 @@ class MHLAMixer:
         cache = mhla_cache_layer(past, self.layer_idx, keeps_softmax=keeps_softmax)
         added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
         if self.reads_unrotated:
-            added["mhla_angles"] = rotation_angles(self, kwargs)
+            added["mhla_cos_sin"] = rotation_cos_sin(self, kwargs)
         output = super().forward(hidden_states, *args, **added, **kwargs)  # type: ignore[misc]
         if cache is not None:
             cache.count(hidden_states)
@@ -216,7 +216,7 @@ def softmax_attentions(model: nn.Module) -> dict[int, Any]:
 
 
 def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
-    """Return the arguments of a core of a language model, beside the settings."""
+    """Return the arguments of a core of a language model other than the settings."""
     widths = {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
     return {**attention_sizes(attention, config), **widths}
 
@@ -390,7 +390,7 @@ def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tenso
     return find_borders(position_ids, 1, batch)
 
 
-@torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q beside them.")
+@torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q with them.")
 def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | None:
     """Return the borders of packed sequences, which are where `ids` do not go on by `step`.
 

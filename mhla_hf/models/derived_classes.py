@@ -32,18 +32,22 @@ from .transformers_api import (
 
 @dataclass(frozen=True)
 class AttentionSwap:
-    """How the attention modules of one kind of model become MHLA; all MHLA classes of an entry module share one.
+    """Describes how the attention modules of one kind of model are replaced by MHLA.
+
+    All MHLA classes that are made in one module share an instance.
 
     Attributes:
         function_name: Name under which transformers knows the attention function of MHLA.
         mixin: Mixed into the attention classes of the bases.
         find_attentions: Returns the attention modules of a model, by layer index.
-        core_sizes: Returns the arguments of a core, beside the settings, from an attention module and the configuration.
+        core_sizes: Called with an attention module and the model's configuration; returns the arguments of the core other
+            than the settings.
         matrix_core: Core that mixes blocks by a matrix; None if the module has none.
         decay_core: Core that mixes them by decays; None if the module has none.
         prepare: Called before each forward pass of the body (see `forward_preparing`), or None.
         finish: Called with the model and its settings when all layers are swapped, or None.
-        replaces_masks: Whether a model without softmax layers selects the function, too, so that no T x T mask is made.
+        replaces_masks: Whether to select the attention function of MHLA for the whole model if every attention layer is
+            MHLA, so that transformers builds no T x T mask.
     """
 
     function_name: str
@@ -74,7 +78,7 @@ class MHLAConfigMixin:
     """
 
     def __post_init__(self: Any, **kwargs: Any) -> None:
-        """Run the base's, then check `mhla` and list its layers."""
+        """Call the base's `__post_init__`, check `mhla`, and resolve its layers to indices."""
         values = kwargs.pop("mhla", None)
         if values is not None:
             kwargs.pop("transformers_weights", None)
@@ -141,7 +145,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         self._can_compile_fullgraph = core_class.compiles_fullgraph
 
     def entry_to_save(self: Any) -> str:
-        """Return the module of this model's mixing form, so that the checkpoint does not contain the other form."""
+        """Return the name of the module to save: that of the model's mixing form if there is one, else the family's."""
         form = "decay" if self.config.mhla["mixing_form"] == "decay" else "matrix"
         return self.family.kind.sources.get(form, self.family.entry)
 
@@ -264,12 +268,12 @@ def forward_preparing(forward: Callable[..., Any], prepare: Callable[..., Any]) 
 
 
 def prepare_inner_body(model: Any, prepare: Callable[..., Any]) -> None:
-    """Call a function before every call of the body, if `model` is a head on one.
+    """Register a pre-forward hook on the base model of `model`; do nothing if `model` is itself a base model.
 
     Args:
         model: The model.
-        prepare: Function of the body, the positional and keyword arguments of the call, and the parameter names of the
-            body's forward. It returns the new positional and keyword arguments.
+        prepare: Called as `prepare(body, args, kwargs, names=names)`, where `names` are the parameter names of the body's
+            forward without `self`. Returns the new `(args, kwargs)`.
     """
     if (body := model.base_model) is not model:
         names = tuple(inspect.signature(type(body).forward).parameters)[1:]

@@ -239,11 +239,14 @@ class MHLATransformerMixin:
         return tuple(side // step for side, step in zip(sides, patch, strict=True))
 
     def enable_parallelism(self: Any, *, config: Any, cp_plan: None = None) -> None:
-        """Enable parallelism as diffusers does, with the tokens spread in the order of their blocks (`TokenShares`).
+        """Enable context parallelism as diffusers does, with tokens split in the order of their blocks (`TokenShares`).
 
         Args:
-            config: Configuration of diffusers.
-            cp_plan: None; anything else is an error, because the plan has to be MHLA's.
+            config: `ParallelConfig` or `ContextParallelConfig` of diffusers.
+            cp_plan: Must be None: MHLA defines the plan.
+
+        Raises:
+            ValueError: `cp_plan` is given, or `ulysses_degree` does not divide the heads of a model with softmax layers.
         """
         if cp_plan is not None:
             raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
@@ -329,7 +332,10 @@ class MHLATransformerMixin:
 
 
 class MHLAProcessorsMixin:
-    """Comes after `MHLATransformerMixin` in the bases of a model whose base has diffusers' `AttentionMixin`; DiT has not."""
+    """Keeps MHLA processors when attention processors are replaced, for bases with diffusers' `AttentionMixin`.
+
+    It must follow `MHLATransformerMixin` in the bases of a class.
+    """
 
     def set_attn_processor(self: Any, processor: Any) -> None:
         """Set processors as the base does, except in MHLA layers, which keep theirs because these hold their weights.

@@ -38,7 +38,7 @@ def mhla_encoder_attention(
         attention_mask: Not read; `mhla_rows` has the padding without a T x T mask.
         scaling: Factor of q k^T; None is K**-0.5.
         dropout: Not used; it applies to softmax.
-        **kwargs: `mhla_rows` (see `pass_rows`), `mhla_hidden_states`, and what the base passes beside these.
+        **kwargs: `mhla_rows` (see `pass_rows`), `mhla_hidden_states`, and what else the base passes.
 
     Returns:
         Outputs [B, T, H, V], and None in place of attention weights.
@@ -81,7 +81,7 @@ def encoder_attentions(model: nn.Module) -> dict[int, Any]:
 
 
 def encoder_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
-    """Return the arguments of a core of an encoder, beside the settings."""
+    """Return the arguments of a core of an encoder other than the settings."""
     return {**attention_sizes(attention, config), "hidden_size": config.hidden_size}
 
 

@@ -46,7 +46,7 @@ class Family:
         classes: Names of classes that `convert` takes, in addition to those of `kind.auto_classes`. The MHLA class of each
             has the same name after "MHLA".
         overrides: Default settings that differ from those of `kind`.
-        conditions: Arguments of a diffusion model beside the latents and the time, in the order of the training data.
+        conditions: Arguments of a diffusion model besides the latents and the time, in the order of the training data.
             Diffusion families without conditions cannot be trained.
         prefix: Number of tokens before the grid of a vision tower, without the registers that follow these.
         fixed_size: Whether a diffusion model takes square latents of its `sample_size` only.

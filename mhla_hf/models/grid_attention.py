@@ -108,7 +108,7 @@ def prefix_tokens(config: Any) -> int:
 
 
 def grid_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
-    """Return the arguments of a core of a vision tower, beside the settings."""
+    """Return the arguments of a core of a vision tower other than the settings."""
     return {
         "num_heads": config.num_attention_heads,
         "hidden_size": config.hidden_size,

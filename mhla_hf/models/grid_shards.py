@@ -17,7 +17,7 @@ from ..ops.exchange import ReduceScatter
 
 
 def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
-    """Return which tokens this process has, as `sharded_mhla` takes it.
+    """Return the keyword arguments of `sharded_mhla` that say which tokens this process has.
 
     Shards have equal length. With diffusers' `ulysses_anything` or `ring_anything`, the first ones may be longer by one.
 

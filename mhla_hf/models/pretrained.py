@@ -13,7 +13,7 @@ from .transformers_api import with_layer_wildcard
 
 
 class MHLAPreTrainedMixin:
-    """Comes before a `PreTrainedModel` in the bases of a class.
+    """Initializes, saves, loads and checks MHLA weights; must come before `PreTrainedModel` in the bases of a class.
 
     Attributes:
         source_entry: Name of the module that defines the model.

@@ -1,7 +1,7 @@
 """Recovers queries and keys as they were before the rotary embedding of their base.
 
 Attention functions of transformers get q and k that are already rotated. The attention module also gets the cosines and
-sines, by which the rotation can be undone: `rotation_angles` reads them, `unrotate` applies them. Only the rotation is
+sines, by which the rotation can be undone: `rotation_cos_sin` reads them, `unrotate` applies them. Only the rotation is
 undone. The factor by which ministral3, beam, and llama4 scale the queries of far positions stays in q.
 """
 
@@ -45,7 +45,7 @@ NEVER_ROTATED = ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "jamba", "kimi_linear"
 SLIDING_ROTATED, SLIDING_ROTATED_IF_ANY = ("afmoe", "cohere2", "cohere2_moe"), ("exaone4", "exaone_moe", "kolibri1")
 
 
-def rotated_type(config: Any) -> str:
+def base_model_type(config: Any) -> str:
     """Return the model type of the base, from its configuration or from that of a converted model."""
     return getattr(config, "base_model_type", None) or config.model_type
 
@@ -56,7 +56,7 @@ def rotation_layout(attention: Any) -> RotationLayout:
     Raises:
         ValueError: The rotation of this model type cannot be undone.
     """
-    is_latent, model_type = hasattr(attention, "qk_rope_head_dim"), rotated_type(attention.config)
+    is_latent, model_type = hasattr(attention, "qk_rope_head_dim"), base_model_type(attention.config)
     if model_type in SCALED_AFTER:
         reason = "it scales q and k by learned weights after their rotation"
         raise ValueError(f"rope: got 'near' for {model_type}, expected 'before': {reason}.")
@@ -65,7 +65,7 @@ def rotation_layout(attention: Any) -> RotationLayout:
 
 def is_rotated(attention: Any) -> bool:
     """Return whether an attention module of transformers applies the rotation that it gets."""
-    model_type = rotated_type(attention.config)
+    model_type = base_model_type(attention.config)
     if model_type in NEVER_ROTATED:
         return False
     if model_type in SLIDING_ROTATED:
@@ -76,8 +76,8 @@ def is_rotated(attention: Any) -> bool:
     return bool(getattr(attention, "use_rope", True))
 
 
-def rotation_angles(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the rotation of one call of an attention module, for `unrotate`.
+def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the cosines and sines by which an attention module rotates in one call, for `unrotate`.
 
     If the base also scales by its rotation, as YaRN does, cos and sin are divided by the square of the scale, so that
     `unrotate` undoes both.
@@ -98,18 +98,18 @@ def rotation_angles(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tenso
         return None
     if "position_embeddings" not in kwargs:
         reason = "its attention is not given the cosines and sines of its rotation as `position_embeddings`"
-        raise ValueError(f"rope: got 'near' for {rotated_type(attention.config)}, expected 'before': {reason}.")
+        raise ValueError(f"rope: got 'near' for {base_model_type(attention.config)}, expected 'before': {reason}.")
     if (rotation := kwargs["position_embeddings"]) is None:
         return None
-    cos, sin = distinct_angles(rotation, rotation_layout(attention))
+    cos, sin = distinct_cos_sin(rotation, rotation_layout(attention))
     scale = cos.square() + sin.square()
     return torch.cat((cos / scale, sin / scale), -1).unsqueeze(2)
 
 
-def distinct_angles(
+def distinct_cos_sin(
     rotation: torch.Tensor | tuple[torch.Tensor, torch.Tensor], layout: RotationLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines that contain each angle once.
+    """Return the cosine and sine of each angle once; sines are negated if the base rotates backward.
 
     Args:
         rotation: (cos, sin) [B or 1, T, R], or one complex tensor [B or 1, T, R/2].
@@ -128,25 +128,25 @@ def distinct_angles(
     return cos.to(dtype), (-sin if layout.backward else sin).to(dtype)
 
 
-def unrotate(x: torch.Tensor, angles: torch.Tensor | None, layout: RotationLayout) -> torch.Tensor:
+def unrotate(x: torch.Tensor, cos_sin: torch.Tensor | None, layout: RotationLayout) -> torch.Tensor:
     """Undo the rotation of queries or keys.
 
     If the base permutes dimensions as it rotates them (`rope_interleave`), they stay permuted, in q and in k alike.
 
     Args:
         x: Rotated q or k, [B, T, H, K], floating point.
-        angles: [B or 1, T, 1, R] from `rotation_angles`. If it is None or R is 0, x is returned unchanged.
+        cos_sin: [B or 1, T, 1, R] from `rotation_cos_sin`. If it is None or R is 0, x is returned unchanged.
         layout: How the base rotates, from `rotation_layout`.
 
     Returns:
         [B, T, H, K] in the dtype of x.
     """
-    if angles is None or not angles.shape[-1]:
+    if cos_sin is None or not cos_sin.shape[-1]:
         return x
-    width, rest = angles.shape[-1], x.shape[-1] - angles.shape[-1]
+    width, rest = cos_sin.shape[-1], x.shape[-1] - cos_sin.shape[-1]
     kept, rotated = x.split((rest, width), -1) if layout.last else reversed(x.split((width, rest), -1))
     a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1) if layout.pairs else rotated.chunk(2, -1)
-    cos, sin = angles.to(x).chunk(2, -1)
+    cos, sin = cos_sin.to(x).chunk(2, -1)
     parts: tuple[torch.Tensor, ...] = (a * cos + b * sin, b * cos - a * sin)
     if layout.pairs:
         parts = (torch.stack(parts, -1).flatten(-2),)

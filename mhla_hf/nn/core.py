@@ -59,7 +59,7 @@ class OutputNorm(nn.Module):
 
 
 class OutputGate(nn.Linear):
-    """Computes the gate of every output channel before its silu, which is one at the start (paper section 4.1).
+    """Linear layer whose output, after silu, gates each output channel; the gate is 1 at initialization (section 4.1).
 
     The core applies the silu, so that quantization and LoRA, which replace or wrap linear layers, see a linear layer.
     """

@@ -15,11 +15,12 @@ FROZEN_DECAY_WEIGHT = 1e-30  # practically zero, but with a finite logarithm
 
 
 class DecayMixing(nn.Module):
-    """Mixing by `Decays`, and the balance of the far part relative to a local softmax; fp32 whatever the model's dtype.
+    """Learned weights and rates of `Decays`, and the balance of the far part relative to a local softmax, in fp32.
 
-    Parameters:
-        weight: [H, R], logits of the weights of the decays, which sum to one.
-        rate: [G, R - 1], or [G, R] with `free_decay`; lambda is sigmoid(rate). The first decay has lambda 1 otherwise.
+    Attributes:
+        weight: [H, R], logits; their softmax over R gives the weights of the decays.
+        rate: [G, R - 1], logits of the decay factors: lambda = sigmoid(rate). The first lambda is fixed at 1. With
+            `free_decay` [G, R], and the first is learned, too. Absent if there is nothing to learn.
         balance: [H], see `local_attention`; only with an initial balance.
         power: [H], see `Decays`; only with `length_power`.
 
@@ -115,7 +116,7 @@ class DecayMixing(nn.Module):
         return torch.cat([decays.weight, log_rate, *columns], 1).detach()
 
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
-        """Return what `pack` was given."""
+        """Split a tensor from `pack` into (decays, balance)."""
         count = self.num_decays
         share = self.num_heads // self.num_kv_heads
         weight = packed[:, :count]

@@ -32,7 +32,7 @@ def start_balance(settings: MHLASettings, key_dim: int, causal: bool) -> float:
     return log(key_dim / 2) if settings.feature_map == "hedgehog" else -log(key_dim)
 
 
-def keep_rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def keep_rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """Return `x` unchanged; takes the place of undoing a rotary embedding where there is none."""
     return x
 
@@ -51,7 +51,7 @@ class DecayCore(MHLACore):
 
     Attributes:
         heads: The `HeadSplit` of a layer in which some KV heads keep softmax; their q, k, and v do not come here. Else None.
-        unrotate: A function of q or k and of their angles that undoes the rotary embedding, for `rope="near"`.
+        unrotate: Called as unrotate(x, cos_sin) with q or k; undoes the rotary embedding, for `rope="near"`.
     """
 
     mixing: DecayMixing
@@ -105,14 +105,14 @@ class DecayMHLA(DecayCore):
         cu_seqlens: torch.Tensor | None = None,
         cache: Any = None,
         scale: float | None = None,
-        angles: torch.Tensor | None = None,
+        cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to all tokens at and before each one's position.
 
         Args:
             q, k, v, hidden_states, starts, key_mask, cu_seqlens, cache: As in `MHLA.forward`, of the MHLA heads alone.
             scale: Factor of q k^T in the softmax, which is that of the base model; None is K**-0.5.
-            angles: [B or 1, T, 1, A], how q and k were rotated; None if they were not.
+            cos_sin: [B or 1, T, 1, A], cosines and sines of the rotation of q and k; None if they were not rotated.
 
         Returns:
             [B, T, H, V] in v's dtype.
@@ -120,39 +120,39 @@ class DecayMHLA(DecayCore):
         form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
         # Under autocast, rotated q and k arrive in fp32.
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
-        if angles is None:
-            angles = q.new_zeros(*q.shape[:2], 1, 0)
+        if cos_sin is None:
+            cos_sin = q.new_zeros(*q.shape[:2], 1, 0)
         else:
-            angles = angles.to(q.dtype).expand(len(q), -1, -1, -1)
+            cos_sin = cos_sin.to(q.dtype).expand(len(q), -1, -1, -1)
         is_real = key_mask
         if key_mask is not None:
             source, inverse, starts = padding_first(key_mask)
-            q, k, v, angles = (move_tokens(x, source, inverse) for x in (q, k, v, angles))
+            q, k, v, cos_sin = (move_tokens(x, source, inverse) for x in (q, k, v, cos_sin))
             is_real = key_mask if source is None else key_mask.gather(1, source)
         if q.shape[1] == 1 and torch.compiler.is_compiling():
             # Materialize q and k: fused into the loop over keys, the query would be rotated again for every key.
             both = torch.cat([q, k], 2)
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
         decays, balance = self.read_mixing(cache)
-        q_features = self.q_map(self.unrotate(q, angles), self.heads)
+        q_features = self.q_map(self.unrotate(q, cos_sin), self.heads)
         map_keys: KeyMap = self.map_keys
         if balance is None:  # the near part is linear, too, and reads features
             q = q_features
-            k = self.map_keys(k, angles)
+            k = self.map_keys(k, cos_sin)
             map_keys = keep_rotated
         inputs = (q, k, v, q_features, map_keys, decays, balance, form)
         padding: dict[str, Any] = {"key_mask": is_real, "starts": starts}
         drop_window = (cache is None or cache.state is None) and self.draw_window_dropout()
         if cache is not None and not drop_window:
-            o = self.continue_cache(*inputs, cache, angles=angles, **padding)
+            o = self.continue_cache(*inputs, cache, cos_sin=cos_sin, **padding)
         else:
             if cache is not None:  # the cache has to see the tokens as they are
                 with torch.no_grad():
-                    self.continue_cache(*inputs, cache, angles=angles, **padding)
+                    self.continue_cache(*inputs, cache, cos_sin=cos_sin, **padding)
             form = replace(form, lag=1) if drop_window else form
             with torch.autocast(q.device.type, enabled=False):
                 o = self.attend(
-                    q, k, v, q_features, map_keys(k, angles), decays, balance, form, cu_seqlens=cu_seqlens, **padding
+                    q, k, v, q_features, map_keys(k, cos_sin), decays, balance, form, cu_seqlens=cu_seqlens, **padding
                 )
         if key_mask is not None:
             o = move_tokens(o, inverse, source)
@@ -163,9 +163,9 @@ class DecayMHLA(DecayCore):
     # Attends over whole sequences; `training/sequence_parallel.py` replaces this for sequences in shards.
     attend = staticmethod(local_attention)
 
-    def map_keys(self, k: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    def map_keys(self, k: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """Compute the features of keys for the far part; see `KeyMap`."""
-        return self.k_map(self.unrotate(k, angles), self.heads)
+        return self.k_map(self.unrotate(k, cos_sin), self.heads)
 
     def read_mixing(self, cache: Any) -> tuple[Decays, torch.Tensor | None]:
         """Return the decays and the balance of the MHLA heads.
@@ -199,13 +199,13 @@ class DecayMHLA(DecayCore):
         *,
         key_mask: torch.Tensor | None,
         starts: torch.Tensor | None,
-        angles: torch.Tensor,
+        cos_sin: torch.Tensor,
     ) -> torch.Tensor:
         """Return the outputs of new tokens after those in `cache.state`, and add them to it; see `continue_local`."""
         fresh = cache.state is None
         if fresh:
             num_features = self.k_map.num_features
-            cache.state = LocalState.empty(k, v, self.mixing.num_decays, num_features, form, angles)
+            cache.state = LocalState.empty(k, v, self.mixing.num_decays, num_features, form, cos_sin)
         else:
             check_no_gradients(self, q, k, v)
         return continue_local(
@@ -221,12 +221,12 @@ class DecayMHLA(DecayCore):
             fresh=fresh,
             key_mask=key_mask,
             starts=starts,
-            angles=angles,
+            cos_sin=cos_sin,
         )
 
 
 class TwoWayMHLA(DecayCore):
-    """The same over whole sequences where every token sees every other one of its row: a core of encoders.
+    """Bidirectional MHLA by decays with a local softmax, for encoders: every token sees every other one of its row.
 
     The window has `window - 1` blocks on either side of a token's own. Blocks are counted from a row's first real token.
     """

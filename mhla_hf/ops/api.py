@@ -33,8 +33,12 @@ def mhla(
 ) -> torch.Tensor | tuple[torch.Tensor, MHLAState]:  # fmt: skip
     """Compute multi-head linear attention (paper eq. 4 to 6; causal form: section 4.3 and appendix C).
 
-    With b(t) the block of token t, o[t] = sum_s w[t, s] v[s] where w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>,
-    divided by sum_s w[t, s] if `normalize` (0/0 is 0). Sums are in fp32 or fp64, also under autocast. Differentiable once.
+    With b(t) the block of token t, o[t] = sum_s w[t, s] v[s] over all s (s <= t if causal), divided by sum_s w[t, s] if
+    `normalize` (0/0 is 0), where w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>. Sums are in fp32 or fp64,
+    also under autocast. Differentiable once.
+
+    B is the batch, T queries, S keys, H query heads, G KV heads, K and V the widths of keys and values, and L that of the
+    features of the denominator.
 
     Args:
         q: [B, T, H, K], feature-mapped queries, floating point.

@@ -24,15 +24,17 @@ from .torch_local import SinkTokens
 
 
 class RowShards:
-    """How P processes share a row: each begins with the first block that begins in its equal part of the tokens.
+    """Divides a row of packed sequences among P processes, at block boundaries.
+
+    The tokens are first divided equally. Each process then starts at the first block that begins in its part.
 
     Args:
         cu_seqlens: Int [N + 1], the borders of the sequences of the row.
         block_size: Tokens per block, C.
-        num_ranks: P.
+        num_ranks: Number of processes, P.
 
-    Attributes, whose tensors are on the CPU (the row has M blocks):
-        num_sequences: N.
+    Attributes:
+        num_sequences: Number of sequences, N. The tensors below are on the CPU; the row has M blocks.
         first_token: int64 [M + 1], the first token of each block, and the end of the row.
         block_index: int64 [M], the index of each block in its sequence.
         sequence_id: int64 [M], the sequence of each block.
@@ -40,7 +42,7 @@ class RowShards:
         token_borders: int64 [P + 1], the first token of each process, and the end.
 
     Raises:
-        ValueError: If there are fewer tokens than a block for each process.
+        ValueError: The row has fewer than P * C tokens.
     """
 
     def __init__(self, cu_seqlens: torch.Tensor, block_size: int, num_ranks: int):
@@ -66,7 +68,7 @@ class RowShards:
         return token.flatten(), (token < self.first_token[first + 1 : end + 1, None]).flatten()
 
     def mover(self, rank: int, device: torch.device) -> "BlockMover":
-        """Return what moves the tokens of a process to block edges."""
+        """Return the `BlockMover` that aligns the tokens of process `rank` to blocks."""
         token, exists = self.slots(self.block_borders[rank], self.block_borders[rank + 1])
         if exists.all():
             return BlockMover(None, None)
@@ -202,7 +204,9 @@ def carry_sums(
     sequence_id: torch.Tensor,
     group: "dist.ProcessGroup | None",
 ) -> PastSums:
-    """Exchange the running sums that the sequence of this shard's first block brings from earlier shards.
+    """Compute the running sums at the start of this process's shard from the shards before it.
+
+    This is a collective: every process of `group` must call it.
 
     Args:
         summaries: [B, G, M, K, V + 1], the summaries of the blocks of this shard and of those that its window reads.
@@ -210,6 +214,9 @@ def carry_sums(
         shards, rank: The shards of the row, and the rank of this process.
         block_index, sequence_id: int64 [M], of the same blocks.
         group: The processes.
+
+    Returns:
+        The sums over the earlier blocks of the sequence that the shard's first block belongs to.
     """
     decays = decays.to(summaries.dtype)
     first = shards.block_borders[rank]

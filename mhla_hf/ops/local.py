@@ -58,7 +58,8 @@ def local_attention(
         cu_seqlens: Int [N + 1], as in `mhla`.
 
     Returns:
-        [B, T, H, V] in the dtype of the sums (at least fp32), or in v's if the Triton kernel rounds (`form.unrounded`).
+        [B, T, H, V] in the dtype of the sums (at least fp32); in v's dtype if the Triton kernel runs and `form.unrounded` is
+        False.
 
     Raises:
         ValueError: If both `starts` and `cu_seqlens` are given, or `form.impl` is "triton" where it cannot run.
@@ -321,7 +322,9 @@ def attend_segment(inputs: LocalInputs, impl: str) -> tuple[torch.Tensor, torch.
 def block_summaries(
     k_features: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, block_index: torch.Tensor, form: LocalForm
 ) -> torch.Tensor:
-    """Sum k v^T over the tokens of each block that can be far (paper eq. 4); a last column sums the keys alone.
+    """Compute the summary of each block: the sum of k v^T over its keys, without sinks (paper eq. 4).
+
+    The last column is the sum of k.
 
     Args:
         k_features: [B, T, G, K].

@@ -17,7 +17,7 @@ from .state import RowState
 from .torch_layout import TokenLayout, ring_slot
 from .torch_local import SinkTokens, combine, with_ones
 
-# Maps keys [B, N, G, D] and their rotation angles [B, N, 1, A] to features of the far part, [B, N, G, K].
+# Maps keys [B, N, G, D] and the cosines and sines of their rotation [B, N, 1, A] to features of the far part, [B, N, G, K].
 KeyMap = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -33,13 +33,13 @@ class LocalState(RowState):
         k: [B, S + W, G, D], keys: the sinks, then the ring.
         v: [B, S + W, G, V], values.
         valid: bool [B, S + W], the slots that hold a real token.
-        angles: [B, S + W, 1, A], how each key was rotated. The far part reads keys before their rotation and undoes it.
-            A is 0 if there is nothing to undo.
+        cos_sin: [B, S + W, 1, A], cosines and sines with which each key was rotated, from `rotation_cos_sin`. The far part
+            reads keys before their rotation and undoes it. A is 0 if there is no rotation to undo.
         running: [B, G, R, V + 1, K], the sums of `PastSums` at the block of the last token, transposed because V + 1 is an
             awkward width for the vector units that decode. At least fp32.
-        pending: [B, G, V + 1, K], the part of the summary that enters the sums next which has been read so far. At least
-            fp32.
-        position: int64 [B], the tokens that each row has seen.
+        pending: [B, G, V + 1, K], partial summary of the block that will be added to `running` next: the sum over those of
+            its tokens that were added so far. At least fp32.
+        position: int64 [B], number of tokens that each row has seen.
         furthest: int64 [B], the largest position before tokens were taken back.
         cropped: Tokens taken back by `crop` whose share of the sums `rewind` has yet to undo.
     """
@@ -48,7 +48,7 @@ class LocalState(RowState):
     k: torch.Tensor
     v: torch.Tensor
     valid: torch.Tensor
-    angles: torch.Tensor
+    cos_sin: torch.Tensor
     running: torch.Tensor
     pending: torch.Tensor
     position: torch.Tensor
@@ -63,7 +63,7 @@ class LocalState(RowState):
         num_rates: int,
         num_features: int,
         form: LocalForm,
-        angles: torch.Tensor | None = None,
+        cos_sin: torch.Tensor | None = None,
     ) -> "LocalState":
         """Create a state that has seen no tokens.
 
@@ -72,9 +72,10 @@ class LocalState(RowState):
             num_rates: Number of decay rates, R.
             num_features: Width of the features of the far part, K.
             form: The options.
-            angles: [.., A], rotation angles, which give A; None is A = 0.
+            cos_sin: [.., A], cosines and sines as in `LocalState`; only dtype, device and A are used. None if there is no
+                rotation to undo (A = 0).
         """
-        angles = k.new_zeros(0) if angles is None else angles
+        cos_sin = k.new_zeros(0) if cos_sin is None else cos_sin
         batch, _, num_kv_heads, value_dim = v.shape
         num_slots = form.sinks + (form.lag + 1) * form.block_size
         sum_dtype = torch.promote_types(k.dtype, torch.float32)
@@ -83,7 +84,7 @@ class LocalState(RowState):
             k=k.new_zeros(batch, num_slots, *k.shape[2:]),
             v=v.new_zeros(batch, num_slots, *v.shape[2:]),
             valid=k.new_zeros(batch, num_slots, dtype=torch.bool),
-            angles=angles.new_zeros(batch, num_slots, 1, angles.shape[-1]),
+            cos_sin=cos_sin.new_zeros(batch, num_slots, 1, cos_sin.shape[-1]),
             running=k.new_zeros(batch, num_kv_heads, num_rates, value_dim + 1, num_features, dtype=sum_dtype),
             pending=k.new_zeros(batch, num_kv_heads, value_dim + 1, num_features, dtype=sum_dtype),
             position=k.new_zeros(batch, dtype=torch.int64),
@@ -149,7 +150,7 @@ class LocalState(RowState):
         rows = torch.arange(len(block), device=block.device)[:, None]
         slot = self.slot(position, form)
         is_far = self.valid[rows, slot] & (position >= form.sinks) & (place_in_block < count)
-        k_features = map_keys(self.k[rows, slot], self.angles[rows, slot])
+        k_features = map_keys(self.k[rows, slot], self.cos_sin[rows, slot])
         k_features = torch.where(is_far[..., None, None], k_features, 0).to(self.running.dtype)
         v = with_ones(torch.where(is_far[..., None, None], self.v[rows, slot], 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
@@ -174,9 +175,9 @@ def continue_local(
     fresh: bool,
     key_mask: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
-    angles: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Continue `local_attention` by T new tokens of every row, and add them to the state.
+    """Compute `local_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
 
     Gradients flow among the new tokens, but not through the state.
 
@@ -184,21 +185,21 @@ def continue_local(
         q, k, v, q_features, decays, balance, form, key_mask, starts: As in `local_attention`.
         map_keys: Computes the features of keys for the far part; see `KeyMap`.
         state: The state; changed in place.
-        fresh: Whether the state has seen nothing yet, which saves reading it.
-        angles: [B, T, 1, A], how the keys were rotated; None is A = 0.
+        fresh: Whether the state is empty; it is then not read.
+        cos_sin: [B, T, 1, A], cosines and sines of the rotation of the keys, from `rotation_cos_sin`; None if there is none.
 
     Returns:
         [B, T, H, V], as in `local_attention`.
     """
-    if angles is None:
-        angles = state.angles.new_zeros(*q.shape[:2], 1, 0)
+    if cos_sin is None:
+        cos_sin = state.cos_sin.new_zeros(*q.shape[:2], 1, 0)
     if state.cropped:
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
         is_key = None if key_mask is None else key_mask[:, 0]
         takes_part = None if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
-            return local_step(q, k, v, q_features, map_keys, decays, balance, form, state, is_key, takes_part, angles)
+            return local_step(q, k, v, q_features, map_keys, decays, balance, form, state, is_key, takes_part, cos_sin)
     size = form.block_size
     num_tokens = q.shape[1]
     before = state.position.clone()
@@ -212,15 +213,15 @@ def continue_local(
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     valid = layout.place_keys(state.valid, valid) & layout.filled
     k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
-    angles = layout.place_keys(state.angles, angles)
+    cos_sin = layout.place_keys(state.cos_sin, cos_sin)
     q = layout.place_queries(q)
     q_features = layout.place_queries(q_features)
-    k_features = map_keys(k, angles)
+    k_features = map_keys(k, cos_sin)
     past = sink_tokens = None
     if not fresh:
         past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size)
     with torch.no_grad():
-        for held, laid_out in ((state.k, k), (state.v, v), (state.valid, valid), (state.angles, angles)):
+        for held, laid_out in ((state.k, k), (state.v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
             layout.keep(held, laid_out)
         state.position.copy_(before + num_new)
     if not fresh and form.sinks:  # after the new tokens are written, which may be sinks
@@ -251,12 +252,12 @@ def local_step(
     state: LocalState,
     is_key: torch.Tensor | None = None,
     takes_part: torch.Tensor | None = None,
-    angles: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Continue `local_attention` by a single token of every row, with the same graph for every position.
 
     Args:
-        q, k, v, q_features, map_keys, decays, balance, form, state, angles: As in `continue_local`.
+        q, k, v, q_features, map_keys, decays, balance, form, state, cos_sin: As in `continue_local`.
         is_key: bool [B], False for rows whose token is padding; None if there are none.
         takes_part: bool [B], False for rows that have not begun, which stay as they are; None if there are none.
 
@@ -271,7 +272,7 @@ def local_step(
     num_kv_heads = k.shape[2]
     share = q.shape[2] // k.shape[2]
     decays = decays.to(sum_dtype)
-    write_token(k, v, angles, is_key, state, form)
+    write_token(k, v, cos_sin, is_key, state, form)
 
     # The first token of a block moves the sums on to it and lets the pending summary enter.
     place_in_block = position % size
@@ -307,7 +308,7 @@ def local_step(
 def write_token(
     k: torch.Tensor,
     v: torch.Tensor,
-    angles: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
     is_key: torch.Tensor | None,
     state: LocalState,
     form: LocalForm,
@@ -319,8 +320,8 @@ def write_token(
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         new = new if is_key is None else new.masked_fill(~is_key[:, None, None], 0)
         held[rows, slot] = new.to(held.dtype)
-    if angles is not None:
-        state.angles[rows, slot] = angles[:, 0].to(state.angles.dtype)
+    if cos_sin is not None:
+        state.cos_sin[rows, slot] = cos_sin[:, 0].to(state.cos_sin.dtype)
     state.valid[rows, slot] = torch.ones_like(position, dtype=torch.bool) if is_key is None else is_key
 
 
@@ -339,7 +340,7 @@ def add_pending_token(
     slot = state.slot(old_position, form)
     is_far = (old_position >= form.sinks) & state.valid[rows, slot]
     is_far = is_far if takes_part is None else is_far & takes_part
-    k_features = map_keys(state.k[rows, slot][:, None], state.angles[rows, slot][:, None])[:, 0]
+    k_features = map_keys(state.k[rows, slot][:, None], state.cos_sin[rows, slot][:, None])[:, 0]
     k_features = k_features.masked_fill(~is_far[:, None, None], 0).to(sum_dtype)
     old_v = with_ones(state.v[rows, slot]).to(sum_dtype)
     state.pending.mul_(~opens[..., 0]).addcmul_(old_v[..., None], k_features[:, :, None])

@@ -75,7 +75,7 @@ class MHLAState(RowState):
             tokens as zeros.
         window_v: [B, 2 * C, G, V], likewise.
         window_k_den: [B, 2 * C, G, L], likewise; None if the denominator uses the same features as the numerator.
-        length: int64 [B] on the CPU, the tokens that each row has seen.
+        length: int64 [B] on the CPU, number of tokens that each row has seen.
         oldest: int64 [B] on the CPU, the first position that the window still holds.
     """
 

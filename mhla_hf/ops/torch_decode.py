@@ -70,7 +70,13 @@ def step_within_block(
     k_den: torch.Tensor | None,
     attend_one: AttendOne | None,
 ) -> torch.Tensor:
-    """Process T new tokens of every row that all fit in the open block of their row; see `torch_step`."""
+    """Process T new tokens of every row that all fit in the open block of their row.
+
+    Args: See `torch_step`.
+
+    Returns:
+        [B, T, H, V] in the dtype of the sums.
+    """
     sum_dtype = state.summaries.dtype
     num_tokens = q.shape[1]
     size = state.block_size

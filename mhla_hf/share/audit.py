@@ -141,7 +141,10 @@ def _load_teacher(teacher: PathLike, subject: AuditSubject) -> Any:
 def run_check(
     name: str, measured: str, check: Callable[[AuditSubject], dict[str, Any]], subject: AuditSubject
 ) -> dict[str, Any]:
-    """Run one check, and return its entry of "checks"; see `audit`.
+    """Run one check and return its entry of "checks" in the record of `audit`.
+
+    An exception becomes a finding, except `NotApplicable`, which becomes the verdict "not applicable". A number above its
+    tolerance, NaN or infinity is a finding, too.
 
     Args:
         name: Name of the check.

@@ -41,7 +41,7 @@ from ..checkpoints.save import CARD_FILE
 from ..conversion.model_family import softmax_config
 from ..conversion.teacher import mean_kl
 from ..evaluation.records import Results
-from .card import compare_card, folder_card
+from .card import compare_card, render_folder_card
 from .facts import PERSON_FILE, read_records
 from .folder_checks import check_weights
 
@@ -378,7 +378,7 @@ def check_card_text(subject: AuditSubject) -> dict[str, Any]:
         raise NotApplicable("there is no card")
     if not (subject.folder / PERSON_FILE).is_file():
         raise NotApplicable("mhla_hf did not write the card, so its claims cannot be checked")
-    compare_card(readme, folder_card(subject.folder, weights=False))
+    compare_card(readme, render_folder_card(subject.folder, weights=False))
     return {"value": "rendered again, the same"}
 
 

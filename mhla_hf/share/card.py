@@ -74,14 +74,14 @@ def write_card(
     return write_text(folder / CARD_FILE, text)
 
 
-def folder_card(folder: PathLike, weights: bool = True) -> str:
+def render_folder_card(folder: PathLike, weights: bool = True) -> str:
     """Render the card from the files in `folder`; for `weights` see `facts.measure`."""
     return render_card(make_facts(*read_folder(folder, weights)))
 
 
 def check_card(folder: PathLike) -> None:
     """Raise `ValueError` unless README.md is, byte for byte, the card rendered from the files in `folder`."""
-    compare_card(Path(folder, CARD_FILE), folder_card(folder))
+    compare_card(Path(folder, CARD_FILE), render_folder_card(folder))
 
 
 def compare_card(path: Path, text: str) -> None:

@@ -32,7 +32,7 @@ from ..checkpoints.save import (
     saved_files,
 )
 from ..evaluation.records import Results
-from .card import check_card, folder_card
+from .card import check_card, render_folder_card
 from .facts import PERSON_FILE, not_measured, read_model
 
 logger = logging.getLogger("mhla_hf")
@@ -127,7 +127,7 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
     for file in (folder / name for name in RECORDS if (folder / name).is_file()):
         write_json(file, map_texts(read_json(file), shorten_paths))
     if is_measured:  # from the shortened records, so that whoever downloads them can render the card again
-        write_text(readme, folder_card(folder, weights=False))
+        write_text(readme, render_folder_card(folder, weights=False))
     _check_texts(folder)
     needs_scores = kind == "language" and config["model_type"] != "mhla" and not draft
     if needs_scores and (missing := not_measured(Results.read(folder) if is_measured else [])):

@@ -121,7 +121,7 @@ class NoiseProcess:
 
 
 @torch.no_grad()
-def trajectory(
+def sample_latents(
     transformer: Any, scheduler: Any, noise: torch.Tensor, conditions: Conditions, unconditional: Conditions | None, *,
     steps: int, guidance: float, generators: Sequence[torch.Generator] | None = None,
     on_step: Callable[[torch.Tensor, float], None] | None = None,

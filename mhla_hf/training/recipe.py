@@ -62,7 +62,7 @@ class CommonStage:
     ema: Number = values.fraction_below_one(0.0)
 
     def validate_trainable(self) -> None:
-        """Reject trainable="all" with the loss "transfer", which depends on attention only."""
+        """Raise ValueError if the loss is "transfer" and `trainable` is neither "mhla" nor "attention"."""
         if self.loss == "transfer" and self.trainable not in ("mhla", "attention"):
             raise ValueError(f"trainable: got {self.trainable!r} with loss 'transfer', expected 'mhla' or 'attention'.")
 

@@ -442,9 +442,10 @@ class Run:
 
 
 class Interrupt:
-    """Context manager in which the first Ctrl-C only sets `requested`, so that the current step can finish.
+    """Context manager that defers Ctrl-C: the first one only sets `requested`, so that the current step can finish.
 
-    The second Ctrl-C raises `KeyboardInterrupt`.
+    It raises KeyboardInterrupt at the second Ctrl-C, and on leaving the block without an error after the first one. Outside
+    the main thread, Ctrl-C is not handled.
     """
 
     requested = False

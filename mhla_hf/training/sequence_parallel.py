@@ -166,7 +166,7 @@ def refuse_cache(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def sharded_attend(core: Any, group: Any) -> Callable[..., torch.Tensor]:
-    """Return a replacement for the method `attend` of an MHLA core that takes shards of sequences."""
+    """Return a function that replaces `core.attend` and attends for this process's shard of the sequences."""
     if isinstance(core, DecayMHLA):
         return lambda *inputs, **padding: sharded_local_attention(*inputs, group=group, **padding)
 

@@ -107,7 +107,7 @@ def save_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 
 def load_average(accelerator: Any, average: Any, folder: Path) -> None:
-    """Load into the `EMAModel` `average` what `save_average` saved."""
+    """Load the state that `save_average` wrote into `average`, an `EMAModel`."""
     if accelerator.is_fsdp2:
         state = average.state_dict()
         load_shards(state, checkpoint_id=folder / AVERAGE_FOLDER)

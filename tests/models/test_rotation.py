@@ -9,7 +9,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import mhla_hf
 from mhla_hf.models.causal_attention import softmax_attentions
-from mhla_hf.models.rotation import SCALED_AFTER, rotation_angles, rotation_layout, unrotate
+from mhla_hf.models.rotation import SCALED_AFTER, rotation_cos_sin, rotation_layout, unrotate
 from mhla_hf.models.transformers_api import set_attention_function
 
 TOKENS, SHIFT, NOTED = torch.arange(12)[None], 37, []
@@ -70,8 +70,8 @@ def calls_at(model, position_ids):
 
 
 def undone(module, args, kwargs, q, k):
-    angles, layout = rotation_angles(module, kwargs), rotation_layout(module)
-    return unrotate(q, angles, layout), unrotate(k, angles, layout)
+    cos_sin, layout = rotation_cos_sin(module, kwargs), rotation_layout(module)
+    return unrotate(q, cos_sin, layout), unrotate(k, cos_sin, layout)
 
 
 def distance(x, y):
@@ -83,13 +83,13 @@ def check(model, bound=1e-5):
     rotated_layers = []
     for near, far in zip(calls_at(model, TOKENS), calls_at(model, TOKENS + SHIFT), strict=True):
         module, _args, kwargs, *rotated = near
-        angles = rotation_angles(module, kwargs)
-        assert angles is None or (angles.shape[:3] == (1, 12, 1) and angles.shape[3] <= rotated[0].shape[3])
+        cos_sin = rotation_cos_sin(module, kwargs)
+        assert cos_sin is None or (cos_sin.shape[:3] == (1, 12, 1) and cos_sin.shape[3] <= rotated[0].shape[3])
         for here, there, x, y in zip(undone(*near), undone(*far), rotated, far[3:], strict=True):
             assert here.shape == x.shape and here.dtype == x.dtype
             assert distance(here, there) <= bound
-            assert (distance(x, y) > 1e-2) == (angles is not None)
-        rotated_layers.append(angles is not None)
+            assert (distance(x, y) > 1e-2) == (cos_sin is not None)
+        rotated_layers.append(cos_sin is not None)
     return rotated_layers
 
 
@@ -116,9 +116,9 @@ def test_fp64_is_undone_exactly():
         x = torch.randn(1, 12, 4, 8, dtype=torch.float64)
         layout = rotation_layout(next(iter(softmax_attentions(small_model_of(model_type)).values())))
         angle = torch.rand(1, 12, 1, 3, dtype=torch.float64)
-        angles = torch.cat((angle.cos(), angle.sin()), -1)
+        cos_sin = torch.cat((angle.cos(), angle.sin()), -1)
         back = torch.cat((angle.cos(), -angle.sin()), -1)  # rotates, as it undoes the rotation by minus the angle
-        assert distance(unrotate(unrotate(x, back, layout), angles, layout), x) <= 1e-12
+        assert distance(unrotate(unrotate(x, back, layout), cos_sin, layout), x) <= 1e-12
 
 
 def test_bf16_is_undone_as_well_as_it_is_rotated():
@@ -176,7 +176,7 @@ def test_it_compiles_and_exports_as_one_graph(model_type):
 def test_a_rotation_that_attention_is_not_given_is_refused():
     attention = small_model_of("llama").model.layers[0].self_attn
     with pytest.raises(ValueError, match=r"rope: got 'near' for llama, expected 'before': its attention is not given"):
-        rotation_angles(attention, {"attention_mask": None})
+        rotation_cos_sin(attention, {"attention_mask": None})
 
 
 def test_a_type_that_scales_after_its_rotation_keeps_it():

@@ -8,7 +8,7 @@ from tiny_pipelines import CALLS, PIPELINES
 import mhla_hf
 from mhla_hf.conversion.model_family import family_of
 from mhla_hf.training.datasets.latents import make_generator
-from mhla_hf.training.denoising import NoiseProcess, trajectory
+from mhla_hf.training.denoising import NoiseProcess, sample_latents
 from mhla_hf.training.recipe import DiffusionStage
 from mhla_hf.training.tasks.diffusion import DiffusionObjective
 
@@ -95,7 +95,7 @@ def test_trajectory_is_what_the_pipeline_samples(family, monkeypatch):
         wished, nothing = (dict(zip(names, part, strict=True)) for part in (given[:half], given[half:]))
     points = []
     options = {"steps": 4, "guidance": 3.0, "on_step": lambda *point: points.append(point)}
-    got = trajectory(pipe.transformer, pipe.scheduler, start.float(), wished, nothing, **options)
+    got = sample_latents(pipe.transformer, pipe.scheduler, start.float(), wished, nothing, **options)
     torch.testing.assert_close(got, wanted.float(), rtol=1e-4, atol=1e-4)
     assert len(points) == 4
     assert torch.equal(points[0][0], start)

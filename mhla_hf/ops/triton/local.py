@@ -42,15 +42,18 @@ def add_keys(
 ):  # fmt: skip
     """Add BN near keys to the sums of a tile of queries.
 
-    Returns the largest score so far, the sum of the weights, and the sum of weight * value.
-
     Args:
         largest, den, total: What earlier calls returned.
         q, k, v: As in `local_kernel`.
         row, head, token, inside: The row, the head, the tokens, and the valid places of the queries.
         key_token, real, kv_head: The tokens, the valid places, and the head of the keys.
         visible: Which query sees which key.
+        scale: Factor of the scores.
         total_weight: The weight of a near key without SOFTMAX.
+        v_lanes: [BV], the columns of v.
+
+    Returns:
+        The largest score so far, the sum of the weights, and the sum of weight * value.
     """
     score = tl.zeros((BT, BN), tl.float32)
     for first in range(0, K, BK):

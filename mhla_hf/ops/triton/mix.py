@@ -25,10 +25,10 @@ def mix_kernel(
     mixing, mixing_head_stride, mixing_row_stride, s, p, num_blocks, num_columns, num_heads, share, group,
     X: constexpr, TRANSPOSED: constexpr, TRIANGLE: constexpr, DOT: constexpr, BM: constexpr, BN: constexpr, BX: constexpr,
 ):  # fmt: skip
-    """Compute p [B, heads, M, X], the sum over j of m[i, j] s[j]; with TRANSPOSED, of m[j, i] s[j].
+    """Compute a tile of p[i], the sum over j of m[i, j] s[j]; with TRANSPOSED, of m[j, i] s[j].
 
-    It also sums over `group` heads of s [B, .., N, X] and of mixing. TRIANGLE 1 takes the blocks j < i alone, 2 those with
-    j > i, 0 all. `share` heads of p read the same head of s.
+    p is [B, num_heads, num_blocks, X] and s [B, heads, num_columns, X]. Each head of p sums over `group` consecutive heads
+    of s and m; `share` heads of p read the same heads of s. TRIANGLE: 0 sums over all j, 1 over j < i, 2 over j > i.
     """
     num_x_tiles: tl.constexpr = (X + BX - 1) // BX
     program = tl.program_id(0)

@@ -51,8 +51,8 @@ class TunedKernel:
 
     Args:
         function: The kernel, not yet compiled.
-        configurations: Returns for the constants of a launch the tile sizes to try, each with num_warps and num_stages. The
-            interpreter takes the first.
+        configurations: Function from the constants of a launch to the tile sizes to try, each with num_warps and num_stages.
+            The interpreter takes the first.
         key: Names of constants.
     """
 
@@ -116,7 +116,7 @@ def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[st
 
 
 def summary_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
-    """List the tile sizes to try for kernels on summaries, whose tiles are as large as those of keys times values."""
+    """List the tile sizes to try for kernels that hold a tile of a summary, [BK, BV]."""
     return token_tiles(constants, max_lanes=64)
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ...checkpoints.load import wrap_errors
 from ...data import Reader, check_data_path, identify_files, load_split, read_text_file
-from ..denoising import Conditions, NoiseProcess, trajectory
+from ..denoising import Conditions, NoiseProcess, sample_latents
 from ..recipe import DiffusionStage
 
 # Column of the data -> keyword argument of the transformer.
@@ -203,7 +203,7 @@ class TrajectoryReader(Reader):
                 points.append((latents.cpu(), time))
                 bar.update()
 
-            trajectory(
+            sample_latents(
                 transformer,
                 scheduler,
                 noise.to(device),

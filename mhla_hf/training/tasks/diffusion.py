@@ -124,7 +124,11 @@ class DiffusionTask(Task[DiffusionStage]):
         self.names: tuple[str, ...] = ()  # names of the tensors in the current batch
 
     def check(self, stages: Sequence[DiffusionStage]) -> None:
-        """Check student, teacher and stages as `Task.check` does, and that families, channels and pipelines fit."""
+        """Check student, teacher and stages; see `Task.check`.
+
+        Also check that families and channels match, and that the teacher is a pipeline with one transformer. Sets
+        `condition_names` and `process`, which the other methods use.
+        """
         family = self._check_model("student", self.student)
         models = [self.student] if self.teacher is None else [self.student, self.teacher]
         if self.teacher is not None:
