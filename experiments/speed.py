@@ -136,7 +136,8 @@ def speed_table(rows):
             cells = [row["failed"]]
         else:
             ours, theirs = row["MHLA"], row["softmax"]
-            cells = [f"{x['next token']:.3g}" for x in (ours, theirs)]
+            milliseconds = [x["next token"] for x in (ours, theirs)]
+            cells = [f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}" for ms in milliseconds]
             cells += [f"{theirs[what] / ours[what]:.2f}" for what in ("next token", "bytes")]
         lines.append(f"| {row['length']:,} | {row['batch']} | {' | '.join(cells)} |")
     return "\n".join(lines)
