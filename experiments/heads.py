@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mhla_hf import save_adapter
@@ -78,10 +77,10 @@ def fit(model_folder, fit_text, work, form, seed):
     return result
 
 
-def learn_gates(model, rows, steps, progress=False):
+def learn_gates(model, rows, steps):
     """Learn the gates of a converted model on rows of token ids: {layer: [gate of each KV head]}."""
     gates = GateFit(model, rows)
-    for _ in tqdm(range(steps), desc="choose softmax heads", unit="step", disable=not progress):
+    for _ in range(steps):
         gates.step()
     return gates.by_layer()
 

