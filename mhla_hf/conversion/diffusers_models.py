@@ -11,7 +11,7 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
-from ..models.diffusion import resolved_settings, self_attentions
+from ..models.diffusion import find_self_attentions, resolve_settings
 from ..models.families import DIFFUSION
 from ..nn.settings import MHLASettings
 from .model_family import mhla_class, transformer_family
@@ -48,7 +48,7 @@ def convert_diffusion(
         model_class = mhla_transformer_class(transformer)
         defaults = MHLASettings(**model_class.mhla_defaults)
         mhla_settings = chosen_settings(settings, defaults, layers, overrides)
-        mhla_settings = resolved_settings(model_class, transformer, mhla_settings)
+        mhla_settings = resolve_settings(model_class, transformer, mhla_settings)
         check_no_hooks_or_offload(transformer)
         checked.append((transformer, model_class, mhla_settings))
     for transformer, model_class, mhla_settings in checked:
@@ -56,7 +56,7 @@ def convert_diffusion(
         if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
             transformer._old_forward = types.MethodType(model_class.forward, transformer)
         transformer.install_mhla(mhla_settings)
-        attentions: Any = self_attentions(transformer)
+        attentions: Any = find_self_attentions(transformer)
         for attn in (attentions[index] for index in mhla_settings.layers):
             match_device_and_dtype(attn.processor.mhla, attn.to_q.weight.device, transformer.dtype)
         if transformer.is_gradient_checkpointing:

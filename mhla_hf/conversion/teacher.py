@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..models.causal_attention import softmax_attentions
-from ..models.encoder_attention import encoder_attentions
+from ..models.causal_attention import find_causal_attentions
+from ..models.encoder_attention import find_encoder_attentions
 from ..models.families import ENCODERS
 from .model_family import family_of
 
@@ -63,9 +63,9 @@ def mhla_layers(model: Any) -> dict[int, Any]:
         TypeError: There are none.
     """
     if is_encoder(model):
-        attentions = encoder_attentions(model)
+        attentions = find_encoder_attentions(model)
     else:
-        attentions = softmax_attentions(model) if isinstance(model, nn.Module) else {}
+        attentions = find_causal_attentions(model) if isinstance(model, nn.Module) else {}
         attentions = {
             index: attention for index, attention in attentions.items() if getattr(attention, "is_causal", True)
         }

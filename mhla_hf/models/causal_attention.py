@@ -203,7 +203,7 @@ class MHLAMixer:
         return output
 
 
-def softmax_attentions(model: nn.Module) -> dict[int, Any]:
+def find_causal_attentions(model: nn.Module) -> dict[int, Any]:
     """Return the attention modules of a decoder by layer index: MHLA, and those that call the attention interface."""
     layer_parts: list[Any] = [
         module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)
@@ -227,7 +227,7 @@ def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
     Raises:
         ValueError: There are no such heads.
     """
-    attentions = softmax_attentions(model)
+    attentions = find_causal_attentions(model)
     layers: Any = settings.layers
     for attention in (attentions[index] for index in layers):
         attention.reads_unrotated = settings.rope == "near"
@@ -442,7 +442,7 @@ def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int)
 CAUSAL_SWAP = AttentionSwap(
     function_name=ATTENTION_NAME,
     mixin=MHLAMixer,
-    find_attentions=softmax_attentions,
+    find_attentions=find_causal_attentions,
     core_sizes=causal_core_sizes,
     prepare=pass_padding,
     finish=finish_causal_layers,

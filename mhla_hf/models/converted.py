@@ -10,7 +10,7 @@ from typing import Any
 from ..nn.core import MHLA
 from ..nn.local import DecayMHLA
 from .causal_attention import CAUSAL_SWAP
-from .derived_classes import derived_class_named
+from .derived_classes import find_derived_class
 from .families import LANGUAGE
 
 LANGUAGE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA, decay_core=DecayMHLA)
@@ -18,4 +18,4 @@ LANGUAGE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA, decay_core=DecayMHLA)
 
 def __getattr__(name: str) -> Any:
     """Make a class on first use."""
-    return derived_class_named(name, LANGUAGE, LANGUAGE_SWAP)
+    return find_derived_class(name, LANGUAGE, LANGUAGE_SWAP)

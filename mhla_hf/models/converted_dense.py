@@ -5,7 +5,7 @@ from typing import Any
 
 from ..nn.core import MHLA
 from .causal_attention import CAUSAL_SWAP
-from .derived_classes import derived_class_named
+from .derived_classes import find_derived_class
 from .families import LANGUAGE
 
 DENSE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA)
@@ -13,4 +13,4 @@ DENSE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA)
 
 def __getattr__(name: str) -> Any:
     """Make a class on first use."""
-    return derived_class_named(name, LANGUAGE, DENSE_SWAP)
+    return find_derived_class(name, LANGUAGE, DENSE_SWAP)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..nn.local import DecayMHLA
 from .causal_attention import CAUSAL_SWAP
-from .derived_classes import derived_class_named
+from .derived_classes import find_derived_class
 from .families import LANGUAGE
 
 DECAY_SWAP = replace(CAUSAL_SWAP, decay_core=DecayMHLA)
@@ -13,4 +13,4 @@ DECAY_SWAP = replace(CAUSAL_SWAP, decay_core=DecayMHLA)
 
 def __getattr__(name: str) -> Any:
     """Make a class on first use."""
-    return derived_class_named(name, LANGUAGE, DECAY_SWAP)
+    return find_derived_class(name, LANGUAGE, DECAY_SWAP)

@@ -44,7 +44,7 @@ class AttentionSwap:
             than the settings.
         matrix_core: Core that mixes blocks by a matrix; None if the module has none.
         decay_core: Core that mixes them by decays; None if the module has none.
-        prepare: Called before each forward pass of the body (see `forward_preparing`), or None.
+        prepare: Called before each forward pass of the body (see `wrap_forward`), or None.
         finish: Called with the model and its settings when all layers are swapped, or None.
         replaces_masks: Whether to select the attention function of MHLA for the whole model if every attention layer is
             MHLA, so that transformers builds no T x T mask.
@@ -212,7 +212,7 @@ def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
         "_can_set_experts_implementation": classmethod(lambda cls: base._can_set_experts_implementation()),
     }
     if swap.prepare is not None:
-        members["forward"] = forward_preparing(base.forward, swap.prepare)
+        members["forward"] = wrap_forward(base.forward, swap.prepare)
     return derived_class(base, MHLAHeadMixin, family.entry, **members)
 
 
@@ -247,7 +247,7 @@ def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
     }
 
 
-def forward_preparing(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_forward(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the forward of a model so that `prepare` is called before it if the model is a body rather than a head.
 
     A hook would not do: callers of `model.forward`, such as sentence-transformers, skip hooks.
@@ -298,7 +298,7 @@ def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_na
     attention.add_module("mhla", core)
 
 
-def derived_class_named(name: str, families: tuple[Family, ...], swap: AttentionSwap) -> Any:
+def find_derived_class(name: str, families: tuple[Family, ...], swap: AttentionSwap) -> Any:
     """Return the class that an entry module has under a name; it is the module's `__getattr__`.
 
     Args:

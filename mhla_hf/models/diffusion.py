@@ -190,8 +190,8 @@ class MHLATransformerMixin:
         cls.mhla_defaults = cls.family.defaults
         # `compile_repeated_blocks` reads this; some bases name their blocks only in `_no_split_modules`.
         cls._repeated_blocks = cls._repeated_blocks or [n for n in base._no_split_modules or [] if n.endswith("Block")]
-        cls.__init__ = register_to_config(constructor_with_mhla(base, cls.mhla_arguments))
-        cls.forward = forward_on_grid(base)
+        cls.__init__ = register_to_config(make_constructor(base, cls.mhla_arguments))
+        cls.forward = make_forward(base)
         # Without accelerate, diffusers cannot load models with modules that stay in fp32.
         if base._keep_in_fp32_modules or is_accelerate_available():
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
@@ -211,7 +211,7 @@ class MHLATransformerMixin:
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
         """Set MHLA processors in the layers that `settings.layers`, a list of indices, names; record it in the config."""
-        attentions = self_attentions(self)
+        attentions = find_self_attentions(self)
         self.mhla_state = GridState()
         layers: Any = settings.layers
         for attn in (attentions[index] for index in layers):
@@ -254,7 +254,7 @@ class MHLATransformerMixin:
             return super().enable_parallelism(config=config)  # type: ignore[misc]
         degree = getattr(getattr(config, "context_parallel_config", config), "ulysses_degree", None) or 1
         heads = self.config.num_attention_heads
-        if heads % degree and len(self.config.mhla["layers"]) < len(self_attentions(self)):
+        if heads % degree and len(self.config.mhla["layers"]) < len(find_self_attentions(self)):
             mismatch = f"which does not divide the {heads} heads of softmax layers"
             raise ValueError(f"ulysses_degree: got {degree}, {mismatch}; expected one that does, or ring_degree.")
         plan = {"proj_out": self._cp_plan["proj_out"]}
@@ -297,7 +297,7 @@ class MHLATransformerMixin:
 
     def check_processors(self: Any) -> None:
         """Raise ValueError if an MHLA layer has another processor: diffusers has many ways to set one."""
-        attentions = self_attentions(self)
+        attentions = find_self_attentions(self)
         for index in self.config.mhla["layers"]:
             processor = attentions[index].processor
             if not holds_mhla(processor):
@@ -354,11 +354,11 @@ class MHLAProcessorsMixin:
     def unfuse_qkv_projections(self: Any) -> None:
         """Unfuse as the base does, and note it in the attention modules, which some bases forget."""
         super().unfuse_qkv_projections()  # type: ignore[misc]
-        for attn in self_attentions(self):
+        for attn in find_self_attentions(self):
             attn.fused_projections = False
 
 
-def constructor_with_mhla(base: Any, further: dict[str, Any]) -> Any:
+def make_constructor(base: Any, further: dict[str, Any]) -> Any:
     """Return the constructor of an MHLA model.
 
     Args:
@@ -369,7 +369,7 @@ def constructor_with_mhla(base: Any, further: dict[str, Any]) -> Any:
     def __init__(self: Any, *, mhla: dict[str, Any] | None = None, **kwargs: Any) -> None:
         base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
         settings = MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})})
-        self.install_mhla(resolved_settings(type(self), self, settings))
+        self.install_mhla(resolve_settings(type(self), self, settings))
 
     constructor: Any = __init__
     signature = inspect.signature(base.__init__)
@@ -379,7 +379,7 @@ def constructor_with_mhla(base: Any, further: dict[str, Any]) -> Any:
     return constructor
 
 
-def forward_on_grid(base: Any) -> Callable[..., Any]:
+def make_forward(base: Any) -> Callable[..., Any]:
     """Return the forward of `base`, preceded by a check of the processors and run with the grid of its latents."""
 
     @functools.wraps(base.forward)
@@ -391,17 +391,17 @@ def forward_on_grid(base: Any) -> Callable[..., Any]:
     return forward
 
 
-def self_attentions(model: Any) -> list[Any]:
+def find_self_attentions(model: Any) -> list[Any]:
     """Return the self-attention of each block of a transformer, in order."""
     blocks = getattr(model, "transformer_blocks", None)
     return [block.attn1 for block in (model.blocks if blocks is None else blocks)]
 
 
-def resolved_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
+def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
     """Return settings for a conversion of `model` to `model_class`, with `layers` as a list of indices.
 
     Raises:
         ValueError: The layout has another number of axes than the grid, or there are no such layers.
     """
     check_settings(settings, model_class.__name__, axes=model_class.family.kind.axes)
-    return replace(settings, layers=settings.resolve_layers(len(self_attentions(model))))
+    return replace(settings, layers=settings.resolve_layers(len(find_self_attentions(model))))

@@ -69,7 +69,7 @@ class MHLAEncoderMixer:
         )
 
 
-def encoder_attentions(model: nn.Module) -> dict[int, Any]:
+def find_encoder_attentions(model: nn.Module) -> dict[int, Any]:
     """Return the attention modules of an encoder by layer index."""
     modules: list[Any] = list(model.modules())
     attentions = [
@@ -135,7 +135,7 @@ def first_position(body: nn.Module) -> int:
 ENCODER_SWAP = AttentionSwap(
     function_name=ENCODER_ATTENTION_NAME,
     mixin=MHLAEncoderMixer,
-    find_attentions=encoder_attentions,
+    find_attentions=find_encoder_attentions,
     core_sizes=encoder_core_sizes,
     matrix_core=SequenceMHLA,
     decay_core=TwoWayMHLA,

@@ -95,7 +95,7 @@ class MHLAGridMixer:
         return super().forward(hidden_states, attention_mask=call, **kwargs)  # type: ignore[misc]
 
 
-def grid_attentions(model: nn.Module) -> dict[int, Any]:
+def find_grid_attentions(model: nn.Module) -> dict[int, Any]:
     """Return the attention modules of a vision tower by layer index."""
     attributes = ("q_proj", "k_proj", "v_proj", "head_dim", "config")
     return dict(enumerate(module for module in model.modules() if all(hasattr(module, name) for name in attributes)))
@@ -149,7 +149,7 @@ def pass_grid(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 GRID_SWAP = AttentionSwap(
     function_name=GRID_ATTENTION_NAME,
     mixin=MHLAGridMixer,
-    find_attentions=grid_attentions,
+    find_attentions=find_grid_attentions,
     core_sizes=grid_core_sizes,
     matrix_core=GridMHLA,
     finish=hook_body,

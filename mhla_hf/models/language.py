@@ -30,7 +30,7 @@ from ..nn.settings import MHLASettings
 from .cache import mhla_cache_layer
 from .causal_attention import ATTENTION_NAME, mhla_attention, pass_padding
 from .configuration import MHLAConfig
-from .derived_classes import forward_preparing
+from .derived_classes import wrap_forward
 from .pretrained import MHLAPreTrainedMixin
 from .transformers_api import find_cache, set_attention_function
 
@@ -135,7 +135,7 @@ class MHLAModel(MHLAPreTrainedModel, LlamaModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    forward = forward_preparing(LlamaModel.forward, pass_padding)
+    forward = wrap_forward(LlamaModel.forward, pass_padding)
 
 
 class MHLAForCausalLM(MHLAPreTrainedModel, LlamaForCausalLM):

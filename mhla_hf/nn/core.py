@@ -168,7 +168,7 @@ class MHLACore(nn.Module):
         if settings.gate:
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
 
-    def operands(
+    def prepare_operands(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -269,7 +269,7 @@ class MHLA(MHLACore):
             [B, T, H, V] in v's dtype.
         """
         settings = self.settings
-        q, k, v, options = self.operands(q, k, v, key_mask, rotate)
+        q, k, v, options = self.prepare_operands(q, k, v, key_mask, rotate)
         if key_mask is not None:
             source, inverse, starts = padding_first(key_mask)
             q, k, v = (move_tokens(x, source, inverse) for x in (q, k, v))

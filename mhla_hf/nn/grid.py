@@ -212,7 +212,7 @@ class GridMHLA(MHLACore):
             raise ValueError("shard: got tokens of one process, expected all for cpe, prefix tokens or a key_mask.")
         if shard is None and blocks.length != q.shape[1]:
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
-        q, k, v, options = self.operands(q, k, v, key_mask, rotate)
+        q, k, v, options = self.prepare_operands(q, k, v, key_mask, rotate)
         mixing = self.mixing(blocks.counts)
         if shard is None:
             o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)

@@ -65,7 +65,7 @@ class SequenceMHLA(MHLACore):
         if blocks.num_blocks > settings.num_blocks:
             longest = settings.num_blocks * settings.block_size
             raise ValueError(f"input_ids: got {length} tokens, expected at most the {longest} of this encoder.")
-        q, k, v, options = self.operands(q, k, v, key_mask, None)
+        q, k, v, options = self.prepare_operands(q, k, v, key_mask, None)
         if starts is not None:
             assert key_mask is not None  # see `starts`
             source, inverse = shift_to_start(starts, length)

@@ -85,13 +85,13 @@ def step_within_block(
     if stale.any():
         stale_rows = torch.nonzero(stale).flatten()
         refresh_prefix(state, mixing, stale_rows, block[stale_rows])
-    entries = window_entries(state, k, v, k_den)
+    updates = window_updates(state, k, v, k_den)
     shortest, longest = (int(length) for length in state.length.aminmax())
     if shortest == longest:
-        open_tokens, visible = write_same_position(state, entries, longest // size, longest % size, num_tokens)
+        open_tokens, visible = write_same_position(state, updates, longest // size, longest % size, num_tokens)
         diagonal = mixing[..., longest // size, longest // size].to(sum_dtype).reshape(1, -1, 1, 1, 1)
     else:
-        open_tokens, visible = write_own_positions(state, entries, block, offset, num_tokens)
+        open_tokens, visible = write_own_positions(state, updates, block, offset, num_tokens)
         diagonal = diagonal_weight(mixing, block[:, None], sum_dtype)
     if attend_one is not None:
         o = attend_one(q, q_den, mixing, state, scale)
@@ -113,13 +113,13 @@ def step_within_block(
 
 
 def write_same_position(
-    state: MHLAState, entries: list[tuple[str, torch.Tensor]], block: int, offset: int, num_tokens: int
+    state: MHLAState, updates: list[tuple[str, torch.Tensor]], block: int, offset: int, num_tokens: int
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Write new tokens of rows that are all at the same position into the window.
 
     Args:
         state: The state, changed in place.
-        entries: From `window_entries`.
+        updates: From `window_updates`.
         block: The index of the open block.
         offset: The number of tokens that it already has.
         num_tokens: The number of new tokens, T.
@@ -129,9 +129,9 @@ def write_same_position(
         [T, offset + T], or None if it is all of them.
     """
     first = block % 2 * state.block_size
-    for name, new in entries:
+    for name, new in updates:
         getattr(state, name)[:, first + offset : first + offset + num_tokens] = new
-    open_tokens = [getattr(state, name)[:, first : first + offset + num_tokens] for name, _ in entries]
+    open_tokens = [getattr(state, name)[:, first : first + offset + num_tokens] for name, _ in updates]
     if num_tokens == 1:
         return open_tokens, None
     everything = torch.ones(num_tokens, offset + num_tokens, dtype=torch.bool, device=open_tokens[0].device)
@@ -140,7 +140,7 @@ def write_same_position(
 
 def write_own_positions(
     state: MHLAState,
-    entries: list[tuple[str, torch.Tensor]],
+    updates: list[tuple[str, torch.Tensor]],
     block: torch.Tensor,
     offset: torch.Tensor,
     num_tokens: int,
@@ -158,10 +158,10 @@ def write_own_positions(
     rows = torch.arange(len(block), device=device)[:, None]
     new_slots = slots.gather(1, place_in_block).to(device)
     slots = slots.to(device)
-    for name, new in entries:
+    for name, new in updates:
         window = getattr(state, name)
         window[rows, new_slots] = new.to(window.dtype)
-    return [getattr(state, name)[rows, slots] for name, _ in entries], visible
+    return [getattr(state, name)[rows, slots] for name, _ in updates], visible
 
 
 def step_across_blocks(
@@ -340,7 +340,7 @@ def append_tokens(
     num_blocks = max(1, -(-int((before % size + num_new).max()) // size))
     layout = TokenLayout(before, num_new, k.shape[1], before // size, num_blocks, size, 2 * size, device)
     open_tokens, filled = [], layout.filled[..., None, None]
-    for name, new in window_entries(state, k, v, k_den):
+    for name, new in window_updates(state, k, v, k_den):
         window = getattr(state, name)
         laid_out = torch.where(filled, layout.place_keys(window, new), 0)
         layout.keep(window, laid_out)
@@ -355,14 +355,14 @@ def append_tokens(
     return layout, open_tokens
 
 
-def window_entries(
+def window_updates(
     state: MHLAState, k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None
 ) -> list[tuple[str, torch.Tensor]]:
     """Return the names of the window fields with the new tokens that go into them."""
-    entries = [("window_k", k), ("window_v", v)]
+    updates = [("window_k", k), ("window_v", v)]
     if k_den is not None:
-        entries.append(("window_k_den", k_den))
-    return entries
+        updates.append(("window_k_den", k_den))
+    return updates
 
 
 def heads_first(x: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:

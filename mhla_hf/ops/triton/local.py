@@ -13,7 +13,7 @@ from ..decays import Decays, LocalForm
 from ..torch_local import SinkTokens, near_and_far
 from .check import Results, concrete, known_fault
 from .common import constexpr, dot, invert_or_zero, load_tile, program_of, store_tile
-from .register import registered_operator
+from .register import register_operator
 from .tuning import (
     CHUNK,
     contiguous_rows,
@@ -317,7 +317,7 @@ def local_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ..
     return *input_grads, sink_valid_grad, valid_grad, block_index_grad, *option_grads
 
 
-TRITON_LOCAL = registered_operator(
+TRITON_LOCAL = register_operator(
     "local", LOCAL_SCHEMA, local_forward, local_forward_fake, local_gradients, save_for_local_backward
 )
 

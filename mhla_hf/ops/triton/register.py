@@ -444,7 +444,7 @@ def triton_gradients(ctx: Any, do: torch.Tensor, inv_grad: torch.Tensor) -> tupl
     return dq, dk, dv, dmixing, key_mask_grad, starts_grad, edges_grad, *option_grads
 
 
-def registered_operator(
+def register_operator(
     name: str,
     schema: str,
     function: Callable,
@@ -473,7 +473,7 @@ def registered_operator(
 
 BACKWARD_SCHEMA = f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA} -> (Tensor, Tensor, Tensor, Tensor)"
 FORWARD_SCHEMA = f"({TRITON_SCHEMA} -> (Tensor, Tensor)"
-TRITON_BACKWARD = registered_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)
-TRITON_FORWARD = registered_operator(
+TRITON_BACKWARD = register_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)
+TRITON_FORWARD = register_operator(
     "forward", FORWARD_SCHEMA, triton_forward, triton_forward_fake, triton_gradients, save_for_triton_backward
 )
