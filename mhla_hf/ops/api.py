@@ -189,7 +189,7 @@ def state_after(
     key_mask: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> MHLAState:
-    """Return the state of a decoder that has seen all tokens of k and v; arguments as in `mhla`."""
+    """Compute the state of a decoder that has seen all tokens of k and v. See `mhla` for the arguments."""
     assert blocks.block_size is not None  # causal blocks are those of a sequence
     state = MHLAState.empty(
         batch=q.shape[0],
@@ -221,10 +221,13 @@ def choose_implementation(
     """Resolve "auto" to an implementation, and log each choice the first time it is made.
 
     Args:
-        impl: What the caller asked for.
+        impl: The implementation that the caller asked for.
         device: The device of the inputs.
         find_refusal: Returns why the Triton kernels cannot run on these inputs; None if they can.
         find_fault: Returns why their results cannot be trusted on this device; None if they can.
+
+    Returns:
+        `impl` itself unless it is "auto"; then "torch" or "triton".
 
     Raises:
         ValueError: If `impl` is "triton" and the kernels cannot run.

@@ -1,7 +1,7 @@
 """Continues an `MHLAState` by one token, a few, or a whole chunk of a prompt, for rows at different positions.
 
 There are two code paths. While no row leaves its open block (`step_within_block`, every ordinary decoding step), only the
-prefix and the window are read: the time per token is constant, and the prefix is mixed anew once per block. Otherwise
+prefix and the window are read: the time per token is constant, and the prefix is recomputed once per block. Otherwise
 (`step_across_blocks`) the open block and the new tokens are laid out block by block, each row from its own block edge, and
 computed as one batch. A summary is always computed from the whole block when the block closes, so the numbers do not depend
 on how the tokens were divided into steps.
@@ -35,10 +35,12 @@ def torch_step(
     unrounded: bool = False,
     attend_one: AttendOne | None = None,
 ) -> torch.Tensor:
-    """Compute `mhla_step`; arguments as there, already checked. `state` changes in place.
+    """Compute `mhla_step`, and update `state` in place. See `mhla_step` for the other arguments, which must be checked.
 
     Args:
-        attend_one: Replaces the attention of a single token within its open block; see `triton/decode.py`.
+        scale: Factor of the products.
+        attend_one: Function that computes the attention of one new token per row within its open block; see
+            `triton/decode.py`. None: PyTorch computes it.
 
     Returns:
         o [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the sums.
@@ -55,7 +57,7 @@ def torch_step(
 
 
 def count_real_tokens(state: MHLAState, num_tokens: int, starts: torch.Tensor | None) -> torch.Tensor:
-    """Return how many of `num_tokens` new tokens are real in each row, int64 [B]: those from `starts` on."""
+    """Return the number of real tokens among `num_tokens` new ones in each row, int64 [B]: those from `starts` on."""
     return torch.full_like(state.length, num_tokens) if starts is None else num_tokens - starts.cpu()
 
 
@@ -70,9 +72,9 @@ def step_within_block(
     k_den: torch.Tensor | None,
     attend_one: AttendOne | None,
 ) -> torch.Tensor:
-    """Process T new tokens of every row that all fit in the open block of their row.
+    """Compute the outputs of T new tokens per row that fit into the open block of their row, and update `state` in place.
 
-    Args: See `torch_step`.
+    See `torch_step` for the arguments.
 
     Returns:
         [B, T, H, V] in the dtype of the sums.
@@ -120,13 +122,13 @@ def write_same_position(
     Args:
         state: The state, changed in place.
         updates: From `window_updates`.
-        block: The index of the open block.
-        offset: The number of tokens that it already has.
-        num_tokens: The number of new tokens, T.
+        block: Index of the open block.
+        offset: Number of tokens that the open block already has.
+        num_tokens: Number of new tokens, T.
 
     Returns:
-        The open tokens, [B, offset + T, G, K or V], views of the window; and which new token sees which of them, bool
-        [T, offset + T], or None if it is all of them.
+        open_tokens: Views of the window, [B, offset + T, G, K or V] each (see the top of this file).
+        visible: bool [T, offset + T], which new token sees which open token; None if T is 1, which sees all of them.
     """
     first = block % 2 * state.block_size
     for name, new in updates:
@@ -145,11 +147,16 @@ def write_own_positions(
     offset: torch.Tensor,
     num_tokens: int,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Do what `write_same_position` does for rows at different positions: `block` and `offset` are int64 [B].
+    """Write new tokens of rows that are at different positions into the window.
+
+    Args:
+        state, updates, num_tokens: As in `write_same_position`.
+        block: int64 [B], index of the open block of each row.
+        offset: int64 [B], number of tokens that the open block of each row already has.
 
     Returns:
-        The open tokens, [B, C, G, K or V], copies of the half of the window that holds the open block of each row; and
-        which new token sees which of them, bool [B, 1, 1, T, C].
+        open_tokens: Copies of the half of the window that holds the open block of each row, [B, C, G, K or V] each.
+        visible: bool [B, 1, 1, T, C], which new token sees which place of the open block.
     """
     device = state.window_k.device
     slots = torch.arange(state.block_size) + (block % 2 * state.block_size)[:, None]  # [B, C]
@@ -175,7 +182,15 @@ def step_across_blocks(
     k_den: torch.Tensor | None,
     num_new: torch.Tensor,
 ) -> torch.Tensor:
-    """Process T new tokens of which the last num_new[b] of row b are real; any number of blocks may close."""
+    """Compute the outputs of T new tokens per row, which may fill any number of blocks, and update `state` in place.
+
+    Args:
+        q, k, v, mixing, state, scale, q_den, k_den: As in `torch_step`.
+        num_new: int64 [B], number of real tokens in each row, which are the last ones.
+
+    Returns:
+        [B, T, H, V] in the dtype of the sums, with zeros for padding.
+    """
     sum_dtype, size = state.summaries.dtype, state.block_size
     layout, open_tokens = append_tokens(k, v, k_den, state, num_new)
     prefix, prefix_z = mixed_summaries(state, mixing, torch.arange(len(num_new)), layout.blocks)
@@ -198,7 +213,7 @@ def attend_blocks(
     diagonal: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Compute q P + m_ii tril(q k^T) v for n blocks at once, divided by the same with ones for v if normalized.
+    """Compute q P + m_ii tril(q k^T) v for n blocks at once. If normalized, divide by the same sum with ones for v.
 
     Args:
         query: [B, H, n, T, K].
@@ -206,7 +221,7 @@ def attend_blocks(
         open_tokens: k, v, and perhaps k_den, [B, G, n, C, K or V or L].
         prefix: P, [B, H, n, K, V].
         prefix_z: [B, H, n, L], the prefix of the denominator; None if not normalized.
-        visible: bool [.., T, C], which query sees which key; None if it is all of them.
+        visible: bool [.., T, C], which query sees which key; None if each sees all of them.
         diagonal: m_ii, [B, H or 1, n, 1, 1].
         scale: Factor of the outputs if not normalized.
 
@@ -282,7 +297,14 @@ def mix_grouped(weight: torch.Tensor, summaries: torch.Tensor, num_heads: int) -
 
 
 def refresh_prefix(state: MHLAState, mixing: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Mix the prefix anew for rows, int64 [R], that have moved on to the open blocks `blocks`, int64 [R]."""
+    """Recompute the prefix of some rows for their current open blocks, in place.
+
+    Args:
+        state: The state.
+        mixing: [Mq, Mk] or [H, Mq, Mk].
+        rows: int64 [R], the rows.
+        blocks: int64 [R], index of the open block of each of them.
+    """
     prefix, prefix_z = mixed_summaries(state, mixing, rows, blocks[:, None])
     state.prefix[rows.to(state.prefix.device)] = prefix[:, :, 0]
     if prefix_z is not None and state.prefix_z is not None:
@@ -291,9 +313,15 @@ def refresh_prefix(state: MHLAState, mixing: torch.Tensor, rows: torch.Tensor, b
 
 
 def diagonal_weight(mixing: torch.Tensor, blocks: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
-    """Return m_ii of `blocks`, int64 [B, n] -> [B, H or 1, n, 1, 1].
+    """Return m_ii of blocks i.
 
-    Blocks beyond the mixing matrix hold no token; they repeat its last entry.
+    Args:
+        mixing: [Mq, Mk] or [H, Mq, Mk].
+        blocks: int64 [B, n]. Blocks beyond the mixing matrix hold no token, and get its last diagonal element.
+        sum_dtype: Dtype of the result.
+
+    Returns:
+        [B, H or 1, n, 1, 1].
     """
     diagonal = mixing.diagonal(dim1=-2, dim2=-1).to(sum_dtype)
     weight = diagonal[..., blocks.to(mixing.device).clamp(max=diagonal.shape[-1] - 1)]
@@ -302,13 +330,13 @@ def diagonal_weight(mixing: torch.Tensor, blocks: torch.Tensor, sum_dtype: torch
 
 
 def close_blocks(state: MHLAState, rows: torch.Tensor, blocks: torch.Tensor, open_tokens: list[torch.Tensor]) -> None:
-    """Store the summaries of complete blocks.
+    """Store the summaries of complete blocks in a state.
 
     Args:
-        state: The state, changed in place.
+        state: The state, changed in place; its capacity grows if necessary.
         rows: int64 [R], the row of each block.
-        blocks: int64 [R], its index.
-        open_tokens: Its k, v, and perhaps k_den, [R, C, G, K or V].
+        blocks: int64 [R], the index of each block.
+        open_tokens: k, v, and perhaps k_den of each block, [R, C, G, K or V or L].
     """
     state.reserve(int(blocks.max()) + 1)
     rows = rows.to(state.summaries.device)
@@ -327,12 +355,17 @@ def block_summary(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def append_tokens(
     k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None, state: MHLAState, num_new: torch.Tensor
 ) -> tuple[TokenLayout, list[torch.Tensor]]:
-    """Write new tokens, of which the last num_new[b] of row b are real, into the state.
+    """Write new tokens into a state, and store the summaries of the blocks that they fill.
+
+    Args:
+        k, v, k_den: The new tokens, as in `torch_step`.
+        state: The state, changed in place.
+        num_new: int64 [B], number of real tokens in each row, which are the last ones.
 
     Returns:
-        The `TokenLayout` of the tokens from the edge of the open block on; and the open tokens in this layout,
-        [B, n * C, G, K or V]. Padding may hold anything, and NaN would pass through a weight of 0, so places without a
-        token are zeroed.
+        layout: The `TokenLayout` of the old and new tokens of n blocks, beginning with the open block.
+        open_tokens: k, v, and perhaps k_den in this layout, [B, n * C, G, K or V or L]. Places without a token are zero,
+            because NaN in padding would pass through a weight of 0.
     """
     size = state.block_size
     before = state.length
@@ -358,7 +391,7 @@ def append_tokens(
 def window_updates(
     state: MHLAState, k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return the names of the window fields with the new tokens that go into them."""
+    """Pair the name of each window field of a state with the new tokens to write into it: k, v, and k_den if given."""
     updates = [("window_k", k), ("window_v", v)]
     if k_den is not None:
         updates.append(("window_k_den", k_den))
