@@ -341,7 +341,9 @@ def learn_from_rows(
 
 
 class TeacherScores:
-    """Scores of a converted language model and of its softmax original on held-out rows.
+    """Measures a converted language model and its softmax original on held-out rows.
+
+    The constructor runs the original.
 
     Args:
         model: A converted language model in eval mode.

@@ -14,7 +14,7 @@ from ..models.families import ENCODER, TOWER, Family, family_of_type
 from ..models.rotation import rotation_layout
 from ..nn.settings import MHLASettings, check_settings
 from .model_family import mhla_class
-from .steps import chosen_settings, match_device_and_dtype
+from .steps import choose_settings, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
 REFUSED = {  # reason -> model types of causal and masked language models that do not convert
@@ -79,7 +79,7 @@ def checked_settings(
     Raises:
         ValueError, TypeError: The model cannot be converted with these settings.
     """
-    settings = chosen_settings(settings, MHLASettings(**family.defaults), layers, overrides)
+    settings = choose_settings(settings, MHLASettings(**family.defaults), layers, overrides)
     if settings.rope == "after":
         raise ValueError('rope: got "after", expected "before": the base model rotates q and k before the feature map.')
     kind, is_encoder = family.kind, family.kind is ENCODER

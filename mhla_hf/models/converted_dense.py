@@ -12,5 +12,5 @@ DENSE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA)
 
 
 def __getattr__(name: str) -> Any:
-    """Make a class on first use."""
+    """Return the MHLA class of this name, which is created on first use; raise AttributeError if there is none."""
     return find_derived_class(name, LANGUAGE, DENSE_SWAP)

@@ -11,5 +11,5 @@ from .families import ENCODERS
 
 
 def __getattr__(name: str) -> Any:
-    """Make a class on first use."""
+    """Return the MHLA class of this name, which is created on first use; raise AttributeError if there is none."""
     return find_derived_class(name, ENCODERS, ENCODER_SWAP)

@@ -12,5 +12,5 @@ DECAY_SWAP = replace(CAUSAL_SWAP, decay_core=DecayMHLA)
 
 
 def __getattr__(name: str) -> Any:
-    """Make a class on first use."""
+    """Return the MHLA class of this name, which is created on first use; raise AttributeError if there is none."""
     return find_derived_class(name, LANGUAGE, DECAY_SWAP)

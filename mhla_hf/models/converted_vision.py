@@ -11,5 +11,5 @@ from .grid_attention import GRID_SWAP
 
 
 def __getattr__(name: str) -> Any:
-    """Make a class on first use."""
+    """Return the MHLA class of this name, which is created on first use; raise AttributeError if there is none."""
     return find_derived_class(name, VISION, GRID_SWAP)

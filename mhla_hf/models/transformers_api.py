@@ -155,7 +155,7 @@ def find_cache(kwargs: dict[str, Any]) -> str | None:
 
 
 def refuse_paged_cache(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if `kwargs` have a paged cache of transformers' continuous batching, which cannot hold MHLA states."""
+    """Raise ValueError if there is a paged cache of transformers' continuous batching, which cannot hold MHLA states."""
     pages = kwargs.get("cache")
     if pages is not None and not isinstance(pages, Cache):
         raise ValueError(

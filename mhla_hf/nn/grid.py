@@ -69,8 +69,8 @@ class GridMixing(Mixing):
     Args:
         layout: Number of blocks along each axis.
         num_heads: As in `Mixing`.
-        prefix: Whether class or register tokens come before the grid, in a block of their own. Initially, the weights between
-            this block and the others are those of an average block.
+        prefix: Whether class or register tokens come before the grid, in a block of their own. Initially, the weights
+            between this block and the others are those of an average block.
         **choices: `start`, `form`, and `learn` of `Mixing`. "locality" weights fall with the distance in the grid, nearly to
             zero at the largest distance.
     """
@@ -206,8 +206,8 @@ class GridMHLA(MHLACore):
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
             rotate: Rotary embedding of q and k or, with `rope="after"`, of their features.
             key_mask: bool [B, T], False for padding.
-            shard: If tokens are spread over processes, the arguments `rank`, `edges`, and `add_up` of `sharded_mhla`; q, k, v,
-                and hidden_states are then those of this process.
+            shard: If tokens are spread over processes, the arguments `rank`, `edges`, and `add_up` of `sharded_mhla`; q, k,
+                v, and hidden_states are then those of this process.
 
         Returns:
             [B, T, H, V] in v's dtype.

@@ -259,7 +259,7 @@ class TwoWayMHLA(DecayCore):
         """Attend to all real tokens of each row.
 
         Args:
-            q, k, v, hidden_states, starts, key_mask: As in `SequenceMHLA.forward`, for any number of tokens.
+            q, k, v, hidden_states, starts, key_mask: As in `SequenceMHLA.forward`, for any number of tokens T.
             scale: Factor of q k^T in the softmax, which is that of the base model; None is K**-0.5.
 
         Returns:

@@ -12,13 +12,16 @@ MIN_INITIAL_WEIGHT = 1e-3
 
 
 def locality_weights(distances: torch.Tensor, max_distance: torch.Tensor | float) -> torch.Tensor:
-    """Return initial weights that fall linearly with distance, 1 - distance / max_distance (paper section 4.2).
+    """Compute initial weights that fall linearly with distance, 1 - distance / max_distance (paper section 4.2).
 
     Weights are at least `MIN_INITIAL_WEIGHT`, because a weight of exactly zero could not learn.
 
     Args:
         distances: [M, M], distances between blocks.
         max_distance: The distance at which the weight would reach zero: a number, or [M, 1] for one per row.
+
+    Returns:
+        [M, M]; rows do not sum to one.
     """
     return (1.0 - distances / max_distance).clamp_min(MIN_INITIAL_WEIGHT)
 
@@ -64,6 +67,9 @@ class Mixing(nn.Module):
         start: Initial weights: "locality" (1 - distance / M) or "uniform". Rows sum to one.
         form: "softmax", "direct" or "free".
         learn: Whether the matrix is trained.
+
+    Raises:
+        ValueError: If `form` is "decay".
     """
 
     def __init__(
@@ -101,7 +107,7 @@ class Mixing(nn.Module):
         return {"weight": (start / start.sum(-1, keepdim=True)).expand(self.weight.shape)}
 
     def check_values(self, name: str) -> None:
-        """Check weights after they were loaded.
+        """Check the weights; called after they were loaded.
 
         Args:
             name: The name of this module, for the error.
@@ -121,5 +127,5 @@ class Mixing(nn.Module):
         return weight.masked_fill(future, float("-inf")).softmax(-1)
 
     def forward(self, num_blocks: int) -> torch.Tensor:
-        """Return the weights for a sequence of n = `num_blocks` blocks: [n, n] or [H, n, n], fp32, lower triangular."""
+        """Compute the weights for a sequence of n = `num_blocks` blocks: [n, n] or [H, n, n], fp32, lower triangular."""
         return extend_causal(self.core(), num_blocks)

@@ -210,13 +210,13 @@ class KernelBlocks:
     """Tells kernels which tokens are in which block.
 
     A token's place is its index in an order in which the tokens of each block are contiguous. Block i of a row begins at
-    place starts[row] + i * block_size, or at edges[i, 0].
+    place starts[row] + i * block_size or, if there are `edges`, at edges[i, 0].
 
     Args:
         num_blocks: Number of blocks, M.
         num_tokens: Number of tokens, T.
         span: Number of tokens in the largest block.
-        block_size: Tokens per block; 0 for a grid with `edges`.
+        block_size: Tokens per block; 0 for a grid whose blocks are listed in `edges`.
         tables: The tuple (edges, order, starts). edges: int32 [M, 2], the first place of each block and the place after its
             last one. order: int32 [T], the token at each place. starts: int64 [B], as in `mhla`. Each is None if not needed.
     """
