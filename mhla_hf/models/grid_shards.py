@@ -72,7 +72,7 @@ class TokenShares:
         return x.index_select(1, self.order(grid, x.device)[first:end])
 
     def before_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Select this process's timesteps if there is one per token, [B, T], as in some models of Wan; a pre-forward hook."""
+        """Select this process's timesteps if they are [B, T], one per token, as in some Wan models; a pre-forward hook."""
         bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
         if bound.arguments["timestep"].ndim == 2:
             grid = model.token_grid(bound.arguments["hidden_states"])
