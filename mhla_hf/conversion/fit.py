@@ -124,7 +124,7 @@ class OutputFit:
         return {"done": self.done, "values": values, "optimizers": [x.state_dict() for x in self.optimizers.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where `state_dict` was called."""
+        """Restore the result of `state_dict`, in place."""
         self.done = state["done"]
         saved = zip(
             self.parameters.values(), self.optimizers.values(), state["values"], state["optimizers"], strict=True
@@ -251,8 +251,8 @@ def compared_positions(length: int, second_half: bool) -> torch.Tensor:
 class GateFit:
     """Learns a gate for each KV head of every MHLA layer: how much the model needs that head's softmax.
 
-    The loss is the KL to the softmax original plus `GATE_PENALTY` times the sum of all gates. Every row is read as it is and
-    repeated, so that recall counts.
+    The loss is the KL to the softmax original plus `GATE_PENALTY` times the sum of all gates. Every row gives two examples:
+    the row itself, and the row read twice, so that recall counts. The constructor runs the softmax original on them.
 
     Args:
         model: A converted language model whose MHLA heads are fitted, in eval mode.
@@ -309,7 +309,7 @@ class GateFit:
         return {"done": self.done, "gates": self.gates.detach().clone(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where `state_dict` was called."""
+        """Restore the result of `state_dict`, in place."""
         self.done = state["done"]
         self.gates.data.copy_(state["gates"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -253,7 +253,9 @@ def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
 
 
 def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
-    """Give some KV heads of an MHLA attention module their softmax back, in place.
+    """Let some KV heads of an MHLA attention module keep softmax, in place.
+
+    Sets `softmax_heads` of the module and `heads` of its core.
 
     Args:
         attention: The module.
@@ -261,7 +263,7 @@ def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> Non
         heads: Indices of KV heads, fewer than all.
 
     Raises:
-        ValueError: There are no such heads, or they are all.
+        ValueError: An index is too large, or all KV heads are listed.
     """
     num_heads = attention.mhla.num_kv_heads
     if max(heads) >= num_heads or len(heads) >= num_heads:

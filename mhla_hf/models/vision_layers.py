@@ -219,7 +219,7 @@ class VisionMLP(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-        """Return [B, T, width] for x [B, T, width]."""
+        """Apply the MLP to the tokens of a grid: x [B, T, width] -> [B, T, width]."""
         x = self.act(self.fc1(x))
         return self.fc2(x if self.conv is None else self.conv(x, grid))
 

@@ -238,7 +238,7 @@ class DecayMHLA(DecayCore):
 
 
 class TwoWayMHLA(DecayCore):
-    """Bidirectional MHLA by decays with a local softmax, for encoders: every token sees every other one of its row.
+    """Bidirectional MHLA by decays with a local softmax, for encoders: every token attends to all tokens of its row.
 
     The window has `window - 1` blocks on either side of a token's own. Blocks are counted from a row's first real token.
     """

@@ -27,14 +27,16 @@ def locality_weights(distances: torch.Tensor, max_distance: torch.Tensor | float
 
 
 def extend_causal(core: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Extend or cut a lower-triangular matrix to `num_blocks` rows, as the top of this file says.
+    """Extend or cut a lower-triangular matrix to `num_blocks` rows and columns.
+
+    The first M rows stay as they are. Further rows repeat the last one by distance, and continue it with a geometric tail.
 
     Args:
-        core: [..., M, M].
-        num_blocks: The number of rows n of the result.
+        core: [.., M, M].
+        num_blocks: Number of rows and columns of the result, n.
 
     Returns:
-        [..., n, n].
+        [.., n, n].
     """
     size = core.shape[-1]
     if num_blocks <= size:

@@ -124,14 +124,15 @@ class MHLASettings:
             loading. "free" is "direct" with weights of any sign (the released video checkpoints). "decay" makes each head's
             weight a sum of `num_decays` exponentials of the distance: there is no matrix, cost is linear in length, the
             decoder state has constant size, and the initial weights are those of plain linear attention.
-        num_decays: Number of exponentials R of the "decay" form. The first one is constant (decay factor 1).
+        num_decays: Number of exponentials R of the "decay" form. The first one is constant (decay factor 1) unless
+            `free_decay`.
         free_decay: Whether the decay factor of the first exponential is learned, too, instead of fixed at 1.
         length_power: Whether the weights of the far part are divided by n^a, where n is the number of blocks in the far part
             of the query's block, and a is learned per head (with `local`).
         local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
             decays (the far part) for all other tokens, under one normalizer (language models and encoders; needs "decay").
-        window: Number of blocks in the softmax window of `local`, including the current block; an encoder also sees as many
-            on the other side.
+        window: Number of blocks in the softmax window of `local`, including the current block. In encoders, the window also
+            has `window - 1` blocks after the current one.
         sinks: Number of tokens at the start of a sequence that stay in the softmax of `local`; 0 for an encoder.
         window_dropout: Probability that a forward pass in training restricts the softmax window to the current block, so
             that the far part covers all blocks before it.
@@ -150,6 +151,9 @@ class MHLASettings:
             too, and their keys and values stay in the cache in full. To keep all heads of a layer, leave it out of `layers`
             instead. Needs "decay".
         impl: Implementation of the operator: "auto", "torch" or "triton"; without decays also "reference".
+
+    Raises:
+        ValueError: A setting is not valid, or settings contradict each other.
     """
 
     block_size: int = 64

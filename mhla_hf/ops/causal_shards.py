@@ -26,7 +26,8 @@ from .torch_local import SinkTokens
 class RowShards:
     """Divides a row of packed sequences among P processes, at block boundaries.
 
-    The tokens are first divided equally. Each process then starts at the first block that begins in its part.
+    The tokens are first divided equally. Each process then starts at the first block that begins in its part. The row has M
+    blocks in all. All tensors are on the CPU.
 
     Args:
         cu_seqlens: Int [N + 1], the borders of the sequences of the row.
@@ -34,7 +35,7 @@ class RowShards:
         num_ranks: Number of processes, P.
 
     Attributes:
-        num_sequences: Number of sequences, N. The tensors below are on the CPU; the row has M blocks.
+        num_sequences: Number of sequences, N.
         first_token: int64 [M + 1], the first token of each block, and the end of the row.
         block_index: int64 [M], the index of each block in its sequence.
         sequence_id: int64 [M], the sequence of each block.
