@@ -73,7 +73,7 @@ def cut_rows(rows: torch.Tensor, parts: int, around: tuple[torch.Tensor, torch.T
 
 
 class EmbeddingScores:
-    """Measures cosine similarities of the embeddings of a converted encoder to those of its softmax original.
+    """Measures the cosine similarity between the embeddings of a converted encoder and of its softmax original.
 
     The constructor computes the embeddings of the original.
 

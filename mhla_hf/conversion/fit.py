@@ -323,7 +323,7 @@ def largest_gates(gates: dict[int, list[float]], count: int) -> dict[int, list[i
         count: Number of heads to return.
 
     Returns:
-        {layer: [KV head, ...]}, sorted. Of equal gates, that of the earlier layer and head counts as larger.
+        {layer: [KV head, ...]}, sorted. Among equal gates, earlier layers and heads come first.
     """
     heads = [(layer, head) for layer, values in gates.items() for head in range(len(values))]
     by_gate = sorted(heads, key=lambda head: -gates[head[0]][head[1]])

@@ -275,7 +275,7 @@ class Checkpoint:
 
         Args:
             name: Key of the fit in the file.
-            fit: The fit, just made.
+            fit: The fit, before its first step; its saved state is loaded into it.
             inputs: Arguments of each step.
             bar: Progress bar, advanced by one per step. If it is disabled, progress is logged at each save.
         """

@@ -100,7 +100,7 @@ def checked_settings(
 def without_softmax_layers(
     mhla_layers: Sequence[int], softmax_heads: dict[str, list[int]], attentions: dict[int, Any], config: Any
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """Remove layers in which all KV heads keep softmax from the MHLA layers.
+    """Remove from the MHLA layers those in which all KV heads keep softmax.
 
     Args:
         mhla_layers: Indices of layers.

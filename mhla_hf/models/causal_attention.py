@@ -276,7 +276,7 @@ def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> Non
 def pass_padding(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Add the padding or the borders of packed sequences to the arguments of a model, from which its layers get them.
+    """Add the padding or the borders of packed sequences to the arguments of a model, which passes them on to its layers.
 
     Called before each forward pass of a model without its head. If the mask is [B, S] and the caller passes no positions,
     only real tokens are counted as positions, so that padding does not change the outputs of a row.

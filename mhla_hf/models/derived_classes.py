@@ -301,8 +301,8 @@ def prepare_inner_body(model: Any, prepare: Callable[..., Any]) -> None:
 
     Args:
         model: The model.
-        prepare: Called as `prepare(body, args, kwargs, names=names)`, where `names` are the parameter names of the body's
-            forward without `self`. Returns the new `(args, kwargs)`.
+        prepare: Called as `prepare(base_model, args, kwargs, names=names)`, where `names` are the names of the parameters of
+            the base model's forward, without `self`. Returns the new `(args, kwargs)`.
     """
     if (body := model.base_model) is not model:
         names = tuple(inspect.signature(type(body).forward).parameters)[1:]
@@ -312,7 +312,7 @@ def prepare_inner_body(model: Any, prepare: Callable[..., Any]) -> None:
 def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_name: str) -> None:
     """Turn an attention module of transformers into MHLA, in place.
 
-    The module gets a copy of the configuration of its own, in which the attention function is selected.
+    The module gets its own copy of the configuration, in which the attention function is selected.
 
     Args:
         attention: The module.

@@ -98,8 +98,8 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
             DiT paper counts parameters. In diffusers' class every block has its own. Files always have one per block, which
             are equal copies if the blocks share one.
         input_norm: Whether MHLA layers have a LayerNorm before the projections, as the authors' checkpoints need.
-        timestep_freq_shift: 0 for the timestep frequencies of the original DiT, as the authors' checkpoints need; those of
-            diffusers (1) differ a little.
+        timestep_freq_shift: 0 for the timestep frequencies of the original DiT, which the authors' checkpoints need; 1 for
+            the frequencies of diffusers, which differ a little.
         mhla, **kwargs: As in `MHLATransformerMixin`.
     """
 

@@ -88,7 +88,7 @@ def encoder_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
 def pass_rows(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Add the padding to the arguments of an encoder, from which its layers get it.
+    """Add the padding to the arguments of an encoder, which passes it on to its layers.
 
     Called before each forward pass of a model without its head. If rows are padded on the left and the caller passes no
     positions, positions are counted from the first real token of each row, so that padding does not change its outputs.

@@ -15,13 +15,13 @@ class AttentionKind:
     """Describes a kind of attention that MHLA replaces, for all families that have it.
 
     Attributes:
-        entry: Module that makes the MHLA classes of these families. Those of transformers have an attribute `swap`, which
-            says which attention class and which cores they install (`AttentionSwap`).
+        entry: Name of the module that creates the MHLA classes of these families. Classes for transformers have an attribute
+            `swap` with the attention class and the cores that they install (`AttentionSwap`).
         defaults: Default settings of a conversion (`MHLASettings`).
         auto_classes: Auto classes of transformers whose models convert; their mappings name the classes of each model type.
         sources: Modules that the bundler starts from, by the mixing form of a model ("decay" or "matrix"); `entry` for
             forms that are not listed.
-        noun: What errors call a model of this kind; those of diffusers are called by their class.
+        noun: Name of a model of this kind in errors; models of diffusers are named by their class.
         axes: Number of axes of the grid of tokens; 0 for sequences.
         linear: Whether the attention is linear already, so that converting it loses nothing.
     """
@@ -63,7 +63,7 @@ class Family:
 
     @property
     def entry(self) -> str:
-        """Module that makes the MHLA classes."""
+        """Name of the module that creates the MHLA classes."""
         return self.kind.entry
 
     @property

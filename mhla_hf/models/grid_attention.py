@@ -128,7 +128,7 @@ def register_grid_hook(model: Any, settings: MHLASettings) -> None:
 
 
 def pass_grid(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add the grid of tokens to the arguments of a vision tower, from which its layers get it; a pre-forward hook.
+    """Add the grid of tokens to the arguments of a vision tower, which passes it on to its layers; a pre-forward hook.
 
     Args:
         body: The tower.

@@ -77,7 +77,7 @@ def is_rotated(attention: Any) -> bool:
 
 
 def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the cosines and sines by which an attention module rotates in one call, for `unrotate`.
+    """Return the cosines and sines of the rotary embedding in one call of an attention module, for `unrotate`.
 
     If the base also scales by its rotation, as YaRN does, cos and sin are divided by the square of the scale, so that
     `unrotate` undoes both.

@@ -31,7 +31,7 @@ def set_source_maker(maker: Callable[[str], tuple[str, str]]) -> None:
 
 
 def source_name(entry: str) -> str:
-    """Return the name of the source file of a model of diffusers, from which diffusers derives a module name."""
+    """Return the name of the source file of a diffusers model, which diffusers also uses as a module name."""
     return _SOURCE_MAKER[0](entry)[0] if NAMESPACE == "package" else Path(__file__).name
 
 

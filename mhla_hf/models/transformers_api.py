@@ -102,7 +102,7 @@ def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
 
 @contextlib.contextmanager
 def recomputed_layers(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model's decoder layers are recomputed in the backward pass, in eval mode, too.
+    """Context manager that recomputes a model's decoder layers in the backward pass, in eval mode, too.
 
     Gradient checkpointing of transformers works in training mode only.
     """

@@ -180,7 +180,7 @@ class MHLACore(nn.Module):
 
         Args:
             q, k, v, key_mask: As in `MHLA.forward`.
-            rotate: Rotary embedding, applied before or after the feature maps as `settings.rope` says; None if q and k are
+            rotate: Rotary embedding, applied before or after the feature maps (`settings.rope`); None if q and k are
                 rotated already, or never.
 
         Returns:

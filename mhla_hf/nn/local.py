@@ -112,7 +112,7 @@ class DecayMHLA(DecayCore):
 
         Args:
             q, k, v, hidden_states, starts, key_mask, cu_seqlens, cache: As in `MHLA.forward`, for the MHLA heads only.
-            scale: Factor of q k^T in the softmax, which is that of the base model; None is K**-0.5.
+            scale: Factor of q k^T in the softmax of the base model; None is K**-0.5.
             cos_sin: [B or 1, T, 1, A], cosines and sines of the rotation of q and k; None if they were not rotated.
 
         Returns:
@@ -260,7 +260,7 @@ class TwoWayMHLA(DecayCore):
 
         Args:
             q, k, v, hidden_states, starts, key_mask: As in `SequenceMHLA.forward`, for any number of tokens T.
-            scale: Factor of q k^T in the softmax, which is that of the base model; None is K**-0.5.
+            scale: Factor of q k^T in the softmax of the base model; None is K**-0.5.
 
         Returns:
             [B, T, H, V] in v's dtype.

@@ -37,7 +37,7 @@ def mhla(
     `normalize` (0/0 is 0), where w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>. Sums are in fp32 or fp64,
     also under autocast. Second derivatives need `impl="reference"`.
 
-    B is the batch, T queries, S keys, H query heads, G KV heads, K and V the widths of keys and values, and L that of the
+    Shapes: B rows, T queries, S keys, H query heads, G KV heads. K, V, and L are the widths of keys, values, and the
     features of the denominator.
 
     Args:

@@ -164,8 +164,8 @@ def sharded_local_attention(
 ) -> torch.Tensor:
     """Compute `local_attention` for the tokens of this process's shard.
 
-    This is a collective: every process of `group` must call it. See `local_attention` for the other arguments, which are
-    those of the shard's tokens.
+    This is a collective: every process of `group` must call it. See `local_attention` for the other arguments, which
+    contain the tokens of this shard only.
 
     Args:
         cu_seqlens: Int [N + 1], the borders of the sequences of the whole row; required.
@@ -232,8 +232,8 @@ def carry_sums(
     This is a collective: every process of `group` must call it.
 
     Args:
-        summaries: [B, G, M, K, V + 1], the summaries of M blocks: those of this shard, and before them those of the left
-            neighbor that its window reads.
+        summaries: [B, G, M, K, V + 1], the summaries of M blocks: first the blocks of the left neighbor that the window
+            reads, then the blocks of this shard.
         decays, lag: As in `advance`.
         shards, rank: The shards of the row, and the rank of this process.
         block_index, sequence_id: int64 [M], of the same blocks.
@@ -299,8 +299,8 @@ def sharded_causal_mhla(
 ) -> torch.Tensor:  # fmt: skip
     """Compute `mhla(..., causal=True)` for the tokens of this process's shard.
 
-    This is a collective: every process of `group` must call it. See `mhla` for the other arguments, which are those of the
-    shard's tokens.
+    This is a collective: every process of `group` must call it. See `mhla` for the other arguments, which contain the tokens
+    of this shard only.
 
     Args:
         mixing: Function from a number of blocks n to a mixing matrix [n, n] or [H, n, n]. It is called with the number of

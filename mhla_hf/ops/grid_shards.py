@@ -36,10 +36,10 @@ def sharded_mhla(
             [N, ..], such as `ReduceScatter.apply`. It is called once.
 
     Returns:
-        [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the sums.
+        [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
 
     Raises:
-        ValueError: If q does not have the number of tokens that `edges` says, or `normalize` is "official".
+        ValueError: If the number of tokens does not match `edges`, or `normalize` is "official".
     """
     if q.shape[1] != edges[rank + 1] - edges[rank] or edges[-1] != blocks.length:
         expected = f"shard {rank} of {blocks.length} tokens cut at {list(edges)}"

@@ -37,8 +37,8 @@ class LocalState(RowState):
             reads keys before their rotation and undoes it. A is 0 if there is no rotation to undo.
         running: [B, G, R, V + 1, K], the sums of `PastSums` at the block of the last token, transposed because V + 1 is an
             awkward width for the vector units that decode. At least fp32.
-        pending: [B, G, V + 1, K], partial summary of the block that will be added to `running` next: the sum over those of
-            its tokens that were added so far. At least fp32.
+        pending: [B, G, V + 1, K], the incomplete summary of the block that will be added to `running` next, to which every
+            step adds one token. At least fp32.
         position: int64 [B], number of tokens that each row has seen.
         furthest: int64 [B], the largest `position` of each row at any call of `crop`.
         cropped: Number of tokens that `crop` has removed from `position` and `rewind` has not yet removed from the sums.

@@ -24,7 +24,7 @@ def mhla_reference(
     k if they are given; 0/0 is 0. See `mhla` for the arguments, which must be checked.
 
     Returns:
-        [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the computation: fp64 if q, k or v is, else fp32.
+        [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the computation: fp64 if q, k or v is, else fp32.
     """
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -79,7 +79,7 @@ def full_grads(
 ) -> FourGrads:
     """Compute the gradients of `full_sums` with respect to q, k, v, and m [R, M, N].
 
-    The arguments are those of `full_sums`, and the gradients at the top of this file.
+    See `full_sums` for q, k, v, and m, and the top of this file for `num_grad` and `den_grad`.
     """
     summary = k.mT @ v
     mixed_grad = q.mT @ num_grad
@@ -106,7 +106,7 @@ def causal_grads(
 ) -> FourGrads:
     """Compute the gradients of `causal_sums` with respect to q, k, v, and m [R, M, M].
 
-    The arguments are those of `causal_sums`, and the gradients at the top of this file.
+    See `causal_sums` for q, k, v, and m, and the top of this file for `num_grad` and `den_grad`.
     """
     rows, count, size, _ = q.shape
     q = cut_chunks(q)

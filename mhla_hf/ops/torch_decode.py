@@ -43,7 +43,7 @@ def torch_step(
             `triton/decode.py`. None: PyTorch computes it.
 
     Returns:
-        o [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the sums.
+        [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
     """
     num_tokens = q.shape[1]
     num_new = count_real_tokens(state, num_tokens, starts)
@@ -260,7 +260,8 @@ def mixed_summaries(
         blocks: int64 [R, n], the query blocks i of each row.
 
     Returns:
-        The prefixes [R, H, n, K, V] and, if normalized, those of the keys [R, H, n, K], else None.
+        prefix: [R, H, n, K, V].
+        prefix_z: [R, H, n, L], the same for the sums of keys; None if not normalized.
     """
     sum_dtype = state.summaries.dtype
     device = state.summaries.device
@@ -281,11 +282,11 @@ def mix_grouped(weight: torch.Tensor, summaries: torch.Tensor, num_heads: int) -
 
     Args:
         weight: [R, H or 1, n, N], the weights of N closed blocks for n query blocks.
-        summaries: [R, G, N, ...], their summaries.
+        summaries: [R, G, N, ..], the summaries of the closed blocks.
         num_heads: Number of query heads, H.
 
     Returns:
-        [R, H, n, ...].
+        [R, H, n, ..].
     """
     share = num_heads // summaries.shape[1]
     flat = summaries.flatten(3)

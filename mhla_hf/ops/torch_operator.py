@@ -26,7 +26,7 @@ def torch_mhla(
     """Compute `mhla` in PyTorch. See `mhla` for the arguments, which must be checked.
 
     Returns:
-        [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the sums.
+        [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if key_mask is not None:

@@ -30,7 +30,7 @@ def forward_kernel(
 
     Args:
         q, k, v: As in `mhla`.
-        states: [B, H or G, M, K, V], or, if causal, one state per chunk (see `mix_states`).
+        states: [B, H or G, M, K, V] or, if causal, one state per chunk (see `mix_states`).
         states_z: [B, H or G, M, K], likewise; None if not normalized.
         mixing: fp32 [Mq, Mk] or [H, Mq, Mk].
         tables, num_tokens, block_size, span, num_blocks: The blocks of the queries, see `KernelBlocks`.

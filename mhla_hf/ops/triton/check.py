@@ -138,7 +138,7 @@ def small_call(
     The inputs are always the same, and the global random state does not change.
 
     Returns:
-        The results of the kernels, and those of PyTorch: the output and, if `backward`, the gradients of the inputs.
+        The results of the kernels and of PyTorch: each has the output and, if `backward`, the gradients of the inputs.
     """
     size = CHUNK + CHUNK // 2 if long_blocks else CHUNK
     blocks = Blocks.sequence(4 * size - 5, size) if causal else Blocks.grid((12, 12), (2, 2))

@@ -168,7 +168,7 @@ def small_step(
     The inputs are always the same, and the global random state does not change.
 
     Returns:
-        The outputs of the kernel, and those of PyTorch.
+        The outputs of the kernel and of PyTorch.
     """
     num_tokens = 27
     size = 8

@@ -76,7 +76,7 @@ def add_keys(
 
 
 def local_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
-    """List the tile sizes to try: those of the other kernels on causal tokens."""
+    """List the tile sizes to try: the same as for other kernels on causal tokens (`token_tiles`)."""
     return token_tiles({**constants, "CAUSAL": True})
 
 
@@ -92,9 +92,10 @@ def local_kernel(
 
     Args:
         q, k, v, q_features, far_sums, weight, balance, valid, block_index: As in `near_and_far`, where K is called F.
-        sink_k, sink_v: [B, S, G, ..], the sinks of each row, or [B, M * S, G, ..], those of each block. None for none.
+        sink_k, sink_v: [B, S, G, ..], the sinks of each row, or [B, M * S, G, ..], S sinks for each block. None if there are
+            no sinks.
         sink_valid: bool [B, S] or [B, M * S], which of them are keys.
-        sink_stride: 0 if the sinks are those of the row, S if they are those of each block.
+        sink_stride: S if each block has its own sinks, else 0.
         group: Query heads per KV head.
         lag, scale: As in `LocalForm`.
     """
@@ -386,7 +387,7 @@ def small_local_call(
     The inputs are always the same, and the global random state does not change.
 
     Returns:
-        The outputs of the kernel, and those of PyTorch.
+        The outputs of the kernel and of PyTorch.
     """
     form = LocalForm(block_size, lag, num_sinks, width**-0.5, normalize, unrounded=unrounded)
     generator = torch.Generator().manual_seed(0)

@@ -149,11 +149,11 @@ def mix_states(
 
     Args:
         mixing, num_heads, transposed: As in `mix`.
-        s: [B, G, N, ..], the summaries of blocks, or, if causal, [B, G, N * num_chunks, ..], those of chunks.
+        s: [B, G, N, ..], the summaries of N blocks or, if causal, of all their chunks [B, G, N * num_chunks, ..].
         num_chunks: Chunks per block; None if not causal.
 
     Returns:
-        [B, num_heads, M, ..], or, if causal, [B, num_heads, M * num_chunks, ..].
+        [B, num_heads, M, ..] or, if causal, [B, num_heads, M * num_chunks, ..].
     """
     if num_chunks is None or num_chunks == 1:
         return mix(mixing, s, num_heads, causal=num_chunks is not None, transposed=transposed)

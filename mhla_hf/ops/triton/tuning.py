@@ -98,7 +98,7 @@ def tuned(configurations: Callable[[dict], list[dict]], *key: str) -> Callable[[
 
 
 def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[str, int]]:
-    """List the tile sizes to try for kernels on tokens: those of a rule, then variants of them.
+    """List the tile sizes to try for kernels on tokens: first those of a rule, then variants of them.
 
     By the rule, a tile covers the whole width of a head up to `max_lanes` lanes (up to 32 if products are not bf16), so that
     tiles stay in registers. Wider keys and values are both divided into the same number of parts.
