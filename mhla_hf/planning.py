@@ -29,7 +29,7 @@ from .conversion.sizes import cache_of_layers, cache_of_mhla, compare_caches
 from .conversion.transformers_models import family_to_convert, reason_to_keep_softmax
 from .evaluation.records import render_rows
 from .models.cache import MHLACacheLayer
-from .models.causal_attention import softmax_attentions
+from .models.causal_attention import find_causal_attentions
 from .models.configuration import MHLAConfig
 from .models.families import ENCODERS, VISION
 from .models.language import MHLAForCausalLM
@@ -86,7 +86,7 @@ def plan(
         raise ValueError(f"recipe: got one for {loaded_recipe.task}, expected one for language.")
     config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else load_config(model, revision=revision)
     student = model_without_weights(config)
-    attentions = softmax_attentions(student)
+    attentions = find_causal_attentions(student)
     softmax_caches = cache_of_layers(student)
     parameters = student.num_parameters()
     active = active_parameters(student)

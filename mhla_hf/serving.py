@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from .models.cache import MHLACacheLayer
-from .models.causal_attention import softmax_attentions
+from .models.causal_attention import find_causal_attentions
 from .models.transformers_api import cache_argument, forward_cached
 from .nn.local import DecayMHLA
 
@@ -354,7 +354,7 @@ def slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLay
         ValueError: The state of a layer grows with the length, or it is neither MHLA nor softmax attention with a mask.
     """
     config = model.config.get_text_config()
-    attentions = softmax_attentions(model)
+    attentions = find_causal_attentions(model)
     types = getattr(config, "layer_types", None)
     layers: list[Any] = []
     for index in range(config.num_hidden_layers):

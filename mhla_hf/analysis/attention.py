@@ -184,7 +184,7 @@ def _record_core(calls: list[Attention], layer: str, core: Any, args: tuple[Any,
     if form is not None:
         calls.append(_windowed_attention(layer, core, inputs, options))
         return
-    q, k, _, operands = core.operands(inputs["q"], inputs["k"], inputs["v"], key_mask, inputs.get("rotate"))
+    q, k, _, operands = core.prepare_operands(inputs["q"], inputs["k"], inputs["v"], key_mask, inputs.get("rotate"))
     mixing = _to_cpu(core.mixing(blocks.counts if grid else layout or blocks.num_blocks))
     mixing = mixing.reshape(-1, *mixing.shape[-2:])[:, : blocks.num_blocks, : blocks.num_blocks]
     options.update({name: _to_cpu(value) for name, value in operands.items() if name != "unrounded"})

@@ -11,11 +11,11 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
-from ..models.diffusion import resolved_settings, self_attentions
+from ..models.diffusion import find_self_attentions, resolve_settings
 from ..models.families import DIFFUSION
 from ..nn.settings import MHLASettings
 from .model_family import mhla_class, transformer_family
-from .steps import chosen_settings, match_device_and_dtype
+from .steps import choose_settings, match_device_and_dtype
 
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
 
@@ -25,9 +25,7 @@ def convert_diffusion(
 ) -> Any:
     """Convert a transformer of diffusers, or those of a pipeline, in place.
 
-    All transformers are checked before the first one is changed.
-
-    Args: As in `convert`.
+    All transformers are checked before the first one is changed. See `convert` for the arguments.
 
     Returns:
         `model`.
@@ -47,8 +45,8 @@ def convert_diffusion(
     for transformer in transformers:
         model_class = mhla_transformer_class(transformer)
         defaults = MHLASettings(**model_class.mhla_defaults)
-        mhla_settings = chosen_settings(settings, defaults, layers, overrides)
-        mhla_settings = resolved_settings(model_class, transformer, mhla_settings)
+        mhla_settings = choose_settings(settings, defaults, layers, overrides)
+        mhla_settings = resolve_settings(model_class, transformer, mhla_settings)
         check_no_hooks_or_offload(transformer)
         checked.append((transformer, model_class, mhla_settings))
     for transformer, model_class, mhla_settings in checked:
@@ -56,7 +54,7 @@ def convert_diffusion(
         if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
             transformer._old_forward = types.MethodType(model_class.forward, transformer)
         transformer.install_mhla(mhla_settings)
-        attentions: Any = self_attentions(transformer)
+        attentions: Any = find_self_attentions(transformer)
         for attn in (attentions[index] for index in mhla_settings.layers):
             match_device_and_dtype(attn.processor.mhla, attn.to_q.weight.device, transformer.dtype)
         if transformer.is_gradient_checkpointing:
@@ -66,7 +64,7 @@ def convert_diffusion(
 
 
 def update_pipeline_configs(transformers: list[Any]) -> None:
-    """Let every pipeline that holds one of these transformers record its new class, for model_index.json."""
+    """Record the new classes of these transformers in the configs of all pipelines that hold them, for model_index.json."""
     # type() instead of isinstance(), which would run the code of proxies and lazy modules.
     for pipeline in [item for item in gc.get_objects() if issubclass(type(item), DiffusionPipeline)]:
         for name, component in list(vars(pipeline).items()):

@@ -26,14 +26,15 @@ def read_encoder_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress
         tokenizer: Its tokenizer; None if `text` is token ids, which then get no special tokens.
         text: As in `data.open_text`.
         seed: Decides which passages are read.
-        progress: Not used; `language.read_rows` has the same arguments.
+        progress: Ignored; `language.read_rows` has the same arguments.
         effort: Factor of the number of batches for fitting outputs.
 
     Returns:
         Batches of token ids, int64 [N, T] each.
 
     Raises:
-        ValueError: The text is too short, or "self".
+        ValueError: `text` is "self".
+        TypeError, ValueError, ImportError: The text cannot be opened, see `data.open_text`.
     """
     if isinstance(text, str) and text == "self":
         raise ValueError(f'text: got "self" with {type(model).__name__}, which writes no text, expected a text.')
@@ -72,7 +73,9 @@ def cut_rows(rows: torch.Tensor, parts: int, around: tuple[torch.Tensor, torch.T
 
 
 class EmbeddingScores:
-    """Cosine similarities of the embeddings of a converted encoder to those of its softmax original.
+    """Measures the cosine similarity between the embeddings of a converted encoder and of its softmax original.
+
+    The constructor computes the embeddings of the original.
 
     Args:
         model: A converted text encoder in eval mode.

@@ -50,11 +50,11 @@ class Rows:
 class OutputFit:
     """Fits the feature maps and the mixing of every MHLA core to the softmax output of its layer, by Adam.
 
-    The parameters are fp32 until `finish` is called.
+    The constructor casts these parameters to fp32, in place; `finish` casts them back.
 
     Args:
         model: A language model or text encoder that was just converted, in eval mode.
-        steps: How often `step` will be called; the learning rate falls to zero over these steps.
+        steps: Number of calls of `step`, over which the learning rate falls linearly to zero.
         lr: Learning rate of the first step.
         updates: Updates by Adam per step.
     """
@@ -79,19 +79,19 @@ class OutputFit:
             self.optimizers[core] = torch.optim.Adam(self.parameters[core], lr=lr)
 
     def finish(self) -> None:
-        """Cast the parameters back to the dtype that they had before the fit."""
+        """Cast the parameters back to the dtypes that they had before the fit, in place."""
         for x, dtype in self.dtypes.items():
             x.data = x.data.to(dtype)
 
     @torch.no_grad()
     def step(self, ids: torch.Tensor) -> float:
-        """Learn from a batch.
+        """Update all cores on a batch, in place. The first step initializes them from its batch (`start_from_inputs`).
 
         Args:
             ids: Token ids, int64 [B, T], without padding.
 
         Returns:
-            The squared error of the outputs before this step, relative to the squares of the outputs, averaged over layers.
+            The squared error of the outputs before this step, divided by the sum of their squares, averaged over layers.
         """
         for optimizer in self.optimizers.values():
             optimizer.param_groups[0]["lr"] = self.lr * (1 - self.done / self.steps)
@@ -103,7 +103,7 @@ class OutputFit:
     def learn(
         self, core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, options: dict[str, Any]
     ) -> None:
-        """Update one core so that its output for q, k and v comes closer to o; see `SoftmaxCore` for the arguments."""
+        """Update one core so that its output for q, k, and v comes closer to o; see `SoftmaxCore` for the arguments."""
         if not self.done:
             start_from_inputs(core, q[:, :START_TOKENS], k[:, :START_TOKENS], options)
         energy = o.float().square().sum()
@@ -119,12 +119,12 @@ class OutputFit:
             self.optimizers[core].zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to resume: parameters, optimizer states, and the number of steps done."""
+        """Return the parameters, the optimizer states, and the number of steps done, for `load_state_dict`."""
         values = [[x.detach().clone() for x in parameters] for parameters in self.parameters.values()]
         return {"done": self.done, "values": values, "optimizers": [x.state_dict() for x in self.optimizers.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where `state_dict` was called."""
+        """Restore the result of `state_dict`, in place."""
         self.done = state["done"]
         saved = zip(
             self.parameters.values(), self.optimizers.values(), state["values"], state["optimizers"], strict=True
@@ -164,13 +164,13 @@ def balance_masses(
 ) -> None:
     """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
 
-    A head whose far tokens weigh next to nothing, by either measure, keeps its balance.
+    A head keeps its balance if its far tokens weigh at most `NEGLIGIBLE` in the softmax or in MHLA.
 
     Args:
         core: A `DecayMHLA` or `TwoWayMHLA` with a local softmax.
         q, k: Rotated queries [B, T, H, K] and keys [B, T, G, K].
-        q_features, k_features: Those of the far part, [B, T, H, F] and [B, T, G, F].
-        scale: Factor of q k^T in the softmax; None is that of the core.
+        q_features, k_features: Features of queries and keys for the far part, [B, T, H, F] and [B, T, G, F].
+        scale: Factor of q k^T in the softmax; None takes that of the core.
     """
     form, balance = core.form, core.mixing.balance
     token = torch.arange(q.shape[1], device=q.device)
@@ -196,11 +196,11 @@ def balance_masses(
 
 
 class GatedCore(nn.Module):
-    """g * softmax + (1 - g) * MHLA in place of an MHLA core, with a gate g for each KV head.
+    """Computes g * softmax + (1 - g) * MHLA with a gate g for each KV head, in place of an MHLA core.
 
     Args:
         core: The MHLA core.
-        gate: Gates [G], from 0 to 1.
+        gate: Gates [G], from 0 to 1, which become a parameter.
     """
 
     def __init__(self, core: Any, gate: torch.Tensor) -> None:
@@ -211,14 +211,23 @@ class GatedCore(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
     ) -> torch.Tensor:
-        """Attend as the core does, by softmax and by MHLA, for rows without padding. Returns [B, T, H, V]."""
+        """Attend by softmax and by MHLA, to earlier tokens only if the core is causal, for rows without padding.
+
+        Args:
+            q, k, v: [B, T, H, K], [B, T, G, K], and [B, T, G, V].
+            scale: Factor of q k^T; None is K**-0.5.
+            **options: Further arguments of the core.
+
+        Returns:
+            [B, T, H, V].
+        """
         gate = self.gate.repeat_interleave(q.shape[2] // k.shape[2])[:, None].to(v.dtype)
         o = softmax_attention(q, k, v, scale, self.core.causal)
         return gate * o + (1 - gate) * self.core(q, k, v, scale=scale, **options)
 
 
 def read_twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Repeat each row once, so that a model which recalls the first copy can predict the second.
+    """Repeat the beginning of each row, so that a model that recalls the first copy can predict the second.
 
     Args:
         model: The model, whose number of positions limits what is repeated.
@@ -242,8 +251,8 @@ def compared_positions(length: int, second_half: bool) -> torch.Tensor:
 class GateFit:
     """Learns a gate for each KV head of every MHLA layer: how much the model needs that head's softmax.
 
-    The loss is the KL to the softmax original plus `GATE_PENALTY` times the sum of all gates. Every row is read as it is and
-    repeated, so that recall counts.
+    The loss is the KL to the softmax original plus `GATE_PENALTY` times the sum of all gates. Every row gives two examples:
+    the row itself, and the row read twice, so that recall counts. The constructor runs the softmax original on them.
 
     Args:
         model: A converted language model whose MHLA heads are fitted, in eval mode.
@@ -264,7 +273,13 @@ class GateFit:
                     self.examples.append((row, positions, log_probabilities(model, row, positions).half()))
 
     def step(self) -> float:
-        """Update the gates by Adam on the next example, and return the KL before the update, in nats per token."""
+        """Update the gates by Adam on the next example.
+
+        The model's parameters do not require gradients during the step.
+
+        Returns:
+            The KL to the softmax original before the update, in nats per token.
+        """
         ids, positions, teacher = self.examples[self.done % len(self.examples)]
         gates = iter(self.gates.detach().to(self.model.device).split(list(self.sizes.values())))
         trainable = [x for x in self.model.parameters() if x.requires_grad]
@@ -290,11 +305,11 @@ class GateFit:
         return {layer: gate.tolist() for layer, gate in zip(self.sizes, gates, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to resume: gates, optimizer state, and the number of steps done."""
+        """Return the gates, the optimizer state, and the number of steps done, for `load_state_dict`."""
         return {"done": self.done, "gates": self.gates.detach().clone(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where `state_dict` was called."""
+        """Restore the result of `state_dict`, in place."""
         self.done = state["done"]
         self.gates.data.copy_(state["gates"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -308,7 +323,7 @@ def largest_gates(gates: dict[int, list[float]], count: int) -> dict[int, list[i
         count: Number of heads to return.
 
     Returns:
-        {layer: [KV head, ...]}, sorted. Of equal gates, that of the earlier layer and head counts as larger.
+        {layer: [KV head, ...]}, sorted. Among equal gates, earlier layers and heads come first.
     """
     heads = [(layer, head) for layer, values in gates.items() for head in range(len(values))]
     by_gate = sorted(heads, key=lambda head: -gates[head[0]][head[1]])

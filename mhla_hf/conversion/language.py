@@ -42,15 +42,15 @@ def convert_with_text(
     tokenizer: Any, text: Any, *, keep: float | int | str | None, context: int | None, effort: float, seed: int,
     checkpoint: str | Path | None, progress: bool,
 ) -> Any:  # fmt: skip
-    """Convert a language model or a text encoder in place, and let it learn from text.
+    """Convert a language model or a text encoder in place, fit it to its softmax original, and measure it.
 
-    Args: As in `convert`.
+    See `convert` for the arguments. The scores go to `model.config.mhla_measured`.
 
     Returns:
-        `model`, in the mode, train or eval, that it was in.
+        `model`, in train or eval mode as before.
 
     Raises:
-        TypeError, ValueError: As in `convert`.
+        TypeError, ValueError: An argument is not valid.
     """
     family = convertible_family(model)
     if family not in (*LANGUAGE, *ENCODERS):
@@ -131,7 +131,7 @@ def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, 
         Rows of token ids, int64 [1, T] each.
 
     Raises:
-        ValueError: The text is too short.
+        TypeError, ValueError, ImportError: The text cannot be opened, see `data.open_text`.
     """
     positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
     short_length, long_length = min(ROW_TOKENS, positions), min(LONG_TOKENS, positions)
@@ -200,7 +200,7 @@ def sample_rows(model: Any, tokenizer: Any, count: int, length: int, seed: int, 
 
 
 def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, context: int) -> int:
-    """Return how many KV heads of the MHLA layers keep softmax.
+    """Compute how many KV heads of the MHLA layers keep softmax.
 
     Args:
         sizes: Sizes of each MHLA layer, from `sizes_of_layers`.
@@ -209,7 +209,8 @@ def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, cont
         context: Length of that sequence in tokens.
 
     Raises:
-        ValueError: `keep` is none of these, means all heads, or is a size that is too small.
+        ValueError: `keep` is none of these, means all heads, or is a size that is smaller than the state of MHLA alone; or
+            softmax takes no more memory than MHLA at `context` tokens.
     """
     num_heads, token_bytes, state_bytes = (sum(column) for column in zip(*sizes.values(), strict=True))
     num_kept_heads: int | None = None
@@ -236,7 +237,7 @@ def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, cont
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes of a size such as "64MiB"; None if the text is no size."""
+    """Convert a size such as "64MiB" to bytes, rounded down. Return None if the text is not a size in KiB, MiB, or GiB."""
     number, unit = text[:-3], text[-3:]
     return int(float(number) * UNITS[unit]) if unit in UNITS and is_number(number) else None
 
@@ -247,10 +248,10 @@ def is_number(text: str) -> bool:
 
 
 class Checkpoint:
-    """A file with the progress of a conversion, from which the same call resumes.
+    """Saves the progress of a conversion to a file, and resumes from that file if it exists.
 
     Args:
-        file: Path of the file; None saves nothing.
+        file: Path of the file, which is read now if it exists; None saves nothing.
         identity: Hash of everything that the result depends on.
 
     Raises:
@@ -268,11 +269,13 @@ class Checkpoint:
             self.content = content
 
     def run(self, name: str, fit: OutputFit | GateFit, inputs: Sequence[tuple[torch.Tensor, ...]], bar: tqdm) -> None:
-        """Call `fit.step` with each of `inputs`, except those that the file says are done.
+        """Call `fit.step` with each of `inputs`, except for the steps that were done before the conversion was interrupted.
+
+        The file is written every `SAVE_EVERY` seconds and after the last step.
 
         Args:
             name: Key of the fit in the file.
-            fit: The fit, just made.
+            fit: The fit, before its first step; its saved state is loaded into it.
             inputs: Arguments of each step.
             bar: Progress bar, advanced by one per step. If it is disabled, progress is logged at each save.
         """
@@ -338,7 +341,9 @@ def learn_from_rows(
 
 
 class TeacherScores:
-    """Scores of a converted language model and of its softmax original on held-out rows.
+    """Measures a converted language model and its softmax original on held-out rows.
+
+    The constructor runs the original.
 
     Args:
         model: A converted language model in eval mode.
@@ -389,9 +394,9 @@ class TeacherScores:
 
 
 def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
-    """Let KV heads of MHLA layers keep softmax, in place.
+    """Let KV heads of MHLA layers keep softmax, and record them in `model.config.mhla`, in place.
 
-    A layer all of whose KV heads are chosen becomes the base's softmax layer again.
+    If all KV heads of a layer are chosen, it becomes a softmax layer of the base again, and its MHLA weights are deleted.
 
     Args:
         model: A converted language model.
@@ -424,14 +429,14 @@ def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
 
 
 def cache_bytes(sizes: dict[int, LayerSizes], chosen: dict[str, list[int]]) -> dict[str, dict[str, int]]:
-    """Return the bytes of one sequence's cache in the MHLA layers of a model, at `REPORT_LENGTHS` tokens.
+    """Compute the size of one sequence's cache in the MHLA layers of a model, at `REPORT_LENGTHS` tokens.
 
     Args:
         sizes: Sizes of each layer, from `sizes_of_layers`.
         chosen: {layer: [KV head that keeps softmax, ...]}.
 
     Returns:
-        {length: {"softmax": bytes with softmax in all heads, "converted": bytes with state and window of MHLA heads}}.
+        {number of tokens as a string: {"softmax": bytes if all heads were softmax, "converted": bytes as converted}}.
     """
     by_length = {str(length): {"softmax": 0, "converted": 0} for length in REPORT_LENGTHS}
     for index, (num_heads, token_bytes, state_bytes) in sizes.items():

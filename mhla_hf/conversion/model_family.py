@@ -26,9 +26,9 @@ def is_of_diffusers(model: Any) -> bool:
 
 
 def family_of(model: Any) -> Family | None:
-    """Return the family of a model, softmax or MHLA; None if it has none.
+    """Return the family of a softmax or MHLA model, or None if it belongs to none.
 
-    Classes from the source inside a checkpoint count, too.
+    Models whose classes come from the source in a checkpoint are recognized, too.
     """
     if is_of_diffusers(model):
         return next((family for cls in type(model).__mro__ if (family := transformer_family(cls)) is not None), None)
@@ -48,7 +48,7 @@ def mhla_class(family: Family, base: type) -> Any:
 
 
 def softmax_config(config: Any) -> Any:
-    """Return the configuration of the softmax model of transformers that a converted model was made from.
+    """Create the configuration of the softmax model of transformers from which a model was converted.
 
     Args:
         config: Configuration of the converted model.

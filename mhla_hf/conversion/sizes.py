@@ -34,7 +34,7 @@ class LayerSizes(NamedTuple):
 
 
 class CountingCore(nn.Module):
-    """Takes the place of a `DecayMHLA`, to count the bytes of the state that it would keep.
+    """Computes the bytes of the state of a `DecayMHLA` in place of its outputs.
 
     Args:
         core: The `DecayMHLA`.
@@ -59,7 +59,7 @@ class CountingCore(nn.Module):
         cos_sin: torch.Tensor | None = None,
         **unused: Any,
     ) -> torch.Tensor:
-        """Count, and return zeros [B, T, H, V]; arguments as in `DecayMHLA.forward`."""
+        """Set `token_bytes` and `state_bytes`, and return zeros [B, T, H, V]. See `DecayMHLA.forward` for the arguments."""
         num_decays, num_features = self.core.mixing.num_decays, self.core.k_map.num_features
         self.token_bytes = (k[:, :1].numel() + v[:, :1].numel()) * v.element_size()
         cos_sin = None if cos_sin is None else cos_sin.to(v.dtype)
@@ -70,10 +70,10 @@ class CountingCore(nn.Module):
 
 
 def sizes_of_layers(model: Any) -> dict[int, LayerSizes]:
-    """Return the sizes of the cache of each MHLA layer, by layer index.
+    """Compute the sizes of the cache of each MHLA layer, by layer index.
 
     Args:
-        model: A converted language model on the meta device.
+        model: A converted language model on the meta device. Its implementation of experts is set to "batched_mm".
     """
     ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
     sizes: dict[int, LayerSizes] = {}
@@ -92,7 +92,7 @@ def sizes_of_layers(model: Any) -> dict[int, LayerSizes]:
 
 
 def sizes_of_conversion(model: Any, settings: MHLASettings) -> dict[int, LayerSizes]:
-    """Return `sizes_of_layers` of a softmax language model as if it were converted with these settings."""
+    """Compute `sizes_of_layers` for a softmax language model as converted with these settings; it is not changed."""
     with torch.device("meta"):
         config = copy.deepcopy(model.config)
         student = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
@@ -104,7 +104,7 @@ class LayerCache(NamedTuple):
 
     Attributes:
         token_bytes: Bytes per token that is kept.
-        max_tokens: Number of tokens that are kept, at most; infinity for all.
+        max_tokens: Largest number of tokens that are kept; infinity if all are.
         fixed_bytes: Bytes that do not depend on the number of tokens.
     """
 
@@ -113,12 +113,19 @@ class LayerCache(NamedTuple):
     fixed_bytes: int
 
     def bytes_at(self, tokens: int) -> int:
-        """Return the bytes after `tokens` tokens."""
+        """Return the size of the cache in bytes after `tokens` tokens."""
         return int(self.token_bytes * min(tokens, self.max_tokens)) + self.fixed_bytes
 
 
 def cache_of_layers(model: Any) -> list[LayerCache]:
-    """Measure the cache of each layer of a softmax model, by filling it with one token on the meta device."""
+    """Measure the cache of each layer of a softmax model, by filling it with one token.
+
+    Args:
+        model: A softmax language model on the meta device. Its implementation of experts is set to "batched_mm".
+
+    Raises:
+        ValueError: The model cannot run on the meta device.
+    """
     model.set_experts_implementation("batched_mm")  # others read the number of tokens per expert, a value without data
     ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")  # with 4 axes, it is not searched for padding
@@ -139,7 +146,11 @@ def cache_of_layers(model: Any) -> list[LayerCache]:
 
 
 def cache_of_mhla(student: Any) -> dict[int, LayerCache]:
-    """Return the cache of each MHLA layer, by index: tokens of KV heads that keep softmax, and the state of the others."""
+    """Compute the cache of each MHLA layer, by index: tokens of KV heads that keep softmax, and the state of the others.
+
+    Args:
+        student: A converted language model on the meta device (see `sizes_of_layers`).
+    """
     caches = {}
     for index, size in sizes_of_layers(student).items():
         core: Any = mhla_layers(student)[index].mhla
@@ -159,8 +170,8 @@ def compare_caches(softmax: Sequence[LayerCache], mhla: Mapping[int, LayerCache]
         context: A number of tokens to report in addition to `CACHE_LENGTHS`.
 
     Returns:
-        "rows", with bytes by number of tokens, and "smaller_from", the number of tokens from which the converted model's
-        cache is smaller.
+        A dict with "rows", a list of {"tokens", "softmax", "mhla"} with the bytes before and after, and "smaller_from", the
+        number of tokens from which the converted model's cache is smaller.
     """
     converted = [mhla.get(index, layer) for index, layer in enumerate(softmax)]
     rows = [

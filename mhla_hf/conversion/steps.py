@@ -10,7 +10,7 @@ import torch
 from ..nn.settings import MHLASettings
 
 
-def chosen_settings(
+def choose_settings(
     settings: MHLASettings | None,
     defaults: MHLASettings,
     layers: str | Sequence[int] | None,
@@ -19,13 +19,13 @@ def chosen_settings(
     """Resolve the settings of a conversion.
 
     Args:
-        settings: All settings at once; None: `defaults`.
+        settings: All settings at once; None takes `defaults`.
         defaults: Settings of the family's record.
         layers: Takes precedence over `settings` and `overrides`, unless it is None.
         overrides: Single fields, which take precedence over `settings`.
 
     Returns:
-        The settings. Options that only make sense with a window are off if an override leaves no window.
+        The settings. If they have no window (`local`), options that need one are turned off, unless an override sets them.
 
     Raises:
         TypeError: `settings` is not `MHLASettings`, or a field does not exist.
@@ -50,7 +50,7 @@ def chosen_settings(
 
 
 def match_device_and_dtype(core: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a new core to the device of its layer and cast it to `dtype`, except the mixing, which stays fp32."""
+    """Move a core to `device` and cast it to `dtype`, except for its mixing, which stays fp32; in place."""
     core.to(device)
     for name, parameter in core.named_parameters():
         if not name.startswith("mixing."):

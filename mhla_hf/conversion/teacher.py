@@ -13,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..models.causal_attention import softmax_attentions
-from ..models.encoder_attention import encoder_attentions
+from ..models.causal_attention import find_causal_attentions
+from ..models.encoder_attention import find_encoder_attentions
 from ..models.families import ENCODERS
 from .model_family import family_of
 
 
 class SoftmaxCore(nn.Module):
-    """Softmax in place of an MHLA core, causal if the core is.
+    """Computes softmax attention in place of an MHLA core; causal if the core is.
 
     Args:
         core: The MHLA core.
         observe: Called after each forward pass as `observe(core, q, k, v, o, options)`, where q is [B, T, H, K], k
             [B, T, G, K], v [B, T, G, V], the output o [B, T, H, V], and `options` has the keyword arguments to call `core`
-            with. None: nothing is called.
+            with. None calls nothing.
     """
 
     def __init__(self, core: Any, observe: Callable[..., None] | None = None) -> None:
@@ -35,7 +35,15 @@ class SoftmaxCore(nn.Module):
         self.observe = observe
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Attend as the core does, but by softmax, for rows without padding. Returns [B, T, H, V]."""
+        """Attend by softmax, for rows without padding, and call `observe`.
+
+        Args:
+            q, k, v: [B, T, H, K], [B, T, G, K], and [B, T, G, V].
+            **options: Further arguments of the core, of which "scale" is read.
+
+        Returns:
+            [B, T, H, V].
+        """
         o = softmax_attention(q, k, v, options.get("scale"), self.core.causal)
         if self.observe is not None:
             names = ("scale", "hidden_states", "cos_sin")
@@ -46,7 +54,7 @@ class SoftmaxCore(nn.Module):
 def softmax_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool
 ) -> torch.Tensor:
-    """Compute softmax attention, [B, T, H, V], of q [B, T, H, K], k [B, T, G, K] and v [B, T, G, V]."""
+    """Compute softmax attention, [B, T, H, V], of q [B, T, H, K], k [B, T, G, K], and v [B, T, G, V]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True).transpose(1, 2)
 
@@ -63,9 +71,9 @@ def mhla_layers(model: Any) -> dict[int, Any]:
         TypeError: There are none.
     """
     if is_encoder(model):
-        attentions = encoder_attentions(model)
+        attentions = find_encoder_attentions(model)
     else:
-        attentions = softmax_attentions(model) if isinstance(model, nn.Module) else {}
+        attentions = find_causal_attentions(model) if isinstance(model, nn.Module) else {}
         attentions = {
             index: attention for index, attention in attentions.items() if getattr(attention, "is_causal", True)
         }
@@ -76,14 +84,17 @@ def mhla_layers(model: Any) -> dict[int, Any]:
 
 
 def run_body(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the last hidden states, [B, T, width], of token ids [B, T] without padding."""
+    """Run a model without its head: token ids [B, T] without padding -> last hidden states [B, T, width]."""
     options: dict[str, Any] = {} if is_encoder(model) else {"use_cache": False}
     return model.base_model(input_ids=ids.to(model.device), **options)[0]
 
 
 @contextmanager
 def replaced_cores(model: Any, replace: Callable[[Any], nn.Module]) -> Iterator[dict[int, Any]]:
-    """Put `replace(core)` in place of every MHLA core within a `with` block, which gets the replacements by layer."""
+    """Context manager that replaces every MHLA core by `replace(core)`, in place, and yields the new modules by layer index.
+
+    The MHLA cores are restored at the end, even after an exception.
+    """
     layers = mhla_layers(model)
     cores = {index: attention.mhla for index, attention in layers.items()}
     for index, attention in layers.items():
@@ -96,7 +107,12 @@ def replaced_cores(model: Any, replace: Callable[[Any], nn.Module]) -> Iterator[
 
 
 def softmax_instead(model: Any, observe: Callable[..., None] | None = None) -> AbstractContextManager[dict[int, Any]]:
-    """Turn a converted model into its softmax original within a `with` block; see `SoftmaxCore` for `observe`."""
+    """Return a context manager that turns a converted model into its softmax original, in place.
+
+    Args:
+        model: A converted language model or text encoder.
+        observe: See `SoftmaxCore`.
+    """
     return replaced_cores(model, lambda core: SoftmaxCore(core, observe))
 
 

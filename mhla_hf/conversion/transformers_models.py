@@ -14,7 +14,7 @@ from ..models.families import ENCODER, TOWER, Family, family_of_type
 from ..models.rotation import rotation_layout
 from ..nn.settings import MHLASettings, check_settings
 from .model_family import mhla_class
-from .steps import chosen_settings, match_device_and_dtype
+from .steps import choose_settings, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
 REFUSED = {  # reason -> model types of causal and masked language models that do not convert
@@ -66,17 +66,20 @@ def checked_settings(
     layers: str | Sequence[int] | None,
     overrides: dict[str, Any],
 ) -> MHLASettings:
-    """Return the settings that `convert` will use for a model, with `layers` as a list of indices.
+    """Resolve and check the settings of a conversion; the model is not changed.
 
     Args:
         model: A softmax model of transformers.
         family: Its family.
         settings, layers, overrides: As in `convert`.
 
+    Returns:
+        The settings, with `layers` as a list of indices.
+
     Raises:
         ValueError, TypeError: The model cannot be converted with these settings.
     """
-    settings = chosen_settings(settings, MHLASettings(**family.defaults), layers, overrides)
+    settings = choose_settings(settings, MHLASettings(**family.defaults), layers, overrides)
     if settings.rope == "after":
         raise ValueError('rope: got "after", expected "before": the base model rotates q and k before the feature map.')
     kind, is_encoder = family.kind, family.kind is ENCODER
@@ -97,7 +100,7 @@ def checked_settings(
 def without_softmax_layers(
     mhla_layers: Sequence[int], softmax_heads: dict[str, list[int]], attentions: dict[int, Any], config: Any
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """Remove the layers all of whose KV heads keep softmax from the MHLA layers.
+    """Remove from the MHLA layers those in which all KV heads keep softmax.
 
     Args:
         mhla_layers: Indices of layers.
@@ -106,7 +109,7 @@ def without_softmax_layers(
         config: Configuration of the model.
 
     Returns:
-        The remaining indices, and `softmax_heads` of layers that are partly MHLA.
+        The indices of the remaining layers, and the part of `softmax_heads` that belongs to them.
 
     Raises:
         ValueError: `softmax_heads` has a layer or head that does not exist, or no MHLA layer remains.
@@ -131,9 +134,7 @@ def without_softmax_layers(
 def convert_transformers_model(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> Any:
-    """Convert a model of transformers in place, and return it.
-
-    Args: As in `convert`.
+    """Convert a model of transformers in place, and return it. See `convert` for the arguments.
 
     Raises:
         ValueError, TypeError: The model cannot be converted with these settings; it is unchanged.
@@ -145,7 +146,8 @@ def convert_transformers_model(
 def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
     """Convert a model in place, and return it.
 
-    The model stays the same object; its class, its configuration, and the classes of its attention modules change.
+    The model stays the same object; its class, its configuration, and the classes of its attention modules change. Its MHLA
+    classes are registered in transformers' Auto classes. A warning is logged if the base has dropout in its attention.
 
     Args:
         model: A softmax model of transformers.
@@ -180,7 +182,7 @@ def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
 
 
 def convertible_family(model: Any) -> Family:
-    """Return the family of a softmax model of transformers.
+    """Return the family of a softmax model of transformers that can be converted.
 
     Raises:
         TypeError: The object is not a model of transformers.
@@ -213,10 +215,10 @@ def family_to_convert(model_type: str) -> Family:
 def choose_convertible(
     settings: MHLASettings, config: Any, attentions: dict[int, Any], both_ways: bool
 ) -> list[int] | tuple[int, ...]:
-    """Choose the layers that become MHLA, among those that do nothing that MHLA cannot.
+    """Choose the layers that become MHLA, among those whose attention MHLA can replace.
 
     Args:
-        settings: Settings of the conversion. If `layers` is a text such as "2/3", it counts convertible layers only.
+        settings: Settings of the conversion. If `layers` is "2/3", only layers that can become MHLA are counted.
         config: Configuration of the model.
         attentions: Its attention modules, by layer.
         both_ways: Whether its layers see later tokens, too, as in an encoder.
@@ -249,7 +251,7 @@ def choose_convertible(
 
 
 def reason_to_keep_softmax(attention: torch.nn.Module, config: Any, both_ways: bool = False) -> str | None:
-    """Return why a softmax layer cannot become MHLA, as the end of a sentence; None if it can.
+    """Return why a softmax layer cannot become MHLA, as a clause without a period; None if it can.
 
     Args:
         attention: The attention module of the layer.

@@ -14,11 +14,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 
 class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """The state of one MHLA layer in a KV cache.
+    """Holds the decoder state of one MHLA layer in a KV cache of transformers.
 
     Args:
         static: Whether it replaces a static layer, and therefore counts tokens in a tensor.
-        max_cache_len: Length of the static layer that it replaces.
+        max_cache_len: Length of the static layer that it replaces; None if that is not static.
         softmax: Layer for the keys and values of the heads that keep softmax; None if there are none.
 
     Attributes:
@@ -45,7 +45,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.padded: Any = None
 
     def count(self, hidden_states: torch.Tensor) -> None:
-        """Add the columns of hidden states [B, T, ..] to `seen_tokens`."""
+        """Add T to `seen_tokens`, in place, for hidden states [B, T, ..]."""
         if not isinstance(self.seen_tokens, torch.Tensor):
             self.seen_tokens += hidden_states.shape[1]
             return
@@ -54,7 +54,10 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.seen_tokens.add_(hidden_states.shape[1])  # `+=` would make it an output of a compiled step
 
     def mixing_for(self, mixing: Any, new_tokens: int, block_size: int) -> torch.Tensor:
-        """Return mixing weights for all blocks after `new_tokens` more, recomputed when their number exceeds a power of two.
+        """Return mixing weights for all blocks of the sequence after `new_tokens` more tokens.
+
+        The matrix is kept in `self.mixing`. When it becomes too small, it is recomputed for the next power of two of blocks.
+        A matrix that needs a gradient is not kept.
 
         Args:
             mixing: Module that computes the matrix for a number of blocks.
@@ -62,7 +65,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             block_size: Number of tokens in a block.
 
         Returns:
-            A mixing matrix of at least as many blocks as are needed; exactly as many if it needs a gradient.
+            [n, n] or [H, n, n], where n is at least the number of blocks; exactly that number if it needs a gradient.
         """
         needed = -(-(int(self.seen_tokens) + new_tokens) // block_size)
         if torch.is_grad_enabled() and mixing.weight.requires_grad:
@@ -73,12 +76,12 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return self.mixing
 
     def note_padding(self, key_mask: torch.Tensor) -> None:
-        """Remember the mask of a call with padding, bool [B, T], True for real tokens, for `crop`."""
+        """Store the mask of a call with padding, bool [B, T], True for real tokens, for `crop`; not under torch.compile."""
         if not torch.compiler.is_compiling():
             self.padded = key_mask, self.seen_tokens + key_mask.shape[1]
 
     def get_seq_length(self) -> Any:
-        """Return the number of columns, an integer, or in a static cache a tensor."""
+        """Return the number of columns, padding included: an integer, or a tensor in a static cache."""
         return self.seen_tokens
 
     def get_max_length(self) -> int:
@@ -86,15 +89,15 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
-        """Return length and offset of the keys that a mask covers, for `query_length` new tokens.
+        """Return the length and the offset of the keys that a mask covers, for `query_length` new tokens.
 
-        They are those of the softmax layer that this one replaces, because transformers may size the masks of other layers
+        They are those of the softmax layer that this layer replaces, because transformers may size the masks of other layers
         by this one.
         """
         return (self.seen_tokens + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, since the first forward pass makes the state."""
+        """Do nothing, since the first forward pass creates the state."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ValueError: only layers without MHLA call this."""
@@ -103,43 +106,43 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     update_conv_state = update_recurrent_state = update
 
     def offload(self) -> None:
-        """Do nothing, since transformers offloads before the layer has read its state."""
+        """Do nothing, since transformers would offload the state before the layer has read it."""
 
     prefetch = offload
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens, in place."""
         self.state, self.mixing, self.padded = None, None, None
         self.seen_tokens *= 0
         if self.softmax is not None:
             self.softmax.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Select rows, with repetitions, by `beam_idx` [B], for beam search."""
+        """Replace row i by row `beam_idx[i]`, in place, for beam search; `beam_idx` is int64 [B]."""
         if self.state is not None:
             self.state.select(beam_idx)
         if self.softmax is not None:
             self.softmax.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
+        """Repeat every row `repeats` times, in place; copies of a row are next to each other."""
         if self.state is not None:
             self.state.repeat(repeats)
         if self.softmax is not None:
             self.softmax.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows that `indices` lists."""
+        """Keep the rows at `indices`, in place."""
         if self.state is not None:
             self.state.select(indices)
         if self.softmax is not None:
             self.softmax.batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens exactly, for assisted generation.
+        """Remove the last tokens of every row, in place, for assisted generation.
 
         Args:
-            tokens_to_remove: Minus the number of tokens, at most one block.
+            tokens_to_remove: The negative number of tokens, of at most one block.
 
         Raises:
             ValueError: There are too many of them, or padding is among them.
@@ -163,10 +166,14 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
 
 class MHLADynamicCache(DynamicCache):
-    """A `DynamicCache` with MHLA layers, which `mhla_cache_layer` makes from one without."""
+    """A `DynamicCache` with MHLA layers; `mhla_cache_layer` turns a `DynamicCache` into this class."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, MHLA layers first, so that an error of theirs leaves the softmax layers unchanged."""
+        """Remove the last tokens, first from MHLA layers, so that an error in them leaves softmax layers unchanged.
+
+        Args:
+            tokens_to_remove: The negative number of tokens.
+        """
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, MHLACacheLayer)):
             layer.crop(tokens_to_remove)
 
@@ -174,7 +181,9 @@ class MHLADynamicCache(DynamicCache):
 def mhla_cache_layer(
     past_key_values: Cache | None, layer_idx: int, keeps_softmax: bool = False
 ) -> MHLACacheLayer | None:
-    """Return an MHLA layer of a cache, and put it there at first use.
+    """Return the MHLA layer of a cache with this index, which at first use replaces the layer that is there.
+
+    The cache changes in place: missing layers are added, and a `DynamicCache` becomes an `MHLADynamicCache`.
 
     Args:
         past_key_values: The cache, or None.

@@ -56,7 +56,8 @@ def mhla_attention(
         Outputs [B, T, H, V], and None in place of attention weights.
 
     Raises:
-        ValueError: An argument asks for what MHLA cannot do, or the KV cache came past the layer's own.
+        ValueError: An argument asks for what MHLA cannot do; keys of the past or a KV cache arrive by another way than
+            `mhla_cache`; or this process has no MHLA heads in training with tensor parallelism.
     """
     check_cache_arrived(query.shape[2], key.shape[2], kwargs)
     for name in SOFTMAX_ONLY:
@@ -100,14 +101,15 @@ def mhla_attention(
 
 
 class SoftmaxHeads(nn.Module):
-    """Attention of the heads of an MHLA layer that keep softmax, by the function that the model's configuration names.
+    """Computes the softmax heads of an MHLA layer by the attention function that the model's configuration selects.
 
-    Attention functions get this in place of an attention module; it has the attributes that they read.
+    This module is passed to the attention function in place of an attention module, and has the attributes that such
+    functions read.
 
     Args:
         attention: The attention module of transformers.
-        config: The configuration of the model, so that `set_attn_implementation` applies; that of `attention` is a copy
-            that selects MHLA.
+        config: The configuration of the model, on which `set_attn_implementation` has an effect. The configuration of
+            `attention` is a copy that selects MHLA.
     """
 
     def __init__(self, attention: Any, config: Any):
@@ -139,9 +141,9 @@ class SoftmaxHeads(nn.Module):
             query: [B, H, T, K], the query heads that keep softmax.
             key: [B, G, T, K], their KV heads.
             value: [B, G, T, V].
-            attention_mask: As the base's attention function takes it.
-            cache: The `MHLACacheLayer` of the layer, to whose `softmax` keys and values are added; or None.
-            scaling, dropout, kwargs: As the base passes them to its attention function.
+            attention_mask: The mask that the base passes to its attention function.
+            cache: The `MHLACacheLayer` of the layer, or None. Keys and values are added to its `softmax`, in place.
+            scaling, dropout, **kwargs: Further arguments that the base passes to its attention function.
 
         Returns:
             [B, T, H, V].
@@ -157,15 +159,17 @@ def padding_mask(
 ) -> torch.Tensor | None:
     """Make the mask of a model without softmax layers; transformers calls this as a mask function.
 
-    It covers the new tokens only. If it covered the past, too, every compiled step of `generate` would see a new shape.
+    The mask covers the new tokens only. If it covered the past, too, every compiled step of `generate` would see a new
+    shape.
 
     Args:
         q_length: Number of new tokens, T.
         q_offset: Number of tokens before these.
         attention_mask: [B, S], or None.
+        *args, **kwargs: Ignored.
 
     Returns:
-        [B, T], or None without a mask; never T x T.
+        The columns of `attention_mask` for the new tokens, [B, T], in place of a T x T mask; None without a mask.
     """
     return None if attention_mask is None else new_columns(attention_mask, q_length, q_offset)
 
@@ -175,7 +179,9 @@ AttentionMaskInterface.register(ATTENTION_NAME, padding_mask)
 
 
 class MHLAMixer:
-    """Mixed into an attention class of transformers; the module has a child `mhla`, an `MHLA` or a `DecayMHLA`.
+    """Passes the layer's input and its MHLA cache to `mhla_attention`; a mixin for attention classes of transformers.
+
+    The module has a child `mhla`, an `MHLA` or a `DecayMHLA`.
 
     Attributes:
         reads_unrotated: Whether MHLA reads q and k as they were before the rotary embedding (`rope="near"`).
@@ -184,12 +190,17 @@ class MHLAMixer:
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call the base without a KV cache, and pass the layer's own cache to the attention function.
 
+        At first use, an MHLA layer is put into the KV cache (see `mhla_cache_layer`). The new tokens are counted in it.
+
         Args:
             hidden_states: [B, T, C].
-            *args, **kwargs: As the base takes them; the cache is recognized by its type, since its name varies.
+            *args, **kwargs: Arguments of the base. The cache is recognized by its type, because its name varies.
 
         Returns:
-            As the base.
+            The output of the base.
+
+        Raises:
+            ValueError: The KV cache holds softmax keys and values of this layer, or see `mhla_attention`.
         """
         cache_name, keeps_softmax = find_cache(kwargs), hasattr(self, "softmax_heads")
         past = kwargs.pop(cache_name) if cache_name is not None else None
@@ -203,8 +214,8 @@ class MHLAMixer:
         return output
 
 
-def softmax_attentions(model: nn.Module) -> dict[int, Any]:
-    """Return the attention modules of a decoder by layer index: MHLA, and those that call the attention interface."""
+def find_causal_attentions(model: nn.Module) -> dict[int, Any]:
+    """Return the attention modules of a decoder by layer index: MHLA modules, and those that call an attention function."""
     layer_parts: list[Any] = [
         module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)
     ]
@@ -222,12 +233,16 @@ def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
 
 
 def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
-    """Let MHLA layers read q and k as `settings.rope` says, and give `settings.softmax_heads` their softmax back.
+    """Apply the settings `rope` and `softmax_heads` to the MHLA layers of a model, in place.
+
+    Args:
+        model: The model, whose layers in `settings.layers` are MHLA.
+        settings: The settings, with `layers` as a list of indices.
 
     Raises:
-        ValueError: There are no such heads.
+        ValueError: A layer's rotary embedding cannot be undone, or there are no such heads.
     """
-    attentions = softmax_attentions(model)
+    attentions = find_causal_attentions(model)
     layers: Any = settings.layers
     for attention in (attentions[index] for index in layers):
         attention.reads_unrotated = settings.rope == "near"
@@ -238,7 +253,9 @@ def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
 
 
 def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
-    """Give some KV heads of an MHLA attention module their softmax back, in place.
+    """Let some KV heads of an MHLA attention module keep softmax, in place.
+
+    Sets `softmax_heads` of the module and `heads` of its core.
 
     Args:
         attention: The module.
@@ -246,7 +263,7 @@ def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> Non
         heads: Indices of KV heads, fewer than all.
 
     Raises:
-        ValueError: There are no such heads, or they are all.
+        ValueError: An index is too large, or all KV heads are listed.
     """
     num_heads = attention.mhla.num_kv_heads
     if max(heads) >= num_heads or len(heads) >= num_heads:
@@ -259,19 +276,24 @@ def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> Non
 def pass_padding(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Pass padding or the borders of packed sequences on to the layers; called before a body runs.
+    """Add the padding or the borders of packed sequences to the arguments of a model, which passes them on to its layers.
 
-    Also counts positions from the first real token of each row, unless the caller passes positions, so that a padded row
-    gives what the row alone gives.
+    Called before each forward pass of a model without its head. If the mask is [B, S] and the caller passes no positions,
+    only real tokens are counted as positions, so that padding does not change the outputs of a row.
 
     Args:
         body: The model without its head.
         args, kwargs: The arguments of the call.
-        names: The parameters of the body's forward.
+        names: The names of the parameters of its forward, without `self`.
 
     Returns:
-        The new arguments, all by keyword, with `cu_seq_lens_q` [N + 1] for packed sequences, or with `mhla_padding` if there
-        is padding: a pair of the first real token of each row [B] and bool [B, T], True for real tokens.
+        No positional arguments, and all arguments by keyword. For N packed sequences they have `cu_seq_lens_q` [N + 1]. If
+        there is padding they have `mhla_padding`: int64 [B], the first real token of each row, and bool [B, T], True for
+        real tokens.
+
+    Raises:
+        ValueError: The cache is paged, sequences are packed in a batch of several rows or along with a mask or a cache, or
+            the mask has a wrong shape or hides more than the future and padding.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     refuse_paged_cache(kwargs)
@@ -302,7 +324,7 @@ def pass_padding(
 
 
 def first_new_column(mask: torch.Tensor, length: int, seen: Any) -> Any:
-    """Return the first of the columns of new tokens: `seen`, or less if the mask does not go so far.
+    """Return the index of the first new token's column in a mask: `seen`, or S - `length` if that is less.
 
     Args:
         mask: [B, S].
@@ -331,6 +353,9 @@ def real_columns(mask: Any, batch: int, length: int, seen: Any) -> torch.Tensor 
 
     Returns:
         bool [B, S] for the tokens in the cache and the new ones; None if there is no mask for layers of full attention.
+
+    Raises:
+        ValueError: The mask has another shape, or hides more than the future and padding.
     """
     if isinstance(mask, dict):
         # Sliding layers are not converted.
@@ -368,15 +393,19 @@ def check_only_padding(allowed: torch.Tensor, seen: int) -> None:
 def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tensor | None:
     """Return the borders of sequences that are packed into one row.
 
-    They come from `cu_seq_lens_q`, `seq_idx`, or `position_ids`; the last counts only without a mask and without a past.
+    They are read from `cu_seq_lens_q`, else from `seq_idx`, else from `position_ids` [B, T] with T > 1. `position_ids` are
+    read only if there is no mask and the cache is empty.
 
     Args:
         kwargs: The arguments of the call.
-        batch: B.
+        batch: Number of rows, B.
         seen: Number of tokens in the cache.
 
     Returns:
         Int [N + 1] for N sequences, or None if nothing is packed.
+
+    Raises:
+        ValueError: `seq_idx` or `position_ids` pack sequences in a batch of several rows.
     """
     if kwargs.get("cu_seq_lens_q") is not None:
         return kwargs["cu_seq_lens_q"]
@@ -392,15 +421,18 @@ def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tenso
 
 @torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q with them.")
 def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | None:
-    """Return the borders of packed sequences, which are where `ids` do not go on by `step`.
+    """Find the borders of packed sequences: the tokens at which `ids` do not increase by `step`.
 
     Args:
         ids: Int [B, T], positions or the index of each token's sequence.
-        step: Difference between neighbors in one sequence.
-        batch: B, which has to be 1 if there are borders.
+        step: Difference between neighboring ids in one sequence: 1 for positions, 0 for indices of sequences.
+        batch: Number of rows, B.
 
     Returns:
         int32 [N + 1] for N sequences, or None if there is only one.
+
+    Raises:
+        ValueError: There is a border, and B is not 1.
     """
     is_border = ids.diff() != step
     if not bool(is_border.any()):
@@ -412,7 +444,7 @@ def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | Non
 
 
 def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int) -> dict[str, Any]:
-    """Return the arguments that a body needs for packed sequences.
+    """Return the arguments that a model without its head needs for packed sequences.
 
     Args:
         kwargs: The arguments of the call.
@@ -442,7 +474,7 @@ def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int)
 CAUSAL_SWAP = AttentionSwap(
     function_name=ATTENTION_NAME,
     mixin=MHLAMixer,
-    find_attentions=softmax_attentions,
+    find_attentions=find_causal_attentions,
     core_sizes=causal_core_sizes,
     prepare=pass_padding,
     finish=finish_causal_layers,

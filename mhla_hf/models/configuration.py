@@ -57,7 +57,11 @@ class MHLAConfig(PreTrainedConfig):
     mhla: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill in widths, and check `mhla`."""
+        """Fill in widths, check `mhla`, and resolve its layers to indices.
+
+        Raises:
+            ValueError: A setting is not valid, or `layers` leaves out a layer.
+        """
         kwargs.pop("transformers_weights", None)
         heads = self.num_attention_heads
         if self.head_dim is None:
@@ -74,7 +78,7 @@ class MHLAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the base's dictionary, with the entry that stops softmax classes (see `MHLAConfigMixin`)."""
+        """Return the configuration as a dictionary, with `transformers_weights` added (see `MHLAConfigMixin`)."""
         return {**super().to_dict(), "transformers_weights": NO_SOFTMAX}
 
     @classmethod

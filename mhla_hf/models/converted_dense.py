@@ -5,12 +5,12 @@ from typing import Any
 
 from ..nn.core import MHLA
 from .causal_attention import CAUSAL_SWAP
-from .derived_classes import derived_class_named
+from .derived_classes import find_derived_class
 from .families import LANGUAGE
 
 DENSE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA)
 
 
 def __getattr__(name: str) -> Any:
-    """Make a class on first use."""
-    return derived_class_named(name, LANGUAGE, DENSE_SWAP)
+    """Return the MHLA class of this name, which is created on first use; raise AttributeError if there is none."""
+    return find_derived_class(name, LANGUAGE, DENSE_SWAP)

@@ -5,11 +5,11 @@ A module of its own because it is the source of checkpoints: the bundler keeps w
 
 from typing import Any
 
-from .derived_classes import derived_class_named
+from .derived_classes import find_derived_class
 from .encoder_attention import ENCODER_SWAP
 from .families import ENCODERS
 
 
 def __getattr__(name: str) -> Any:
-    """Make a class on first use."""
-    return derived_class_named(name, ENCODERS, ENCODER_SWAP)
+    """Return the MHLA class of this name, which is created on first use; raise AttributeError if there is none."""
+    return find_derived_class(name, ENCODERS, ENCODER_SWAP)

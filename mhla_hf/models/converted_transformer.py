@@ -20,7 +20,7 @@ from .families import DIFFUSION
 
 @functools.cache
 def derived_transformer(name: str) -> Any:
-    """Return the MHLA class of a transformer of diffusers, such as "MHLAWanTransformer3DModel", which is made once.
+    """Return the MHLA class of a transformer of diffusers, such as "MHLAWanTransformer3DModel", created on first use.
 
     Raises:
         AttributeError: No family of this module has such a class.

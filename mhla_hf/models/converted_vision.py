@@ -5,11 +5,11 @@ A module of its own because it is the source of checkpoints: the bundler keeps w
 
 from typing import Any
 
-from .derived_classes import derived_class_named
+from .derived_classes import find_derived_class
 from .families import VISION
 from .grid_attention import GRID_SWAP
 
 
 def __getattr__(name: str) -> Any:
-    """Make a class on first use."""
-    return derived_class_named(name, VISION, GRID_SWAP)
+    """Return the MHLA class of this name, which is created on first use; raise AttributeError if there is none."""
+    return find_derived_class(name, VISION, GRID_SWAP)

@@ -34,17 +34,17 @@ from .transformers_api import (
 class AttentionSwap:
     """Describes how the attention modules of one kind of model are replaced by MHLA.
 
-    All MHLA classes that are made in one module share an instance.
+    All MHLA classes of one entry module (`AttentionKind.entry`) share an instance.
 
     Attributes:
-        function_name: Name under which transformers knows the attention function of MHLA.
-        mixin: Mixed into the attention classes of the bases.
+        function_name: Name under which the attention function of MHLA is registered in transformers.
+        mixin: First base of the MHLA attention classes.
         find_attentions: Returns the attention modules of a model, by layer index.
         core_sizes: Called with an attention module and the model's configuration; returns the arguments of the core other
             than the settings.
         matrix_core: Core that mixes blocks by a matrix; None if the module has none.
         decay_core: Core that mixes them by decays; None if the module has none.
-        prepare: Called before each forward pass of the body (see `forward_preparing`), or None.
+        prepare: Called before each forward pass of the model without its head (see `prepare_inner_body`), or None.
         finish: Called with the model and its settings when all layers are swapped, or None.
         replaces_masks: Whether to select the attention function of MHLA for the whole model if every attention layer is
             MHLA, so that transformers builds no T x T mask.
@@ -61,7 +61,7 @@ class AttentionSwap:
     replaces_masks: bool = True
 
     def core_class(self, settings: MHLASettings) -> Any:
-        """Return the core of the settings' mixing form. Raise ValueError if there is none."""
+        """Return the class of the core for `settings.mixing_form`. Raise ValueError if there is none."""
         core_class = self.decay_core if settings.mixing_form == "decay" else self.matrix_core
         if core_class is None:
             raise ValueError(
@@ -71,14 +71,18 @@ class AttentionSwap:
 
 
 class MHLAConfigMixin:
-    """Adds `mhla`, the settings, to the configuration class of a base, as the first of the bases.
+    """Adds the settings, `mhla`, to a configuration class of transformers; must come first among the bases of a class.
 
-    `config.json` also gets `transformers_weights`, which names a file that does not exist. Without it a softmax class would
-    load the folder and ignore the weights `mhla.*`; with it, that is an error. This class drops the entry.
+    `config.json` also gets `transformers_weights`, which names a file that does not exist. Without it, a softmax class would
+    load the folder and ignore the weights `mhla.*`. With it, that is an error. This class ignores it when loading.
     """
 
     def __post_init__(self: Any, **kwargs: Any) -> None:
-        """Call the base's `__post_init__`, check `mhla`, and resolve its layers to indices."""
+        """Call the base's `__post_init__`, check `mhla`, and resolve its layers to indices.
+
+        Raises:
+            ValueError: A setting is not valid, or there are no such layers.
+        """
         values = kwargs.pop("mhla", None)
         if values is not None:
             kwargs.pop("transformers_weights", None)
@@ -89,13 +93,13 @@ class MHLAConfigMixin:
             self.mhla = settings.to_dict()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the base's dictionary, with the entry that stops softmax classes."""
+        """Return the configuration as a dictionary, with `transformers_weights` added if `mhla` is set."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         return {**values, "transformers_weights": NO_SOFTMAX} if values.get("mhla") is not None else values
 
 
 class MHLAHeadMixin(MHLAPreTrainedMixin):
-    """Mixin for model classes: builds the base model, then converts the layers that `config.mhla` lists to MHLA.
+    """Builds the base model, then replaces the layers that `config.mhla` lists by MHLA; a mixin for model classes.
 
     It must come first among the bases of a class.
 
@@ -120,7 +124,13 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         self.install_mhla(MHLASettings.from_dict(config.mhla))
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Turn the attention modules that `settings.layers`, a list of indices, names into MHLA, in place.
+        """Turn the attention modules of the layers in `settings.layers` into MHLA, in place.
+
+        May also select the attention function of MHLA in `self.config` (see `AttentionSwap.replaces_masks`), and registers a
+        pre-forward hook on the base model if `self` is a model with a head.
+
+        Args:
+            settings: The settings, with `layers` as a list of indices.
 
         Raises:
             ValueError: The settings do not fit the model.
@@ -145,12 +155,12 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         self._can_compile_fullgraph = core_class.compiles_fullgraph
 
     def entry_to_save(self: Any) -> str:
-        """Return the name of the module to save: that of the model's mixing form if there is one, else the family's."""
+        """Return the name of the module to save with the weights (see `AttentionKind.sources`)."""
         form = "decay" if self.config.mhla["mixing_form"] == "decay" else "matrix"
         return self.family.kind.sources.get(form, self.family.entry)
 
     def class_names(self: Any) -> list[str]:
-        """Return the names of the family's classes, body and heads."""
+        """Return the names of the family's MHLA model classes, with and without heads."""
         return [f"MHLA{name}" for name in base_classes(self.family)]
 
 
@@ -161,13 +171,18 @@ _DERIVED: dict[type, Any] = {}
 
 
 def derived_class(base: type, mixin: type, entry: str, **namespace: Any) -> Any:
-    """Return the MHLA class of a base, such as `MHLALlamaAttention(mixin, LlamaAttention)`.
+    """Create the MHLA class of a base, such as `MHLALlamaAttention(mixin, LlamaAttention)`.
+
+    Each base has one MHLA class. If it exists already, it is returned, and all other arguments are ignored.
 
     Args:
         base: Class of transformers.
-        mixin: The first of the bases.
+        mixin: First base of the new class.
         entry: Module in which pickle finds the class by its name; in a bundle, that is the bundle's module.
         **namespace: Further attributes of the class.
+
+    Returns:
+        The MHLA class.
     """
     if base not in _DERIVED:
         namespace["__module__"] = __name__.replace("models.derived_classes", entry)
@@ -176,12 +191,12 @@ def derived_class(base: type, mixin: type, entry: str, **namespace: Any) -> Any:
 
 
 def model_name(family: Family) -> str:
-    """Return the start of a family's class names, such as "Llama"; empty if this release lacks the model type."""
+    """Return the common start of a family's class names, such as "Llama"; "" if transformers lacks the model type."""
     return HEAD_NAME.sub("", next(iter(class_names(family)), ""))
 
 
 def base_classes(family: Family) -> dict[str, Any]:
-    """Return the classes of a family's base that this release of transformers has, by name."""
+    """Return the softmax model classes of a family by name, as far as this release of transformers has them."""
     classes = {name: getattr(transformers, name, None) for name in class_names(family)}
     config = config_class_of(family.base)
     return {
@@ -198,7 +213,15 @@ def derived_config_class(family: Family) -> Any:
 
 
 def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
-    """Return a model class of a converted family, such as `MHLALlamaForCausalLM(MHLAHeadMixin, LlamaForCausalLM)`."""
+    """Return a model class of a converted family, such as `MHLALlamaForCausalLM(MHLAHeadMixin, LlamaForCausalLM)`.
+
+    Also registers the base's weight renames for the new model type in transformers.
+
+    Args:
+        family: The family.
+        base: Softmax model class of transformers.
+        swap: How the attention modules become MHLA.
+    """
     config = derived_config_class(family)
     copy_weight_renames(family.base, config.model_type)
     cores = [core for core in (swap.matrix_core, swap.decay_core) if core is not None]
@@ -212,13 +235,16 @@ def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
         "_can_set_experts_implementation": classmethod(lambda cls: base._can_set_experts_implementation()),
     }
     if swap.prepare is not None:
-        members["forward"] = forward_preparing(base.forward, swap.prepare)
+        members["forward"] = wrap_forward(base.forward, swap.prepare)
     return derived_class(base, MHLAHeadMixin, family.entry, **members)
 
 
 @functools.cache
 def calls_interface(attention_class: Any) -> bool:
-    """Return whether the forward of a class looks up an attention function, by the local variable that all models use."""
+    """Return whether the forward of an attention class looks up its attention function in transformers' interface.
+
+    It is recognized by the local variable `attention_interface`, which all models use.
+    """
     return "attention_interface" in inspect.unwrap(attention_class.forward).__code__.co_varnames
 
 
@@ -247,14 +273,17 @@ def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
     }
 
 
-def forward_preparing(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of a model so that `prepare` is called before it if the model is a body rather than a head.
+def wrap_forward(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the forward of a model class so that `prepare` changes its arguments if the model has no head.
 
     A hook would not do: callers of `model.forward`, such as sentence-transformers, skip hooks.
 
     Args:
         forward: The forward of the base.
         prepare: As in `prepare_inner_body`.
+
+    Returns:
+        The new forward, with the signature of the old one.
     """
     names = tuple(inspect.signature(forward).parameters)[1:]
 
@@ -272,8 +301,8 @@ def prepare_inner_body(model: Any, prepare: Callable[..., Any]) -> None:
 
     Args:
         model: The model.
-        prepare: Called as `prepare(body, args, kwargs, names=names)`, where `names` are the parameter names of the body's
-            forward without `self`. Returns the new `(args, kwargs)`.
+        prepare: Called as `prepare(base_model, args, kwargs, names=names)`, where `names` are the names of the parameters of
+            the base model's forward, without `self`. Returns the new `(args, kwargs)`.
     """
     if (body := model.base_model) is not model:
         names = tuple(inspect.signature(type(body).forward).parameters)[1:]
@@ -283,11 +312,13 @@ def prepare_inner_body(model: Any, prepare: Callable[..., Any]) -> None:
 def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_name: str) -> None:
     """Turn an attention module of transformers into MHLA, in place.
 
+    The module gets its own copy of the configuration, in which the attention function is selected.
+
     Args:
         attention: The module.
         mhla_class: Its new class, from `derived_class`.
-        core: Its new child `mhla`.
-        function_name: The attention function to select, in a copy of the configuration for this module alone.
+        core: Its new child `mhla`; set to the training or eval mode of the module.
+        function_name: Name of the attention function to select.
     """
     core.train(attention.training)
     attention.__class__ = mhla_class
@@ -298,8 +329,8 @@ def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_na
     attention.add_module("mhla", core)
 
 
-def derived_class_named(name: str, families: tuple[Family, ...], swap: AttentionSwap) -> Any:
-    """Return the class that an entry module has under a name; it is the module's `__getattr__`.
+def find_derived_class(name: str, families: tuple[Family, ...], swap: AttentionSwap) -> Any:
+    """Find an MHLA class by name, and create it if necessary; entry modules call this as `__getattr__`.
 
     Args:
         name: Name of a configuration, model, or attention class, such as "MHLALlamaForCausalLM".

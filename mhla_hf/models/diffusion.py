@@ -50,7 +50,10 @@ class GridState(threading.local):
         return type(self), ()
 
     def run(self, grid: tuple[int, ...] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`, called with `grid`; restore the previous grid afterwards, also on errors."""
+        """Call a function with `grid` as the current grid, and return its result.
+
+        The previous grid is restored afterwards, even if the function raises an exception.
+        """
         if grid == self.grid:
             return function(*args, **kwargs)
         previous, self.grid = self.grid, grid
@@ -61,7 +64,7 @@ class GridState(threading.local):
 
 
 class GridCheckpoint:
-    """A gradient checkpointing function that binds the current grid, for the second run of a block in the backward pass.
+    """A gradient checkpointing function that runs a block with the same grid again in the backward pass.
 
     It is an object rather than a closure so that a copy of the model, such as EMA makes, refers to the state of the copy.
 
@@ -120,12 +123,16 @@ class MHLAAttnProcessor(nn.Module):
         Args:
             attn: Attention module of the base, which holds the projections. If it has a child `input_norm`, as in the
                 authors' DiT, that is applied first.
-            hidden_states: [B, T, C].
-            encoder_hidden_states, attention_mask: None; anything else is an error.
+            hidden_states: [B, T, C]; T is the number of tokens of the grid or, with context parallelism, of this process.
+            encoder_hidden_states, attention_mask: Must be None.
             rotary_emb: Cosines and sines of the rotary embedding, or None.
 
         Returns:
-            [B, T, C].
+            [B, T, C]; fp16 outputs are clipped to the finite range of fp16.
+
+        Raises:
+            ValueError: `encoder_hidden_states` or `attention_mask` is given, or no forward pass of the whole transformer is
+                running, so that the grid is unknown.
         """
         if encoder_hidden_states is not None:
             raise ValueError("encoder_hidden_states: got a tensor, expected None: an MHLA layer is self-attention.")
@@ -160,19 +167,18 @@ class MHLAAttnProcessor(nn.Module):
 
 
 def holds_mhla(processor: Any) -> bool:
-    """Return whether an attention processor is one of MHLA.
+    """Return whether an attention processor is an MHLA processor, which has a child `mhla`.
 
-    The class is not compared: diffusers runs the source file of a checkpoint again at each load, so that models of earlier
-    loads have processors of a class of the same name that is another object.
+    The class is not compared: diffusers runs the source file of a checkpoint at each load, and each run defines a new class.
     """
     return hasattr(processor, "mhla")
 
 
 class MHLATransformerMixin:
-    """Makes a transformer of diffusers an MHLA model, as the first of its bases: `class MHLAX(MHLATransformerMixin, X)`.
+    """Turns a transformer of diffusers into an MHLA model; must come first among its bases.
 
-    The constructor takes the arguments of the base as keywords, and `mhla`: settings as `MHLASettings.to_dict` returns them,
-    or some of them. Those that are missing come from the defaults of the family.
+    For `class MHLAX(MHLATransformerMixin, X)`, the constructor takes the arguments of X as keywords, and `mhla`: a
+    dictionary of settings, as from `MHLASettings.to_dict`. Settings that are missing have the defaults of the family.
 
     Attributes:
         family: The record of the family.
@@ -190,8 +196,8 @@ class MHLATransformerMixin:
         cls.mhla_defaults = cls.family.defaults
         # `compile_repeated_blocks` reads this; some bases name their blocks only in `_no_split_modules`.
         cls._repeated_blocks = cls._repeated_blocks or [n for n in base._no_split_modules or [] if n.endswith("Block")]
-        cls.__init__ = register_to_config(constructor_with_mhla(base, cls.mhla_arguments))
-        cls.forward = forward_on_grid(base)
+        cls.__init__ = register_to_config(make_constructor(base, cls.mhla_arguments))
+        cls.forward = make_forward(base)
         # Without accelerate, diffusers cannot load models with modules that stay in fp32.
         if base._keep_in_fp32_modules or is_accelerate_available():
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
@@ -205,13 +211,20 @@ class MHLATransformerMixin:
 
     @classmethod
     def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Call the base without `auto_map`, the entry by which diffusers found this class and about which it would warn."""
+        """Call the base without the config's `auto_map`, which is not an argument and would cause a warning.
+
+        diffusers has found this class by `auto_map`, and needs it no more.
+        """
         init_dict = {k: v for k, v in config_dict.items() if k != "auto_map"}
         return super().extract_init_dict(init_dict, **kwargs)  # type: ignore[misc]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Set MHLA processors in the layers that `settings.layers`, a list of indices, names; record it in the config."""
-        attentions = self_attentions(self)
+        """Set MHLA processors in some layers, in place, and record the settings in the config.
+
+        Args:
+            settings: The settings, with `layers` as a list of indices.
+        """
+        attentions = find_self_attentions(self)
         self.mhla_state = GridState()
         layers: Any = settings.layers
         for attn in (attentions[index] for index in layers):
@@ -225,10 +238,10 @@ class MHLATransformerMixin:
         self.register_to_config(**values, _use_default_values=defaults)
 
     def token_grid(self: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
-        """Return the number of tokens per axis for latents [B, C, ..].
+        """Compute the number of tokens along each axis for latents [B, C, height, width] or [B, C, frames, height, width].
 
         Raises:
-            ValueError: The latents have another number of axes or channels than this model's.
+            ValueError: The latents do not have this model's number of axes and channels.
         """
         sides, patch = hidden_states.shape[2:], self.config.patch_size
         if len(sides) != self.family.kind.axes or hidden_states.shape[1] != self.config.in_channels:
@@ -239,7 +252,9 @@ class MHLATransformerMixin:
         return tuple(side // step for side, step in zip(sides, patch, strict=True))
 
     def enable_parallelism(self: Any, *, config: Any, cp_plan: None = None) -> None:
-        """Enable context parallelism as diffusers does, with tokens split in the order of their blocks (`TokenShares`).
+        """Enable context parallelism as diffusers does, with tokens split in the order of their blocks.
+
+        Registers the hooks of `TokenShares` on the model.
 
         Args:
             config: `ParallelConfig` or `ContextParallelConfig` of diffusers.
@@ -254,7 +269,7 @@ class MHLATransformerMixin:
             return super().enable_parallelism(config=config)  # type: ignore[misc]
         degree = getattr(getattr(config, "context_parallel_config", config), "ulysses_degree", None) or 1
         heads = self.config.num_attention_heads
-        if heads % degree and len(self.config.mhla["layers"]) < len(self_attentions(self)):
+        if heads % degree and len(self.config.mhla["layers"]) < len(find_self_attentions(self)):
             mismatch = f"which does not divide the {heads} heads of softmax layers"
             raise ValueError(f"ulysses_degree: got {degree}, {mismatch}; expected one that does, or ring_degree.")
         plan = {"proj_out": self._cp_plan["proj_out"]}
@@ -265,7 +280,7 @@ class MHLATransformerMixin:
     def _set_gradient_checkpointing(
         self: Any, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] | None = None
     ) -> None:
-        """Set or remove the checkpointing function, wrapped so that blocks run again with the right grid."""
+        """Enable or disable gradient checkpointing, with the checkpointing function wrapped in a `GridCheckpoint`."""
         function = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
         if enable and not isinstance(function, GridCheckpoint):
             function = GridCheckpoint(self.mhla_state, function)
@@ -276,7 +291,7 @@ class MHLATransformerMixin:
     def save_pretrained(
         self: Any, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        """Save as diffusers does, with the model's source beside the weights, for `trust_remote_code=True`.
+        """Save as diffusers does, and write the model's source to the same folder, for `trust_remote_code=True`.
 
         Args:
             save_directory: Folder to write to.
@@ -296,8 +311,8 @@ class MHLATransformerMixin:
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
 
     def check_processors(self: Any) -> None:
-        """Raise ValueError if an MHLA layer has another processor: diffusers has many ways to set one."""
-        attentions = self_attentions(self)
+        """Raise ValueError if the processor of an MHLA layer was replaced by one that is not MHLA."""
+        attentions = find_self_attentions(self)
         for index in self.config.mhla["layers"]:
             processor = attentions[index].processor
             if not holds_mhla(processor):
@@ -316,8 +331,8 @@ class MHLATransformerMixin:
             The model, or with `output_loading_info=True` the model and the loading info.
 
         Raises:
-            ValueError: A weight is missing, belongs to an MHLA layer that the config does not list, or is damaged. diffusers
-                alone would warn and start with random weights.
+            ValueError: A weight is missing, belongs to an MHLA layer that the config does not list, or is not valid (NaN,
+                negative mixing). diffusers alone would warn, and give missing weights random values.
         """
         path = pretrained_model_name_or_path
         returns_info = kwargs.pop("output_loading_info", False)
@@ -332,13 +347,15 @@ class MHLATransformerMixin:
 
 
 class MHLAProcessorsMixin:
-    """Keeps MHLA processors when attention processors are replaced, for bases with diffusers' `AttentionMixin`.
+    """Keeps MHLA processors when attention processors are replaced; for classes with diffusers' `AttentionMixin`.
 
     It must follow `MHLATransformerMixin` in the bases of a class.
     """
 
     def set_attn_processor(self: Any, processor: Any) -> None:
-        """Set processors as the base does, except in MHLA layers, which keep theirs because these hold their weights.
+        """Set processors as the base does, except in MHLA layers, whose processors hold their weights.
+
+        A warning is logged if another processor is given for an MHLA layer.
 
         Args:
             processor: One processor for all layers, or a dictionary of them by name.
@@ -352,24 +369,28 @@ class MHLAProcessorsMixin:
         super().set_attn_processor({**processors, **mhla_processors})  # type: ignore[misc]
 
     def unfuse_qkv_projections(self: Any) -> None:
-        """Unfuse as the base does, and note it in the attention modules, which some bases forget."""
+        """Unfuse as the base does, and set `fused_projections` to False in all self-attentions, which some bases forget."""
         super().unfuse_qkv_projections()  # type: ignore[misc]
-        for attn in self_attentions(self):
+        for attn in find_self_attentions(self):
             attn.fused_projections = False
 
 
-def constructor_with_mhla(base: Any, further: dict[str, Any]) -> Any:
-    """Return the constructor of an MHLA model.
+def make_constructor(base: Any, further: dict[str, Any]) -> Any:
+    """Make the constructor of an MHLA model.
 
     Args:
         base: Class of diffusers, whose arguments the constructor takes as keywords.
-        further: Further arguments with their defaults; `mhla` is added to them.
+        further: Further arguments of the constructor and their defaults, in addition to `mhla`.
+
+    Returns:
+        A function `__init__` that calls the constructor of `base` and installs MHLA, with a signature that lists all
+        arguments.
     """
 
     def __init__(self: Any, *, mhla: dict[str, Any] | None = None, **kwargs: Any) -> None:
         base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
         settings = MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})})
-        self.install_mhla(resolved_settings(type(self), self, settings))
+        self.install_mhla(resolve_settings(type(self), self, settings))
 
     constructor: Any = __init__
     signature = inspect.signature(base.__init__)
@@ -379,8 +400,8 @@ def constructor_with_mhla(base: Any, further: dict[str, Any]) -> Any:
     return constructor
 
 
-def forward_on_grid(base: Any) -> Callable[..., Any]:
-    """Return the forward of `base`, preceded by a check of the processors and run with the grid of its latents."""
+def make_forward(base: Any) -> Callable[..., Any]:
+    """Wrap the forward of `base` so that it checks the MHLA processors first, and then runs with the grid of its latents."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -391,17 +412,21 @@ def forward_on_grid(base: Any) -> Callable[..., Any]:
     return forward
 
 
-def self_attentions(model: Any) -> list[Any]:
+def find_self_attentions(model: Any) -> list[Any]:
     """Return the self-attention of each block of a transformer, in order."""
     blocks = getattr(model, "transformer_blocks", None)
     return [block.attn1 for block in (model.blocks if blocks is None else blocks)]
 
 
-def resolved_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
-    """Return settings for a conversion of `model` to `model_class`, with `layers` as a list of indices.
+def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
+    """Check settings for a conversion of `model` to `model_class`, and resolve their layers.
+
+    Returns:
+        A copy of the settings with `layers` as a list of indices.
 
     Raises:
-        ValueError: The layout has another number of axes than the grid, or there are no such layers.
+        ValueError: The settings do not fit the model, such as a layout with a wrong number of axes, or there are no such
+            layers.
     """
     check_settings(settings, model_class.__name__, axes=model_class.family.kind.axes)
-    return replace(settings, layers=settings.resolve_layers(len(self_attentions(model))))
+    return replace(settings, layers=settings.resolve_layers(len(find_self_attentions(model))))

@@ -44,15 +44,15 @@ class LocalConv(GridConv):
 
 
 class DiGBlock(BasicTransformerBlock):
-    """A block of DiG, which `become_dig_block` makes from one of DiT."""
+    """A block of DiG: a block of DiT, changed by `become_dig_block`, followed by a local convolution."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the block of the base and then the local convolution; arguments and result as in the base."""
+        """Run the block of the base and then the local convolution: [B, T, C] -> [B, T, C]. See the base for arguments."""
         return self.local(super().forward(*args, **kwargs), self.grid_state.grid)
 
 
 def become_dig_block(block: Any) -> None:
-    """Turn a block of DiT into one of DiG with new weights, in place, except for its attention, which stays softmax."""
+    """Turn a block of DiT into a block of DiG with new weights, in place; its attention stays softmax."""
     attn = block.attn1
     width = attn.to_q.in_features
     narrow = width // 2
@@ -68,7 +68,7 @@ def become_dig_block(block: Any) -> None:
 
 
 def dit_preset(name: str) -> dict[str, Any]:
-    """Return the arguments of the model for a preset.
+    """Return the arguments of `MHLADiTTransformer2DModel` for a preset.
 
     Args:
         name: "DiT-" or "DiG-", a size (S, B, L, XL), and a patch size (/2, /4, /8), such as "DiT-S/2".
@@ -98,9 +98,9 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
             DiT paper counts parameters. In diffusers' class every block has its own. Files always have one per block, which
             are equal copies if the blocks share one.
         input_norm: Whether MHLA layers have a LayerNorm before the projections, as the authors' checkpoints need.
-        timestep_freq_shift: 0 for the timestep frequencies of the original DiT, as the authors' checkpoints need; those of
-            diffusers (1) differ a little.
-        mhla, kwargs: As in `MHLATransformerMixin`.
+        timestep_freq_shift: 0 for the timestep frequencies of the original DiT, which the authors' checkpoints need; 1 for
+            the frequencies of diffusers, which differ a little.
+        mhla, **kwargs: As in `MHLATransformerMixin`.
     """
 
     family = DIT
@@ -109,7 +109,13 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
     _no_split_modules = ["BasicTransformerBlock", "DiGBlock"]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Install MHLA as in every model, and apply the further arguments of this one."""
+        """Set MHLA processors as in every model, and apply the further arguments of this model, in place.
+
+        With `shared_embeddings`, a `state_dict` hook is registered that copies the shared embedding for every block.
+
+        Args:
+            settings: The settings, with `layers` as a list of indices.
+        """
         for block in self.transformer_blocks if self.config.get("dig_block", False) else ():
             become_dig_block(block)
         if self.config.get("shared_embeddings", False):
@@ -133,14 +139,14 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         mhla: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Make a model from scratch, with DiT's initial weights and one embedding of time and class for all blocks.
+        """Create a model from scratch, with DiT's initial weights and one embedding of time and class for all blocks.
 
         Args:
             preset: Name such as "DiT-S/2", of size S, B, L, or XL and patch size 2, 4, or 8; "DiG-S/2" for blocks of DiG.
             input_size: Side of the square latents; 32 for images of 256 pixels.
             num_classes: Number of labels. The model has one more, for no label.
-            mhla: Settings, such as {"cpe": 3, "gate": True}. The family's defaults fill in the rest; for DiG, they include
-                its gate, and its norm per head in place of the normalizer.
+            mhla: Settings, such as {"cpe": 3, "gate": True}; the others have the defaults of the family. For DiG, a gate and
+                a norm per head in place of the normalizer are the default.
             **kwargs: Further arguments of `DiTTransformer2DModel`; `out_channels` defaults to twice `in_channels`.
 
         Returns:
@@ -159,7 +165,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
 
     @torch.no_grad()
     def initialize_weights(self: Any) -> None:
-        """Set the initial weights of DiT (arXiv 2212.09748, section 3.2).
+        """Set the initial weights of DiT (arXiv 2212.09748, section 3.2), in place, except for those of MHLA.
 
         Linear layers are Xavier uniform; every block is the identity, and the output is zero.
         """
@@ -184,7 +190,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         nn.init.zeros_(self.proj_out_2.weight)
 
     def token_grid(self, hidden_states: torch.Tensor) -> tuple[int, ...]:
-        """Return the number of tokens per axis, as the parent class does.
+        """Compute the number of rows and columns of tokens for latents [B, C, height, width].
 
         Raises:
             ValueError: The latents are invalid, or the grid is not square; diffusers' DiT assumes a square.
@@ -196,9 +202,9 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
 
 
 def _copy_embeddings(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Copy the shared embedding for every block of a state dict, since safetensors does not save shared memory.
+    """Give every block of a state dict a copy of the shared embedding, in place; safetensors cannot save shared memory.
 
-    This is a hook of `state_dict`. With `keep_vars=True` the values are parameters, which stay shared.
+    This is a post-hook of `state_dict`. With `keep_vars=True` the values are parameters, which stay shared.
     """
     for name in [name for name in state if name.startswith(f"{prefix}transformer_blocks.") and ".norm1.emb." in name]:
         if not name.startswith(f"{prefix}transformer_blocks.0.") and not isinstance(state[name], nn.Parameter):

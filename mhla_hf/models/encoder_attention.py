@@ -1,8 +1,8 @@
 """Replaces softmax attention by an MHLA core in the attention modules of transformers' text encoders.
 
 As in language models, the base's attention module keeps its projections and RoPE and calls the attention function of
-transformers' `AttentionInterface`; only converted modules call that of MHLA. The body passes the padding of the batch to
-the layers as a keyword argument (`pass_rows`).
+transformers' `AttentionInterface`; only converted modules call that of MHLA. The model without its head passes the padding
+of the batch to the layers as a keyword argument (`pass_rows`).
 """
 
 from typing import Any
@@ -35,16 +35,16 @@ def mhla_encoder_attention(
         module: The attention module, with a child `mhla`.
         query, key: [B, H, T, K].
         value: [B, H, T, V].
-        attention_mask: Not read; `mhla_rows` has the padding without a T x T mask.
+        attention_mask: Ignored; `mhla_rows` has the padding without a T x T mask.
         scaling: Factor of q k^T; None is K**-0.5.
-        dropout: Not used; it applies to softmax.
-        **kwargs: `mhla_rows` (see `pass_rows`), `mhla_hidden_states`, and what else the base passes.
+        dropout: Ignored; it applies to softmax only.
+        **kwargs: `mhla_rows` (see `pass_rows`), `mhla_hidden_states` [B, T, C], and what else the base passes.
 
     Returns:
         Outputs [B, T, H, V], and None in place of attention weights.
 
     Raises:
-        ValueError: Sequences are packed into one row.
+        ValueError: Sequences are packed into one row, or there are more tokens than a matrix core can mix.
     """
     if kwargs.get("cu_seq_lens_q") is not None:
         got = "packed sequences for an MHLA layer of an encoder"
@@ -60,17 +60,17 @@ AttentionInterface.register(ENCODER_ATTENTION_NAME, mhla_encoder_attention)
 
 
 class MHLAEncoderMixer:
-    """Mixed into an encoder's attention class of transformers; the module has a child `mhla`."""
+    """Passes the layer's input to `mhla_encoder_attention`; a mixin for attention classes with a child `mhla`."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call the base, and pass the layer's input [B, T, C] to the attention function, for the gate."""
+        """Call the base with the layer's input [B, T, C] as a further argument of the attention function, for the gate."""
         return super().forward(  # type: ignore[misc]
             hidden_states, *args, mhla_hidden_states=hidden_states, **kwargs
         )
 
 
-def encoder_attentions(model: nn.Module) -> dict[int, Any]:
-    """Return the attention modules of an encoder by layer index."""
+def find_encoder_attentions(model: nn.Module) -> dict[int, Any]:
+    """Return the attention modules of an encoder by layer index: MHLA modules, and those that call an attention function."""
     modules: list[Any] = list(model.modules())
     attentions = [
         module
@@ -88,19 +88,19 @@ def encoder_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
 def pass_rows(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Pass padding on to the layers; called before a body runs.
+    """Add the padding to the arguments of an encoder, which passes it on to its layers.
 
-    If rows are padded on the left, also counts positions from the first real token, unless the caller passes positions, so
-    that a padded row gives what the row alone gives.
+    Called before each forward pass of a model without its head. If rows are padded on the left and the caller passes no
+    positions, positions are counted from the first real token of each row, so that padding does not change its outputs.
 
     Args:
         body: The model without its head.
         args, kwargs: The arguments of the call.
-        names: The parameters of the body's forward.
+        names: The names of the parameters of its forward, without `self`.
 
     Returns:
-        The new arguments, all by keyword. If there is padding, they include `mhla_rows`, a pair of the first real token of
-        each row [B], or None if all rows start with one, and bool [B, T], True for real tokens.
+        No positional arguments, and all arguments by keyword. If there is padding they have `mhla_rows`: int64 [B], the
+        first real token of each row, or None if all rows begin with one; and bool [B, T], True for real tokens.
 
     Raises:
         ValueError: The mask is not [B, T].
@@ -127,7 +127,7 @@ def pass_rows(
 
 
 def first_position(body: nn.Module) -> int:
-    """Return the first position: RoBERTa and its descendants start after the index of their padding token, others at 0."""
+    """Return the position of the first token: 0, or in RoBERTa and its descendants the padding token's index plus one."""
     embeddings: Any = getattr(body, "embeddings", None)
     return embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_input_ids") else 0
 
@@ -135,7 +135,7 @@ def first_position(body: nn.Module) -> int:
 ENCODER_SWAP = AttentionSwap(
     function_name=ENCODER_ATTENTION_NAME,
     mixin=MHLAEncoderMixer,
-    find_attentions=encoder_attentions,
+    find_attentions=find_encoder_attentions,
     core_sizes=encoder_core_sizes,
     matrix_core=SequenceMHLA,
     decay_core=TwoWayMHLA,

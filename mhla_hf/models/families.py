@@ -12,16 +12,16 @@ TEXT = ("encoder_hidden_states", "encoder_attention_mask")
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """A kind of attention that MHLA replaces, with what all families that have it share.
+    """Describes a kind of attention that MHLA replaces, for all families that have it.
 
     Attributes:
-        entry: Module that makes the MHLA classes of these families. Those of transformers have an attribute `swap`, which
-            says which attention class and which cores they install (`AttentionSwap`).
+        entry: Name of the module that creates the MHLA classes of these families. Classes for transformers have an attribute
+            `swap` with the attention class and the cores that they install (`AttentionSwap`).
         defaults: Default settings of a conversion (`MHLASettings`).
         auto_classes: Auto classes of transformers whose models convert; their mappings name the classes of each model type.
         sources: Modules that the bundler starts from, by the mixing form of a model ("decay" or "matrix"); `entry` for
             forms that are not listed.
-        noun: What errors call a model of this kind; those of diffusers are called by their class.
+        noun: Name of a model of this kind in errors; models of diffusers are named by their class.
         axes: Number of axes of the grid of tokens; 0 for sequences.
         linear: Whether the attention is linear already, so that converting it loses nothing.
     """
@@ -41,7 +41,7 @@ class Family:
 
     Attributes:
         base: Model type in transformers, or name of the first class in diffusers.
-        kind: What its attention is, and what follows from that.
+        kind: Kind of attention of its models.
         task: Task (`pipeline_tag`) on the Hub.
         classes: Names of classes that `convert` takes, in addition to those of `kind.auto_classes`. The MHLA class of each
             has the same name after "MHLA".
@@ -63,7 +63,7 @@ class Family:
 
     @property
     def entry(self) -> str:
-        """Module that makes the MHLA classes."""
+        """Name of the module that creates the MHLA classes."""
         return self.kind.entry
 
     @property
@@ -138,19 +138,19 @@ WAN_VIDEO = AttentionKind(
 
 
 def language_family(base: str) -> Family:
-    """Return the record of a family of causal language models of transformers."""
+    """Create the record of a family of causal language models of transformers."""
     # `SCALED_AFTER` in models/rotation.py says why.
     overrides = {"rope": "before"} if base.startswith("hunyuan") else {}
     return Family(base, CAUSAL, "text-generation", overrides=overrides)
 
 
 def vision_family(base: str, *classes: str, prefix: int = 1) -> Family:
-    """Return the record of a family of vision towers of transformers."""
+    """Create the record of a family of vision towers of transformers."""
     return Family(base, TOWER, "image-feature-extraction", classes, prefix=prefix)
 
 
 def diffusion_family(kind: AttentionKind, task: str, *classes: str, **fields: Any) -> Family:
-    """Return the record of a family of transformers of diffusers.
+    """Create the record of a family of transformers of diffusers.
 
     Args:
         kind: Its kind of attention.
@@ -212,7 +212,7 @@ FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
 
 
 def family_of_type(model_type: str | None) -> Family | None:
-    """Return the family of a model type of transformers, or None."""
+    """Return the family of a model type of transformers, or None if it belongs to none."""
     return next((family for family in (*LANGUAGE, *ENCODERS, *VISION) if family.base == model_type), None)
 
 

@@ -2,7 +2,7 @@
 
 As in language models, the base keeps its projections and its positions and calls "the attention function", which is ours in
 the converted modules alone. Attention modules of these towers do not know the grid of their tokens. `pass_grid` computes it
-from the size of the images before the body runs, and it travels to the layers as a keyword argument.
+from the size of the images before the tower runs, and it travels to the layers as a keyword argument.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ GRID_ATTENTION_NAME = f"mhla_grid_{NAMESPACE}"
 
 
 class GridCall(NamedTuple):
-    """What an MHLA layer has to know of one call.
+    """Carries the grid and the layer's input to `mhla_grid_attention`.
 
     It takes the place of the attention mask, which is the only argument that every base passes to its attention function.
 
@@ -52,8 +52,8 @@ def mhla_grid_attention(
         query, key: [B, H, T, K].
         value: [B, H, T, V].
         attention_mask: A `GridCall` in place of a mask.
-        scaling, dropout: Not used; they apply to softmax.
-        **kwargs: Not used.
+        scaling, dropout: Ignored; they apply to softmax only.
+        **kwargs: Ignored.
 
     Returns:
         Outputs [B, T, H, V], and None in place of attention weights.
@@ -67,7 +67,7 @@ AttentionMaskInterface.register(GRID_ATTENTION_NAME, flash_attention_mask)
 
 
 class MHLAGridMixer:
-    """Mixed into a vision attention class of transformers; the module has a child `mhla` (`GridMHLA`)."""
+    """Passes a `GridCall` to `mhla_grid_attention`; a mixin for attention classes of vision towers with a child `mhla`."""
 
     def forward(
         self,
@@ -80,12 +80,15 @@ class MHLAGridMixer:
 
         Args:
             hidden_states: [B, T, C].
-            attention_mask: None; anything else is an error.
+            attention_mask: Must be None.
             mhla_grid: Rows and columns, from `pass_grid`.
-            **kwargs: As the base takes them.
+            **kwargs: Further arguments of the base.
 
         Returns:
-            As the base.
+            The output of the base.
+
+        Raises:
+            ValueError: `attention_mask` is given, or `mhla_grid` is not.
         """
         if attention_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None for MHLA layers of image models.")
@@ -95,7 +98,7 @@ class MHLAGridMixer:
         return super().forward(hidden_states, attention_mask=call, **kwargs)  # type: ignore[misc]
 
 
-def grid_attentions(model: nn.Module) -> dict[int, Any]:
+def find_grid_attentions(model: nn.Module) -> dict[int, Any]:
     """Return the attention modules of a vision tower by layer index."""
     attributes = ("q_proj", "k_proj", "v_proj", "head_dim", "config")
     return dict(enumerate(module for module in model.modules() if all(hasattr(module, name) for name in attributes)))
@@ -118,21 +121,21 @@ def grid_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def hook_body(model: Any, settings: MHLASettings) -> None:
-    """Call `pass_grid` before every call of the tower in `model`."""
+def register_grid_hook(model: Any, settings: MHLASettings) -> None:
+    """Register `pass_grid` as a pre-forward hook on the vision tower in `model`; `settings` are ignored."""
     body = next(module for module in model.modules() if hasattr(module, "embeddings"))
     body.register_forward_pre_hook(pass_grid, with_kwargs=True)
 
 
 def pass_grid(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass the grid of tokens on to the layers; called before a vision tower runs.
+    """Add the grid of tokens to the arguments of a vision tower, which passes it on to its layers; a pre-forward hook.
 
     Args:
         body: The tower.
         args, kwargs: The arguments of the call, with images [B, channels, height, width].
 
     Returns:
-        The arguments with `mhla_grid`, rows and columns of whole patches.
+        `args`, and `kwargs` with `mhla_grid`: the number of rows and columns of whole patches.
 
     Raises:
         ValueError: There are no images of this shape.
@@ -149,9 +152,9 @@ def pass_grid(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 GRID_SWAP = AttentionSwap(
     function_name=GRID_ATTENTION_NAME,
     mixin=MHLAGridMixer,
-    find_attentions=grid_attentions,
+    find_attentions=find_grid_attentions,
     core_sizes=grid_core_sizes,
     matrix_core=GridMHLA,
-    finish=hook_body,
+    finish=register_grid_hook,
     replaces_masks=False,
 )

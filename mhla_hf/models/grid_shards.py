@@ -26,7 +26,7 @@ def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
         grid: Number of tokens per axis.
 
     Raises:
-        ValueError: The tokens cannot be shared equally.
+        ValueError: The number of processes does not divide the number of tokens, and unequal shards are not enabled.
     """
     parallel = config.context_parallel_config
     group = parallel._flattened_mesh.get_group()
@@ -43,7 +43,7 @@ def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
 
 
 class TokenShares:
-    """Hooks that give the blocks of Wan the tokens of this process, and restore the order of all tokens after them.
+    """Forward hooks that select the tokens of this process for the blocks of Wan, and restore the order of all tokens.
 
     It is an object rather than closures so that a copy of the model gets hooks with the state of the copy.
 
@@ -55,24 +55,24 @@ class TokenShares:
         self.state, self.layout, self.config = model.mhla_state, model.config.mhla["layout"], model._parallel_config
 
     def hook(self, model: Any) -> None:
-        """Register the hooks."""
+        """Register the hooks on a model and its modules."""
         model.register_forward_pre_hook(self.before_model, with_kwargs=True)
         model.rope.register_forward_hook(self.after_rope)
         model.blocks[0].register_forward_pre_hook(self.before_blocks)
         model.proj_out.register_forward_hook(self.after_output)
 
     def order(self, grid: Any, device: torch.device) -> torch.Tensor:
-        """Return the order of tokens by block, int64 [T]."""
+        """Return the indices of all tokens in block order, int64 [T]."""
         return Blocks.grid(grid, self.layout).index(device).argsort(stable=True)
 
     def local_tokens(self, x: torch.Tensor, grid: Any) -> torch.Tensor:
-        """Return this process's tokens of x [B, T, ..]."""
+        """Select this process's tokens: x [B, T, ..] -> [B, T', ..]."""
         share = share_of_grid(self.config, grid)
         first, end = share["edges"][share["rank"] :][:2]
         return x.index_select(1, self.order(grid, x.device)[first:end])
 
     def before_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Select this process's timesteps if there is one per token [B, T], as in some models of Wan."""
+        """Select this process's timesteps if they are [B, T], one per token, as in some Wan models; a pre-forward hook."""
         bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
         if bound.arguments["timestep"].ndim == 2:
             grid = model.token_grid(bound.arguments["hidden_states"])
@@ -80,13 +80,13 @@ class TokenShares:
         return bound.args[1:], bound.kwargs
 
     def after_rope(self, _module: nn.Module, _args: Any, rotations: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Select the rotations of this process's tokens."""
+        """Select the rotations of this process's tokens; a forward hook of `model.rope`."""
         return tuple(self.local_tokens(x, self.state.grid) for x in rotations)
 
     def before_blocks(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Select this process's tokens."""
+        """Select this process's tokens; a pre-forward hook of the first block."""
         return self.local_tokens(args[0], self.state.grid), *args[1:]
 
     def after_output(self, _module: nn.Module, _args: Any, tokens: torch.Tensor) -> torch.Tensor:
-        """Restore the order of all tokens [B, T, ..], which diffusers has gathered."""
+        """Restore the order of all tokens [B, T, ..], which diffusers has gathered; a forward hook of `model.proj_out`."""
         return tokens.index_select(1, self.order(self.state.grid, tokens.device).argsort())

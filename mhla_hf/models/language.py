@@ -30,13 +30,13 @@ from ..nn.settings import MHLASettings
 from .cache import mhla_cache_layer
 from .causal_attention import ATTENTION_NAME, mhla_attention, pass_padding
 from .configuration import MHLAConfig
-from .derived_classes import forward_preparing
+from .derived_classes import wrap_forward
 from .pretrained import MHLAPreTrainedMixin
 from .transformers_api import find_cache, set_attention_function
 
 
 class MHLALanguageMixer(nn.Module):
-    """The attention of a layer: the projections of q, k, v, and the output, and an MHLA core."""
+    """Attention of a layer: the projections of q, k, v, and the output, and an MHLA core."""
 
     def __init__(self, config: MHLAConfig, layer_idx: int):
         super().__init__()
@@ -62,7 +62,7 @@ class MHLALanguageMixer(nn.Module):
         Args:
             hidden_states: [B, T, C].
             position_embeddings: Cosines and sines of RoPE.
-            **kwargs: The KV cache, if there is one, and the other arguments of `mhla_attention`.
+            **kwargs: The KV cache, if there is one, which is updated in place, and further arguments of `mhla_attention`.
 
         Returns:
             [B, T, C].
@@ -95,13 +95,13 @@ class MHLADecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return [B, T, C] for hidden states [B, T, C]; `kwargs` as in `MHLALanguageMixer.forward`."""
+        """Run the layer: [B, T, C] -> [B, T, C]. See `MHLALanguageMixer.forward` for **kwargs."""
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
-    """Base of the models from scratch: loading, saving, and initial weights."""
+    """Base class of the language models from scratch: loading, saving, and initial weights."""
 
     config: MHLAConfig
     source_entry = "models.language"
@@ -115,15 +115,16 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
         set_attention_function(config, ATTENTION_NAME)
 
     def class_names(self) -> list[str]:
-        """Return the names of the body's class and of its heads' classes."""
+        """Return the names of the model classes from scratch, with and without heads."""
         return [cls.__name__ for cls in HEADS_FROM_SCRATCH]
 
 
 class MHLAModel(MHLAPreTrainedModel, LlamaModel):
-    """The body: token ids [B, T] to hidden states [B, T, C], by Llama's forward.
+    """Maps token ids [B, T] to hidden states [B, T, C], without a head, by Llama's forward.
 
-    `attention_mask` [B, S] marks padding on either side. Sequences that are packed into one row (B = 1) are told apart by
-    `position_ids`, `seq_idx`, or `cu_seq_lens_q`. Only the last compiles to one graph, because the others are read by value.
+    `attention_mask` [B, S] marks padding on either side. The borders of sequences that are packed into one row (B = 1) are
+    found by `position_ids`, `seq_idx`, or `cu_seq_lens_q`. Only the last compiles to one graph, because the others are read
+    by value.
     """
 
     def __init__(self, config: MHLAConfig) -> None:
@@ -135,11 +136,11 @@ class MHLAModel(MHLAPreTrainedModel, LlamaModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    forward = forward_preparing(LlamaModel.forward, pass_padding)
+    forward = wrap_forward(LlamaModel.forward, pass_padding)
 
 
 class MHLAForCausalLM(MHLAPreTrainedModel, LlamaForCausalLM):
-    """The language model: token ids [B, T] to logits [B, T, vocabulary] and a loss, with `generate`."""
+    """Maps token ids [B, T] to logits [B, T, vocabulary] and, with labels, a loss; can `generate`."""
 
     def __init__(self, config: MHLAConfig) -> None:
         super().__init__(config)
@@ -171,7 +172,7 @@ class MHLAForTokenClassification(GenericForTokenClassification, MHLAPreTrainedMo
 
 
 class MHLAForQuestionAnswering(GenericForQuestionAnswering, MHLAPreTrainedModel):
-    """Predicts the first and the last token of an answer in the text."""
+    """Predicts the first and the last token of the answer to a question in a text."""
 
     def __init__(self, config: MHLAConfig) -> None:
         MHLAPreTrainedModel.__init__(self, config)

@@ -29,7 +29,7 @@ class MHLAPreTrainedMixin:
         return self.source_entry
 
     def class_names(self) -> list[str]:
-        """Return the names of the classes as which Auto classes can load the checkpoint."""
+        """Return the names of the model classes in the checkpoint's source, for Auto classes to load."""
         return []
 
     def initialize_weights(self: Any) -> None:
@@ -45,7 +45,7 @@ class MHLAPreTrainedMixin:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does, check MHLA weights, and freeze a mixing that is not to be learned.
+        """Load as transformers does, check MHLA weights, and freeze the mixing if `learn_mixing` is False.
 
         Args:
             *args, **kwargs: As in transformers.
@@ -73,14 +73,19 @@ class MHLAPreTrainedMixin:
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
-        """Distribute as transformers does, with the parameters of `mhla` split by head wherever projections are.
+        """Distribute as transformers does, with the parameters of `mhla` split by head in layers whose projections are.
+
+        With tensor parallelism, the plan of the model is extended, and its `HeadSplit`s become those of this process.
 
         Args:
-            model: The model.
+            model: The model, changed in place.
             distributed_config, mesh_manager: As in transformers.
 
         Returns:
-            As in transformers.
+            The result of transformers.
+
+        Raises:
+            ValueError: The number of tensor-parallel processes does not divide the number of KV heads.
         """
         if distributed_config is not None and distributed_config.tp_size > 1:
             size, rank = distributed_config.tp_size, mesh_manager.get_mesh("tp").get_local_rank()
@@ -97,7 +102,9 @@ class MHLAPreTrainedMixin:
     def save_pretrained(
         self: Any, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Save as transformers does, with `modeling_mhla.py` beside the weights, for `trust_remote_code=True`.
+        """Save as transformers does, and write `modeling_mhla.py` to the same folder, for `trust_remote_code=True`.
+
+        Also sets `config.auto_map`.
 
         Args:
             save_directory: Folder to write to.

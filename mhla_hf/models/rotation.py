@@ -14,12 +14,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class RotationLayout:
-    """How a base rotates R dimensions of a head.
+    """Describes how a base rotates R dimensions of a head.
 
     Attributes:
         pairs: Whether dimensions 2i and 2i + 1 are rotated by angle i; otherwise dimensions i and i + R/2, as in Llama.
-        repeated: Whether cos and sin contain each angle twice in a row; otherwise all angles, and then all again.
-        backward: Whether dimensions are rotated by minus the angle.
+        repeated: Whether each angle comes twice in a row in cos and sin; otherwise all angles come once, and then again.
+        backward: Whether dimensions are rotated by the negative angle.
         last: Whether the rotated dimensions are the last R of a head; otherwise the first R.
     """
 
@@ -64,7 +64,7 @@ def rotation_layout(attention: Any) -> RotationLayout:
 
 
 def is_rotated(attention: Any) -> bool:
-    """Return whether an attention module of transformers applies the rotation that it gets."""
+    """Return whether an attention module of transformers applies the rotary embedding that is passed to it."""
     model_type = base_model_type(attention.config)
     if model_type in NEVER_ROTATED:
         return False
@@ -77,7 +77,7 @@ def is_rotated(attention: Any) -> bool:
 
 
 def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the cosines and sines by which an attention module rotates in one call, for `unrotate`.
+    """Return the cosines and sines of the rotary embedding in one call of an attention module, for `unrotate`.
 
     If the base also scales by its rotation, as YaRN does, cos and sin are divided by the square of the scale, so that
     `unrotate` undoes both.
@@ -88,11 +88,11 @@ def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tens
             without rotation.
 
     Returns:
-        [B or 1, T, 1, R] for R rotated dimensions of a head: R/2 cosines and R/2 sines, in the dtype of the base's, but at
-        least fp32. None if the module does not rotate.
+        [B or 1, T, 1, R] for R rotated dimensions of a head: R/2 cosines, then R/2 sines, at least fp32. None if the module
+        does not rotate.
 
     Raises:
-        ValueError: The module rotates but does not get "position_embeddings".
+        ValueError: The module rotates but does not get "position_embeddings", or its rotation cannot be undone.
     """
     if not is_rotated(attention):
         return None
@@ -116,7 +116,8 @@ def distinct_cos_sin(
         layout: How the base rotates.
 
     Returns:
-        Cos and sin [B or 1, T, R/2], at least fp32.
+        cos: [B or 1, T, R/2], at least fp32.
+        sin: [B or 1, T, R/2], at least fp32.
     """
     if isinstance(rotation, torch.Tensor):
         return rotation.real, rotation.imag

@@ -20,23 +20,23 @@ _SOURCE_MAKER: list[Callable[[str], tuple[str, str]]] = []
 
 
 def set_source_maker(maker: Callable[[str], tuple[str, str]]) -> None:
-    """Set the function that makes source files.
+    """Set the function that creates source files, for the whole process.
 
     Its results are cached, so that a process saves the source that it runs, even if files of the package change meanwhile.
 
     Args:
-        maker: Function of the name of an entry module that returns name and text of the source file.
+        maker: Function that takes the name of an entry module and returns the name and the text of the source file.
     """
     _SOURCE_MAKER[:] = [functools.cache(maker)]
 
 
 def source_name(entry: str) -> str:
-    """Return the name of the file that defines a model of diffusers, which makes a module name of it."""
+    """Return the name of the source file of a diffusers model, which diffusers also uses as a module name."""
     return _SOURCE_MAKER[0](entry)[0] if NAMESPACE == "package" else Path(__file__).name
 
 
 def write_source(entry: str, folder: str | os.PathLike[str], name: str = SOURCE_FILE) -> None:
-    """Write the source file of a model.
+    """Write the source file of a model; an existing file is replaced atomically.
 
     Args:
         entry: Name of the module that defines the model.
@@ -52,7 +52,7 @@ def write_source(entry: str, folder: str | os.PathLike[str], name: str = SOURCE_
 
 
 def check_whole_files(folder: str | os.PathLike[str]) -> None:
-    """Raise ValueError if a file `*.safetensors` in or below a folder is cut short or has another format."""
+    """Raise ValueError if a file `*.safetensors` in a folder or its subfolders is truncated or has another format."""
     for file in sorted(Path(folder).rglob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -62,7 +62,11 @@ def check_whole_files(folder: str | os.PathLike[str]) -> None:
 
 
 def check_loaded_weights(model: torch.nn.Module) -> None:
-    """Raise ValueError if MHLA weights of a loaded model are not valid: not finite, or for mixing negative."""
+    """Raise ValueError if an MHLA weight of a loaded model is NaN or infinite, or a mixing weight is negative.
+
+    Quantized weights and weights on the meta device are not checked. Negative mixing weights are allowed by
+    `mixing_form="free"`.
+    """
     modules: list[tuple[str, Any]] = list(model.named_modules())
     for name, module in modules:
         for parameter in module.initial_values() if hasattr(module, "initial_values") else ():

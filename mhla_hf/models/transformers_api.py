@@ -59,13 +59,13 @@ def config_class_of(model_type: str) -> type | None:
 
 
 def class_names(family: Family) -> list[str]:
-    """Return the names of the classes of a family's base, bodies and heads, in this release of transformers or diffusers."""
+    """Return the names of a family's softmax model classes, with and without heads, in this release of transformers."""
     auto_mappings = [AUTO_CLASS_NAMES[auto_class] for auto_class in family.kind.auto_classes]
     return [mapping[family.base] for mapping in auto_mappings if family.base in mapping] + list(family.classes)
 
 
 def family_of_class(name: str) -> Family | None:
-    """Return the family of a model class, or None.
+    """Return the family of a model class, or None if it belongs to none.
 
     Args:
         name: Name of the class, with or without "MHLA" at its start, as in `config.json`.
@@ -74,7 +74,7 @@ def family_of_class(name: str) -> Family | None:
 
 
 def copy_weight_renames(base_type: str, model_type: str) -> None:
-    """Let checkpoints of `model_type` load through the weight renames that transformers has for `base_type`."""
+    """Register the weight renames of `base_type` in transformers for `model_type`, too, unless it has some already."""
     renames = get_checkpoint_conversion_mapping(base_type)
     if renames is not None and get_checkpoint_conversion_mapping(model_type) is None:
         register_checkpoint_conversion_mapping(model_type, renames)
@@ -86,7 +86,7 @@ def with_layer_wildcard(name: str) -> str:
 
 
 def set_attention_function(config: Any, name: str) -> None:
-    """Select an attention function in a configuration, without the checks that transformers makes for users."""
+    """Select an attention function in a configuration, in place, without the checks of transformers."""
     config._attn_implementation_internal = name
 
 
@@ -102,9 +102,9 @@ def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
 
 @contextlib.contextmanager
 def recomputed_layers(model: nn.Module) -> Iterator[None]:
-    """Recompute decoder layers in the backward pass while the context is open, also in eval mode.
+    """Context manager that recomputes a model's decoder layers in the backward pass, in eval mode, too.
 
-    Gradient checkpointing of transformers does so in training mode only.
+    Gradient checkpointing of transformers works in training mode only.
     """
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     previous_forwards = [vars(layer).get("forward") for layer in layers]
@@ -120,9 +120,9 @@ def recomputed_layers(model: nn.Module) -> Iterator[None]:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the name of the KV cache in calls and outputs of a model.
+    """Return the name of the KV cache in calls and outputs of a model: "cache" or "past_key_values".
 
-    It is "cache" since transformers 5.24, and "past_key_values" before.
+    It depends on the release of transformers; 5.24 was the first with "cache".
     """
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
@@ -155,7 +155,7 @@ def find_cache(kwargs: dict[str, Any]) -> str | None:
 
 
 def refuse_paged_cache(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for a cache of transformers' continuous batching, which has no place for MHLA's state."""
+    """Raise ValueError if there is a paged cache of transformers' continuous batching, which cannot hold MHLA states."""
     pages = kwargs.get("cache")
     if pages is not None and not isinstance(pages, Cache):
         raise ValueError(
@@ -164,9 +164,9 @@ def refuse_paged_cache(kwargs: dict[str, Any]) -> None:
 
 
 def check_cache_arrived(query_length: int, key_length: int, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if keys of the past or a cache reach an MHLA attention function by another way than MHLA's.
+    """Raise ValueError if keys of the past or a KV cache were passed to an MHLA attention function by the base.
 
-    Otherwise MHLA layers would silently decode without the past in a release of transformers that passes caches differently.
+    A release of transformers that passes caches in a new way would otherwise make MHLA layers ignore the past silently.
 
     Args:
         query_length: Number of queries.

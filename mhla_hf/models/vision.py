@@ -26,7 +26,7 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 
 
 class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
-    """Base of the image classifiers from scratch: loading, saving, and initial weights."""
+    """Base class of the image classifiers from scratch: loading, saving, and initial weights."""
 
     config: MHLAVisionConfig
     source_entry = "models.vision"
@@ -52,7 +52,12 @@ class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
             super()._init_weights(module)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save as `MHLAPreTrainedMixin` does, and write the image processor's file unless there is one already."""
+        """Save as `MHLAPreTrainedMixin` does, and write `preprocessor_config.json` unless there is one already.
+
+        Args:
+            save_directory: Folder to write to, which is created if it does not exist.
+            *args, **kwargs: As in transformers.
+        """
         target = Path(save_directory) / PREPROCESSOR_FILE
         if kwargs.get("is_main_process", True) and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +66,7 @@ class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
 
 
 class MHLAVisionModel(MHLAVisionPreTrainedModel):
-    """The body: images [B, channels, height, width] to tokens [B, T, width] and their average [B, width]."""
+    """Maps images [B, channels, height, width] to tokens [B, T, width] and their average [B, width], without a head."""
 
     def __init__(self, config: MHLAVisionConfig) -> None:
         super().__init__(config)
@@ -81,7 +86,7 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the stem."""
+        """Return the stem, which embeds patches."""
         return self.stem
 
     @merge_with_config_defaults
@@ -92,15 +97,15 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
         """Encode images.
 
         Args:
-            pixel_values: [B, channels, height, width], of any size; without padding, of whole patches.
-            interpolate_pos_encoding: Whether to resize learned positions to other grids. If not, other grids are an error.
+            pixel_values: [B, channels, height, width], of any size; without `pad_to_blocks`, of whole patches.
+            interpolate_pos_encoding: Whether to resize learned positions to other grids. If not, other grids raise an error.
             **kwargs: Further arguments of the blocks.
 
         Returns:
             `last_hidden_state` [B, T, width] and `pooler_output` [B, width].
 
         Raises:
-            ValueError: The images do not have the right shape.
+            ValueError: The images do not have this shape, or learned positions do not fit their grid.
         """
         x = self.stem(self.padded(pixel_values))
         grid = tuple(x.shape[2:])
@@ -124,13 +129,16 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
 
     def padded(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Return images in the model's dtype, padded with zeros on all sides as the configuration says.
+        """Cast images to the model's dtype, and pad them with zeros on all sides if `config.pad_to_blocks`.
 
         Args:
             pixel_values: [B, channels, height, width].
 
+        Returns:
+            [B, channels, height', width'].
+
         Raises:
-            ValueError: The shape is wrong, or the stem would leave out a part of a patch.
+            ValueError: The images do not have this shape, or without padding are not whole patches.
         """
         if pixel_values.ndim != 4 or pixel_values.shape[1] != self.config.num_channels:
             expected = f"[B, {self.config.num_channels}, height, width]"
@@ -149,7 +157,7 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
 
 
 class MHLAForImageClassification(MHLAVisionPreTrainedModel):
-    """The classifier: images [B, channels, height, width] to logits [B, num_labels] and a loss."""
+    """Classifies images: maps [B, channels, height, width] to logits [B, num_labels] and, with labels, a loss."""
 
     def __init__(self, config: MHLAVisionConfig) -> None:
         super().__init__(config)
@@ -168,10 +176,10 @@ class MHLAForImageClassification(MHLAVisionPreTrainedModel):
         Args:
             pixel_values: [B, channels, height, width].
             labels: Class indices [B], for the loss; or None.
-            **kwargs: Further arguments of the body.
+            **kwargs: Further arguments of `MHLAVisionModel.forward`.
 
         Returns:
-            `logits` [B, num_labels], and `loss` if there are labels.
+            `logits` [B, num_labels]; `loss` if there are labels, and `hidden_states` if requested.
         """
         outputs = self.model(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)

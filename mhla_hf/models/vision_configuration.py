@@ -18,7 +18,7 @@ STAGE_KEYS = ("hidden_size", "depth", "num_heads", "layout")
 
 
 def staged(*columns: list[Any]) -> list[dict[str, Any]]:
-    """Return the `stages` of a configuration, from one list of values per key in `STAGE_KEYS`."""
+    """Build the `stages` of a configuration from one list of values per key in `STAGE_KEYS`."""
     return [dict(zip(STAGE_KEYS, stage, strict=True)) for stage in zip(*columns, strict=True)]
 
 
@@ -67,10 +67,11 @@ class MHLAVisionConfig(PreTrainedConfig):
     """An image classifier from scratch (section 5.1, appendix E); the defaults are DeiT-T with MHLA.
 
     Args:
-        image_size: Pixels, one number or [height, width], for which learned positions are made. Other sizes work, too.
+        image_size: Size in pixels for which learned positions are created, one number or [height, width]. Other sizes work,
+            too.
         patch_size: Side of a token in pixels, after the stem.
         num_channels: Number of channels of an image.
-        hidden_size, num_hidden_layers, num_attention_heads: Of the plain model; `stages` overrides them.
+        hidden_size, num_hidden_layers, num_attention_heads: Sizes of a model without stages; `stages` overrides them.
         stages: List of {"hidden_size", "depth", "num_heads", "layout"}, where "layout" may be left out. Between two stages a
             3x3 convolution of stride 2 halves the grid.
         attention: Attention of the layers in `mhla["layers"]`: "mhla", "linear" (uniform, frozen mixing), or "softmax". The
@@ -132,7 +133,11 @@ class MHLAVisionConfig(PreTrainedConfig):
     mhla: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill in what follows from other fields, and check `stages` and `mhla`."""
+        """Fill in fields that depend on others, and check `stages` and `mhla`.
+
+        Raises:
+            ValueError: `stages` or `mhla` is not valid.
+        """
         if self.stages is not None:
             for stage in self.stages:
                 layout = stage.get("layout") or [1, 1]
@@ -158,7 +163,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Raise ValueError if sizes do not fit each other; part of the strict validation."""
+        """Raise ValueError if sizes do not fit together; called by the validation of `strict`."""
         if self.stem == "conv" and self.patch_size != 4:
             raise ValueError(f'patch_size: got {self.patch_size}, expected 4 with stem "conv".')
         # 2-D RoPE rotates pairs, half of them by the row and half by the column.
@@ -170,21 +175,21 @@ class MHLAVisionConfig(PreTrainedConfig):
                 raise ValueError(f"num_attention_heads: got {heads}, expected {expected}.")
 
     def image_sides(self) -> tuple[int, int]:
-        """Return height and width of `image_size`, in pixels."""
+        """Return the height and the width of `image_size`, in pixels."""
         if isinstance(self.image_size, int):
             return self.image_size, self.image_size
         height, width = self.image_size
         return height, width
 
     def padded_sides(self, height: int, width: int) -> tuple[int, ...]:
-        """Return height and width to which the model pads an image, in pixels."""
+        """Return the height and the width, in pixels, to which the model pads an image of this height and width."""
         if not self.pad_to_blocks:
             return height, width
         units = [self.patch_size * count for count in self.stage_list()[0]["layout"]]
         return tuple(math.ceil(side / unit) * unit for side, unit in zip((height, width), units, strict=True))
 
     def stage_list(self) -> list[dict[str, Any]]:
-        """Return the stages with their layouts; a plain model has one stage."""
+        """Return one dictionary per stage, with all keys of `STAGE_KEYS`; a model without `stages` has one stage."""
         sizes = (self.hidden_size, self.num_hidden_layers, self.num_attention_heads)
         stages: list[dict[str, Any]] = (
             [dict(zip(STAGE_KEYS, sizes, strict=False))] if self.stages is None else self.stages
@@ -193,7 +198,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         return [{**stage, "layout": list(stage.get("layout") or settings["layout"])} for stage in stages]
 
     def preprocessing(self) -> dict[str, Any]:
-        """Return the contents of `preprocessor_config.json`, by which `AutoImageProcessor` works without our code."""
+        """Return the content of `preprocessor_config.json`, with which `AutoImageProcessor` works without our code."""
         height, width = self.image_sides()
         mean: Any = self.image_mean
         std: Any = self.image_std

@@ -89,15 +89,15 @@ def grid_rotation(grid: Sequence[int], head_dim: int, device: torch.device) -> t
 
 
 class GridSoftmax(MHLACore):
-    """Softmax attention with the norm, gate, and position convolution of MHLA's core, to compare MHLA with.
+    """Softmax attention with the output norm, gate, and position convolution of `GridMHLA`, as a baseline for it.
 
-    It has the interface of `GridMHLA`, but neither its feature map nor its mixing.
+    It has the interface of `GridMHLA`, but applies no feature map and no mixing.
 
     Args:
         settings: The settings.
         num_heads: Number of heads, H.
         value_dim: Width V of values.
-        widths: The other arguments of `MHLACore`.
+        **widths: The other arguments of `MHLACore`.
     """
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, **widths: Any):
@@ -137,7 +137,7 @@ class GridSoftmax(MHLACore):
 
 
 class MHLAVisionMixer(nn.Module):
-    """The attention of a layer: projections, norms, and a core.
+    """Attention of a layer: projections, norms, and a core (MHLA or softmax).
 
     Args:
         config: The configuration.
@@ -176,7 +176,7 @@ class MHLAVisionMixer(nn.Module):
         Args:
             hidden_states: [B, T, width].
             grid: Rows and columns.
-            rotation: Cosines and sines of `grid_rotation`, or None.
+            rotation: Cosines and sines from `grid_rotation`, or None.
 
         Returns:
             [B, T, width].
@@ -219,7 +219,7 @@ class VisionMLP(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-        """Return [B, T, width] for x [B, T, width]."""
+        """Apply the MLP to the tokens of a grid: x [B, T, width] -> [B, T, width]."""
         x = self.act(self.fc1(x))
         return self.fc2(x if self.conv is None else self.conv(x, grid))
 
@@ -270,13 +270,16 @@ class MHLAVisionBlock(GradientCheckpointingLayer):
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Run the block; arguments and result as in `MHLAVisionMixer.forward`."""
-        x = hidden_states if self.positions is None else self.positions(hidden_states, grid)
-        x = x + self.kept(x) * self.scale1(self.attn(self.norm1(x), grid, rotation))
-        return x + self.kept(x) * self.scale2(self.mlp(self.norm2(x), grid))
+        """Run the block: [B, T, width] -> [B, T, width]. See `MHLAVisionMixer.forward` for the arguments.
 
-    def kept(self, x: torch.Tensor) -> torch.Tensor:
-        """Draw a factor of the branch for each row, [B, 1, 1]: 0, or 1 / (1 - drop) to keep the mean; 1 in eval mode."""
+        **kwargs are ignored.
+        """
+        x = hidden_states if self.positions is None else self.positions(hidden_states, grid)
+        x = x + self.draw_branch_factor(x) * self.scale1(self.attn(self.norm1(x), grid, rotation))
+        return x + self.draw_branch_factor(x) * self.scale2(self.mlp(self.norm2(x), grid))
+
+    def draw_branch_factor(self, x: torch.Tensor) -> torch.Tensor:
+        """Draw the factor of a branch for each row, [B, 1, 1]: 0 or, to keep the mean, 1 / (1 - drop); 1 in eval mode."""
         return F.dropout(x.new_ones(len(x), 1, 1), self.drop, self.training)
 
 
@@ -314,7 +317,7 @@ class MHLAVisionStage(nn.Module):
             **kwargs: Further arguments of the blocks.
 
         Returns:
-            Tokens [B, T', width] and their grid, which is half as large if the stage starts with a convolution.
+            Tokens [B, T', width] and their grid. A stage that starts with a convolution halves rows and columns, rounded up.
         """
         if self.reduce is not None:
             image = self.reduce(as_map(x, grid))

@@ -50,7 +50,7 @@ class OutputNorm(nn.Module):
         return {"weight": torch.ones(self.weight.shape)}
 
     def forward(self, o: torch.Tensor) -> torch.Tensor:
-        """Normalize o [.., V]; if it and the weight differ in dtype, in fp32 (fp64 if one of them is)."""
+        """Normalize o [.., V]. If o and the weight differ in dtype, the result is fp32, or fp64 if one of them is."""
         weight: torch.Tensor = self.weight
         if o.dtype != weight.dtype:
             dtype = torch.promote_types(torch.promote_types(o.dtype, weight.dtype), torch.float32)
@@ -90,7 +90,7 @@ def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
         key_mask: bool [B, T], False for padding.
 
     Returns:
-        Source: int64 [B, T], for `MoveTokens`; None for single tokens, which need not move.
+        source: int64 [B, T], for `MoveTokens`; None if T is 1, where nothing moves.
         inverse: int64 [B, T], likewise.
         starts: int64 [B], the place at which the real tokens of each row begin.
     """
@@ -102,12 +102,12 @@ def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
 
 
 def move_tokens(x: torch.Tensor, source: torch.Tensor | None, inverse: torch.Tensor | None) -> torch.Tensor:
-    """Move the tokens of x [B, T, H, K] as `padding_first` says."""
+    """Apply `MoveTokens` to x [B, T, H, K] with the result of `padding_first`; return x itself if `source` is None."""
     return x if source is None else MoveTokens.apply(x, source, inverse)
 
 
 def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
-    """Raise ValueError in training, and warn otherwise, if gradients are asked for through a cache that holds tokens."""
+    """Refuse gradients through a cache that holds tokens: raise ValueError in training mode, warn in eval mode."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         expected = "torch.no_grad() or use_cache=False: no gradient flows through an MHLA cache"
         message = f"past_key_values: got a cache that holds tokens, expected {expected}."
@@ -127,7 +127,7 @@ def mixing_options(settings: MHLASettings, num_heads: int) -> dict[str, Any]:
 
 
 class MHLACore(nn.Module):
-    """What the cores of sequences and grids share: feature maps, mixing, output norm, and gate.
+    """Base class of MHLA cores, with feature maps, mixing, output norm, and gate.
 
     Args:
         settings: The settings.
@@ -168,7 +168,7 @@ class MHLACore(nn.Module):
         if settings.gate:
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
 
-    def operands(
+    def prepare_operands(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -176,16 +176,20 @@ class MHLACore(nn.Module):
         key_mask: torch.Tensor | None,
         rotate: Rotation | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Prepare the arguments of `mhla`.
+        """Prepare the arguments of `mhla`: zero padding, apply the feature maps, and rotate.
 
         Args:
             q, k, v, key_mask: As in `MHLA.forward`.
-            rotate: Rotary embedding, applied before or after the feature maps as `settings.rope` says; None if q and k are
+            rotate: Rotary embedding, applied before or after the feature maps (`settings.rope`); None if q and k are
                 rotated already, or never.
 
         Returns:
-            Features of q and k, v, and the options of `mhla` that follow from the settings. All features are in v's dtype:
-            a rotation under autocast leaves fp32, which softmax attention would cast back, too.
+            q: Features of the queries, [B, T, H, F], in v's dtype, like all features. (Under autocast, a rotation gives
+                fp32.)
+            k: Features of the keys, [B, T, G, F].
+            v: The values, zero where they are padding.
+            options: Keyword arguments of `mhla`: `normalize`, `unrounded`, and, if they differ from q and k, `q_den` and
+                `k_den`.
         """
         if rotate is not None and self.settings.rope == "before":
             q, k = rotate(q, k)
@@ -208,6 +212,9 @@ class MHLACore(nn.Module):
             o: [B, T, H, V], the output of the attention.
             hidden_states: [B, T, hidden_size], which the gate reads.
             dtype: Dtype of the result.
+
+        Returns:
+            [B, T, H, V].
         """
         if self.settings.output_norm:
             o = self.norm(o)
@@ -223,7 +230,7 @@ class MHLA(MHLACore):
     Args:
         settings: The settings, from which the core makes its own `Mixing`.
         num_heads: Number of query heads, H.
-        widths: The other arguments of `MHLACore`.
+        **widths: The other arguments of `MHLACore`.
     """
 
     causal = True
@@ -267,9 +274,13 @@ class MHLA(MHLACore):
 
         Returns:
             [B, T, H, V] in v's dtype.
+
+        Raises:
+            ValueError: If gradients are required in training and the cache holds tokens, or an argument is not valid (see
+                `mhla`).
         """
         settings = self.settings
-        q, k, v, options = self.operands(q, k, v, key_mask, rotate)
+        q, k, v, options = self.prepare_operands(q, k, v, key_mask, rotate)
         if key_mask is not None:
             source, inverse, starts = padding_first(key_mask)
             q, k, v = (move_tokens(x, source, inverse) for x in (q, k, v))
@@ -296,7 +307,16 @@ class MHLA(MHLACore):
         return self.finish_output(o, hidden_states, v.dtype)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Blocks, **options: Any) -> torch.Tensor:
-        """Attend over whole sequences; `training/sequence_parallel.py` replaces this for sequences in shards."""
+        """Compute `mhla` without a cache. `training/sequence_parallel.py` replaces this for sequences in shards.
+
+        Args:
+            q, k, v: As `prepare_operands` returns them.
+            blocks: The blocks of the tokens.
+            **options: Further arguments of `mhla`.
+
+        Returns:
+            [B, T, H, V].
+        """
         o = mhla(q, k, v, self.mixing(blocks.num_blocks), blocks=blocks, causal=True, **options)
         assert isinstance(o, torch.Tensor)  # no state was asked for
         return o

@@ -15,7 +15,7 @@ FROZEN_DECAY_WEIGHT = 1e-30  # practically zero, but with a finite logarithm
 
 
 class DecayMixing(nn.Module):
-    """Learned weights and rates of `Decays`, and the balance of the far part relative to a local softmax, in fp32.
+    """Learns the weights and rates of `Decays`, and the balance of the far part relative to a local softmax, in fp32.
 
     Attributes:
         weight: [H, R], logits; their softmax over R gives the weights of the decays.
@@ -87,7 +87,7 @@ class DecayMixing(nn.Module):
         """Return the decays, and the balance [H] (None without a local softmax), in fp32.
 
         Args:
-            heads: Which heads are MHLA, to return those alone; None for all.
+            heads: Which heads are MHLA, to return only these; None for all heads.
         """
         if self.num_decays > self.num_fixed:
             log_rate = F.pad(F.logsigmoid(self.rate.float()), (self.num_fixed, 0))
@@ -106,10 +106,11 @@ class DecayMixing(nn.Module):
 
     @torch.inference_mode(False)
     def pack(self, decays: Decays, balance: torch.Tensor | None) -> torch.Tensor:
-        """Pack what `forward` returned into a single tensor without gradient, as a cache keeps it.
+        """Pack the result of `forward` into a single tensor without gradient, for a cache.
 
         Returns:
-            fp32 [H, 2 * R + (0 to 2)]: weights, log rates repeated for query heads, then power and balance if they exist.
+            fp32 [H, 2 * R + (0 to 2)]: weights, log rates repeated for query heads, then power and balance if they exist. H
+            is the number of query heads that `forward` returned.
         """
         log_rate = decays.log_rate.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
         columns = [x[:, None] for x in (decays.power, balance) if x is not None]

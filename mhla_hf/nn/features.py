@@ -16,7 +16,7 @@ MAX_EXPONENT = 6.0  # of the "exp" map
 
 
 class FeatureMap(nn.Module):
-    """Maps [B, T, H, K] to features [B, T, H, F]; queries and keys use the same kind with weights of their own.
+    """Maps queries or keys [B, T, H, K] to features [B, T, H, F].
 
     Args:
         kind: "relu", "plain_relu", "elu", "identity", "hedgehog", "softmax" or "exp"; see `MHLASettings.feature_map`.
@@ -56,11 +56,11 @@ class FeatureMap(nn.Module):
         """Compute features.
 
         Args:
-            x: [B, T, H, K]; with `heads`, the MHLA heads alone.
+            x: [B, T, H, K]; with `heads`, only the MHLA heads.
             heads: Which of the H heads are MHLA; None if all are.
 
         Returns:
-            Features with as many heads as x, in x's dtype.
+            [B, T, H, F] with as many heads as x, in x's dtype.
         """
         if self.kind in RELU_EPS:
             return torch.relu(x) + RELU_EPS[self.kind] if RELU_EPS[self.kind] else torch.relu(x)

@@ -35,7 +35,7 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
-    """Return how much of each of `num_new` equal parts of an axis lies in each of `num_old` equal parts.
+    """Compute which share of each of `num_new` equal parts of an axis overlaps each of `num_old` equal parts.
 
     Returns:
         fp32 [num_new, num_old]; rows sum to 1.
@@ -50,7 +50,7 @@ def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
 
 
 def grid_distances(layout: Sequence[int]) -> torch.Tensor:
-    """Return the Euclidean distances between the blocks of a grid, fp32 [M, M] (paper section 4.2).
+    """Compute the Euclidean distances between the blocks of a grid, fp32 [M, M] (paper section 4.2).
 
     Args:
         layout: Number of blocks along each axis.
@@ -69,10 +69,10 @@ class GridMixing(Mixing):
     Args:
         layout: Number of blocks along each axis.
         num_heads: As in `Mixing`.
-        prefix: Whether class or register tokens, in a block of their own, come before the grid. Initially that block and
-            all others weigh as much for each other as an average block does.
-        choices: `start`, `form` and `learn` of `Mixing`. "locality" weights fall with the distance in the grid, and reach
-            zero at the largest distance there is.
+        prefix: Whether class or register tokens come before the grid, in a block of their own. Initially, the weights
+            between this block and the others are those of an average block.
+        **choices: `start`, `form`, and `learn` of `Mixing`. "locality" weights fall with the distance in the grid, nearly to
+            zero at the largest distance.
     """
 
     def __init__(self, layout: Sequence[int], num_heads: int | None = None, *, prefix: bool = False, **choices: Any):
@@ -94,10 +94,10 @@ class GridMixing(Mixing):
         return {"weight": (start.log() if self.form == "softmax" else start).expand(self.weight.shape)}
 
     def forward(self, counts: Sequence[int]) -> torch.Tensor:  # type: ignore[override]  # a count for every axis
-        """Return the weights between the blocks of a grid.
+        """Compute the weights between the blocks of a grid.
 
-        An axis with fewer blocks than in `layout` averages, on both sides of the matrix, over the blocks of the layout that
-        each of its blocks covers. Uniform mixing stays uniform.
+        If an axis has fewer blocks than in `layout`, each of its blocks covers several blocks of the layout, and rows and
+        columns of the matrix are averaged over these.
 
         Args:
             counts: Number of blocks along each axis of the input.
@@ -135,14 +135,22 @@ class GridConv(nn.Module):
         self.conv = conv_class(channels, channels, kernel, padding=kernel // 2, groups=channels)
 
     def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-        """Convolve x [B, T, C] or [B, T, H, V], whose T tokens are those of `grid` in row-major order; same shape."""
+        """Convolve the tokens of a grid.
+
+        Args:
+            x: [B, T, C] or [B, T, H, V], tokens in row-major order.
+            grid: Number of tokens along each axis.
+
+        Returns:
+            A tensor of the shape of x.
+        """
         # contiguous: PyTorch 2.13 gives wrong gradients for 3 axes in bf16 on CPUs otherwise
         channels_first = x.flatten(2).mT.contiguous()
         return self.conv(channels_first.unflatten(2, tuple(grid))).flatten(2).mT.reshape(x.shape)
 
 
 class PositionConv(GridConv):
-    """The paper's CPE (appendix F.2): a convolution of v that is zero at the start; arguments as in `GridConv`."""
+    """The paper's CPE (appendix F.2): a depthwise convolution of v, initialized to zero. See `GridConv` for arguments."""
 
     def __init__(self, channels: int, kernel: int, axes: int):
         super().__init__(channels, kernel, axes)
@@ -162,7 +170,7 @@ class GridMHLA(MHLACore):
         num_heads: Number of heads H of q, k, and v.
         value_dim: Width V of v.
         prefix: Number of class or register tokens before the grid.
-        widths: The other arguments of `MHLACore`.
+        **widths: The other arguments of `MHLACore`.
     """
 
     mixing: GridMixing
@@ -198,21 +206,21 @@ class GridMHLA(MHLACore):
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
             rotate: Rotary embedding of q and k or, with `rope="after"`, of their features.
             key_mask: bool [B, T], False for padding.
-            shard: If tokens are spread over processes, the arguments `rank`, `edges`, and `add_up` of `sharded_mhla`. Does
-                not go along with prefix tokens, a key_mask, or cpe.
+            shard: If tokens are spread over processes, the arguments `rank`, `edges`, and `add_up` of `sharded_mhla`; q, k,
+                v, and hidden_states are then those of this process.
 
         Returns:
             [B, T, H, V] in v's dtype.
 
         Raises:
-            ValueError: If the grid does not have T tokens, or `shard` comes with one of these.
+            ValueError: If the grid does not have T tokens, or `shard` is given along with prefix tokens, a key_mask, or cpe.
         """
         blocks = Blocks.grid(tuple(grid), self.mixing.layout, prefix=self.prefix)
         if shard is not None and (self.prefix or self.settings.cpe or key_mask is not None):
             raise ValueError("shard: got tokens of one process, expected all for cpe, prefix tokens or a key_mask.")
         if shard is None and blocks.length != q.shape[1]:
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
-        q, k, v, options = self.operands(q, k, v, key_mask, rotate)
+        q, k, v, options = self.prepare_operands(q, k, v, key_mask, rotate)
         mixing = self.mixing(blocks.counts)
         if shard is None:
             o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)

@@ -6,17 +6,17 @@ import torch
 
 
 class HeadSplit:
-    """The KV heads of one layer, each of which is softmax or MHLA; query heads go with the KV head that they read.
+    """Splits tensors into the KV heads of a layer that keep softmax and those that are MHLA, and joins them again.
 
-    Tensors are cut into slices instead of being gathered by an index: no index has to be moved to a device, and a single run
-    of heads is a view.
+    Query heads go with the KV head that they read. Tensors are sliced rather than indexed: no index has to be moved to a
+    device, and a single run of heads is a view.
 
     Args:
         softmax_heads: The KV heads that keep softmax.
         num_kv_heads: The number of KV heads of the layer, G.
 
     Attributes:
-        counts: The number of softmax heads (key True) and of MHLA heads (key False).
+        counts: The number of KV heads that keep softmax (key True) and of MHLA KV heads (key False).
         runs: Consecutive heads of one kind, each as (first KV head, one past the last, whether they are softmax).
     """
 
@@ -33,12 +33,15 @@ class HeadSplit:
                 first = end
 
     def part(self, x: torch.Tensor, softmax: bool, dim: int) -> torch.Tensor:
-        """Return the softmax heads of `x`, or else its MHLA heads.
+        """Return the softmax heads or the MHLA heads of a tensor.
 
         Args:
             x: A tensor with the G KV heads, or their H query heads, along `dim`.
-            softmax: Which of the two.
+            softmax: True for the softmax heads, False for the MHLA heads.
             dim: The axis of the heads.
+
+        Returns:
+            A tensor with fewer heads along `dim`; a view if they are consecutive.
         """
         share = x.shape[dim] // self.num_kv_heads
         parts = [
@@ -58,6 +61,6 @@ class HeadSplit:
         return torch.cat(pieces, dim)
 
     def of_rank(self, rank: int, size: int) -> "HeadSplit":
-        """Return the heads of one of `size` tensor-parallel processes, which take them in order, renumbered from 0."""
+        """Return the split for process `rank` of `size` tensor-parallel ones, with its KV heads renumbered from 0."""
         count = self.num_kv_heads // size
         return HeadSplit([head - rank * count for head in self.softmax_heads if head // count == rank], count)

@@ -20,7 +20,7 @@ HARMLESS_BALANCE = -4.0
 
 
 def start_balance(settings: MHLASettings, key_dim: int, causal: bool) -> float:
-    """Return the initial balance of the far part (`local_attention`).
+    """Compute the initial balance of the far part (see `local_attention`).
 
     For random keys, <fq, fk> is about 2 / K with Hedgehog features and of the order of K with features that do not sum to
     one; the balance compensates for that. Features of real keys saturate: with `rope="near"`, and in encoders, the far part
@@ -33,24 +33,25 @@ def start_balance(settings: MHLASettings, key_dim: int, causal: bool) -> float:
 
 
 def keep_rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Return `x` unchanged; takes the place of undoing a rotary embedding where there is none."""
+    """Return `x` unchanged; used in place of a function that undoes a rotary embedding."""
     return x
 
 
 class DecayCore(MHLACore):
-    """Base of the causal core and that of encoders: mixing by decays, and which tokens are near.
+    """Base class of cores that mix by decays, causal (`DecayMHLA`) and bidirectional (`TwoWayMHLA`).
 
-    It has the parameters of all heads even if some of them keep softmax, so these can still be chosen after training.
+    It has the parameters of all heads, even if some of them keep softmax, so that these can be chosen after training.
 
     Args:
         settings: The settings, from which the core makes its own `DecayMixing`.
         num_heads: Number of query heads, H.
         num_kv_heads: Number of KV heads, G.
         key_dim: Width K of q and k.
-        widths: The other arguments of `MHLACore`.
+        **widths: The other arguments of `MHLACore`.
 
     Attributes:
-        heads: The `HeadSplit` of a layer in which some KV heads keep softmax; their q, k, and v do not come here. Else None.
+        heads: The `HeadSplit` of a layer in which some KV heads keep softmax, else None. `forward` then gets the MHLA heads
+            only.
         unrotate: Called as unrotate(x, cos_sin) with q or k; undoes the rotary embedding, for `rope="near"`.
     """
 
@@ -88,7 +89,7 @@ class DecayMHLA(DecayCore):
 
     Args:
         settings: The settings.
-        widths: The other arguments of `DecayCore`.
+        **widths: The other arguments of `DecayCore`.
     """
 
     causal = True
@@ -110,12 +111,16 @@ class DecayMHLA(DecayCore):
         """Attend to all tokens at and before each one's position.
 
         Args:
-            q, k, v, hidden_states, starts, key_mask, cu_seqlens, cache: As in `MHLA.forward`, of the MHLA heads alone.
-            scale: Factor of q k^T in the softmax, which is that of the base model; None is K**-0.5.
+            q, k, v, hidden_states, starts, key_mask, cu_seqlens, cache: As in `MHLA.forward`, for the MHLA heads only.
+            scale: Factor of q k^T in the softmax of the base model; None is K**-0.5.
             cos_sin: [B or 1, T, 1, A], cosines and sines of the rotation of q and k; None if they were not rotated.
 
         Returns:
             [B, T, H, V] in v's dtype.
+
+        Raises:
+            ValueError: If gradients are required in training and the cache holds tokens, or `settings.impl` is "triton" and
+                the kernel cannot run.
         """
         form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
         # Under autocast, rotated q and k arrive in fp32.
@@ -164,14 +169,17 @@ class DecayMHLA(DecayCore):
     attend = staticmethod(local_attention)
 
     def map_keys(self, k: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """Compute the features of keys for the far part; see `KeyMap`."""
+        """Compute the features of keys for the far part, of the MHLA heads only; see `KeyMap` for the arguments."""
         return self.k_map(self.unrotate(k, cos_sin), self.heads)
 
     def read_mixing(self, cache: Any) -> tuple[Decays, torch.Tensor | None]:
         """Return the decays and the balance of the MHLA heads.
 
-        A cache keeps those that it began with, packed into one tensor, because every tensor that a compiled step reads
-        costs time.
+        They are stored in a new cache (`cache.mixing`), and read from a cache that holds tokens. They are packed into one
+        tensor there, because every tensor that a compiled step reads costs time.
+
+        Args:
+            cache: The layer's `MHLACacheLayer`, or None.
         """
         if cache is not None and cache.state is not None:
             return self.mixing.unpack(cache.mixing)
@@ -181,7 +189,7 @@ class DecayMHLA(DecayCore):
         return decays, balance
 
     def draw_window_dropout(self) -> bool:
-        """Draw whether this training step leaves all blocks before the open one to the far part."""
+        """Draw whether this forward pass restricts the window to the current block; never in eval mode."""
         probability = self.settings.window_dropout if self.training and self.form.lag > 1 else 0
         return probability > 0 and float(torch.rand(())) < probability
 
@@ -201,7 +209,11 @@ class DecayMHLA(DecayCore):
         starts: torch.Tensor | None,
         cos_sin: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the outputs of new tokens after those in `cache.state`, and add them to it; see `continue_local`."""
+        """Compute the outputs of new tokens, and add the tokens to `cache.state`, which is created if it is None.
+
+        See `continue_local` for the other arguments and the result. If the cache holds tokens, raise ValueError in training
+        mode, or warn in eval mode, if gradients are required.
+        """
         fresh = cache.state is None
         if fresh:
             num_features = self.k_map.num_features
@@ -226,7 +238,7 @@ class DecayMHLA(DecayCore):
 
 
 class TwoWayMHLA(DecayCore):
-    """Bidirectional MHLA by decays with a local softmax, for encoders: every token sees every other one of its row.
+    """Bidirectional MHLA by decays with a local softmax, for encoders: every token attends to all tokens of its row.
 
     The window has `window - 1` blocks on either side of a token's own. Blocks are counted from a row's first real token.
     """
@@ -247,8 +259,8 @@ class TwoWayMHLA(DecayCore):
         """Attend to all real tokens of each row.
 
         Args:
-            q, k, v, hidden_states, starts, key_mask: As in `SequenceMHLA.forward`, for any number of tokens.
-            scale: Factor of q k^T in the softmax, which is that of the base model; None is K**-0.5.
+            q, k, v, hidden_states, starts, key_mask: As in `SequenceMHLA.forward`, for any number of tokens T.
+            scale: Factor of q k^T in the softmax of the base model; None is K**-0.5.
 
         Returns:
             [B, T, H, V] in v's dtype.

@@ -12,26 +12,31 @@ MIN_INITIAL_WEIGHT = 1e-3
 
 
 def locality_weights(distances: torch.Tensor, max_distance: torch.Tensor | float) -> torch.Tensor:
-    """Return initial weights that fall linearly with distance, 1 - distance / max_distance (paper section 4.2).
+    """Compute initial weights that fall linearly with distance, 1 - distance / max_distance (paper section 4.2).
 
     Weights are at least `MIN_INITIAL_WEIGHT`, because a weight of exactly zero could not learn.
 
     Args:
         distances: [M, M], distances between blocks.
         max_distance: The distance at which the weight would reach zero: a number, or [M, 1] for one per row.
+
+    Returns:
+        [M, M]; rows do not sum to one.
     """
     return (1.0 - distances / max_distance).clamp_min(MIN_INITIAL_WEIGHT)
 
 
 def extend_causal(core: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Extend or cut a lower-triangular matrix to `num_blocks` rows, as the top of this file says.
+    """Extend or cut a lower-triangular matrix to `num_blocks` rows and columns.
+
+    The first M rows stay as they are. Further rows repeat the last one by distance, and continue it with a geometric tail.
 
     Args:
-        core: [..., M, M].
-        num_blocks: The number of rows n of the result.
+        core: [.., M, M].
+        num_blocks: Number of rows and columns of the result, n.
 
     Returns:
-        [..., n, n].
+        [.., n, n].
     """
     size = core.shape[-1]
     if num_blocks <= size:
@@ -64,6 +69,9 @@ class Mixing(nn.Module):
         start: Initial weights: "locality" (1 - distance / M) or "uniform". Rows sum to one.
         form: "softmax", "direct" or "free".
         learn: Whether the matrix is trained.
+
+    Raises:
+        ValueError: If `form` is "decay".
     """
 
     def __init__(
@@ -101,7 +109,7 @@ class Mixing(nn.Module):
         return {"weight": (start / start.sum(-1, keepdim=True)).expand(self.weight.shape)}
 
     def check_values(self, name: str) -> None:
-        """Check weights after they were loaded.
+        """Check the weights; called after they were loaded.
 
         Args:
             name: The name of this module, for the error.
@@ -121,5 +129,5 @@ class Mixing(nn.Module):
         return weight.masked_fill(future, float("-inf")).softmax(-1)
 
     def forward(self, num_blocks: int) -> torch.Tensor:
-        """Return the weights for a sequence of n = `num_blocks` blocks: [n, n] or [H, n, n], fp32, lower triangular."""
+        """Compute the weights for a sequence of n = `num_blocks` blocks: [n, n] or [H, n, n], fp32, lower triangular."""
         return extend_causal(self.core(), num_blocks)

@@ -22,7 +22,7 @@ class SequenceMHLA(MHLACore):
     Args:
         settings: The settings. The core makes its own `GridMixing` of `settings.num_blocks` blocks in a row.
         num_heads: Number of query heads, H.
-        widths: The other arguments of `MHLACore`.
+        **widths: The other arguments of `MHLACore`.
     """
 
     mixing: GridMixing
@@ -52,7 +52,8 @@ class SequenceMHLA(MHLACore):
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
             starts: int64 [B], first real token of each row, along with key_mask; None if rows begin with a real token.
             key_mask: bool [B, T], False for padding.
-            scale: The base's factor of q k^T; unused, because a constant cancels in the normalized form.
+            scale: The factor of q k^T in the base model. Ignored: a constant factor cancels in the normalized form, and the
+                other form always takes K**-0.5.
 
         Returns:
             [B, T, H, V] in v's dtype.
@@ -65,7 +66,7 @@ class SequenceMHLA(MHLACore):
         if blocks.num_blocks > settings.num_blocks:
             longest = settings.num_blocks * settings.block_size
             raise ValueError(f"input_ids: got {length} tokens, expected at most the {longest} of this encoder.")
-        q, k, v, options = self.operands(q, k, v, key_mask, None)
+        q, k, v, options = self.prepare_operands(q, k, v, key_mask, None)
         if starts is not None:
             assert key_mask is not None  # see `starts`
             source, inverse = shift_to_start(starts, length)

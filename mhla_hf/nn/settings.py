@@ -22,12 +22,12 @@ MAX_WINDOW_BLOCKS = 1_024
 
 
 def is_whole(value: object, minimum: int, maximum: int = sys.maxsize) -> bool:
-    """Whether `value` is an int from `minimum` to `maximum`; bools do not count."""
+    """Return whether `value` is an int from `minimum` to `maximum`; bools do not count."""
     return type(value) is int and minimum <= value <= maximum
 
 
 def is_layout(layout: object) -> bool:
-    """Whether `layout` is None or a list with the number of blocks along each of 1 to 3 axes."""
+    """Return whether `layout` is None or a list with the number of blocks along each of 1 to 3 axes."""
     if layout is None:
         return True
     if not isinstance(layout, list) or not 1 <= len(layout) <= 3:
@@ -36,14 +36,14 @@ def is_layout(layout: object) -> bool:
 
 
 def is_choice_of_layers(layers: object) -> bool:
-    """Whether `layers` is "all", "2/3", or a list of different layer indices."""
+    """Return whether `layers` is "all", "2/3", or a list of different layer indices."""
     if not isinstance(layers, list):
         return layers in ("all", "2/3")
     return len(layers) > 0 and all(is_whole(index, 0) for index in layers) and len(set(layers)) == len(layers)
 
 
 def is_choice_of_heads(heads: object) -> bool:
-    """Whether `heads` is None, or a dictionary from layer indices (strings of digits) to lists of KV heads."""
+    """Return whether `heads` is None, or a dictionary from layer indices (strings of digits) to lists of KV heads."""
     if not isinstance(heads, dict):
         return heads is None
     for layer, kv_heads in heads.items():
@@ -56,7 +56,7 @@ SettingCheck = tuple[Callable[[Any], bool], str]  # whether a value is valid, an
 
 
 def one_of(*allowed: Any) -> SettingCheck:
-    """Return the check of a setting that allows only these values; types must match, so that 1 does not pass for True."""
+    """Make the check of a setting that allows only these values, with matching types: 1 does not pass for True."""
 
     def is_allowed(value: Any) -> bool:
         return any(type(value) is type(one) and value == one for one in allowed)
@@ -65,7 +65,7 @@ def one_of(*allowed: Any) -> SettingCheck:
 
 
 def whole_number(minimum: int, maximum: int) -> SettingCheck:
-    """Return the check of a setting that allows ints from `minimum` to `maximum`."""
+    """Make the check of a setting that allows ints from `minimum` to `maximum`."""
     return (lambda value: is_whole(value, minimum, maximum)), f"a whole number from {minimum} to {maximum}"
 
 
@@ -124,14 +124,15 @@ class MHLASettings:
             loading. "free" is "direct" with weights of any sign (the released video checkpoints). "decay" makes each head's
             weight a sum of `num_decays` exponentials of the distance: there is no matrix, cost is linear in length, the
             decoder state has constant size, and the initial weights are those of plain linear attention.
-        num_decays: Number of exponentials R of the "decay" form. The first one is constant (decay factor 1).
+        num_decays: Number of exponentials R of the "decay" form. The first one is constant (decay factor 1) unless
+            `free_decay`.
         free_decay: Whether the decay factor of the first exponential is learned, too, instead of fixed at 1.
         length_power: Whether the weights of the far part are divided by n^a, where n is the number of blocks in the far part
             of the query's block, and a is learned per head (with `local`).
         local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
             decays (the far part) for all other tokens, under one normalizer (language models and encoders; needs "decay").
-        window: Number of blocks in the softmax window of `local`, including the current block; an encoder also sees as many
-            on the other side.
+        window: Number of blocks in the softmax window of `local`, including the current block. In encoders, the window also
+            has `window - 1` blocks after the current one.
         sinks: Number of tokens at the start of a sequence that stay in the softmax of `local`; 0 for an encoder.
         window_dropout: Probability that a forward pass in training restricts the softmax window to the current block, so
             that the far part covers all blocks before it.
@@ -150,6 +151,9 @@ class MHLASettings:
             too, and their keys and values stay in the cache in full. To keep all heads of a layer, leave it out of `layers`
             instead. Needs "decay".
         impl: Implementation of the operator: "auto", "torch" or "triton"; without decays also "reference".
+
+    Raises:
+        ValueError: A setting is not valid, or settings contradict each other.
     """
 
     block_size: int = 64
@@ -192,7 +196,7 @@ class MHLASettings:
         self.check_combinations()
 
     def check_combinations(self) -> None:
-        """Raise ValueError if settings that are valid by themselves do not go together."""
+        """Raise ValueError if the settings contradict each other."""
         decay = self.mixing_form == "decay"
         local = self.local is not None
         if decay and self.layout is not None:
@@ -222,7 +226,7 @@ class MHLASettings:
         """Return the indices of the MHLA layers in a model of `num_layers` layers, in order.
 
         Raises:
-            ValueError: If there would be none, or an index is too large.
+            ValueError: If "2/3" leaves no MHLA layer, or an index is too large.
         """
         if self.layers == "all":
             return list(range(num_layers))
@@ -238,12 +242,12 @@ class MHLASettings:
         return list(self.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values for `config.json`, with the version of this format."""
+        """Return the settings as a JSON-serializable dictionary for `config.json`, with the version of this format."""
         return {"format_version": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MHLASettings":
-        """Return the settings that `to_dict` wrote.
+        """Create settings from a dictionary as `to_dict` returns it; settings that it lacks have their defaults.
 
         Raises:
             ValueError: If the format is newer than this version reads, or a setting is unknown or invalid.

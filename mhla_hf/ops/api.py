@@ -35,17 +35,17 @@ def mhla(
 
     With b(t) the block of token t, o[t] = sum_s w[t, s] v[s] over all s (s <= t if causal), divided by sum_s w[t, s] if
     `normalize` (0/0 is 0), where w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>. Sums are in fp32 or fp64,
-    also under autocast. Differentiable once.
+    also under autocast. Second derivatives need `impl="reference"`.
 
-    B is the batch, T queries, S keys, H query heads, G KV heads, K and V the widths of keys and values, and L that of the
+    Shapes: B rows, T queries, S keys, H query heads, G KV heads. K, V, and L are the widths of keys, values, and the
     features of the denominator.
 
     Args:
         q: [B, T, H, K], feature-mapped queries, floating point.
         k: [B, S, G, K], feature-mapped keys. Query head h uses KV head h // (H // G).
         v: [B, S, G, V], values.
-        mixing: [Mq, Mk] or [H, Mq, Mk], one row per query block. If causal, larger matrices are cut to the leading
-            part, and the upper triangle is ignored and gets a gradient of zero.
+        mixing: [Mq, Mk] or [H, Mq, Mk], one row per query block, one column per key block. If causal, it may have more rows
+            and columns; these and the upper triangle are ignored and get a gradient of zero.
         blocks: The blocks of the T queries; `Blocks.sequence` if causal.
         key_blocks: The blocks of the S keys; None if they are those of the queries.
         causal: Whether a query sees only the keys at and before its own position.
@@ -59,8 +59,10 @@ def mhla(
             blocks, so `mixing` only needs rows for the longest one.
         starts: int64 [B], first real token of each left-padded row (causal). Block 0 of the row begins there, tokens before
             it weigh nothing, and their outputs are 0.
-        unrounded: Return outputs in the dtype of the sums, for a norm that follows: unnormalized outputs overflow fp16.
-        return_state: Also return the state that `mhla_step` continues from (causal, no cu_seqlens). It has no gradient.
+        unrounded: Whether to return outputs in the dtype of the sums, for a norm that follows: unnormalized outputs may
+            overflow fp16.
+        return_state: Whether to return the state from which `mhla_step` continues, too (causal, no cu_seqlens). It has no
+            gradient.
         impl: "reference" (the T x T definition), "torch", "triton", or "auto", which takes Triton on a GPU if a small test
             call agreed with fp64, else PyTorch, and logs its choice once.
 
@@ -131,12 +133,14 @@ def mhla_step(
 ) -> tuple[torch.Tensor, MHLAState]:  # fmt: skip
     """Continue causal MHLA by T >= 1 tokens, with the outputs that `mhla` gives for them in the whole sequence (appendix C).
 
-    There is one implementation of the step, in PyTorch; with impl="triton" a kernel takes over the attention of single
-    tokens. Nothing has a gradient.
+    The step is computed in PyTorch for every `impl`, except that Triton has a kernel for the attention of single tokens.
+    Nothing has a gradient.
 
     Args:
-        q: [B, T, H, K], the queries of the new tokens. k [B, T, G, K] and v [B, T, G, V] are their keys and values.
-        mixing: As in `mhla`, with a row for every block that is reached.
+        q: [B, T, H, K], queries of the new tokens.
+        k: [B, T, G, K], keys of the new tokens.
+        v: [B, T, G, V], values of the new tokens.
+        mixing: As in `mhla`, with a row for every block of the sequence so far.
         state: From `mhla(..., return_state=True)`, an earlier step, or `MHLAState.empty`; changed in place.
         starts: int64 [B]. Tokens of this call before it are ignored and not counted (left padding in a first chunk).
         normalize, scale, q_den, k_den, unrounded, impl: As in `mhla`.
@@ -189,7 +193,7 @@ def state_after(
     key_mask: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> MHLAState:
-    """Return the state of a decoder that has seen all tokens of k and v; arguments as in `mhla`."""
+    """Compute the state of a decoder that has seen all tokens of k and v. See `mhla` for the arguments."""
     assert blocks.block_size is not None  # causal blocks are those of a sequence
     state = MHLAState.empty(
         batch=q.shape[0],
@@ -221,10 +225,13 @@ def choose_implementation(
     """Resolve "auto" to an implementation, and log each choice the first time it is made.
 
     Args:
-        impl: What the caller asked for.
+        impl: The implementation that the caller asked for.
         device: The device of the inputs.
         find_refusal: Returns why the Triton kernels cannot run on these inputs; None if they can.
         find_fault: Returns why their results cannot be trusted on this device; None if they can.
+
+    Returns:
+        `impl` itself unless it is "auto"; then "torch" or "triton".
 
     Raises:
         ValueError: If `impl` is "triton" and the kernels cannot run.

@@ -1,7 +1,7 @@
 """Assigns tokens to blocks: the geometry of MHLA, without any arithmetic on features.
 
-Tokens always arrive in row-major order, and `Blocks` tells which block of the 1-D, 2-D, or 3-D grid each one belongs to.
-Any grid size works: the last or first blocks of an axis absorb the remainder, so callers never crop or pad. `Blocks` holds
+Tokens always arrive in row-major order, and `Blocks` assigns each one to a block of the 1-D, 2-D, or 3-D grid. Any grid
+size works: the last or first blocks of an axis absorb the remainder, so callers never crop or pad. `Blocks` holds
 only integers, which makes it hashable and cheap to rebuild on every call.
 """
 
@@ -128,6 +128,6 @@ class Blocks:
 
 
 def check_positive_int(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is an integer of at least 1; `name` is the argument to blame."""
+    """Raise ValueError, which names the argument `name`, unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 1:
         raise ValueError(f"{name}: got {value!r}, expected an integer of at least 1.")

@@ -26,7 +26,8 @@ from .torch_local import SinkTokens
 class RowShards:
     """Divides a row of packed sequences among P processes, at block boundaries.
 
-    The tokens are first divided equally. Each process then starts at the first block that begins in its part.
+    The tokens are first divided equally. Each process then starts at the first block that begins in its part. The row has M
+    blocks in all. All tensors are on the CPU.
 
     Args:
         cu_seqlens: Int [N + 1], the borders of the sequences of the row.
@@ -34,7 +35,7 @@ class RowShards:
         num_ranks: Number of processes, P.
 
     Attributes:
-        num_sequences: Number of sequences, N. The tensors below are on the CPU; the row has M blocks.
+        num_sequences: Number of sequences, N.
         first_token: int64 [M + 1], the first token of each block, and the end of the row.
         block_index: int64 [M], the index of each block in its sequence.
         sequence_id: int64 [M], the sequence of each block.
@@ -63,7 +64,12 @@ class RowShards:
         self.token_borders = self.first_token[self.block_borders]
 
     def slots(self, first: torch.Tensor | int, end: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token in each slot of blocks `first` to `end`, int64 [M * C], and whether it exists, bool."""
+        """Lay out the tokens of blocks `first` to `end` (exclusive), C slots per block.
+
+        Returns:
+            token: int64 [(end - first) * C], index in the row of the token in each slot.
+            exists: bool [(end - first) * C], False for slots beyond the last token of a block.
+        """
         token = self.first_token[first:end, None] + torch.arange(self.block_size)
         return token.flatten(), (token < self.first_token[first + 1 : end + 1, None]).flatten()
 
@@ -77,10 +83,10 @@ class RowShards:
 
 
 class BlockMover:
-    """Moves tokens to block edges and back; leaves them alone if they are there already.
+    """Moves T tokens to M blocks of C slots, so that each block begins at a multiple of C, and back.
 
     Args:
-        source, inverse: int64 [1, M * C] and [1, T], as `MoveTokens` takes them; None if there is nothing to move.
+        source, inverse: int64 [1, M * C] and [1, T], see `MoveTokens`; None if the tokens need not move.
     """
 
     def __init__(self, source: torch.Tensor | None, inverse: torch.Tensor | None):
@@ -99,7 +105,7 @@ class BlockMover:
 def shards_of(
     cu_seqlens: torch.Tensor | None, block_size: int, group: "dist.ProcessGroup | None"
 ) -> tuple[RowShards, int]:
-    """Return the shards of the row with these borders, and this process's rank.
+    """Return the shards of the row with these borders, and the rank of this process in `group`.
 
     Raises:
         ValueError: If `cu_seqlens` is None.
@@ -117,12 +123,24 @@ def check_no_padding(**padding: torch.Tensor | None) -> None:
 
 
 def gather_shards(x: torch.Tensor, group: "dist.ProcessGroup | None") -> torch.Tensor:
-    """Return x of all P processes: x of any shape -> [P, *x.shape]."""
+    """Gather x, of the same shape everywhere, from all P processes: [P, *x.shape]; differentiable.
+
+    This is a collective: every process of `group` must call it.
+    """
     return AllGather.apply(x[None], group)
 
 
 def gather_parts(x: torch.Tensor, borders: torch.Tensor, axis: int, group: "dist.ProcessGroup | None") -> torch.Tensor:
-    """Concatenate x of all processes along `axis`, where process p has `borders[p]` to `borders[p + 1]` of it."""
+    """Gather x from all processes, concatenated along `axis`; differentiable.
+
+    This is a collective: every process of `group` must call it.
+
+    Args:
+        x: The part of this process.
+        borders: int64 [P + 1] on the CPU; process p has the elements from `borders[p]` to `borders[p + 1]` along `axis`.
+        axis: The axis.
+        group: The processes.
+    """
     lengths = borders.diff().tolist()
     padded = F.pad(x, (*[0, 0] * (x.dim() - axis - 1), 0, max(lengths) - x.shape[axis]))
     parts = zip(gather_shards(padded, group), lengths, strict=True)
@@ -146,15 +164,20 @@ def sharded_local_attention(
 ) -> torch.Tensor:
     """Compute `local_attention` for the tokens of this process's shard.
 
+    This is a collective: every process of `group` must call it. See `local_attention` for the other arguments, which
+    contain the tokens of this shard only.
+
     Args:
         cu_seqlens: Int [N + 1], the borders of the sequences of the whole row; required.
         group: The processes; None is the default group.
-        key_mask, starts: Not supported.
-        Other arguments: As in `local_attention`, for the tokens of the shard.
+        key_mask, starts: Must be None.
+
+    Returns:
+        [B, T, H, V] for the T tokens of the shard, as in `local_attention`.
 
     Raises:
-        ValueError: If key_mask or starts is given, cu_seqlens is missing, or a shard is shorter than the part of the window
-            that the next one reads.
+        ValueError: If key_mask or starts is given, cu_seqlens is missing, a shard is shorter than the part of the window
+            that the next one reads, or the row is too short (see `RowShards`).
     """
     check_no_padding(key_mask=key_mask, starts=starts)
     shards, rank = shards_of(cu_seqlens, form.block_size, group)
@@ -209,14 +232,15 @@ def carry_sums(
     This is a collective: every process of `group` must call it.
 
     Args:
-        summaries: [B, G, M, K, V + 1], the summaries of the blocks of this shard and of those that its window reads.
+        summaries: [B, G, M, K, V + 1], the summaries of M blocks: first the blocks of the left neighbor that the window
+            reads, then the blocks of this shard.
         decays, lag: As in `advance`.
         shards, rank: The shards of the row, and the rank of this process.
         block_index, sequence_id: int64 [M], of the same blocks.
         group: The processes.
 
     Returns:
-        The sums over the earlier blocks of the sequence that the shard's first block belongs to.
+        The running sums of the shard's first block, over earlier blocks of its sequence.
     """
     decays = decays.to(summaries.dtype)
     first = shards.block_borders[rank]
@@ -245,7 +269,15 @@ def shared_sinks(
 ) -> SinkTokens:
     """Return the sink tokens (the first tokens of a sequence) that each block of this shard attends to.
 
-    If the first sequence of the shard began in an earlier shard, its sinks are fetched from the process that holds that one.
+    If the first sequence of the shard began in an earlier shard, its sinks come from the process of that shard. This is a
+    collective: every process of `group` must call it.
+
+    Args:
+        k, v, valid, form, sequence_id: As in `find_sinks`, for the M blocks of `carry_sums`.
+        shards, rank, group: As in `carry_sums`.
+
+    Returns:
+        The sinks of the sequence of each block, [B, M, S, G, ..].
     """
     first = shards.block_borders[rank]
     first_of_sequence = first - shards.block_index[first]
@@ -267,16 +299,22 @@ def sharded_causal_mhla(
 ) -> torch.Tensor:  # fmt: skip
     """Compute `mhla(..., causal=True)` for the tokens of this process's shard.
 
+    This is a collective: every process of `group` must call it. See `mhla` for the other arguments, which contain the tokens
+    of this shard only.
+
     Args:
-        mixing: A function from a number of blocks, that of the longest sequence, to the mixing matrix.
+        mixing: Function from a number of blocks n to a mixing matrix [n, n] or [H, n, n]. It is called with the number of
+            blocks of the longest sequence.
         block_size: Tokens per block.
         group: The processes; None is the default group.
-        starts: Not supported.
+        starts: Must be None.
         cu_seqlens: Int [N + 1], the borders of the sequences of the whole row; required.
-        Other arguments: As in `mhla`, for the tokens of the shard.
+
+    Returns:
+        [B, T, H, V] for the T tokens of the shard, as in `mhla`.
 
     Raises:
-        ValueError: If starts is given or cu_seqlens is missing.
+        ValueError: If starts is given, cu_seqlens is missing, or the row is too short (see `RowShards`).
     """
     check_no_padding(starts=starts)
     shards, rank = shards_of(cu_seqlens, block_size, group)
@@ -306,11 +344,15 @@ def sharded_sum(
     group: "dist.ProcessGroup | None",
     impl: str,
 ) -> torch.Tensor:
-    """Sum weight * v over the keys of this shard and of all earlier ones.
+    """Compute the sum of weight * v over the keys of this shard and of all earlier ones.
+
+    This is a collective: every process of `group` must call it.
 
     Args:
-        q: [B, M * C, H, K], k [B, M * C, G, K], and v [B, M * C, G, V]: the tokens of this shard at block edges.
-        mixing: [M', M'] or [H, M', M'], of all M' blocks of the row.
+        q: [B, M * C, H, K], queries of the M blocks of this shard, aligned by `BlockMover`.
+        k: [B, M * C, G, K], keys.
+        v: [B, M * C, G, V], values.
+        mixing: [M', M'] or [H, M', M'], for all M' blocks of the row.
         shards, rank: The shards of the row, and the rank of this process.
         group: The processes.
         impl: As in `mhla`.

@@ -27,7 +27,7 @@ def check_tensor(
     """Check that `x` is a tensor of an accepted dtype on the device of `q`.
 
     Args:
-        name: The argument to blame.
+        name: Name of the argument, for the error.
         x: The value to check.
         q: A tensor on the expected device; `x` itself if any device will do.
         expected: What the error says was expected.
@@ -54,7 +54,7 @@ def check_features(
     k_den: torch.Tensor | None,
     normalize: bool | str,
 ) -> None:
-    """Check shapes, dtypes, and devices of the feature tensors; shapes as in `mhla`."""
+    """Raise TypeError or ValueError unless shapes, dtypes, and devices of these arguments are as in `mhla`."""
     features = {"q": q, "k": k, "v": v}
     if q_den is not None or k_den is not None:
         if q_den is None or k_den is None:
@@ -87,7 +87,7 @@ def check_features(
 
 
 def check_options(scale: float | None, normalize: bool | str, impl: str) -> None:
-    """Check the options that are not tensors."""
+    """Raise ValueError unless these options have values that `mhla` accepts."""
     if not isinstance(normalize, bool) and normalize != "official":
         raise ValueError(f"normalize: got {normalize!r}, expected True, False or 'official'.")
     if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale) or scale == 0):
@@ -104,7 +104,7 @@ def check_blocks(
     causal: bool,
     normalize: bool | str,
 ) -> None:
-    """Check that the blocks cover the tokens and are allowed with the other options."""
+    """Raise TypeError or ValueError unless the blocks cover the tokens and are allowed with the other options."""
     if key_blocks is None and k.shape[1] != q.shape[1]:
         raise ValueError(
             f"key_blocks: got None with {q.shape[1]} queries and {k.shape[1]} keys, expected the blocks of the keys."
@@ -133,7 +133,7 @@ def check_padding(
     cu_seqlens: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> None:
-    """Check the three arguments that say which tokens are real, and their combination."""
+    """Raise TypeError or ValueError unless the arguments that say which tokens are real are valid, also together."""
     if key_mask is not None:
         check_tensor("key_mask", key_mask, q, "a bool tensor, True for real keys", (torch.bool,))
         if key_mask.shape != k.shape[:2]:
@@ -154,7 +154,7 @@ def check_padding(
 
 
 def check_starts(starts: torch.Tensor, q: torch.Tensor) -> None:
-    """Check that `starts` is int64 [B] with values from 0 to T; it may be on any device."""
+    """Raise TypeError or ValueError unless `starts` is int64 [B] with values from 0 to T, on any device."""
     check_tensor("starts", starts, starts, "an int64 tensor", (torch.int64,))
     if starts.shape != q.shape[:1]:
         raise ValueError(f"starts: got shape {list(starts.shape)}, expected [{q.shape[0]}], one number per sequence.")
@@ -164,7 +164,7 @@ def check_starts(starts: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, q: torch.Tensor) -> None:
-    """Check that `cu_seqlens` is int32 or int64 [N + 1] and rises from 0 to T."""
+    """Raise TypeError or ValueError unless `cu_seqlens` is int32 or int64 [N + 1] and does not fall, from 0 to T."""
     check_tensor("cu_seqlens", cu_seqlens, q, "an int32 or int64 tensor", (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens: got shape {list(cu_seqlens.shape)}, expected one axis, [sequences + 1].")
@@ -182,7 +182,10 @@ def check_mixing(
     causal: bool,
     cu_seqlens: torch.Tensor | None,
 ) -> None:
-    """Check that the mixing matrix has a row for every query block and a column for every key block."""
+    """Raise TypeError or ValueError unless `mixing` has a row for every query block and a column for every key block.
+
+    If causal, it may have more of them. With `cu_seqlens`, only the blocks of the longest sequence count.
+    """
     if causal:
         num_blocks = blocks.num_blocks
         if cu_seqlens is not None:
@@ -198,7 +201,10 @@ def check_mixing(
 
 
 def check_mixing_shape(mixing: torch.Tensor, q: torch.Tensor, num_blocks: int = 0) -> None:
-    """Check that `mixing` is floating point, [Mq, Mk] or [H, Mq, Mk], with Mq and Mk at least `num_blocks`."""
+    """Raise TypeError or ValueError unless `mixing` is [Mq, Mk] or [H, Mq, Mk], Mq and Mk at least `num_blocks`.
+
+    It must be floating point, on the device of q.
+    """
     check_tensor("mixing", mixing, q)
     if mixing.dim() not in (2, 3) or (mixing.dim() == 3 and mixing.shape[0] != q.shape[2]):
         raise ValueError(f"mixing: got shape {list(mixing.shape)}, expected [Mq, Mk] or [{q.shape[2]}, Mq, Mk].")
@@ -215,7 +221,7 @@ def check_state(
     normalize: bool | str,
     k_den: torch.Tensor | None,
 ) -> None:
-    """Check that the state was made for tensors of these shapes, on this device, and for this normalization."""
+    """Raise TypeError or ValueError unless the state was made for these shapes, this device, and this normalization."""
     if not isinstance(state, MHLAState):
         raise TypeError(f"state: got a {type(state).__name__}, expected an MHLAState.")
     if state.normalize != normalize:
@@ -242,7 +248,7 @@ def check_step(
     state: MHLAState,
     starts: torch.Tensor | None,
 ) -> None:
-    """Check the tokens of a step, and that the mixing matrix has a row for every block they reach."""
+    """Raise TypeError or ValueError unless q, k, and `starts` agree and `mixing` has a row for every block they reach."""
     if k.shape[1] != q.shape[1]:
         raise ValueError(f"k: got {k.shape[1]} tokens, expected {q.shape[1]}, as in q.")
     if starts is not None:
@@ -252,10 +258,10 @@ def check_step(
 
 
 def values_can_be_read(device: torch.device) -> bool:
-    """Whether tensor values can be copied to the host: not while torch.compile traces or a CUDA graph is captured."""
+    """Return whether tensor values can be copied to the host: not while torch.compile traces or a CUDA graph is captured."""
     return not (torch.compiler.is_compiling() or is_capturing(device))
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current CUDA stream is being captured into a CUDA graph."""
+    """Return whether the current CUDA stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

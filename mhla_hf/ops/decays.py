@@ -14,7 +14,7 @@ SCAN_GROUP = 8  # blocks per group of the two-level scan; blocks before a group 
 
 @dataclass
 class Decays:
-    """R exponential decays per head, which together stand for a mixing matrix.
+    """R exponential decays per head, which define a mixing matrix m[i, j] = sum_r w_r lambda_r^(i - j).
 
     Query heads that share a KV head also share its rates, and so its running sums: query head h uses the rates of KV head
     h // (H // G).
@@ -22,8 +22,8 @@ class Decays:
     Args:
         weight: [H, R], the weights w of the query heads.
         log_rate: [G, R], log(lambda) of the KV heads, at most 0.
-        power: [H] or None. If set, the weights of a query block are divided by n^power, where n is the number of blocks
-            that are far from it. The sum over n blocks of features grows with n, while the sum of a softmax hardly does.
+        power: [H] or None. If given, the weights of a query block are divided by n^power, where n is the number of blocks
+            that are far from it: the far part of a query grows with n, while the sum of a softmax hardly does.
     """
 
     weight: torch.Tensor
@@ -41,7 +41,7 @@ class Decays:
         Args:
             num_blocks: Number of rows and columns, M.
             lag: The smallest block distance that counts as far; matters only with a `power`.
-            both_ways: Whether later blocks count as earlier ones do, by their distance.
+            both_ways: Whether later blocks have weights, too, by their distance |i - j|.
 
         Returns:
             [H, M, M], lower triangular, or with `both_ways` symmetric.
@@ -55,7 +55,15 @@ class Decays:
         return matrix if self.power is None else matrix * self.length_scale(block, lag).T[..., None]
 
     def length_scale(self, block: torch.Tensor, lag: int) -> torch.Tensor:
-        """Return n^-power for query blocks with these indices, int of any shape -> [.., H]; needs a `power`."""
+        """Compute n^-power, where n is the number of far blocks (at least 1); only if there is a `power`.
+
+        Args:
+            block: Int of any shape, indices of query blocks.
+            lag: Smallest distance of a far block.
+
+        Returns:
+            [.., H].
+        """
         assert self.power is not None
         num_far = (block - lag + 1).clamp(min=1)
         return torch.exp(-self.power * num_far.to(self.power.dtype).log()[..., None])
@@ -63,18 +71,18 @@ class Decays:
 
 @dataclass(frozen=True)
 class LocalForm:
-    """The options of near and far attention that are fixed for a layer; `local.py` has the formula.
+    """Options of near and far attention that are fixed for a layer; `local.py` has the formula.
 
     Args:
         block_size: Tokens per block, C.
-        lag: Blocks in the window, the open block included: block i - lag is the nearest one that is far from block i.
+        lag: Number of blocks in the window, the open block included. Block i - lag is the nearest far block of block i.
         sinks: Number of tokens at the start of a sequence that are always near; 0 without a softmax.
         scale: Factor of q k^T.
         normalize: Whether outputs are divided by the sum of the weights.
         impl: "auto", "torch" or "triton", as in `mhla`. A single token after a state always takes "torch".
         unrounded: Whether outputs stay in the dtype of the sums. Otherwise the Triton kernel writes them in v's dtype.
-        both_ways: Whether later tokens are seen as earlier ones are; the window then has `lag - 1` blocks on either side of
-            the open one.
+        both_ways: Whether queries see later tokens, too. The window then has `lag - 1` blocks on either side of the query's
+            block.
     """
 
     block_size: int
@@ -103,7 +111,7 @@ def expand_query_features(q_features: torch.Tensor, weight: torch.Tensor) -> tor
 
 
 def powers(log_rate: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Return lambda^distance: log_rate [G, R] and a distance of any shape -> [G, R, *distance.shape]."""
+    """Compute lambda^distance: log_rate [G, R] and a distance of any shape -> [G, R, *distance.shape]."""
     return torch.exp(log_rate.view(*log_rate.shape, *[1] * distance.dim()) * distance)
 
 
@@ -118,8 +126,8 @@ def decayed_sums(
 ) -> torch.Tensor:
     """Compute the running sums of every block i: sum over j <= i - lag of lambda_r^(i - j) S_j.
 
-    The scan has two levels. Within a group of `SCAN_GROUP` blocks a small matrix computes the sums; what comes from earlier
-    groups is the sum of whole groups, of which there are an eighth as many, computed by another matrix.
+    The scan has two levels. One small matrix sums the blocks within each group of `SCAN_GROUP` blocks, and another sums the
+    earlier groups.
 
     Args:
         summaries: [B, G, M, X], the flattened summary S of each block.

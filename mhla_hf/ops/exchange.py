@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Sum a tensor over all processes and return this process's part.
+    """Sums a tensor over all processes and returns this process's part.
 
     Called as `ReduceScatter.apply(x, group)`: x [P * N, ..] -> [N, ..], where P is the number of processes.
     """
@@ -28,7 +28,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """Concatenate the tensors of all processes along the first axis, in the order of their ranks.
+    """Concatenates the tensors of all processes along the first axis, in the order of their ranks.
 
     Called as `AllGather.apply(x, group)`: x [N, ..] -> [P * N, ..], where P is the number of processes.
     """
@@ -46,7 +46,10 @@ class AllGather(torch.autograd.Function):
 
 
 class FromLeft(torch.autograd.Function):
-    """Receive the tensor of the previous rank; rank 0 receives zeros. Called as `FromLeft.apply(x, group)`."""
+    """Sends x to the next rank and returns the tensor of the previous one; rank 0 gets zeros.
+
+    Called as `FromLeft.apply(x, group)`. x has the same shape in all processes.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: "dist.ProcessGroup | None") -> torch.Tensor:
@@ -59,7 +62,10 @@ class FromLeft(torch.autograd.Function):
 
 
 def shift(x: torch.Tensor, step: int, group: "dist.ProcessGroup | None") -> torch.Tensor:
-    """Send `x` to rank `rank + step` and return what came from rank `rank - step`, zeros if there is no such rank."""
+    """Send x to rank `rank + step`, and return the x of rank `rank - step`, or zeros if there is no such rank.
+
+    This is a collective: every process of `group` must call it, with an x of the same shape.
+    """
     rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
     received = torch.zeros_like(x).contiguous()

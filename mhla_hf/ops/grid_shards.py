@@ -24,20 +24,22 @@ def sharded_mhla(
 ) -> torch.Tensor:  # fmt: skip
     """Compute the outputs of `mhla` for this process's tokens: `edges[rank]` to `edges[rank + 1]` in block order.
 
+    If `add_up` is a collective, every process must call this function.
+
     Args:
-        q, k, v, q_den, k_den: As in `mhla`, of these tokens alone.
+        q, k, v, q_den, k_den: As in `mhla`, for this process's tokens only.
         mixing, normalize, unrounded: As in `mhla`.
         blocks: The blocks of all tokens.
-        rank: This process's number.
-        edges: The first token of every process in block order, and the total number of tokens; P + 1 numbers.
-        add_up: A differentiable function, called once, that takes x [P * N, ..], adds it up over all processes, and returns
-            the part of this process, [N, ..]; for example `ReduceScatter`.
+        rank: Index of this process among P processes.
+        edges: The index in block order of the first token of every process, then the total number of tokens; P + 1 numbers.
+        add_up: A differentiable function that sums x [P * N, ..] over all processes and returns the part of this process,
+            [N, ..], such as `ReduceScatter.apply`. It is called once.
 
     Returns:
-        [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the sums.
+        [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
 
     Raises:
-        ValueError: If the tensors are not this shard, or `normalize` is "official".
+        ValueError: If the number of tokens does not match `edges`, or `normalize` is "official".
     """
     if q.shape[1] != edges[rank + 1] - edges[rank] or edges[-1] != blocks.length:
         expected = f"shard {rank} of {blocks.length} tokens cut at {list(edges)}"

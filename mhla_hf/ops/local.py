@@ -62,7 +62,7 @@ def local_attention(
         False.
 
     Raises:
-        ValueError: If both `starts` and `cu_seqlens` are given, or `form.impl` is "triton" where it cannot run.
+        ValueError: If both `starts` and `cu_seqlens` are given, or `form.impl` is "triton" and the kernel cannot run.
     """
     num_tokens, size = q.shape[1], form.block_size
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
@@ -102,11 +102,11 @@ def two_way_attention(
 ) -> torch.Tensor:
     """Attend to near tokens by softmax and to far tokens by MHLA, to later tokens as to earlier ones.
 
-    In the formula, |i - j| takes the place of i - j. The summaries of all blocks are mixed by a matrix per KV head, whose
-    cost grows with the square of the number of blocks.
+    In the formula, |i - j| takes the place of i - j. The summaries of all blocks are mixed by one matrix per KV head and
+    decay, at a cost that grows with the square of the number of blocks. See `local_attention` for the other arguments.
 
     Args:
-        form: The options, with `both_ways` and without sinks. All other arguments as in `local_attention`.
+        form: The options, with `both_ways` and without sinks; `impl` is ignored.
 
     Returns:
         [B, T, H, V] in the dtype of the sums (at least fp32).
@@ -128,12 +128,12 @@ def two_way_attention(
 
 @dataclass
 class PastSums:
-    """The running sums of the far part as a state holds them.
+    """Running sums of the far part, for the queries of one block of each row.
 
     Args:
-        sums: [B, G, R, K, V + 1], for each rate the sum over blocks j <= block - lag of lambda^(block - j) S_j, where S_j
-            is the summary of block j (`block_summaries`).
-        block: Int [B], the block that the sums stand at.
+        sums: [B, G, R, K, V + 1], for each rate lambda the sum over blocks j <= block - lag of lambda^(block - j) S_j, where
+            S_j is the summary of block j (`block_summaries`).
+        block: Int [B], index of the block whose queries read the sums.
     """
 
     sums: torch.Tensor
@@ -142,15 +142,15 @@ class PastSums:
 
 @dataclass
 class LocalInputs:
-    """What near and far attention reads of a run of M blocks of C tokens, the first of which begins at a block edge.
+    """Inputs of near and far attention for M consecutive blocks of C tokens; the first token is at a block edge.
 
     Args:
         q, k, v, q_features, k_features, decays, balance, form: As in `local_attention`, with T at most M * C.
         valid: bool [B, T], the tokens that are keys.
         block_index: Int [B or 1, M], the index of each block in its sequence.
-        sequence_id: Int [M], the sequence of each block if several are packed.
-        sink_tokens: Sinks from a state; None to find them among the tokens.
-        past: Running sums from a state, for the sequence of the first block; None if nothing came before.
+        sequence_id: Int [M], the sequence of each block if several are packed, else None.
+        sink_tokens: Sinks from a state; None to take the first tokens of each sequence.
+        past: Running sums from a state, for the sequence of the first block; None if no tokens came before.
     """
 
     q: torch.Tensor
@@ -168,7 +168,7 @@ class LocalInputs:
     past: PastSums | None = None
 
     def segment(self, first: int, end: int, past: PastSums | None) -> "LocalInputs":
-        """Return the inputs of blocks `first` to `end`, which continue from `past`; only for one sequence per row."""
+        """Return the inputs of blocks `first` to `end` (exclusive), with running sums `past`; not for packed sequences."""
         tokens = slice(first * self.form.block_size, end * self.form.block_size)
         return LocalInputs(
             self.q[:, tokens],
@@ -189,16 +189,21 @@ class LocalInputs:
 def attend_local(
     inputs: LocalInputs, end_block: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the outputs of a run of blocks, and the running sums after it.
+    """Compute the outputs of consecutive blocks, and the running sums for a decoder state.
 
-    Without gradients a long sequence is computed `SEGMENT_TOKENS` at a time, so that memory and cost per token do not grow.
+    If no gradient is needed, long sequences are computed in segments of `SEGMENT_TOKENS`, so that memory and the cost per
+    token do not grow with their length.
 
     Args:
-        inputs: The tokens and all that goes with them.
-        end_block: Int [B], the last block of each row, at which the returned sums stand; None to return no sums.
+        inputs: The inputs.
+        end_block: Int [B], index of the block in each row whose running sums are returned; None to return no sums.
 
     Returns:
-        The outputs, [B, T, H, V], and the running sums, [B, G, R, K, V + 1] (None without `end_block`).
+        o: [B, T, H, V].
+        sums: [B, G, R, K, V + 1], see `PastSums`. Without `end_block` they are unspecified, and None for short sequences.
+
+    Raises:
+        ValueError: If `form.impl` is "triton" and the kernel cannot run.
     """
     q = inputs.q
     k = inputs.k
@@ -248,15 +253,15 @@ def advance(
     block_index: torch.Tensor,
     end_block: torch.Tensor,
 ) -> torch.Tensor:
-    """Advance running sums to a later block.
+    """Compute the running sums of a later block.
 
     Args:
-        past: The sums so far, which already contain the blocks up to `past.block - lag`; None for none.
-        summaries: [B, G, M, K, V + 1], the summaries of a run of blocks.
+        past: The sums so far, which already contain the blocks up to `past.block - lag`; None if there are none.
+        summaries: [B, G, M, K, V + 1], the summaries of consecutive blocks.
         decays: The decays.
-        lag: The distance at which a block enters the sums.
-        block_index: Int [B or 1, M], the index of each block of the run.
-        end_block: Int [B], the block that the result stands at.
+        lag: Smallest distance between a block and the blocks in its running sums.
+        block_index: Int [B or 1, M], the index of each block in `summaries`.
+        end_block: Int [B], index of the block in each row whose running sums are returned.
 
     Returns:
         [B, G, R, K, V + 1].
@@ -278,7 +283,7 @@ def attend_segment(inputs: LocalInputs, impl: str) -> tuple[torch.Tensor, torch.
     """Compute the outputs of all blocks at once.
 
     Args:
-        inputs: The tokens and all that goes with them, with `valid` [B, M * C].
+        inputs: The inputs, with `valid` [B, M * C].
         impl: "torch" or "triton".
 
     Returns:
@@ -324,7 +329,7 @@ def block_summaries(
 ) -> torch.Tensor:
     """Compute the summary of each block: the sum of k v^T over its keys, without sinks (paper eq. 4).
 
-    The last column is the sum of k.
+    The last column of a summary is the sum of k.
 
     Args:
         k_features: [B, T, G, K].
@@ -347,7 +352,7 @@ def block_summaries(
 
 
 def is_sink(block_index: torch.Tensor, form: LocalForm) -> torch.Tensor:
-    """Return which tokens are sinks, and therefore never far, bool [B or 1, M * C]."""
+    """Return which tokens of blocks with indices [B or 1, M] are sinks, and therefore never far: bool [B or 1, M * C]."""
     place_in_block = torch.arange(form.block_size, device=block_index.device)
     position = (block_index[:, :, None] * form.block_size + place_in_block).flatten(1)
     return position < form.sinks
@@ -356,7 +361,15 @@ def is_sink(block_index: torch.Tensor, form: LocalForm) -> torch.Tensor:
 def find_sinks(
     k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, form: LocalForm, sequence_id: torch.Tensor | None
 ) -> SinkTokens:
-    """Return the first `form.sinks` tokens of each row, or, for packed sequences, of the sequence of each block."""
+    """Return the sinks: the first `form.sinks` tokens of each row or, for packed sequences, of each block's sequence.
+
+    Args:
+        k: [B, T, G, D].
+        v: [B, T, G, V].
+        valid: bool [B, T], the tokens that are keys.
+        form: The options.
+        sequence_id: Int [M], the sequence of each block if several are packed, else None.
+    """
     if sequence_id is None:
         return SinkTokens(k[:, : form.sinks], v[:, : form.sinks], valid[:, : form.sinks])
     first = torch.searchsorted(sequence_id, sequence_id) * form.block_size  # first token of the block's sequence

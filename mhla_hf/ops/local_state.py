@@ -2,8 +2,8 @@
 
 Every row has its own position. A ring holds the keys and values of the window and of one block more, so that `crop` can take
 back up to a block of tokens at the cost of a rounding error in the sums. The far part consists of R running sums, and of a
-pending summary of the block that enters them next. Each new token adds one old token to the pending summary, so every step
-does the same work, and no step reads a value on the host.
+pending summary of the block that is added to them next. Each new token adds one old token to the pending summary, so every
+step does the same work, and no step reads a value on the host.
 """
 
 from collections.abc import Callable
@@ -37,11 +37,11 @@ class LocalState(RowState):
             reads keys before their rotation and undoes it. A is 0 if there is no rotation to undo.
         running: [B, G, R, V + 1, K], the sums of `PastSums` at the block of the last token, transposed because V + 1 is an
             awkward width for the vector units that decode. At least fp32.
-        pending: [B, G, V + 1, K], partial summary of the block that will be added to `running` next: the sum over those of
-            its tokens that were added so far. At least fp32.
+        pending: [B, G, V + 1, K], the incomplete summary of the block that will be added to `running` next, to which every
+            step adds one token. At least fp32.
         position: int64 [B], number of tokens that each row has seen.
-        furthest: int64 [B], the largest position before tokens were taken back.
-        cropped: Tokens taken back by `crop` whose share of the sums `rewind` has yet to undo.
+        furthest: int64 [B], the largest `position` of each row at any call of `crop`.
+        cropped: Number of tokens that `crop` has removed from `position` and `rewind` has not yet removed from the sums.
     """
 
     block_size: int
@@ -68,7 +68,7 @@ class LocalState(RowState):
         """Create a state that has seen no tokens.
 
         Args:
-            k, v: Keys [B, T, G, D] and values [B, T, G, V], which give the shapes, dtypes, and device; not read.
+            k, v: Keys [B, T, G, D] and values [B, T, G, V], of which only shapes, dtypes, and device are used.
             num_rates: Number of decay rates, R.
             num_features: Width of the features of the far part, K.
             form: The options.
@@ -92,7 +92,7 @@ class LocalState(RowState):
         )
 
     def crop(self, count: int) -> None:
-        """Remove the last `count` tokens of every row; `rewind` corrects the sums before they are next read.
+        """Remove the last `count` tokens of every row, in place. `continue_local` calls `rewind` to correct the sums.
 
         Raises:
             ValueError: If a row has fewer tokens, or if the ring has already overwritten tokens that would be needed.
@@ -110,7 +110,7 @@ class LocalState(RowState):
 
     @torch.no_grad()
     def rewind(self, decays: Decays, map_keys: KeyMap, form: LocalForm) -> None:
-        """Undo in the sums what `crop` took from the positions; arguments as in `continue_local`."""
+        """Remove cropped tokens from `running` and `pending`, in place. See `continue_local` for the arguments."""
         decays = decays.to(self.running.dtype)
         block = (self.position - 1).clamp(min=0) // form.block_size
         old_block = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
@@ -125,7 +125,7 @@ class LocalState(RowState):
         self.refresh_pending(map_keys, form)
 
     def refresh_pending(self, map_keys: KeyMap, form: LocalForm) -> None:
-        """Compute `pending` anew from the ring."""
+        """Recompute `pending` from the ring, in place. See `continue_local` for the arguments."""
         last = self.position - 1
         count = torch.where(last >= 0, last % form.block_size + 1, 0)[:, None]
         block = last.clamp(min=0) // form.block_size - form.lag + 1
@@ -138,7 +138,7 @@ class LocalState(RowState):
 
         Args:
             block: int64 [B], the block of each row.
-            count: The number of its first tokens to sum, a number or int64 [B, 1].
+            count: How many tokens to sum, from the first of the block on; a number or int64 [B, 1].
             map_keys: See `KeyMap`.
             form: The options.
 
@@ -157,7 +157,7 @@ class LocalState(RowState):
             return v.permute(0, 2, 3, 1) @ k_features.transpose(1, 2)
 
     def slot(self, position: torch.Tensor, form: LocalForm) -> torch.Tensor:
-        """Return the slot of the token at `position`; an arbitrary one for negative positions."""
+        """Return the slots of tokens at positions of any shape; arbitrary slots for negative positions."""
         return ring_slot(position, self.k.shape[1], form.sinks)
 
 
@@ -185,7 +185,7 @@ def continue_local(
         q, k, v, q_features, decays, balance, form, key_mask, starts: As in `local_attention`.
         map_keys: Computes the features of keys for the far part; see `KeyMap`.
         state: The state; changed in place.
-        fresh: Whether the state is empty; it is then not read.
+        fresh: Whether the state is empty, so that it need not be read.
         cos_sin: [B, T, 1, A], cosines and sines of the rotation of the keys, from `rotation_cos_sin`; None if there is none.
 
     Returns:
@@ -254,15 +254,18 @@ def local_step(
     takes_part: torch.Tensor | None = None,
     cos_sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Continue `local_attention` by a single token of every row, with the same graph for every position.
+    """Continue `local_attention` by one token of every row, and update the state in place.
+
+    The computation is the same for every position, so one compiled graph serves all steps.
 
     Args:
         q, k, v, q_features, map_keys, decays, balance, form, state, cos_sin: As in `continue_local`.
         is_key: bool [B], False for rows whose token is padding; None if there are none.
-        takes_part: bool [B], False for rows that have not begun, which stay as they are; None if there are none.
+        takes_part: bool [B], False for rows whose token comes before their first real one. Their position and sums stay as
+            they are. None if there are no such rows.
 
     Returns:
-        [B, 1, H, V] in the dtype of the sums.
+        [B, 1, H, V] in the dtype of the sums, with zeros for rows that do not take part.
     """
     size = form.block_size
     lag = form.lag
@@ -313,7 +316,7 @@ def write_token(
     state: LocalState,
     form: LocalForm,
 ) -> None:
-    """Write one new token per row into the slot of its position; arguments as in `local_step`."""
+    """Write one new token per row into the slot of its position, in place. See `local_step` for the arguments."""
     position = state.position
     rows = torch.arange(len(position), device=position.device)
     slot = state.slot(position, form)
@@ -328,11 +331,12 @@ def write_token(
 def add_pending_token(
     state: LocalState, map_keys: KeyMap, form: LocalForm, opens: torch.Tensor, takes_part: torch.Tensor | None
 ) -> None:
-    """Add to the pending summary of each row the old token that is `lag - 1` blocks behind its position.
+    """Add the token that is `lag - 1` blocks before the new one to the pending summary of each row, in place.
 
     Args:
         state, map_keys, form, takes_part: As in `local_step`.
-        opens: bool [B, 1, 1, 1, 1], the rows whose token opens a block, where the pending summary starts from zero.
+        opens: bool [B, 1, 1, 1, 1], True for rows whose new token is the first of a block. Their pending summary is zeroed
+            first.
     """
     sum_dtype = state.pending.dtype
     old_position = state.position - (form.lag - 1) * form.block_size

@@ -21,10 +21,10 @@ def mhla_reference(
     """Compute o[t] = sum_s w[t, s] v[s] with w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]> (paper eq. 5).
 
     b(t) is the block of token t. With `normalize` the sum is divided by sum_s w[t, s], where q_den and k_den replace q and
-    k if they are given; 0/0 is 0. Arguments as in `mhla`.
+    k if they are given; 0/0 is 0. See `mhla` for the arguments, which must be checked.
 
     Returns:
-        [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the computation: fp64 if q, k or v is, else fp32.
+        [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the computation: fp64 if q, k or v is, else fp32.
     """
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -66,7 +66,7 @@ def token_relations(
     cu_seqlens: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Work out the block of every token, and which query may see which key; arguments as in `mhla`.
+    """Compute the block of every token, and which query may see which key. See `mhla` for the arguments.
 
     Returns:
         query_block: int64 [B or 1, T].
@@ -97,7 +97,7 @@ def token_relations(
 
 
 def inner_products(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return <q[t], k[s]> of each query head with its KV head: q [B, T, H, K], k [B, S, G, K] -> [B, H, T, S]."""
+    """Compute <q[t], k[s]> of each query head with its KV head: q [B, T, H, K], k [B, S, G, K] -> [B, H, T, S]."""
     k = k.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], 2)
     return torch.einsum("bthk,bshk->bhts", q.to(dtype), k)
 
@@ -105,10 +105,18 @@ def inner_products(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> torc
 def official_denominator(
     q: torch.Tensor, k: torch.Tensor, mixing: torch.Tensor, blocks: Blocks, scale: float
 ) -> torch.Tensor:
-    """Compute the denominator of the authors' vision code, sum_b mixing[i, b] <q at the same slot of block b, z_b>.
+    """Compute the denominator of the authors' vision code: sum_b mixing[i, b] <q_b, z_b> for a token of block i.
 
-    It differs from the paper, which has q[t] itself in place of that other query, and is needed to run checkpoints trained
-    with that code. It takes linear time, so every implementation uses it.
+    z_b is the sum of the keys of block b, and q_b the query of block b at the token's slot, its index within its block. The
+    paper has the token's own query in place of q_b. Checkpoints that were trained with that code need this denominator. It
+    takes linear time, so every implementation uses it.
+
+    Args:
+        q: [B, T, H, K].
+        k: [B, T, G, K], zero where keys are masked.
+        mixing: [M, M] or [H, M, M].
+        blocks: The blocks, of equal size.
+        scale: Factor of the result.
 
     Returns:
         [B, T, H] in the dtype of `mixing`.
@@ -122,7 +130,7 @@ def official_denominator(
 
 
 def divide_or_zero(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-    """Divide [..., V] by [...], with 0 where the denominator vanishes; the backward pass is finite there, too."""
+    """Divide [.., V] by [..], with 0 where the denominator is below the smallest normal number; gradients stay finite."""
     vanishes = denominator.abs() < torch.finfo(denominator.dtype).tiny
     quotient = numerator / torch.where(vanishes, 1, denominator)[..., None]
     return torch.where(vanishes[..., None], 0, quotient)
@@ -138,7 +146,10 @@ def without_row_scale(grad: torch.Tensor, mixing: torch.Tensor, causal: bool) ->
     Args:
         grad: [.., Mq, Mk], a gradient of `mixing`.
         mixing: [.., Mq, Mk].
-        causal: Whether only the lower triangle of `mixing` is in use.
+        causal: Whether only the lower triangle of `mixing` is used.
+
+    Returns:
+        [.., Mq, Mk], the rest of the gradient.
     """
     mixing = (mixing.tril() if causal else mixing).to(grad.dtype)
     largest = mixing.abs().amax(-1, keepdim=True)
@@ -161,10 +172,12 @@ def local_reference(
     starts: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `local_attention` by definition, T x T: softmax over near tokens, MHLA over far ones.
+    """Compute `local_attention` or `two_way_attention` by definition: a T x T matrix of softmax and MHLA weights.
+
+    See `local_attention` for the other arguments.
 
     Args:
-        mixing: [H, M, M], the mixing matrix in place of decays. All other arguments as in `local_attention`.
+        mixing: [H, M, M], the mixing matrix in place of decays.
 
     Returns:
         [B, T, H, V] in fp32, or in fp64 if q is.

@@ -19,7 +19,7 @@ class RowState:
     """
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors by field name."""
+        """Return all fields that are tensors, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def nbytes(self) -> int:
@@ -27,7 +27,10 @@ class RowState:
         return sum(value.nbytes for value in self.tensors().values())
 
     def leave_inference_mode(self) -> None:
-        """Replace tensors made in inference mode, which cannot be written outside of it, by ordinary copies."""
+        """Replace tensors that were created in inference mode, which cannot be written outside of it, by ordinary copies.
+
+        Does nothing in inference mode and under torch.compile.
+        """
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return
         for name, value in self.tensors().items():
@@ -142,7 +145,7 @@ class MHLAState(RowState):
         )
 
     def crop(self, count: int) -> None:
-        """Remove the last `count` tokens of every row, exactly.
+        """Remove the last `count` tokens of every row, in place and without rounding errors.
 
         Raises:
             ValueError: If `count` is more than a block, more than the shortest row has, or reaches further back than the
@@ -161,7 +164,7 @@ class MHLAState(RowState):
         self.prefix_block = torch.where(self.prefix_block > length // self.block_size, -1, self.prefix_block)
 
     def reserve(self, num_closed: int) -> None:
-        """Make room for `num_closed` summaries; a capacity that is too small at least doubles."""
+        """Make room for `num_closed` summaries, in place; a capacity that is too small is at least doubled."""
         capacity = self.summaries.shape[2]
         if num_closed <= capacity:
             return

@@ -36,7 +36,10 @@ def blocked_backward(
     Args:
         o_grad: [B, T, H, V], the gradient of the output.
         q, k, v, mixing, form: As in `blocked_forward`.
-        o, den: What it returned; None if not normalized.
+        o, den: Results of `blocked_forward`; None if not normalized.
+
+    Returns:
+        Four gradients, each with the shape and dtype of its input.
     """
     work, inputs = HeadWork(q, k, v, form), (q, k, v, mixing)
     compute_grads = causal_grads if work.causal else full_grads
@@ -74,7 +77,10 @@ def full_grads(
     num_grad: torch.Tensor,
     den_grad: torch.Tensor | None,
 ) -> FourGrads:
-    """Compute the gradients of q, k, v, and m [R, M, N] without a causal mask."""
+    """Compute the gradients of `full_sums` with respect to q, k, v, and m [R, M, N].
+
+    See `full_sums` for q, k, v, and m, and the top of this file for `num_grad` and `den_grad`.
+    """
     summary = k.mT @ v
     mixed_grad = q.mT @ num_grad
     dq = num_grad @ mix_blocks(m, summary).mT
@@ -98,7 +104,10 @@ def causal_grads(
     num_grad: torch.Tensor,
     den_grad: torch.Tensor | None,
 ) -> FourGrads:
-    """Compute the gradients of q, k, v, and m [R, M, M] with a causal mask."""
+    """Compute the gradients of `causal_sums` with respect to q, k, v, and m [R, M, M].
+
+    See `causal_sums` for q, k, v, and m, and the top of this file for `num_grad` and `den_grad`.
+    """
     rows, count, size, _ = q.shape
     q = cut_chunks(q)
     k = cut_chunks(k)
@@ -138,7 +147,12 @@ def causal_grads(
 def chunk_prefix_grads(
     prefix_grad: torch.Tensor, summary: torch.Tensor, running: torch.Tensor | None, m: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gradients of `chunk_prefix`: of the summaries, [R, M, n, X], and of m, [R, M, M]."""
+    """Compute the gradients of `chunk_prefix` with respect to the summaries, [R, M, n, X], and m, [R, M, M].
+
+    Args:
+        prefix_grad: [R, M, n, X], the gradient of the prefix.
+        summary, running, m: As in `chunk_prefix`.
+    """
     if running is None:
         summary_grad, dm = mix_earlier_grads(prefix_grad.squeeze(2), summary.squeeze(2), m)
         return summary_grad[:, :, None], dm
@@ -151,5 +165,8 @@ def chunk_prefix_grads(
 def mix_earlier_grads(
     mixed_grad: torch.Tensor, summary: torch.Tensor, m: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gradients of `mix_earlier`: of the summaries, [R, M, X], and of m, [R, M, M]."""
+    """Compute the gradients of `mix_earlier` with respect to the summaries, [R, M, X], and m, [R, M, M].
+
+    `mixed_grad` [R, M, X] is the gradient of the result.
+    """
     return torch.matmul(m.tril(-1).mT, mixed_grad), torch.bmm(mixed_grad, summary.mT).tril_(-1)

@@ -1,7 +1,7 @@
 """Continues an `MHLAState` by one token, a few, or a whole chunk of a prompt, for rows at different positions.
 
 There are two code paths. While no row leaves its open block (`step_within_block`, every ordinary decoding step), only the
-prefix and the window are read: the time per token is constant, and the prefix is mixed anew once per block. Otherwise
+prefix and the window are read: the time per token is constant, and the prefix is recomputed once per block. Otherwise
 (`step_across_blocks`) the open block and the new tokens are laid out block by block, each row from its own block edge, and
 computed as one batch. A summary is always computed from the whole block when the block closes, so the numbers do not depend
 on how the tokens were divided into steps.
@@ -35,13 +35,15 @@ def torch_step(
     unrounded: bool = False,
     attend_one: AttendOne | None = None,
 ) -> torch.Tensor:
-    """Compute `mhla_step`; arguments as there, already checked. `state` changes in place.
+    """Compute `mhla_step`, and update `state` in place. See `mhla_step` for the other arguments, which must be checked.
 
     Args:
-        attend_one: Replaces the attention of a single token within its open block; see `triton/decode.py`.
+        scale: Factor of the products.
+        attend_one: Function that computes the attention of one new token per row within its open block; see
+            `triton/decode.py`. None: PyTorch computes it.
 
     Returns:
-        o [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the sums.
+        [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
     """
     num_tokens = q.shape[1]
     num_new = count_real_tokens(state, num_tokens, starts)
@@ -55,7 +57,7 @@ def torch_step(
 
 
 def count_real_tokens(state: MHLAState, num_tokens: int, starts: torch.Tensor | None) -> torch.Tensor:
-    """Return how many of `num_tokens` new tokens are real in each row, int64 [B]: those from `starts` on."""
+    """Return the number of real tokens among `num_tokens` new ones in each row, int64 [B]: those from `starts` on."""
     return torch.full_like(state.length, num_tokens) if starts is None else num_tokens - starts.cpu()
 
 
@@ -70,9 +72,9 @@ def step_within_block(
     k_den: torch.Tensor | None,
     attend_one: AttendOne | None,
 ) -> torch.Tensor:
-    """Process T new tokens of every row that all fit in the open block of their row.
+    """Compute the outputs of T new tokens per row that fit into the open block of their row, and update `state` in place.
 
-    Args: See `torch_step`.
+    See `torch_step` for the arguments.
 
     Returns:
         [B, T, H, V] in the dtype of the sums.
@@ -85,13 +87,13 @@ def step_within_block(
     if stale.any():
         stale_rows = torch.nonzero(stale).flatten()
         refresh_prefix(state, mixing, stale_rows, block[stale_rows])
-    entries = window_entries(state, k, v, k_den)
+    updates = window_updates(state, k, v, k_den)
     shortest, longest = (int(length) for length in state.length.aminmax())
     if shortest == longest:
-        open_tokens, visible = write_same_position(state, entries, longest // size, longest % size, num_tokens)
+        open_tokens, visible = write_same_position(state, updates, longest // size, longest % size, num_tokens)
         diagonal = mixing[..., longest // size, longest // size].to(sum_dtype).reshape(1, -1, 1, 1, 1)
     else:
-        open_tokens, visible = write_own_positions(state, entries, block, offset, num_tokens)
+        open_tokens, visible = write_own_positions(state, updates, block, offset, num_tokens)
         diagonal = diagonal_weight(mixing, block[:, None], sum_dtype)
     if attend_one is not None:
         o = attend_one(q, q_den, mixing, state, scale)
@@ -113,25 +115,25 @@ def step_within_block(
 
 
 def write_same_position(
-    state: MHLAState, entries: list[tuple[str, torch.Tensor]], block: int, offset: int, num_tokens: int
+    state: MHLAState, updates: list[tuple[str, torch.Tensor]], block: int, offset: int, num_tokens: int
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Write new tokens of rows that are all at the same position into the window.
 
     Args:
         state: The state, changed in place.
-        entries: From `window_entries`.
-        block: The index of the open block.
-        offset: The number of tokens that it already has.
-        num_tokens: The number of new tokens, T.
+        updates: From `window_updates`.
+        block: Index of the open block.
+        offset: Number of tokens that the open block already has.
+        num_tokens: Number of new tokens, T.
 
     Returns:
-        The open tokens, [B, offset + T, G, K or V], views of the window; and which new token sees which of them, bool
-        [T, offset + T], or None if it is all of them.
+        open_tokens: Views of the window, [B, offset + T, G, K or V] each (see the top of this file).
+        visible: bool [T, offset + T], which new token sees which open token; None if T is 1, which sees all of them.
     """
     first = block % 2 * state.block_size
-    for name, new in entries:
+    for name, new in updates:
         getattr(state, name)[:, first + offset : first + offset + num_tokens] = new
-    open_tokens = [getattr(state, name)[:, first : first + offset + num_tokens] for name, _ in entries]
+    open_tokens = [getattr(state, name)[:, first : first + offset + num_tokens] for name, _ in updates]
     if num_tokens == 1:
         return open_tokens, None
     everything = torch.ones(num_tokens, offset + num_tokens, dtype=torch.bool, device=open_tokens[0].device)
@@ -140,16 +142,21 @@ def write_same_position(
 
 def write_own_positions(
     state: MHLAState,
-    entries: list[tuple[str, torch.Tensor]],
+    updates: list[tuple[str, torch.Tensor]],
     block: torch.Tensor,
     offset: torch.Tensor,
     num_tokens: int,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Do what `write_same_position` does for rows at different positions: `block` and `offset` are int64 [B].
+    """Write new tokens of rows that are at different positions into the window.
+
+    Args:
+        state, updates, num_tokens: As in `write_same_position`.
+        block: int64 [B], index of the open block of each row.
+        offset: int64 [B], number of tokens that the open block of each row already has.
 
     Returns:
-        The open tokens, [B, C, G, K or V], copies of the half of the window that holds the open block of each row; and
-        which new token sees which of them, bool [B, 1, 1, T, C].
+        open_tokens: Copies of the half of the window that holds the open block of each row, [B, C, G, K or V] each.
+        visible: bool [B, 1, 1, T, C], which new token sees which place of the open block.
     """
     device = state.window_k.device
     slots = torch.arange(state.block_size) + (block % 2 * state.block_size)[:, None]  # [B, C]
@@ -158,10 +165,10 @@ def write_own_positions(
     rows = torch.arange(len(block), device=device)[:, None]
     new_slots = slots.gather(1, place_in_block).to(device)
     slots = slots.to(device)
-    for name, new in entries:
+    for name, new in updates:
         window = getattr(state, name)
         window[rows, new_slots] = new.to(window.dtype)
-    return [getattr(state, name)[rows, slots] for name, _ in entries], visible
+    return [getattr(state, name)[rows, slots] for name, _ in updates], visible
 
 
 def step_across_blocks(
@@ -175,7 +182,15 @@ def step_across_blocks(
     k_den: torch.Tensor | None,
     num_new: torch.Tensor,
 ) -> torch.Tensor:
-    """Process T new tokens of which the last num_new[b] of row b are real; any number of blocks may close."""
+    """Compute the outputs of T new tokens per row, which may fill any number of blocks, and update `state` in place.
+
+    Args:
+        q, k, v, mixing, state, scale, q_den, k_den: As in `torch_step`.
+        num_new: int64 [B], number of real tokens in each row, which are the last ones.
+
+    Returns:
+        [B, T, H, V] in the dtype of the sums, with zeros for padding.
+    """
     sum_dtype, size = state.summaries.dtype, state.block_size
     layout, open_tokens = append_tokens(k, v, k_den, state, num_new)
     prefix, prefix_z = mixed_summaries(state, mixing, torch.arange(len(num_new)), layout.blocks)
@@ -198,7 +213,7 @@ def attend_blocks(
     diagonal: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Compute q P + m_ii tril(q k^T) v for n blocks at once, divided by the same with ones for v if normalized.
+    """Compute q P + m_ii tril(q k^T) v for n blocks at once. If normalized, divide by the same sum with ones for v.
 
     Args:
         query: [B, H, n, T, K].
@@ -206,7 +221,7 @@ def attend_blocks(
         open_tokens: k, v, and perhaps k_den, [B, G, n, C, K or V or L].
         prefix: P, [B, H, n, K, V].
         prefix_z: [B, H, n, L], the prefix of the denominator; None if not normalized.
-        visible: bool [.., T, C], which query sees which key; None if it is all of them.
+        visible: bool [.., T, C], which query sees which key; None if each sees all of them.
         diagonal: m_ii, [B, H or 1, n, 1, 1].
         scale: Factor of the outputs if not normalized.
 
@@ -245,7 +260,8 @@ def mixed_summaries(
         blocks: int64 [R, n], the query blocks i of each row.
 
     Returns:
-        The prefixes [R, H, n, K, V] and, if normalized, those of the keys [R, H, n, K], else None.
+        prefix: [R, H, n, K, V].
+        prefix_z: [R, H, n, L], the same for the sums of keys; None if not normalized.
     """
     sum_dtype = state.summaries.dtype
     device = state.summaries.device
@@ -266,11 +282,11 @@ def mix_grouped(weight: torch.Tensor, summaries: torch.Tensor, num_heads: int) -
 
     Args:
         weight: [R, H or 1, n, N], the weights of N closed blocks for n query blocks.
-        summaries: [R, G, N, ...], their summaries.
+        summaries: [R, G, N, ..], the summaries of the closed blocks.
         num_heads: Number of query heads, H.
 
     Returns:
-        [R, H, n, ...].
+        [R, H, n, ..].
     """
     share = num_heads // summaries.shape[1]
     flat = summaries.flatten(3)
@@ -282,7 +298,14 @@ def mix_grouped(weight: torch.Tensor, summaries: torch.Tensor, num_heads: int) -
 
 
 def refresh_prefix(state: MHLAState, mixing: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Mix the prefix anew for rows, int64 [R], that have moved on to the open blocks `blocks`, int64 [R]."""
+    """Recompute the prefix of some rows for their current open blocks, in place.
+
+    Args:
+        state: The state.
+        mixing: [Mq, Mk] or [H, Mq, Mk].
+        rows: int64 [R], the rows.
+        blocks: int64 [R], index of the open block of each of them.
+    """
     prefix, prefix_z = mixed_summaries(state, mixing, rows, blocks[:, None])
     state.prefix[rows.to(state.prefix.device)] = prefix[:, :, 0]
     if prefix_z is not None and state.prefix_z is not None:
@@ -291,9 +314,15 @@ def refresh_prefix(state: MHLAState, mixing: torch.Tensor, rows: torch.Tensor, b
 
 
 def diagonal_weight(mixing: torch.Tensor, blocks: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
-    """Return m_ii of `blocks`, int64 [B, n] -> [B, H or 1, n, 1, 1].
+    """Return m_ii of blocks i.
 
-    Blocks beyond the mixing matrix hold no token; they repeat its last entry.
+    Args:
+        mixing: [Mq, Mk] or [H, Mq, Mk].
+        blocks: int64 [B, n]. Blocks beyond the mixing matrix hold no token, and get its last diagonal element.
+        sum_dtype: Dtype of the result.
+
+    Returns:
+        [B, H or 1, n, 1, 1].
     """
     diagonal = mixing.diagonal(dim1=-2, dim2=-1).to(sum_dtype)
     weight = diagonal[..., blocks.to(mixing.device).clamp(max=diagonal.shape[-1] - 1)]
@@ -302,13 +331,13 @@ def diagonal_weight(mixing: torch.Tensor, blocks: torch.Tensor, sum_dtype: torch
 
 
 def close_blocks(state: MHLAState, rows: torch.Tensor, blocks: torch.Tensor, open_tokens: list[torch.Tensor]) -> None:
-    """Store the summaries of complete blocks.
+    """Store the summaries of complete blocks in a state.
 
     Args:
-        state: The state, changed in place.
+        state: The state, changed in place; its capacity grows if necessary.
         rows: int64 [R], the row of each block.
-        blocks: int64 [R], its index.
-        open_tokens: Its k, v, and perhaps k_den, [R, C, G, K or V].
+        blocks: int64 [R], the index of each block.
+        open_tokens: k, v, and perhaps k_den of each block, [R, C, G, K or V or L].
     """
     state.reserve(int(blocks.max()) + 1)
     rows = rows.to(state.summaries.device)
@@ -327,12 +356,17 @@ def block_summary(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def append_tokens(
     k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None, state: MHLAState, num_new: torch.Tensor
 ) -> tuple[TokenLayout, list[torch.Tensor]]:
-    """Write new tokens, of which the last num_new[b] of row b are real, into the state.
+    """Write new tokens into a state, and store the summaries of the blocks that they fill.
+
+    Args:
+        k, v, k_den: The new tokens, as in `torch_step`.
+        state: The state, changed in place.
+        num_new: int64 [B], number of real tokens in each row, which are the last ones.
 
     Returns:
-        The `TokenLayout` of the tokens from the edge of the open block on; and the open tokens in this layout,
-        [B, n * C, G, K or V]. Padding may hold anything, and NaN would pass through a weight of 0, so places without a
-        token are zeroed.
+        layout: The `TokenLayout` of the old and new tokens of n blocks, beginning with the open block.
+        open_tokens: k, v, and perhaps k_den in this layout, [B, n * C, G, K or V or L]. Places without a token are zero,
+            because NaN in padding would pass through a weight of 0.
     """
     size = state.block_size
     before = state.length
@@ -340,7 +374,7 @@ def append_tokens(
     num_blocks = max(1, -(-int((before % size + num_new).max()) // size))
     layout = TokenLayout(before, num_new, k.shape[1], before // size, num_blocks, size, 2 * size, device)
     open_tokens, filled = [], layout.filled[..., None, None]
-    for name, new in window_entries(state, k, v, k_den):
+    for name, new in window_updates(state, k, v, k_den):
         window = getattr(state, name)
         laid_out = torch.where(filled, layout.place_keys(window, new), 0)
         layout.keep(window, laid_out)
@@ -355,14 +389,14 @@ def append_tokens(
     return layout, open_tokens
 
 
-def window_entries(
+def window_updates(
     state: MHLAState, k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return the names of the window fields with the new tokens that go into them."""
-    entries = [("window_k", k), ("window_v", v)]
+    """Pair the name of each window field of a state with the new tokens to write into it: k, v, and k_den if given."""
+    updates = [("window_k", k), ("window_v", v)]
     if k_den is not None:
-        entries.append(("window_k_den", k_den))
-    return entries
+        updates.append(("window_k_den", k_den))
+    return updates
 
 
 def heads_first(x: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ HEAD_BY_HEAD_SIZE = 32768
 
 
 class BlockedForm(NamedTuple):
-    """Options of `mhla`, as one argument because autograd functions take no keywords."""
+    """Options of `mhla`; passed as one argument because autograd functions take no keywords."""
 
     blocks: Blocks
     key_blocks: Blocks
@@ -38,7 +38,7 @@ def blocked_forward(
     """Compute outputs o = num / den, where num is the sum of weight * v and den is the sum of the weights.
 
     Args:
-        q, k, v, mixing: As in `mhla`; a causal mixing matrix is cut to the blocks.
+        q, k, v, mixing: As in `mhla`, except that a causal mixing matrix has exactly M rows and columns.
         form: See `BlockedForm`.
 
     Returns:
@@ -61,7 +61,7 @@ def blocked_forward(
 
 
 class HeadWork:
-    """What the forward and the backward pass share: how tokens are cut into blocks, and which heads go together.
+    """Divides the work of the forward or the backward pass: tokens into blocks, and heads into groups.
 
     Args:
         q, k, v: As in `mhla`.
@@ -80,14 +80,14 @@ class HeadWork:
     def split(
         self, heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q, k, and v of some heads by block; shapes as at the top of this file."""
+        """Cut q, k, and v of some heads into blocks: [R, M, C, K], [R, N, D, K], and [R, N, D, V] (see top of file)."""
         return self.query_cut.split(heads.take(q)), self.key_cut.split(heads.take(k)), self.key_cut.split(heads.take(v))
 
 
 def full_sums(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor, with_den: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the sum of weight * v, [R, M, C, V], and with `with_den` the sum of the weights, [R, M, C]; no causal mask."""
+    """Compute the sums over all keys: of weight * v, [R, M, C, V], and with `with_den` of the weights, [R, M, C]."""
     num = q @ mix_blocks(m, k.mT @ v)
     den = (q @ mix_blocks(m, k.sum(2)[..., None])).squeeze(3) if with_den else None
     return num, den
@@ -101,7 +101,7 @@ def mix_blocks(m: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
 def causal_sums(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor, with_den: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the sum of weight * v, [R, M, C, V], and with `with_den` the sum of the weights, [R, M, C]; causal."""
+    """Compute the sums over earlier keys: of weight * v, [R, M, C, V], and with `with_den` of the weights, [R, M, C]."""
     rows, count, size, _ = q.shape
     q, k, v = cut_chunks(q), cut_chunks(k), cut_chunks(v)
     weight = chunk_scores(q, k, rows, count)
@@ -123,10 +123,10 @@ def cut_chunks(x: torch.Tensor) -> torch.Tensor:
 
 
 def chunk_size(size: int) -> int:
-    """Return the tokens per chunk of a block of `size` tokens.
+    """Return the number of tokens per chunk for blocks of `size` tokens.
 
-    A block of up to 128 tokens is one chunk. A longer one is cut by its smallest divisor from 64 to 128, or else by its
-    largest from 63 down to 32, and stays whole if it has neither.
+    A block of up to 128 tokens is one chunk. For a longer block, it is the smallest divisor of `size` from 64 to 128, else
+    the largest from 32 to 63, else `size`.
     """
     if size <= 128:
         return size
@@ -135,29 +135,29 @@ def chunk_size(size: int) -> int:
 
 
 def chunk_scores(q: torch.Tensor, k: torch.Tensor, rows: int, count: int) -> torch.Tensor:
-    """Return tril(q k^T) within every chunk: [R * M * n, c, K] twice -> [R, M, n * c * c]."""
+    """Compute tril(q k^T) within every chunk: q, k [R * M * n, c, K] -> [R, M, n * c * c], with `rows` R and `count` M."""
     return torch.bmm(q, k.mT).tril_().view(rows, count, -1)
 
 
 def diagonal_mixing(m: torch.Tensor) -> torch.Tensor:
-    """Return the weights of blocks for themselves, m_ii, [R or 1, M, 1]."""
+    """Return the weight m_ii of each block for itself, [R or 1, M, 1]."""
     return m.diagonal(dim1=-2, dim2=-1)[..., None]
 
 
 def chunk_summaries(k: torch.Tensor, v: torch.Tensor, rows: int, count: int) -> torch.Tensor:
-    """Return the summary S = k^T v of every chunk (paper eq. 4), [R, M, n, K * V]."""
+    """Compute the summary S = k^T v of every chunk (paper eq. 4): [R, M, n, K * V], with `rows` R and `count` M."""
     return torch.bmm(k.mT, v).view(rows, count, -1, k.shape[2] * v.shape[2])
 
 
 def chunk_prefix(summary: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Mix what every chunk reads of the chunks before it.
+    """Compute the mixture of earlier summaries that every chunk reads.
 
     Args:
         summary: [R, M, n, X], the flattened summary of every chunk.
         m: [R or 1, M, M].
 
     Returns:
-        Prefix: [R, M, n, X], earlier blocks mixed by m, and earlier chunks of the same block times m_ii.
+        prefix: [R, M, n, X], earlier blocks mixed by m, plus m_ii times the sum of earlier chunks of the same block.
         running: [R, M, n, X], the sum over the earlier chunks of the same block; None if n is 1.
     """
     if summary.shape[2] == 1:

@@ -8,9 +8,13 @@ from .blocks import Blocks
 
 
 class BlockCut:
-    """Cuts the tokens of `blocks` into [M, C], where C is the size of the largest block; smaller blocks end in zeros.
+    """Cuts tokens into M blocks of C tokens, where C is the size of the largest block; smaller blocks end in zeros.
 
-    Blocks that are contiguous runs of tokens are viewed in place; others are gathered.
+    Blocks that are contiguous runs of tokens are views, others are gathered.
+
+    Args:
+        blocks: The blocks of the tokens.
+        device: Device of the tokens.
     """
 
     def __init__(self, blocks: Blocks, device: torch.device):
@@ -46,10 +50,10 @@ def gather_by_block(block: torch.Tensor, sizes: torch.Tensor, size: int) -> tupl
     Args:
         block: int64 [T], the block of each token.
         sizes: int64 [M], the tokens of each block.
-        size: C, at least the largest of them.
+        size: C, at least the size of the largest block.
 
     Returns:
-        Order: int64 [M * C], the token at each place, or T where a block has fewer than C tokens.
+        order: int64 [M * C], the token at each place, or T where a block has fewer than C tokens.
         inverse: int64 [T], the place of each token.
     """
     length = block.shape[0]
@@ -64,8 +68,8 @@ def gather_by_block(block: torch.Tensor, sizes: torch.Tensor, size: int) -> tupl
 class Heads:
     """Selects some query heads of some batch rows, and flattens both into one axis.
 
-    The caller's tensors are [B, T, H or G, K]; the work tensors are [R, T, K] in `sum_dtype`, with R the selected heads of
-    all selected rows. A single head of a single row is a view, anything else a copy.
+    The caller's tensors are [B, T, H or G, K]. The work tensors are [R, T, K] in `sum_dtype`, where R is the number of
+    selected heads times the number of selected rows. A single head of a single row is a view, anything else a copy.
 
     Args:
         rows: The selected rows of the batch.
@@ -84,7 +88,7 @@ class Heads:
 
     @staticmethod
     def groups(q: torch.Tensor, sum_dtype: torch.dtype, one_by_one: bool) -> list["Heads"]:
-        """Split the heads of q into selections that are computed together: one per head and row, or a single one."""
+        """Select all heads of q: `one_by_one`, with a selection for each head of each row, or all in a single selection."""
         batch, num_heads = q.shape[0], q.shape[2]
         if not one_by_one:
             return [Heads(slice(None), slice(0, num_heads), q, sum_dtype)]
@@ -95,7 +99,7 @@ class Heads:
         ]
 
     def select(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the heads of x [B, T, H or G, K] that the selection uses; query head h uses KV head h // (H // G)."""
+        """Return a view of the selected rows and heads of x [B, T, H or G, K]; of G KV heads, those that they use."""
         share = self.total_heads // x.shape[2]
         return x[self.rows, :, self.heads.start // share : (self.heads.stop - 1) // share + 1]
 
@@ -107,7 +111,12 @@ class Heads:
         return x.flatten(0, 1)
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write [R, T, K] to `out` [B, T, H or G, K]; into KV heads, the sum over their query heads is added."""
+        """Write x [R, T, K] to `out` in place. If `out` has KV heads, add the sum over the query heads of each instead.
+
+        Args:
+            x: [R, T, K].
+            out: [B, T, H or G, K].
+        """
         target = self.select(out)
         x = x.unflatten(0, (self.num_rows, self.num_heads))
         if out.shape[2] == self.total_heads:
@@ -121,7 +130,7 @@ class Heads:
         return mixing[None] if mixing.dim() == 2 else mixing[self.heads].repeat(self.num_rows, 1, 1)
 
     def add_mixing_grad(self, mixing_grad: torch.Tensor, out: torch.Tensor) -> None:
-        """Add gradients [R, Mq, Mk] to `out` [Mq, Mk] or [H, Mq, Mk]."""
+        """Add gradients [R, Mq, Mk] to `out` [Mq, Mk] or [H, Mq, Mk], in place."""
         if out.dim() == 2:
             out += mixing_grad.sum(0)
         else:
@@ -129,10 +138,10 @@ class Heads:
 
 
 class MoveTokens(torch.autograd.Function):
-    """Gather tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` is -1.
+    """Gathers tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` is -1.
 
-    Called as `MoveTokens.apply(x, source, inverse)` with x [B, T, H, K] and source int64 [B or 1, P]. `inverse`, int64
-    [B or 1, T], is the gather in the opposite direction, by which the backward pass is a gather, too, not a scatter.
+    Called as `MoveTokens.apply(x, source, inverse)` with x [B, T, H, K] and source int64 [B or 1, P]; returns [B, P, H, K].
+    `inverse`, int64 [B or 1, T], is the gather in the opposite direction, with which the backward pass is a gather, too.
     """
 
     @staticmethod
@@ -148,7 +157,16 @@ class MoveTokens(torch.autograd.Function):
 
 
 def shift_to_start(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `source` and `inverse` of `MoveTokens`, int64 [B, T], that move the first real token of each row to place 0."""
+    """Compute how to move tokens so that the first real token of each row comes to place 0.
+
+    Args:
+        starts: int64 [B], index of the first real token of each row.
+        num_tokens: Number of tokens, T.
+
+    Returns:
+        source: int64 [B, T], for `MoveTokens`.
+        inverse: int64 [B, T], for `MoveTokens`.
+    """
     place = torch.arange(num_tokens, device=starts.device)
     starts = starts[:, None]
     source, inverse = place + starts, place - starts
@@ -160,16 +178,16 @@ def align_sequences(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute how to move packed sequences so that each begins at a block edge.
 
-    The number of blocks M depends only on the number of tokens and sequences, not on the values of `cu_seqlens`, which
-    therefore need not be read on the host: it is the most blocks that so many sequences can need.
+    The number of blocks M is the most that N sequences with T tokens in all can need. It does not depend on the values of
+    `cu_seqlens`, so these need not be copied to the host.
 
     Args:
         cu_seqlens: Int [N + 1], the borders of the sequences.
-        num_tokens: T.
-        block_size: C.
+        num_tokens: Number of tokens, T.
+        block_size: Tokens per block, C.
 
     Returns:
-        Source: int64 [1, M * C], for `MoveTokens`.
+        source: int64 [1, M * C], for `MoveTokens`.
         inverse: int64 [1, T], for `MoveTokens`.
         block_index: int64 [M], the index of each block in its sequence.
         sequence_id: int64 [M], the sequence of each block; unused blocks at the end have an id of their own, N.
@@ -204,25 +222,34 @@ def mixing_of_sequences(mixing: torch.Tensor, block_index: torch.Tensor, sequenc
 
 
 def ring_slot(position: torch.Tensor, num_slots: int, sinks: int = 0) -> torch.Tensor:
-    """Return the slot that holds the token at `position`: the first `sinks` tokens keep their own, the rest share a ring."""
+    """Return the slot of the token at `position`: the first `sinks` slots are fixed, the others form a ring.
+
+    Args:
+        position: Int of any shape.
+        num_slots: Number of slots, sinks included.
+        sinks: Number of tokens that keep their slots.
+
+    Returns:
+        Slots in the shape of `position`.
+    """
     return torch.where(position < sinks, position, sinks + position % (num_slots - sinks))
 
 
 class TokenLayout:
-    """Lays out the new tokens of every row, after the tokens that a state holds, from a block edge on.
+    """Lays out the old tokens of a decoder state and new tokens, M blocks per row, each row from a block edge on.
 
     All index tensors may be on the CPU while the tokens are on `device`.
 
     Args:
-        before: int64 [B], the tokens that each row had seen. The state holds the last of them as `ring_slot` says.
-        num_new: int64 [B], how many of the new tokens are real. These are the last ones, since padding is on the left.
-        num_columns: The number of new tokens with padding, T.
+        before: int64 [B], number of old tokens in each row. The state holds the last of them in the slots of `ring_slot`.
+        num_new: int64 [B], number of real new tokens in each row. These are the last ones, since padding is on the left.
+        num_columns: Number of new tokens with padding, T.
         first_block: int64 [B], the block of each row at which the layout begins.
-        num_blocks: The number of blocks in the layout, M.
+        num_blocks: Number of blocks in the layout, M.
         block_size: Tokens per block, C.
-        num_slots: Slots of the state; 0 if it holds nothing.
+        num_slots: Number of slots in the state; 0 if it holds no tokens.
         device: The device of the tokens.
-        sinks: How many of the slots are for sink tokens.
+        sinks: Number of slots for sink tokens.
 
     Attributes:
         blocks: int64 [B, M], the index of each block.
@@ -261,15 +288,15 @@ class TokenLayout:
         self.rows = torch.arange(len(before), device=device)[:, None]
 
     def place_keys(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Lay out held and new tokens: [B, slots, ..] and [B, T, ..] -> [B, M * C, ..]; arbitrary where not `filled`."""
+        """Lay out old and new tokens: [B, slots, ..] and [B, T, ..] -> [B, M * C, ..]; arbitrary where not `filled`."""
         return (torch.cat([held, new.to(held.dtype)], 1) if self.num_slots else new)[self.rows, self.source]
 
     def place_queries(self, q: torch.Tensor) -> torch.Tensor:
-        """Lay out new tokens alone: [B, T, ..] -> [B, M * C, ..]; arbitrary where there is none."""
+        """Lay out new tokens only: [B, T, ..] -> [B, M * C, ..]; arbitrary at places without a new token."""
         return q[self.rows, self.new_token]
 
     def take_back(self, o: torch.Tensor) -> torch.Tensor:
-        """Return outputs to the order of the new tokens: [B, M * C, ..] -> [B, T, ..], zeros for padding."""
+        """Undo `place_queries`: [B, M * C, ..] -> [B, T, ..], with zeros for padding."""
         new_index = (
             torch.arange(self.num_columns, device=self.before.device) - (self.num_columns - self.num_new)[:, None]
         )

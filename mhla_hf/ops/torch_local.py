@@ -12,7 +12,7 @@ from .reference import divide_or_zero
 
 
 class SinkTokens(NamedTuple):
-    """The S sink tokens of each row, or, for packed sequences, those of the sequence that each of M blocks belongs to.
+    """Keys and values of S sink tokens: of each row or, if sequences are packed, of the sequence of each of M blocks.
 
     Args:
         k: [B, S, G, D] or [B, M, S, G, D].
@@ -47,7 +47,7 @@ def near_and_far(
         k: [B, T, G, D].
         v: [B, T, G, V].
         q_features: [B, T, H, K], features of the queries for the far part.
-        far_sums: [B, G, M, R, K, V + 1], the running sums that each block reads. The last column sums the keys.
+        far_sums: [B, G, M, R, K, V + 1], the running sums that each block reads. The last column is the sum of the keys.
         valid: bool [B, M * C], the tokens that are keys.
         weight: [H, R], the weights of the running sums.
         balance: [H], as in `local_attention`; None without a softmax.
@@ -85,7 +85,7 @@ def near_and_far(
 
 
 def resize_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Cut or pad the tokens of x [B, T, ..] to `count`, with zeros, or, while compiling, with the last token.
+    """Cut or pad x [B, T, ..] to `count` tokens, with zeros or, under torch.compile, with copies of the last token.
 
     Under torch.compile, padding by nothing would be a special case with a graph of its own; a gather has no special case.
     """
@@ -103,7 +103,7 @@ def by_block_and_group(x: torch.Tensor, num_kv_heads: int, size: int, sum_dtype:
 
 
 def with_ones(v: torch.Tensor) -> torch.Tensor:
-    """Append a column of ones to the values, [.., V] -> [.., V + 1], so that weights are summed as values are."""
+    """Append a column of ones to the values, [.., V] -> [.., V + 1], whose weighted sum is the sum of the weights."""
     return torch.nn.functional.pad(v, (0, 1), value=1.0)
 
 
@@ -120,8 +120,9 @@ def near_keys(
         form: The options.
 
     Returns:
-        k [B, G, M, W * C, D], v [B, G, M, W * C, V], and which query sees which key, bool [B, M, C, W * C], where W is the
-        number of blocks in the window: `lag`, or `2 * lag - 1` if it goes both ways.
+        k: [B, G, M, W * C, D], where W is the number of blocks in the window: `lag`, or `2 * lag - 1` with `both_ways`.
+        v: [B, G, M, W * C, V].
+        visible: bool [B, M, C, W * C], which query sees which key.
     """
     keys = []
     values = []
@@ -139,7 +140,7 @@ def near_keys(
 
 
 def shift_blocks(x: torch.Tensor, distance: int, dim: int) -> torch.Tensor:
-    """Return what is `distance` blocks before each block along `dim` of x, or after it if negative; zeros at the edge."""
+    """Shift x along `dim`, so that block i of the result is block i - `distance` of x, or zeros if there is none."""
     num_blocks = x.shape[dim]
     kept = max(num_blocks - abs(distance), 0)
     padding = (num_blocks - kept, 0) if distance >= 0 else (0, num_blocks - kept)
@@ -156,7 +157,17 @@ def with_sinks(
     form: LocalForm,
     sum_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Put the sinks before the window of every block whose window does not reach them; as `near_keys` returns them."""
+    """Add the sinks to the keys of every block, hidden from blocks whose window contains them.
+
+    Args:
+        near_k, near_v, visible: From `near_keys`.
+        sink_tokens: The S sinks.
+        block_index, form: As in `near_and_far`.
+        sum_dtype: Dtype of the sinks in the result.
+
+    Returns:
+        near_k, near_v, and visible with S more keys, which come first.
+    """
     k, v, valid = sink_tokens
     if k.dim() == 4:  # the same for all blocks
         k = k[:, None]
@@ -211,9 +222,16 @@ def combine(
 def softmax_weights(
     score: torch.Tensor, visible: torch.Tensor, balance: torch.Tensor, has_far: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e^score of the near keys and e^balance of the far part, both divided by e^c, with shapes as in `combine`.
+    """Compute e^(score - c) of the near keys and e^(balance - c) of the far part, where c is the largest exponent.
 
-    c is the largest exponent, which prevents overflow. It cancels in the outputs and so needs no gradient.
+    Subtracting c prevents overflow. It cancels in the outputs, so it needs no gradient.
+
+    Args:
+        score, visible, balance: As in `combine`.
+        has_far: bool [.., N or 1, 1], whether a query has a far part.
+
+    Returns:
+        [.., N, L], with 0 where not visible, and [.., N, 1].
     """
     score = score.masked_fill(~visible, float("-inf"))
     largest = score.detach().amax(-1, keepdim=True)

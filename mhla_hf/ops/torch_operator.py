@@ -23,10 +23,10 @@ def torch_mhla(
     q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `mhla` in PyTorch; arguments as there, already checked.
+    """Compute `mhla` in PyTorch. See `mhla` for the arguments, which must be checked.
 
     Returns:
-        [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the sums.
+        [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if key_mask is not None:
@@ -68,7 +68,7 @@ def torch_mhla(
 
 
 class RowScaleFree(torch.autograd.Function):
-    """Return the mixing matrix unchanged, and drop the part of its gradient that a denominator cancels.
+    """Returns the mixing matrix unchanged, and removes the part of its gradient that a denominator cancels.
 
     Called as `RowScaleFree.apply(mixing, causal)`; see `without_row_scale`.
     """
@@ -87,7 +87,7 @@ class RowScaleFree(torch.autograd.Function):
 
 
 class BlockedAttention(torch.autograd.Function):
-    """Compute `blocked_forward`, with gradients from `blocked_backward` that cannot be differentiated again.
+    """Computes `blocked_forward`, with gradients from `blocked_backward` that cannot be differentiated again.
 
     Called as `BlockedAttention.apply(q, k, v, mixing, form)` with a `BlockedForm`.
     """
@@ -112,7 +112,7 @@ class BlockedAttention(torch.autograd.Function):
 
 
 class DifferentiableOnce(torch.autograd.Function):
-    """Return a gradient unchanged, and refuse to differentiate it again.
+    """Returns a gradient unchanged, and raises RuntimeError when it is differentiated.
 
     Called as `DifferentiableOnce.apply(grad, *sources)`, where `sources` are the tensors that it depends on.
     """

@@ -15,7 +15,13 @@ from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from ..models.causal_attention import SOFTMAX_ONLY, packed_arguments, packed_borders, padding_mask, softmax_attentions
+from ..models.causal_attention import (
+    SOFTMAX_ONLY,
+    find_causal_attentions,
+    packed_arguments,
+    packed_borders,
+    padding_mask,
+)
 from ..models.transformers_api import set_attention_function
 from ..nn.core import MHLA
 from ..nn.local import DecayMHLA
@@ -109,7 +115,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
             `window_dropout`; a RoPE type that depends on the sequence length; a load-balancing loss of experts.
     """
     cores: list[Any] = mhla_cores(model)
-    attentions: dict[int, Any] = softmax_attentions(model)
+    attentions: dict[int, Any] = find_causal_attentions(model)
     _check_model(model, cores, len(attentions))
     softmax_layers = [attention for attention in attentions.values() if not hasattr(attention, "mhla")]
     configs = {id(layer.config): (layer.config, layer.config._attn_implementation) for layer in softmax_layers}

@@ -22,7 +22,7 @@ from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_trans
 
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
-from mhla_hf.models.diffusion import MHLAAttnProcessor, self_attentions
+from mhla_hf.models.diffusion import MHLAAttnProcessor, find_self_attentions
 
 
 def converted(family="wan", num_layers=None, **settings):
@@ -81,7 +81,7 @@ def test_lora_is_trained_fused_and_saved_with_the_model(family, tmp_path):
 
 def mhla_layers(model):
     """The layers whose processor is MHLA."""
-    return [i for i, attn in enumerate(self_attentions(model)) if isinstance(attn.processor, MHLAAttnProcessor)]
+    return [i for i, attn in enumerate(find_self_attentions(model)) if isinstance(attn.processor, MHLAAttnProcessor)]
 
 
 @pytest.mark.parametrize("family, when", [("wan", "before"), ("wan", "after"), ("pixart", "after")])
@@ -99,7 +99,7 @@ def test_projections_fused_and_separate_again(family, when, tmp_path):
     for one in (model, type(model).from_pretrained(tmp_path)):
         assert distance(run(one, family), run(plain, family)) <= 1e-6
     with torch.no_grad():
-        self_attentions(model)[1].to_v.weight.mul_(2.0)
+        find_self_attentions(model)[1].to_v.weight.mul_(2.0)
     assert distance(run(model, family), run(plain, family)) > 1e-3
 
 
@@ -144,7 +144,7 @@ def test_int8_weights_quantize_the_gate_and_not_the_mixing(tmp_path):
     quanto.quantize(model, weights=quanto.qint8)
     quanto.freeze(model)
     for one in (model, loaded):
-        core = self_attentions(one)[1].processor.mhla
+        core = find_self_attentions(one)[1].processor.mhla
         assert type(core.gate).__name__ == "QLinear" and type(core.mixing.weight) is torch.nn.Parameter
         assert 0 < distance(run(one), before) < 0.05
 

@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, BertConf
 
 import mhla_hf
 from mhla_hf.models.derived_classes import base_classes, model_name
-from mhla_hf.models.encoder_attention import encoder_attentions
+from mhla_hf.models.encoder_attention import find_encoder_attentions
 from mhla_hf.models.families import ENCODERS, auto_class_of
 from mhla_hf.share.facts import read_model
 
@@ -51,7 +51,9 @@ def test_a_converted_encoder_of_this_type(model_type, form, tmp_path):
     before, after = soft.state_dict(), model.state_dict()
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert all(".mhla." in key for key in after.keys() - before.keys())
-    assert model.config.mhla["layers"] == [i for i in encoder_attentions(soft) if i != 1 or model_type not in SLIDING]
+    assert model.config.mhla["layers"] == [
+        i for i in find_encoder_attentions(soft) if i != 1 or model_type not in SLIDING
+    ]
     assert model.config.mhla["num_blocks"] == 64 // form.get("block_size", 8)
 
     rows, mask = padded()
@@ -150,7 +152,7 @@ def test_what_a_caller_may_give(model_type):
     assert model(rows, mask).last_hidden_state.isfinite().all()
     half = copy.deepcopy(model).bfloat16()
     assert distance(half(IDS).last_hidden_state, model(IDS).last_hidden_state) < 3e-2
-    assert encoder_attentions(half)[0].mhla.mixing.weight.isfinite().all()
+    assert find_encoder_attentions(half)[0].mhla.mixing.weight.isfinite().all()
 
 
 def test_compiles_as_one_graph():
@@ -162,7 +164,7 @@ def test_compiles_as_one_graph():
 def test_no_mask_of_all_pairs_where_no_layer_is_softmax(monkeypatch):
     model, (rows, mask) = converted_encoder("bert"), padded()
     seen = []
-    core = encoder_attentions(model)[0]
+    core = find_encoder_attentions(model)[0]
     core.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs.get("attention_mask")), with_kwargs=True)
     model(rows, attention_mask=mask)
     assert seen == [None]

@@ -12,7 +12,7 @@ from small_towers import TOWERS, converted_tower, images, output_of, softmax_tow
 from transformers import AutoModel, AutoModelForImageClassification
 
 import mhla_hf
-from mhla_hf.models.grid_attention import grid_attentions, prefix_tokens
+from mhla_hf.models.grid_attention import find_grid_attentions, prefix_tokens
 
 PREFIXES = {"ViT": 1, "DeiT": 2, "Dinov2": 1, "Dinov2WithRegisters": 5, "DINOv3ViT": 4, "CLIPVision": 1}
 PREFIXES |= {"SiglipVision": 0}
@@ -35,7 +35,7 @@ def test_only_mhla_is_new(name):
     assert model.config.mhla["layers"] == [0, 1] and model.config.mhla["layout"] == [4, 4]
     prefix = PREFIXES[type(soft.config).__name__.removesuffix("Config")]
     assert prefix_tokens(model.config) == prefix
-    sizes = {tuple(attn.mhla.mixing.weight.shape) for attn in grid_attentions(model).values()}
+    sizes = {tuple(attn.mhla.mixing.weight.shape) for attn in find_grid_attentions(model).values()}
     assert sizes == {(16 + (prefix > 0),) * 2}
 
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from transformers.modeling_utils import AttentionInterface
 
 import mhla_hf
-from mhla_hf.models.causal_attention import softmax_attentions
+from mhla_hf.models.causal_attention import find_causal_attentions
 from mhla_hf.models.rotation import SCALED_AFTER, rotation_cos_sin, rotation_layout, unrotate
 from mhla_hf.models.transformers_api import set_attention_function
 
@@ -42,7 +42,7 @@ def calls_at(model, position_ids):
 
     Each attention module sees hidden states of its own, whatever the layers below it make of the positions.
     """
-    attentions = softmax_attentions(model)
+    attentions = find_causal_attentions(model)
     attentions = {index: module for index, module in attentions.items() if hasattr(module, "mhla")} or attentions
     calls, handles = [], []
     for index, attention in attentions.items():
@@ -114,7 +114,7 @@ def test_layers_without_rotation_are_known(model_type, expected):
 def test_fp64_is_undone_exactly():
     for model_type in ("llama", "cohere", "deepseek_v2", "deepseek_v3", "nanochat"):
         x = torch.randn(1, 12, 4, 8, dtype=torch.float64)
-        layout = rotation_layout(next(iter(softmax_attentions(small_model_of(model_type)).values())))
+        layout = rotation_layout(next(iter(find_causal_attentions(small_model_of(model_type)).values())))
         angle = torch.rand(1, 12, 1, 3, dtype=torch.float64)
         cos_sin = torch.cat((angle.cos(), angle.sin()), -1)
         back = torch.cat((angle.cos(), -angle.sin()), -1)  # rotates, as it undoes the rotation by minus the angle

@@ -13,7 +13,7 @@ import mhla_hf
 from mhla_hf.checkpoints.bundle import LANGUAGE_ENTRIES, build_bundle
 from mhla_hf.models import causal_attention, language
 from mhla_hf.models.causal_attention import CAUSAL_SWAP
-from mhla_hf.models.derived_classes import base_classes, derived_class_named
+from mhla_hf.models.derived_classes import base_classes, find_derived_class
 from mhla_hf.models.families import language_family
 from mhla_hf.models.transformers_api import TESTED_TRANSFORMERS, config_class_of, with_layer_wildcard
 
@@ -25,7 +25,7 @@ def test_a_type_that_this_release_lacks_is_not_there():
     assert config_class_of(family.base) is None and base_classes(family) == {}
     for name in ("MHLATypeOfTomorrowConfig", "MHLATypeOfTomorrowForCausalLM", "MHLATypeOfTomorrowAttention"):
         with pytest.raises(AttributeError, match=name):
-            derived_class_named(name, (family,), CAUSAL_SWAP)
+            find_derived_class(name, (family,), CAUSAL_SWAP)
 
 
 @pytest.mark.parametrize("make", [converted_model, scratch_model])

@@ -23,16 +23,16 @@ def forward_kernel(
     block_size, span, num_blocks, num_heads, group, share, scale,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """Compute o [B, T, H, V]: BV lanes of one tile of tokens.
+    """Compute o [B, T, H, V]: each program computes BV lanes of one tile of tokens.
 
     Without `states_z`, o is multiplied by `scale`. With it, o is divided by the sum of the weights, and the inverse of this
     sum is stored in inv [B, T, H].
 
     Args:
         q, k, v: As in `mhla`.
-        states: [B, H or G, M, K, V], or, if causal, one state per chunk (see `mix_states`).
+        states: [B, H or G, M, K, V] or, if causal, one state per chunk (see `mix_states`).
         states_z: [B, H or G, M, K], likewise; None if not normalized.
-        mixing: fp32.
+        mixing: fp32 [Mq, Mk] or [H, Mq, Mk].
         tables, num_tokens, block_size, span, num_blocks: The blocks of the queries, see `KernelBlocks`.
         group: Query heads per KV head.
         share: Query heads per state.
@@ -79,15 +79,15 @@ def dq_kernel(
     tables, num_tokens, block_size, span, num_blocks, num_heads, group, share, scale,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """Compute dq [B, T, H, K]: BK lanes of one tile of tokens; and r [B, T, H] in the normalized form.
+    """Compute dq [B, T, H, K]: each program computes BK lanes of one tile of tokens.
 
-    If causal, it also computes diagonal_grad [B, H, M * chunks, K], whose sum over K is the part of the gradient of m_ii
-    that comes from within a chunk: the product of q and dA k.
+    In the normalized form this kernel also writes r [B, T, H]. If causal, it also writes diagonal_grad
+    [B, H, M * chunks, K], whose sum over K is the part of the gradient of m_ii that comes from within a chunk: the product
+    of q and dA k. See `forward_kernel` for the other arguments.
 
     Args:
         do: [B, T, H, V], the gradient of the output.
-        o, inv: What `forward_kernel` wrote; None if not normalized.
-        Other arguments: As in `forward_kernel`.
+        o, inv: Outputs of `forward_kernel`; None if not normalized.
     """
     num_k_tiles: tl.constexpr = (K + BK - 1) // BK
     k_tile, row, head, block, state, num_states, token, valid, real = tile_of(
@@ -133,9 +133,9 @@ def dkdv_kernel(
     num_tokens, block_size, span, num_blocks, num_heads, group, scale,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """Compute dk [B, T, G, K] and dv [B, T, G, V] of one KV head: BK and BV lanes of one tile of tokens.
+    """Compute dk [B, T, G, K] and dv [B, T, G, V]: each program computes BK and BV lanes of one tile of tokens.
 
-    If causal, both are summed over the `group` query heads of the KV head.
+    If causal, both are summed over the `group` query heads of a KV head. See `forward_kernel` for the other arguments.
 
     Args:
         do, inv, r: As in `dq_kernel`.
@@ -143,7 +143,6 @@ def dkdv_kernel(
         dstates_z: [B, G, M, K], likewise; None if not normalized.
         tables, num_tokens, block_size, span, num_blocks: The blocks of the keys, see `KernelBlocks`.
         num_heads: Number of KV heads, G.
-        Other arguments: As in `forward_kernel`.
     """
     num_tiles_of_both: tl.constexpr = max((K + BK - 1) // BK, (V + BV - 1) // BV)
     tile, row, head, block, state, num_states, token, valid, real = tile_of(

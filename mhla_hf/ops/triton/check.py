@@ -2,8 +2,8 @@
 
 The tests run the kernels in Triton's interpreter and compile them for GPUs that are not present. A GPU, driver, or version
 of Triton that nobody has tried may still miscompile them. So the first call of each kind is preceded by a small call of the
-same kind, which is compared with PyTorch in fp64 and takes about a second once Triton has the kernels in its cache. Kinds
-that differ or fail are left to PyTorch, and the log says why.
+same kind, which is compared with PyTorch in fp64 and takes about a second once Triton has the kernels in its cache. If the
+results differ or the call fails, PyTorch computes all calls of this kind, and the log says why.
 """
 
 from collections.abc import Callable
@@ -36,9 +36,9 @@ def kernel_kind(
     unrounded: bool,
     backward: bool,
 ) -> tuple:
-    """Return what tells apart the calls of `mhla` that are checked separately, as `small_call` takes it.
+    """Return the kind of a call of `mhla`: its device, dtypes, sizes, and options, as the arguments of `small_call`.
 
-    Grids, left padding, and packed sequences only change where tokens lie, and make no difference.
+    The kernels are verified once per kind. Grids, left padding, and packed sequences only move tokens, and are of one kind.
 
     Args:
         q, k, v, q_den, normalize, causal, blocks, unrounded: As in `mhla`.
@@ -55,26 +55,33 @@ def kernel_kind(
 
 
 def concrete(size: int | torch.SymInt) -> int:
-    """Return a size that may be symbolic as a number; torch.compile then specializes on it."""
+    """Convert a size that may be symbolic to an int, on which torch.compile then specializes."""
     return len([None] * size)
 
 
 @torch.compiler.assume_constant_result
 def kernel_fault(*kind: Any) -> str | None:
-    """Return `known_fault` for a `kernel_kind`.
+    """Return why the kernels cannot be trusted for a kind of calls of `mhla`, or None if they can.
 
-    The kind comes as several arguments, because torch.compile, which calls this while tracing, does not take a tuple for a
-    constant.
+    Args:
+        *kind: From `kernel_kind`. torch.compile calls this function while tracing, and would not accept a tuple as a
+            constant.
     """
     return known_fault(small_call, kind)
 
 
 def known_fault(call: Callable[..., Results], kind: tuple) -> str | None:
-    """Return why the kernels cannot be trusted for calls of a kind, or None if they can; found out once per kind.
+    """Return why the kernels cannot be trusted for calls of a kind, or None if they can.
+
+    They are checked at the first call for a kind, and the result is kept in `FAULTS_FOUND`. During CUDA graph capture they
+    cannot be checked, and count as not trusted.
 
     Args:
-        call: Makes a small call of a kind; `small_call` or one like it.
+        call: Function that runs a small call of a kind, such as `small_call`.
         kind: Its arguments, which begin with the device and the dtypes of queries and values.
+
+    Raises:
+        torch.OutOfMemoryError: If there is no memory for the small call.
     """
     key = call.__name__, *kind
     if key not in FAULTS_FOUND:
@@ -88,7 +95,10 @@ def known_fault(call: Callable[..., Results], kind: tuple) -> str | None:
 def find_fault(
     call: Callable[..., Results], device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, *kind: Any
 ) -> str | None:
-    """Run the kernels and compare them with fp64; see `known_fault`."""
+    """Run the kernels and compare them with PyTorch in fp64. See `known_fault` for arguments, result, and errors.
+
+    Any exception other than `torch.OutOfMemoryError` becomes part of the result.
+    """
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             results, exact = call(device, dtype, value_dtype, *kind)
@@ -123,9 +133,12 @@ def small_call(
     unrounded: bool,
     backward: bool,
 ) -> Results:
-    """Make a small call of a `kernel_kind`; return its output, and gradients if `backward`, by the kernels and in fp64.
+    """Run the kernels, and PyTorch in fp64, on a small input of a given kind (see `kernel_kind`).
 
-    The inputs are always the same, and the global random state is left alone.
+    The inputs are always the same, and the global random state does not change.
+
+    Returns:
+        The results of the kernels and of PyTorch: each has the output and, if `backward`, the gradients of the inputs.
     """
     size = CHUNK + CHUNK // 2 if long_blocks else CHUNK
     blocks = Blocks.sequence(4 * size - 5, size) if causal else Blocks.grid((12, 12), (2, 2))

@@ -42,7 +42,7 @@ def cast(x, dtype: constexpr):
 @kernel
 @no_type_check
 def operand(x, DOT: constexpr):
-    """Cast an operand of a product: to bf16 if DOT is "bf16", else to fp32."""
+    """Cast a factor of a matrix product: to bf16 if DOT is "bf16", else to fp32."""
     if DOT == "bf16":
         x = cast(x, tl.bfloat16)
     else:
@@ -84,7 +84,7 @@ def program_of(num_lane_tiles, num_parts, num_blocks, num_heads):
 @kernel
 @no_type_check
 def block_range(block, row, tables, num_tokens, block_size):
-    """Return the first place of a block and the one after its last; `tables` as in `KernelBlocks`."""
+    """Return the first place of a block and the place after its last one. See `KernelBlocks` for places and `tables`."""
     edges, starts = tables[0], tables[2]
     if edges is not None:
         low = tl.load(edges + 2 * block)
@@ -100,10 +100,12 @@ def block_range(block, row, tables, num_tokens, block_size):
 @kernel
 @no_type_check
 def tokens_from(low, high, tables, key_mask, row, num_tokens, BT: constexpr, AS_KEYS: constexpr):
-    """Locate BT tokens in block order.
+    """Find the tokens at the BT places from `low` on. See `KernelBlocks` for places and `tables`.
 
-    Returns the tokens (int64) at places `low` to `low + BT`, which of them lie before `high`, and which of these are real:
-    if AS_KEYS, those that `key_mask` [B, T] keeps.
+    Returns:
+        token: int64 [BT], the tokens.
+        valid: [BT], which places come before `high`.
+        real: [BT], which of these tokens are real: all, or with AS_KEYS those for which `key_mask` [B, T] is True.
     """
     order = tables[1]
     place = low + tl.arange(0, BT)
@@ -124,10 +126,12 @@ def tile_of(
     num_lane_tiles, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads,
     BT: constexpr, CAUSAL: constexpr, AS_KEYS: constexpr,
 ):  # fmt: skip
-    """Locate the tile of this program.
+    """Find what this program computes.
 
-    Returns its tile of lanes, batch row, head, and block; the index of its state among the states of a head, and their
-    number; its tokens, which of them exist, and which are real keys (see `tokens_from`).
+    Returns:
+        tile, row, head, block: The indices of its tile of lanes, its batch row, its head, and its block.
+        state, num_states: The index of its state among the states of a head, and their number.
+        token, valid, real: Its tokens, see `tokens_from`.
     """
     num_parts = tl.cdiv(span, BT)
     tile, part, block, head, row = program_of(num_lane_tiles, num_parts, num_blocks, num_heads)
@@ -174,7 +178,7 @@ def load_number(x, row, token, head, num_tokens, num_heads, valid):
 @kernel
 @no_type_check
 def load_scaled(x, factor, row, token, head, num_tokens, num_heads, valid, lanes, WIDTH: constexpr, DOT: constexpr):
-    """Load a tile as `load_tile` does, times `factor` [B, T, H] if it is not None."""
+    """Load a tile as `load_tile` does; if `factor` [B, T, H] is not None, multiply by it and cast as `operand` does."""
     tile = load_tile(x, row, token, head, valid, lanes, WIDTH)
     if factor is not None:
         numbers = load_number(factor, row, token, head, num_tokens, num_heads, valid)
@@ -193,7 +197,7 @@ def load_state(states, index, k_lanes, v_lanes, K: constexpr, V: constexpr):
 @kernel
 @no_type_check
 def invert_or_zero(den):
-    """Return 1 / den, and 0 where den vanishes: 0/0 is 0 in this operator."""
+    """Return 1 / den, or 0 where |den| is below the smallest normal fp32 number: 0/0 is 0 in this operator."""
     nonzero = tl.abs(den) >= 1.1754943508222875e-38  # the smallest normal fp32 number
     return tl.where(nonzero, 1.0 / tl.where(nonzero, den, 1.0), 0.0)
 
@@ -203,18 +207,18 @@ BlockTables = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | Non
 
 @dataclass(frozen=True)
 class KernelBlocks:
-    """Where the blocks of queries or keys lie, as kernels see it.
+    """Tells kernels which tokens are in which block.
 
-    Tokens are at "places": the order in which blocks are contiguous. Either block i of a row is the places from
-    starts[row] + i * block_size on, or `edges` lists where each block begins and ends.
+    A token's place is its index in an order in which the tokens of each block are contiguous. Block i of a row begins at
+    place starts[row] + i * block_size or, if there are `edges`, at edges[i, 0].
 
     Args:
-        num_blocks: M.
-        num_tokens: T.
-        span: The most tokens in a block.
-        block_size: Tokens per block; 0 if blocks are listed in `edges`.
-        tables: Edges int32 [M, 2], the first place of each block and the one after its last; order int32 [T], the token at
-            each place; starts int64 [B], as in `mhla`. Each is None if not needed.
+        num_blocks: Number of blocks, M.
+        num_tokens: Number of tokens, T.
+        span: Number of tokens in the largest block.
+        block_size: Tokens per block; 0 for a grid whose blocks are listed in `edges`.
+        tables: The tuple (edges, order, starts). edges: int32 [M, 2], the first place of each block and the place after its
+            last one. order: int32 [T], the token at each place. starts: int64 [B], as in `mhla`. Each is None if not needed.
     """
 
     num_blocks: int
@@ -230,7 +234,14 @@ def kernel_blocks(
     starts: torch.Tensor | None = None,
     edges: torch.Tensor | None = None,
 ) -> KernelBlocks:
-    """Convert what `blocks_as_numbers` returned to `KernelBlocks`, with tables if kernels need them."""
+    """Convert the result of `blocks_as_numbers` to `KernelBlocks`.
+
+    Args:
+        numbers: From `blocks_as_numbers`.
+        device: Device of the tables.
+        starts: int64 [B], as in `mhla`; None if there is no left padding.
+        edges: int32 [M, 2], the blocks of packed sequences, as in `KernelBlocks`; else None.
+    """
     num_axes = len(numbers) // 2 - 1
     block_size, prefix = numbers[-2:]
     blocks = Blocks(tuple(numbers[:num_axes]), tuple(numbers[num_axes:-2]), block_size or None, prefix)
@@ -253,7 +264,7 @@ def blocks_as_numbers(blocks: Blocks) -> list[int]:
 
 @lru_cache(maxsize=1024)  # large, because a captured CUDA graph keeps reading the tables of its grid
 def grid_tables(blocks: Blocks, device: torch.device) -> BlockTables:
-    """Return the tables of a grid. They are cached, since every call reads them."""
+    """Return the tables of a grid (see `KernelBlocks`), which are cached."""
     ends = torch.tensor(blocks.sizes()).cumsum(0)
     edges = torch.stack((ends - torch.tensor(blocks.sizes()), ends), 1)
     order = torch.argsort(blocks.index(), stable=True)

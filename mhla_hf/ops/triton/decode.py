@@ -34,10 +34,14 @@ def decode_kernel(
     block_size, num_heads, group, scale,
     K: constexpr, V: constexpr, L: constexpr, BT: constexpr, BK: constexpr, BV: constexpr, BL: constexpr,
 ):  # fmt: skip
-    """Compute one tile of o [B, 1, H, V] for one row and head.
+    """Compute o [B, 1, H, V]: each program computes BV lanes of one row and head.
 
-    The token is at `position` [B] and has already been written into the window. The window and prefix are those of
-    `MHLAState`; `window_den` is the window of the keys that the denominator reads.
+    Args:
+        q, q_den, mixing, scale: As in `attend_one`.
+        window_k, window_v, prefix, prefix_z: As in `MHLAState`. The new tokens are in the window already.
+        window_den: The window of the keys that the denominator reads.
+        position: int64 [B], the position of the new token of each row.
+        group: Query heads per KV head.
     """
     num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     v_tile = tl.program_id(0) % num_v_tiles
@@ -75,13 +79,15 @@ def decode_kernel(
 def attend_one(
     q: torch.Tensor, q_den: torch.Tensor | None, mixing: torch.Tensor, state: MHLAState, scale: float
 ) -> torch.Tensor:
-    """Compute what `attend_blocks` does for one new token per row, which is in the state's window already.
+    """Compute the attention of one new token per row within its open block, as `attend_blocks` does.
+
+    The new tokens must be in the window of the state already, and its prefix must be that of the open blocks.
 
     Args:
         q: [B, 1, H, K].
         q_den: [B, 1, H, L]; None if the denominator reads q.
         mixing: [Mq, Mk] or [H, Mq, Mk].
-        state: The state, whose prefix has been mixed for the open block.
+        state: The state; only read.
         scale: Factor of the outputs if not normalized.
 
     Returns:
@@ -138,7 +144,11 @@ def decode_kind(
 
 @torch.compiler.assume_constant_result
 def decode_fault(*kind: Any) -> str | None:
-    """Return `known_fault` for a `decode_kind`."""
+    """Return why the kernel cannot be trusted for a kind of decoding steps, or None if it can.
+
+    Args:
+        *kind: From `decode_kind`; several arguments for the reason given in `kernel_fault`.
+    """
     return known_fault(small_step, kind)
 
 
@@ -153,9 +163,12 @@ def small_step(
     normalize: bool,
     grouped: bool,
 ) -> Results:
-    """Decode a short sequence over several blocks; return its outputs by the kernel and by PyTorch in fp64.
+    """Decode a short sequence over several blocks by the kernel, and compute it by PyTorch in fp64 (see `decode_kind`).
 
-    The inputs are always the same, and the global random state is left alone.
+    The inputs are always the same, and the global random state does not change.
+
+    Returns:
+        The outputs of the kernel and of PyTorch.
     """
     num_tokens = 27
     size = 8

@@ -13,7 +13,7 @@ from ..decays import Decays, LocalForm
 from ..torch_local import SinkTokens, near_and_far
 from .check import Results, concrete, known_fault
 from .common import constexpr, dot, invert_or_zero, load_tile, program_of, store_tile
-from .register import registered_operator
+from .register import register_operator
 from .tuning import (
     CHUNK,
     contiguous_rows,
@@ -43,17 +43,17 @@ def add_keys(
     """Add BN near keys to the sums of a tile of queries.
 
     Args:
-        largest, den, total: What earlier calls returned.
+        largest, den, total: [BT], [BT] and [BT, BV], from the previous call, see Returns.
         q, k, v: As in `local_kernel`.
-        row, head, token, inside: The row, the head, the tokens, and the valid places of the queries.
-        key_token, real, kv_head: The tokens, the valid places, and the head of the keys.
-        visible: Which query sees which key.
+        row, head, token, inside: The batch row, the head, the tokens [BT], and which of them exist [BT], of the queries.
+        key_token, real, kv_head: The tokens [BN], which of them are keys [BN], and the KV head, of the keys.
+        visible: [BT or 1, BN], which query sees which key.
         scale: Factor of the scores.
-        total_weight: The weight of a near key without SOFTMAX.
+        total_weight: Factor of the scores without SOFTMAX, where a weight is score * total_weight.
         v_lanes: [BV], the columns of v.
 
     Returns:
-        The largest score so far, the sum of the weights, and the sum of weight * value.
+        The largest score so far, the sum of the weights, and the sum of weight * value, for each query.
     """
     score = tl.zeros((BT, BN), tl.float32)
     for first in range(0, K, BK):
@@ -76,7 +76,7 @@ def add_keys(
 
 
 def local_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
-    """List the tile sizes to try: those of the other kernels on causal tokens."""
+    """List the tile sizes to try: the same as for other kernels on causal tokens (`token_tiles`)."""
     return token_tiles({**constants, "CAUSAL": True})
 
 
@@ -88,13 +88,14 @@ def local_kernel(
     K: constexpr, V: constexpr, F: constexpr, R: constexpr, NORMALIZE: constexpr, DOT: constexpr,
     BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """Compute o [B, T, H, V]: BV lanes of one tile of queries.
+    """Compute o [B, T, H, V]: each program computes BV lanes of one tile of queries.
 
     Args:
         q, k, v, q_features, far_sums, weight, balance, valid, block_index: As in `near_and_far`, where K is called F.
-        sink_k, sink_v: [B, S, G, ..], the sinks of each row, or [B, M * S, G, ..], those of each block. None for none.
+        sink_k, sink_v: [B, S, G, ..], the sinks of each row, or [B, M * S, G, ..], S sinks for each block. None if there are
+            no sinks.
         sink_valid: bool [B, S] or [B, M * S], which of them are keys.
-        sink_stride: 0 if the sinks are those of the row, S if they are those of each block.
+        sink_stride: S if each block has its own sinks, else 0.
         group: Query heads per KV head.
         lag, scale: As in `LocalForm`.
     """
@@ -172,7 +173,11 @@ def triton_near_and_far(
     block_index: torch.Tensor,
     form: LocalForm,
 ) -> torch.Tensor:
-    """Compute `near_and_far` by the kernel, in fp32 if `form.unrounded`, else in v's dtype; arguments as there."""
+    """Compute `near_and_far` by the kernel. See `near_and_far` for the arguments.
+
+    Returns:
+        [B, T, H, V] in fp32 if `form.unrounded`, else in v's dtype.
+    """
     sink_k = sink_v = sink_valid = None
     if sink_tokens is not None:
         sink_k, sink_v, sink_valid = sink_tokens
@@ -216,7 +221,13 @@ def local_forward(
     normalize: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Run the kernel; returns [B, T, H, V] in `dtype`. Arguments as in `near_and_far`, `SinkTokens`, and `LocalForm`."""
+    """Launch `local_kernel`; the implementation of the custom operator `TRITON_LOCAL`.
+
+    See `near_and_far`, `SinkTokens`, and `LocalForm` for the arguments.
+
+    Returns:
+        [B, T, H, V] in `dtype`.
+    """
     batch, num_tokens, num_heads, key_width = q.shape
     num_kv_heads, value_width = v.shape[2:]
     num_blocks = block_index.shape[1]
@@ -291,7 +302,7 @@ def local_forward_fake(
 
 
 def save_for_local_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    """Save the inputs for the backward pass."""
+    """Save the tensor inputs and the options of `local_forward` in `ctx` for the backward pass."""
     (q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index) = inputs[:12]
     ctx.save_for_backward(
         q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index
@@ -301,7 +312,11 @@ def save_for_local_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> No
 
 
 def local_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The autograd formula of `local_forward`: compute the PyTorch implementation again, and differentiate it."""
+    """Compute the gradients of `local_forward`, its autograd formula, by differentiating `near_and_far`.
+
+    Returns:
+        One gradient per argument of `local_forward`; None for those that have none or need none.
+    """
     *differentiable, sink_valid, valid, block_index = ctx.saved_tensors
     with torch.enable_grad(), torch.autocast(do.device.type, enabled=False):
         # Views, because sinks may be a part of k and v, whose gradients are separate here.
@@ -317,7 +332,7 @@ def local_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ..
     return *input_grads, sink_valid_grad, valid_grad, block_index_grad, *option_grads
 
 
-TRITON_LOCAL = registered_operator(
+TRITON_LOCAL = register_operator(
     "local", LOCAL_SCHEMA, local_forward, local_forward_fake, local_gradients, save_for_local_backward
 )
 
@@ -330,9 +345,9 @@ def local_kind(
     balance: torch.Tensor | None,
     form: LocalForm,
 ) -> tuple:
-    """Return what tells apart the calls that are checked separately (see `check.py`), as `small_local_call` takes it.
+    """Return the kind of a call: its device, dtypes, sizes, and options, as the arguments of `small_local_call`.
 
-    Blocks of more than 1.5 chunks are all of one kind.
+    The kernel is verified once per kind (see `check.py`). Block sizes of more than 1.5 chunks count as 1.5 chunks.
     """
     block_size = min(form.block_size, CHUNK + CHUNK // 2)
     widths = (q.shape[3], v.shape[3], q_features.shape[3])
@@ -343,7 +358,11 @@ def local_kind(
 
 @torch.compiler.assume_constant_result
 def local_fault(*kind: Any) -> str | None:
-    """Return `known_fault` for a `local_kind`."""
+    """Return why the kernel cannot be trusted for a kind of calls, or None if it can.
+
+    Args:
+        *kind: From `local_kind`; several arguments for the reason given in `kernel_fault`.
+    """
     return known_fault(small_local_call, kind)
 
 
@@ -363,9 +382,12 @@ def small_local_call(
     normalize: bool,
     unrounded: bool,
 ) -> Results:
-    """Make a small call of a `local_kind`; return its outputs by the kernel and by PyTorch in fp64.
+    """Run the kernel, and PyTorch in fp64, on a small input of a given kind (see `local_kind`).
 
-    The inputs are always the same, and the global random state is left alone.
+    The inputs are always the same, and the global random state does not change.
+
+    Returns:
+        The outputs of the kernel and of PyTorch.
     """
     form = LocalForm(block_size, lag, num_sinks, width**-0.5, normalize, unrounded=unrounded)
     generator = torch.Generator().manual_seed(0)

@@ -25,10 +25,15 @@ def mix_kernel(
     mixing, mixing_head_stride, mixing_row_stride, s, p, num_blocks, num_columns, num_heads, share, group,
     X: constexpr, TRANSPOSED: constexpr, TRIANGLE: constexpr, DOT: constexpr, BM: constexpr, BN: constexpr, BX: constexpr,
 ):  # fmt: skip
-    """Compute a tile of p[i], the sum over j of m[i, j] s[j]; with TRANSPOSED, of m[j, i] s[j].
+    """Compute p[i] = sum_j m[i, j] s[j] or, with TRANSPOSED, sum_j m[j, i] s[j]; each program computes a [BM, BX] tile.
 
-    p is [B, num_heads, num_blocks, X] and s [B, heads, num_columns, X]. Each head of p sums over `group` consecutive heads
-    of s and m; `share` heads of p read the same heads of s. TRIANGLE: 0 sums over all j, 1 over j < i, 2 over j > i.
+    Args:
+        mixing: m, fp32 [Mq, Mk] or [heads, Mq, Mk].
+        s: [B, heads, num_columns, X].
+        p: [B, num_heads, num_blocks, X], the result.
+        share: Number of heads of p that read the same heads of s.
+        group: Number of consecutive heads of s and m that each head of p is summed over.
+        TRIANGLE: 0 to sum over all j, 1 over j < i, 2 over j > i.
     """
     num_x_tiles: tl.constexpr = (X + BX - 1) // BX
     program = tl.program_id(0)
@@ -75,17 +80,17 @@ def mix_kernel(
 def mix(
     mixing: torch.Tensor, s: torch.Tensor, num_heads: int, *, causal: bool = False, transposed: bool = False
 ) -> torch.Tensor:
-    """Mix summaries, sum_j m_ij s_j, or with `transposed` apply the adjoint.
+    """Mix summaries: compute sum_j m_ij s_j.
 
     Args:
         mixing: fp32 [Mq, Mk] or [H, Mq, Mk], with contiguous rows.
-        s: [B, G, N, ...].
-        num_heads: Number of heads of the result; as many as in `s` if all heads share the mixing matrix.
-        causal: Whether to sum over j < i alone (with `transposed`, over j > i).
-        transposed: Whether to sum m_ji s_j instead, as the backward pass needs it.
+        s: [B, G, N, ..], the summaries of N blocks.
+        num_heads: Number of heads of the result. If it is less than G, neighboring heads are summed.
+        causal: Whether to sum over j < i only (with `transposed`, over j > i).
+        transposed: Whether to compute sum_j m_ji s_j instead, as the backward pass needs it.
 
     Returns:
-        [B, num_heads, M, ...] in s's dtype.
+        [B, num_heads, M, ..] in s's dtype, with M = Mq, or Mk if `transposed`.
     """
     batch, num_source_heads, num_columns = s.shape[:3]
     width = s[0, 0, 0].numel()
@@ -119,9 +124,9 @@ def mix_grads(p_grad: torch.Tensor, s: torch.Tensor, mixing_dim: int, *, causal:
     """Compute the gradient of the mixing matrix of `mix`.
 
     Args:
-        p_grad: [B, heads, Mq, ...], the gradient of the result.
-        s: [B, G, N, ...], the summaries.
-        mixing_dim: Axes of the mixing matrix: 2 if all heads share it, 3 if each has its own.
+        p_grad: [B, heads, Mq, ..], the gradient of the result.
+        s: [B, G, N, ..], the summaries.
+        mixing_dim: Number of axes of the mixing matrix: 2 if all heads share it, 3 if each has its own.
         causal: As in `mix`.
 
     Returns:
@@ -138,17 +143,17 @@ def mix_grads(p_grad: torch.Tensor, s: torch.Tensor, mixing_dim: int, *, causal:
 def mix_states(
     mixing: torch.Tensor, s: torch.Tensor, num_heads: int, num_chunks: int | None, *, transposed: bool = False
 ) -> torch.Tensor:
-    """Compute the state that the queries of each block read, or, if causal, those of each chunk.
+    """Compute the state that the queries of each block or, if causal, of each chunk read.
 
     A chunk reads the mixture of earlier blocks, and m_ii times the sum of the chunks before it in its own block.
 
     Args:
         mixing, num_heads, transposed: As in `mix`.
-        s: [B, G, N, ..], the summaries of blocks, or, if causal, [B, G, N * num_chunks, ..], those of chunks.
+        s: [B, G, N, ..], the summaries of N blocks or, if causal, of all their chunks [B, G, N * num_chunks, ..].
         num_chunks: Chunks per block; None if not causal.
 
     Returns:
-        [B, num_heads, M, ..], or, if causal, [B, num_heads, M * num_chunks, ..].
+        [B, num_heads, M, ..] or, if causal, [B, num_heads, M * num_chunks, ..].
     """
     if num_chunks is None or num_chunks == 1:
         return mix(mixing, s, num_heads, causal=num_chunks is not None, transposed=transposed)
@@ -164,7 +169,16 @@ def mix_states(
 
 
 def mix_states_grads(p_grad: torch.Tensor, s: torch.Tensor, mixing_dim: int, num_chunks: int | None) -> torch.Tensor:
-    """Compute the gradient of the mixing matrix of `mix_states`, in fp32; arguments as in `mix_grads`."""
+    """Compute the gradient of the mixing matrix of `mix_states`.
+
+    Args:
+        p_grad: [B, heads, M or M * num_chunks, ..], the gradient of the result.
+        s, num_chunks: As in `mix_states`.
+        mixing_dim: As in `mix_grads`.
+
+    Returns:
+        fp32 [Mq, N] or [H, Mq, N].
+    """
     if num_chunks is None or num_chunks == 1:
         return mix_grads(p_grad, s, mixing_dim, causal=num_chunks is not None)
     mixing_grad = mix_grads(sum_parts(p_grad, num_chunks), sum_parts(s, num_chunks), mixing_dim, causal=True)
@@ -175,7 +189,7 @@ def mix_states_grads(p_grad: torch.Tensor, s: torch.Tensor, mixing_dim: int, num
 
 
 def running_sums(s: torch.Tensor, num_chunks: int, reverse: bool = False) -> torch.Tensor:
-    """Sum, for each chunk, the chunks before it in its block, or, with `reverse`, those after it.
+    """Compute for each chunk the sum over the chunks before it in its block or, with `reverse`, after it.
 
     Returns:
         fp32 [B, G, M, num_chunks, ..] from s [B, G, M * num_chunks, ..].

@@ -50,9 +50,10 @@ def triton_mhla(
     q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `mhla` by Triton kernels; arguments as there, checked, and accepted by `triton_refusal`.
+    """Compute `mhla` by Triton kernels. See `mhla` for the arguments.
 
-    A denominator with features of its own takes a second call with ones for values; the official one is computed in PyTorch.
+    The arguments must have been checked, and accepted by `triton_refusal`. A denominator with features of its own takes a
+    second call of the operator, with ones for values. The official denominator is computed in PyTorch.
 
     Returns:
         [B, T, H, V] in v's dtype, or in fp32 if `unrounded`.
@@ -113,7 +114,7 @@ def triton_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_den: tor
 
 
 class KernelCall:
-    """What the kernels of one forward or backward pass share: where the blocks lie, the mixing matrix, and constants.
+    """Holds the arguments that the kernels of one forward or backward pass share, and launches the kernels.
 
     Args:
         q, k, v, mixing, key_mask, starts, edges, causal, scale: As in `triton_forward`.
@@ -156,13 +157,13 @@ class KernelCall:
         outputs: dict[str, torch.Tensor],
         **arguments: Any,
     ) -> None:
-        """Launch a kernel on tokens.
+        """Launch a kernel of `attend.py`; it writes its results to `outputs`.
 
         Args:
-            kernel: One of those in `attend.py`.
-            blocks: The blocks of the tokens it computes.
-            outputs: Its outputs [B, T, heads, W] by parameter name.
-            arguments: Its other arguments, but for those that all kernels share.
+            kernel: The kernel.
+            blocks: The blocks of the tokens for which it computes outputs.
+            outputs: Output tensors [B, T, heads, width] by parameter name.
+            **arguments: The kernel's arguments that this call does not hold.
         """
         batch, _, num_heads, _ = next(iter(outputs.values())).shape
 
@@ -187,7 +188,10 @@ class KernelCall:
         )
 
     def allocate(self, like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Allocate an output; zeros if there are tokens before `starts`, which belong to no block and are never written."""
+        """Allocate an output on the device of `like`, with the shape and dtype of `like` unless others are given.
+
+        The output is zeroed if the call has `starts`, because kernels do not write tokens before them.
+        """
         make = torch.zeros if self.has_starts else torch.empty
         return make(shape or like.shape, dtype=dtype or like.dtype, device=like.device)
 
@@ -199,12 +203,15 @@ class KernelCall:
         dstates_z: torch.Tensor | None,
         diagonal_grad: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute the gradient of the mixing matrix, in fp32.
+        """Compute the gradient of the mixing matrix.
 
         Args:
-            s, z: From `summaries`.
-            dstates, dstates_z: The gradients of the mixed summaries.
-            diagonal_grad: What `dq_kernel` wrote, [B, H, M * chunks, K]; None if not causal.
+            s, z: Summaries of keys and values, from `summaries`.
+            dstates, dstates_z: The gradients of the mixed summaries, from `summaries`, too.
+            diagonal_grad: [B, H, M * chunks, K], written by `dq_kernel`; None if not causal.
+
+        Returns:
+            fp32 [Mq, Mk] or [H, Mq, Mk].
         """
         grad = mix_states_grads(dstates, s, self.mixing.dim(), self.num_chunks)
         if dstates_z is not None and z is not None:
@@ -230,10 +237,11 @@ def triton_forward(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator of the forward pass.
+    """Compute the forward pass; the implementation of the custom operator `TRITON_FORWARD`.
 
     Args:
-        q, k, v, mixing, key_mask, starts, causal: As in `mhla`; a causal mixing matrix is cut to the blocks.
+        q, k, v, mixing, key_mask, starts, causal: As in `mhla`, except that a causal mixing matrix has exactly M rows and
+            columns.
         edges: int32 [M, 2], the first token of each block and the one after its last, for packed sequences.
         blocks, key_blocks: From `blocks_as_numbers`.
         normalize: Whether to divide by the sum of the weights.
@@ -306,15 +314,16 @@ def triton_backward(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operator of the backward pass.
+    """Compute the backward pass; the implementation of the custom operator `TRITON_BACKWARD`.
+
+    See `triton_forward` for the other arguments.
 
     Args:
         do: [B, T, H, V], the gradient of the output.
-        o, inv: What `triton_forward` returned; ignored if not normalized.
-        Other arguments: As in `triton_forward`.
+        o, inv: Results of `triton_forward`; ignored if not normalized.
 
     Returns:
-        The gradients of q, k, v, and mixing.
+        The gradients of q, k, v, and mixing, each with the shape and dtype of its input.
     """
     do, q, k, v = (contiguous_rows(x) for x in (do, q, k, v))
     inv = inv if normalize else None
@@ -429,7 +438,7 @@ def triton_backward_fake(
 
 
 def save_for_triton_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save what the backward pass reads: the inputs, and in the normalized form o and the inverse of its denominator."""
+    """Save the inputs of `triton_forward` in `ctx`, and its outputs if they are normalized, for the backward pass."""
     (q, k, v, mixing, key_mask, starts, edges, blocks, key_blocks, causal, normalize, scale, dtype) = inputs
     o, inv = output
     ctx.save_for_backward(o if normalize else inv, inv, q, k, v, mixing, key_mask, starts, edges)
@@ -437,14 +446,23 @@ def save_for_triton_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor
 
 
 def triton_gradients(ctx: Any, do: torch.Tensor, inv_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The autograd formula of `triton_forward`; inv is internal, so no gradient comes in through it."""
+    """Compute the gradients of `triton_forward`, its autograd formula.
+
+    Args:
+        ctx: The context in which `save_for_triton_backward` saved tensors and options.
+        do: [B, T, H, V], the gradient of the output.
+        inv_grad: The gradient of inv; ignored, because inv is internal.
+
+    Returns:
+        One gradient per argument of `triton_forward`; None for all but q, k, v, and mixing.
+    """
     dq, dk, dv, dmixing = TRITON_BACKWARD(do, *ctx.saved_tensors, *ctx.options)
     key_mask_grad = starts_grad = edges_grad = None
     option_grads = [None for _ in ctx.options]
     return dq, dk, dv, dmixing, key_mask_grad, starts_grad, edges_grad, *option_grads
 
 
-def registered_operator(
+def register_operator(
     name: str,
     schema: str,
     function: Callable,
@@ -452,7 +470,7 @@ def registered_operator(
     gradients: Callable | None = None,
     setup_context: Callable | None = None,
 ) -> Any:
-    """Return the operator `name` of this version's namespace; register it unless an equal copy of this file did.
+    """Register a custom operator in the namespace `TRITON_SPACE`, unless an equal copy of this file already has.
 
     Args:
         name: Name in the namespace `TRITON_SPACE`.
@@ -461,6 +479,9 @@ def registered_operator(
         fake: The implementation for tracing.
         gradients: The autograd formula; None if it is not differentiable.
         setup_context: Saves what `gradients` reads.
+
+    Returns:
+        The registered operator.
     """
     space = getattr(torch.ops, TRITON_SPACE)
     if not hasattr(space, name):
@@ -473,7 +494,7 @@ def registered_operator(
 
 BACKWARD_SCHEMA = f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA} -> (Tensor, Tensor, Tensor, Tensor)"
 FORWARD_SCHEMA = f"({TRITON_SCHEMA} -> (Tensor, Tensor)"
-TRITON_BACKWARD = registered_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)
-TRITON_FORWARD = registered_operator(
+TRITON_BACKWARD = register_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)
+TRITON_FORWARD = register_operator(
     "forward", FORWARD_SCHEMA, triton_forward, triton_forward_fake, triton_gradients, save_for_triton_backward
 )

@@ -34,9 +34,15 @@ def summaries_kernel(
     group,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """Compute s [B, heads, M * parts, K, V] and z [B, heads, M * parts, K]: one tile of one part of a block.
+    """Compute s [B, num_heads, M * parts, K, V] and z [B, num_heads, M * parts, K]: a tile of one part per program.
 
-    Arguments as in `summaries`; `span` is the number of tokens in a part, and `group` heads of k and v are summed.
+    See `summaries` for the other arguments.
+
+    Args:
+        tables, num_tokens, block_size, num_blocks: As in `KernelBlocks`.
+        span: Number of tokens in a part.
+        num_parts: Number of parts per block.
+        group: Number of neighboring heads of k and v that each head of the results is summed over.
     """
     num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     num_k_tiles: tl.constexpr = (K + BK - 1) // BK
@@ -79,22 +85,22 @@ def summaries(
     v_factor: torch.Tensor | None = None,
     z_factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute sum k v^T of every block, or, if causal, of every chunk, and sum k.
+    """Compute the sums of k v^T and of k over every block or, if causal, over every chunk.
 
     Args:
         k: [B, T, H, K].
         v: [B, T, H, V].
         blocks: The M blocks of the T tokens.
         dot_as: How products are computed, see `dot`.
-        num_heads: Number of heads of the results; H // num_heads neighboring heads are added up.
-        causal: Whether to return the sums of every chunk.
-        with_z: Whether to return sum k, too.
+        num_heads: Number of heads of the results; each is the sum over H // num_heads neighboring heads.
+        causal: Whether to return the sums over chunks.
+        with_z: Whether to return the sum of k, too.
         key_mask: bool [B, T], False for tokens to leave out.
         v_factor: [B, T, H], multiplies v.
-        z_factor: [B, T, H], multiplies the k of sum k.
+        z_factor: [B, T, H], multiplies k in the sum of k.
 
     Returns:
-        s: [B, num_heads, M or M * chunks, K, V] in bf16 if products are, else in fp32.
+        s: [B, num_heads, M or M * chunks, K, V], in bf16 if `dot_as` is "bf16", else in fp32.
         z: [B, num_heads, M or M * chunks, K] in fp32; None unless `with_z`.
     """
     batch, _, total_heads, key_width = k.shape
@@ -138,9 +144,9 @@ def summaries(
 
 
 def part_span(span: int, num_sums: int) -> int:
-    """Return the tokens per part for `num_sums` blocks of up to `span` tokens.
+    """Choose the number of tokens per part for `num_sums` blocks of up to `span` tokens, a multiple of `CHUNK`.
 
-    There are `ENOUGH_PROGRAMS` parts if possible, but none is smaller than `MIN_PART_TOKENS`, unless the blocks are.
+    Blocks are cut until there are `ENOUGH_PROGRAMS` parts, but not into parts of fewer than `MIN_PART_TOKENS`.
     """
     num_parts = max(1, min(span // MIN_PART_TOKENS, num_tiles(ENOUGH_PROGRAMS, num_sums)))
     return num_tiles(num_tiles(span, num_parts), CHUNK) * CHUNK

@@ -21,8 +21,8 @@ except ImportError:
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 CHUNK = 64  # tokens per tile; in causal blocks, the tokens that are handled quadratically
 MAX_HEAD_WIDTH = 256
-# Kernel parameters that vary with the length or the number of heads. Triton would otherwise compile anew for each value
-# that is 1 or divisible by 16.
+# Kernel parameters that vary with the length or the number of heads. Triton would otherwise compile a kernel again for
+# values that are 1 or divisible by 16.
 LENGTH_PARAMETERS = {
     "num_tokens",
     "block_size",
@@ -37,7 +37,7 @@ LENGTH_PARAMETERS = {
 
 
 def kernel(function: Callable) -> Any:
-    """Compile a function with `triton.jit`, without specializing on `LENGTH_PARAMETERS`."""
+    """Compile a function with `triton.jit`, without specializing on `LENGTH_PARAMETERS`; without triton, return it as is."""
     if triton is None:
         return function
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -45,14 +45,14 @@ def kernel(function: Callable) -> Any:
 
 
 class TunedKernel:
-    """A kernel whose tile sizes `triton.autotune` chooses, once for every combination of the constants named in `key`.
+    """A kernel whose tile sizes `triton.autotune` chooses once for every combination of the constants named in `key`.
 
     Kernels write their outputs and never read them, so they can be run repeatedly for timing.
 
     Args:
         function: The kernel, not yet compiled.
-        configurations: Function from the constants of a launch to the tile sizes to try, each with num_warps and num_stages.
-            The interpreter takes the first.
+        configurations: Function that takes the constants of a launch and returns the tile sizes to try, each with num_warps
+            and num_stages. The interpreter takes the first.
         key: Names of constants.
     """
 
@@ -69,7 +69,7 @@ class TunedKernel:
             self.tuner = tune(self.jitted)
 
     def choices(self, constants: dict[str, Any]) -> list[Any]:
-        """Return the configurations that fit into the shared memory of this GPU, at least one."""
+        """Return the `triton.Config`s that fit into the shared memory of this GPU; if none does, the last one."""
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         available = getattr(properties, "shared_memory_per_block_optin", 65536)
         configurations = self.configurations(constants)
@@ -80,7 +80,7 @@ class TunedKernel:
         ]
 
     def __getitem__(self, grid: Callable[[dict], tuple[int]]) -> Callable[..., Any]:
-        """Return the launcher of the kernel, which takes all arguments and constants but the tile sizes by keyword.
+        """Return the launcher of the kernel. It takes all arguments and constants by keyword, except for the tile sizes.
 
         Args:
             grid: Returns the number of programs, given a dictionary with the arguments, the constants, and the tile sizes.
@@ -93,15 +93,15 @@ class TunedKernel:
 
 
 def tuned(configurations: Callable[[dict], list[dict]], *key: str) -> Callable[[Callable], TunedKernel]:
-    """Decorator that makes a kernel a `TunedKernel`."""
+    """Decorator that turns a function into a `TunedKernel`. See `TunedKernel` for the arguments."""
     return lambda function: TunedKernel(function, configurations, key)
 
 
 def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[str, int]]:
-    """List the tile sizes to try for kernels on tokens: those of a rule, then its neighbors.
+    """List the tile sizes to try for kernels on tokens: first those of a rule, then variants of them.
 
-    The rule takes heads as a whole up to `max_lanes` lanes (up to 32 in fp32), so that tiles stay in registers. Wider heads
-    are divided into equally many parts for keys and values.
+    By the rule, a tile covers the whole width of a head up to `max_lanes` lanes (up to 32 if products are not bf16), so that
+    tiles stay in registers. Wider keys and values are both divided into the same number of parts.
     """
     K = next_lanes(constants["K"])
     V = next_lanes(constants["V"])
@@ -131,7 +131,7 @@ def block_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def shared_bytes(DOT: str, config: dict[str, int]) -> int:
-    """Estimate the shared memory of a program in bytes: for each stage, the tiles that one iteration of its loop loads."""
+    """Estimate the shared memory of a program in bytes: the tiles that one iteration of its loop loads, for each stage."""
     rows, *widths = (size for name, size in config.items() if name.startswith("B"))
     tile_elements = rows * sum(widths) + widths[0] * widths[-1]
     return config["num_stages"] * (2 if DOT == "bf16" else 4) * tile_elements
@@ -151,12 +151,12 @@ def dot_kind(*tensors: torch.Tensor) -> str:
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager:
-    """Return a context in which kernels are launched on the device of `x`."""
+    """Return a context manager in which kernels are launched on the device of `x`."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def with_strides(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """Return a tensor [B, T, H, W] as kernels take it: pointer, and strides of row, token, and head."""
+    """Return a tensor [B, T, H, W] as kernels take it: the tensor, and its strides of row, token, and head."""
     row_stride, token_stride, head_stride = x.stride()[:3]
     return x, row_stride, token_stride, head_stride
 

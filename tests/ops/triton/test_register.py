@@ -307,7 +307,7 @@ def test_opcheck(causal, normalize, dtype):
 
 
 def test_a_second_copy_uses_the_first_ones_operator():
-    again = register.registered_operator("forward", "()", None, None)
+    again = register.register_operator("forward", "()", None, None)
     assert again is TRITON_FORWARD or again._qualified_op_name == TRITON_FORWARD._qualified_op_name
 
 
