@@ -121,7 +121,7 @@ def plan(
 
 
 def check_tflops(tflops: float | None) -> None:
-    """Raise `ValueError` unless `tflops` is None or a positive finite number."""
+    """Raise ValueError unless `tflops` is None or a positive finite number."""
     if tflops is not None and not (isinstance(tflops, (int, float)) and 0 < tflops < math.inf):
         raise ValueError(f"tflops: got {tflops!r}, expected a number above 0.")
 
@@ -150,8 +150,8 @@ def cache_of_saved(config: Any, tokens: int) -> dict[str, int] | None:
         tokens: Length of the sequence.
 
     Returns:
-        A dict with the bytes of "mhla" and "softmax"; None for a model from scratch, or one whose state grows with the
-        length (`mixing_form="softmax"`).
+        A dict with "softmax" and "mhla", in bytes per sequence. None for a model from scratch and for a model whose state
+        grows with the length (`mixing_form` other than "decay").
     """
     if not hasattr(config, "base_model_type") or config.mhla["mixing_form"] != "decay":
         return None
@@ -166,13 +166,13 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
     """Describe the package's training recipes.
 
     Args:
-        model: Folder or Hub id of a softmax language model, for which to estimate the costs of recipes that convert a
-            model. Without it, only the costs of recipes that train a language model from scratch are estimated.
+        model: Folder or Hub id of a softmax language model. The costs of the recipes that convert a language model are
+            estimated for it. Without it, only the costs of recipes that train one from scratch are estimated.
         tflops: See `plan`.
 
     Returns:
-        A list of dicts with "name", "task", "base", "about" and "stages", and with "memory", "flops" and "hours" as
-        `estimate_costs` returns them, or None if they are not estimated.
+        A list of dicts, one per recipe, with "name", "task", "base", "about", "stages", "memory", "flops" and "hours". The
+        last three are values of `estimate_costs`, or None if they are not estimated.
     """
     check_tflops(tflops)
     config = None if model is None else load_config(model)
@@ -203,7 +203,7 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
 
 
 def render_recipes(recipes: Sequence[Mapping[str, Any]]) -> str:
-    """Render what `list_recipes` returns as a table."""
+    """Render the result of `list_recipes` as a table."""
     rows = []
     for recipe in recipes:
         stages = recipe["stages"]
@@ -226,8 +226,9 @@ def time_layer(
         device, progress, command: See `plan`.
 
     Returns:
-        A dict with "prefill" and "decoding", each a dict with "rows" and the entries of `crossover`, and the entries of
-        `describe_run`. If the device is not available, a dict with "unknown", the reason.
+        A dict with the results of `describe_run` and with "prefill" and "decoding". Each of these two is a dict with "rows"
+        (see `time_lengths`) and the results of `crossover`. If the device is not available, a dict with only "unknown", the
+        reason.
     """
     try:
         device = choose_device(device)
@@ -243,7 +244,7 @@ def time_layer(
 
 
 def initialize_core(core: Any, device: torch.device | str) -> Any:
-    """Return a copy of an MHLA core on `device`, with initialized weights and in eval mode."""
+    """Return a copy of an MHLA core on `device`, in eval mode and with the weights that a new core starts with."""
     core = copy.deepcopy(core).to_empty(device=device)
     for module in core.modules():
         for name, value in module.initial_values().items() if hasattr(module, "initial_values") else ():
@@ -257,12 +258,13 @@ def time_lengths(
     """Time softmax and MHLA at increasing lengths, until MHLA is clearly faster or the next length would take too long.
 
     Args:
-        make_works: Function from a length to the calls "softmax" and "mhla", which are timed in turns; the fastest counts.
-        device: Device on which they run.
+        make_works: Function that takes a length in tokens and returns the functions to time, "softmax" and "mhla".
+        device: Device on which the functions run.
         progress: Whether to show a progress bar.
 
     Returns:
-        A list of dicts with "tokens", "softmax_ms" and "mhla_ms".
+        A list of dicts with "tokens", "softmax_ms" and "mhla_ms", one per length. Both functions are timed in turns, for at
+        most `ROUNDS` rounds; the times are those of the fastest round.
     """
     rows = []
     spent = 0.0
@@ -286,7 +288,10 @@ def time_lengths(
 
 
 def random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.device | str) -> list[torch.Tensor]:
-    """Return random q [1, H, T, K], k [1, G, T, K] and v [1, G, T, V] for a core."""
+    """Return random q [1, H, T, K], k [1, G, T, K] and v [1, G, T, V] for a core with H query heads and G KV heads.
+
+    T is `tokens`; K and V are the widths of a key and of a value.
+    """
     sizes = (
         (core.num_heads, core.q_map.head_dim),
         (core.num_kv_heads, core.k_map.head_dim),
@@ -296,13 +301,13 @@ def random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.devi
 
 
 def softmax_like(core: Any) -> Callable[..., Any]:
-    """Return a function of q, k and v that computes softmax attention with the heads of `core`, as transformers does."""
+    """Return a function of q, k and v that computes softmax attention as transformers does, with as many heads as `core`."""
     module = SimpleNamespace(num_key_value_groups=core.num_heads // core.num_kv_heads)
     return lambda q, k, v: sdpa_attention_forward(module, q, k, v, None)
 
 
 def prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
-    """Return functions "softmax" and "mhla" that attend over a prompt and cache it, as `generate` does by default."""
+    """Return a dict of functions, "softmax" and "mhla", that attend over a prompt of `tokens` tokens and fill a new cache."""
     q, k, v = random_inputs(core, tokens, dtype, device)
     softmax = softmax_like(core)
     transposed = [x.transpose(1, 2) for x in (q, k, v)]
@@ -313,7 +318,7 @@ def prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, toke
 
 
 def decoding_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
-    """Return functions "softmax" and "mhla" that decode one token after `tokens` others."""
+    """Return a dict of functions, "softmax" and "mhla", that decode one token after a prompt of `tokens` tokens."""
     q, k, v = random_inputs(core, 1, dtype, device)
     softmax = softmax_like(core)
     transposed = [x.transpose(1, 2) for x in (q, k, v)]
@@ -336,11 +341,11 @@ WORKS = {"prefill": prefill_work, "decoding": decoding_work}
 def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Find the length from which MHLA is faster.
 
-    The ratio of the times is interpolated linearly between two lengths, and extrapolated up to `EXTRAPOLATION` times the
-    longest length, since softmax's time per token grows linearly with the length and MHLA's is constant.
+    The ratio of the times is interpolated linearly between two lengths. It is extrapolated up to `EXTRAPOLATION` times the
+    longest length, because the time per token grows linearly with the length for softmax and is constant for MHLA.
 
     Args:
-        rows: As `time_lengths` returns them.
+        rows: The rows that `time_lengths` returned.
 
     Returns:
         A dict with "faster_from" (tokens from which MHLA stays faster, or None) and "known_to" (tokens up to which this is
@@ -363,7 +368,11 @@ def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def advise(record: Mapping[str, Any]) -> str:
-    """Return one or two sentences that advise whether to convert, from the other entries of a plan."""
+    """Return one or two sentences that advise whether to convert.
+
+    Args:
+        record: The result of `plan` without "advice".
+    """
     context = record["context"]
     positions = record["positions"]
     timing = record["timing"] or {}
@@ -397,7 +406,7 @@ def advise(record: Mapping[str, Any]) -> str:
 
 
 def render_plan(record: Mapping[str, Any]) -> str:
-    """Render what `plan` returns as a page of text."""
+    """Render the result of `plan` as a page of text."""
     converted, kept, parameters = record["mhla_layers"], record["kept_layers"], record["parameters"]
     count = len(converted) + sum(map(len, kept.values()))
     cache = record["cache"]
@@ -424,7 +433,7 @@ def render_plan(record: Mapping[str, Any]) -> str:
 
 
 def three_digits(number: float | None) -> str:
-    """Format a number with three significant digits below 100, and as an integer from there on; "" for None."""
+    """Format a number below 100 with three significant digits and any other as an integer; return "" for None."""
     if number is None:
         return ""
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
@@ -437,7 +446,12 @@ def format_hours(hours: float) -> str:
 
 
 def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
-    """Render what `time_layer` returns as lines; return [] if nothing was timed."""
+    """Render the result of `time_layer` as lines of text; return [] for None.
+
+    Args:
+        timing: The result of `time_layer`; None if timing was not requested.
+        dtype: Name of the dtype of the inputs.
+    """
     if timing is None:
         return []
     if "unknown" in timing:
@@ -461,7 +475,7 @@ def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
 
 
 def render_work(work: Mapping[str, Any]) -> list[str]:
-    """Render the memory and FLOPs of the distillation as lines."""
+    """Render the memory, FLOPs and hours of a distillation, as `estimate_costs` returns them, as lines of text."""
     rows = []
     for stage in work["stages"]:
         sizes = [sum(stage["memory"].values()), *stage["memory"].values()]

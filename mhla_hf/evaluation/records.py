@@ -54,7 +54,7 @@ class Result:
             ("exact_match,strict").
         value: The score; None if it was not finite.
         stderr: Standard error of the score; None if the metric has none.
-        higher_is_better: Whether higher scores are better; None if the harness does not tell.
+        higher_is_better: Whether higher scores are better; None if the harness does not specify it.
         shots: Number of examples in the prompt.
         samples: Number of documents, images or videos scored.
         limit: The limit of the run, as the user gave it; None for the whole task.
@@ -137,7 +137,7 @@ class Results(list[Result]):
         raise ValueError(f"{path}: got format_version {content['format_version']!r}, expected {FORMAT_VERSION}.")
 
     def merge(self, new: Sequence[Result], keep_other_sample_counts: bool = False) -> "Results":
-        """Add records, which replace older ones of the same task, metric, shots and limit.
+        """Add records in place. They replace older ones of the same task, metric, shots and limit.
 
         Args:
             new: The records to add.
@@ -145,7 +145,7 @@ class Results(list[Result]):
                 50,000 images in addition to one on 1,000.
 
         Returns:
-            `self`.
+            This object, sorted by `Result.identity`.
         """
         fields = 5 if keep_other_sample_counts else 4
         replaced = {record.identity[:fields] for record in new}
@@ -237,7 +237,7 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
 
 
 def _natural(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
-    """Return a natural sort key, by which acc_back_64 precedes acc_back_128."""
+    """Return a sort key that compares numbers by value, so that acc_back_64 precedes acc_back_128."""
     parts = re.split(r"(\d+)", " ".join(map(str, identity)))
     return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
 
