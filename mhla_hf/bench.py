@@ -84,10 +84,13 @@ def exact_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Compute attention for some queries in fp64: MHLA or, if `mixing` is None, softmax attention.
 
+    B is the batch size, T the number of tokens, H of heads, M of blocks and N of queries; K and V are the widths of a key
+    and of a value.
+
     Args:
         q, k, v: [B, T, H, K], [B, T, H, K] and [B, T, H, V].
-        mixing: [M, M] or None.
-        queries: Token indices [N].
+        mixing: The mixing matrix [M, M], or None.
+        queries: Indices of the queries among the tokens, [N].
         blocks, causal, normalize: See `mhla`.
 
     Returns:
@@ -123,7 +126,7 @@ def linear_attention(
     masked linear attention within the chunk is added.
 
     Args:
-        q, k, v: [B, T, H, K], [B, T, H, K] and [B, T, H, V].
+        q, k, v: [B, T, H, K], [B, T, H, K] and [B, T, H, V]; see `exact_attention` for the letters.
         causal, normalize: See `mhla`.
         chunk: Tokens per chunk.
 
@@ -177,7 +180,11 @@ class Operator:
         return ["sdpa", "linear", "mhla triton" if torch.device(device).type == "cuda" else "mhla torch"]
 
     def prepare(self, device: Device, seed: int) -> Prepared:
-        """Return random q, k, v and mixing (fp32 [M, M]) that require gradients, and a gradient of the output."""
+        """Return random inputs that require gradients, and a random gradient of the output.
+
+        The inputs are q [B, T, H, K], k [B, T, H, K], v [B, T, H, V] and mixing, fp32 [M, M]; the gradient is [B, T, H, V].
+        See `exact_attention` for the letters.
+        """
         generator = torch.Generator(device).manual_seed(seed)
         randn = functools.partial(torch.randn, generator=generator, device=device)
         size = (self.batch, self.blocks.length, self.heads)
@@ -189,7 +196,7 @@ class Operator:
         return [x.requires_grad_() for x in (q, k, v, mixing)], randn(*size, self.widths[1]).to(dtype)
 
     def attend(self, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: Any = None) -> Any:
-        """Return the output of one implementation."""
+        """Return the output [B, T, H, V] of one implementation for inputs as `prepare` returns them."""
         if name == "sdpa":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
@@ -239,9 +246,9 @@ def quick_cases() -> list[Operator]:
 
 @torch.no_grad()
 def kept_bytes(length: int) -> dict[str, int]:
-    """Return the bytes of a causal layer's cache or state after `length` tokens in fp32, by implementation.
+    """Return the size in bytes of a causal layer's cache or state after `length` tokens in fp32, by implementation.
 
-    "mhla" is the paper's MHLA without denominator, "mhla window" that of converted language models.
+    "mhla" is the paper's MHLA without a denominator, and "mhla window" is the MHLA of converted language models.
     """
     k = torch.zeros(1, length, HEADS, WIDTH)
     blocks = Blocks.sequence(length, BLOCK_SIZE)
@@ -263,6 +270,8 @@ def run_bench(
 ) -> dict[str, Any]:  # fmt: skip
     """Check and time the implementations of each case.
 
+    An implementation that fails or gives wrong results does not stop the benchmark.
+
     Args:
         cases: The cases (default: `quick_cases`).
         device: Device on which to run.
@@ -281,7 +290,8 @@ def run_bench(
             - "seed" and the results of `describe_run`.
 
     Raises:
-        ValueError, OSError: An argument is not valid; nothing was timed.
+        ValueError: `threads` or `device` is not valid.
+        OSError: `out` cannot be written.
     """
     if threads < 1:
         raise ValueError(f"threads: got {threads!r}, expected a whole number of at least 1.")
@@ -303,7 +313,10 @@ def run_bench(
 
 
 def time_case(case: Case, device: Device, seed: int = 0, rounds: int = 5) -> list[dict[str, Any]]:
-    """Check and time one case, and return a row for each of its modes; see `run_bench`."""
+    """Check and time one case, and return one of the "rows" of `run_bench` for each mode.
+
+    If the inputs cannot be prepared, there is a single row whose "what" is "" and whose "failed" has the key "all".
+    """
     error: dict[str, float] = {}
     failed: dict[str, str] = {}
     rows = []
@@ -342,7 +355,7 @@ def record_failure(failed: dict[str, str], name: str) -> Iterator[None]:
 
 
 def describe_failure(error: Exception) -> str:
-    """Describe an exception in a few words."""
+    """Return a one-line description of an exception."""
     if isinstance(error, torch.OutOfMemoryError):
         return "did not fit the memory of the device"
     return f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -69,7 +69,10 @@ class Subject:
 
     @functools.cached_property
     def kept(self) -> Results:
-        """The stored scores that can be reused: those measured on this machine or, with `trust_scores`, all of them."""
+        """The stored scores that can be reused: those measured on this machine or, with `trust_scores`, all of them.
+
+        They are read on first use, and a message is logged.
+        """
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
         local = measured_here(stored)
         num_foreign = len(stored) - len(local)
@@ -101,7 +104,7 @@ class Subject:
 
         Args:
             device: The device of the model.
-            task: The only task that the command repeats; None for all tasks of the recipe.
+            task: Name of the task that the recorded command is to repeat; None for all tasks of the recipe.
         """
         return {
             **describe_run(self.args.command or command_of([self], task), device),
@@ -147,7 +150,12 @@ class Subject:
 
 
 def command_of(subjects: Sequence[Subject], task: str | None = None) -> str:
-    """Return the shell command that repeats an evaluation, or one of its tasks."""
+    """Return the shell command that repeats an evaluation.
+
+    Args:
+        subjects: The evaluated models.
+        task: The only task to repeat, if the recipe has a task of that name; else all tasks are repeated.
+    """
     args = subjects[0].args
     recipe = subjects[0].args.recipe
     models = [subject.name if subject.loaded else shown_path(subject.source) for subject in subjects]
@@ -179,8 +187,11 @@ def find_subjects(models: object, args: Any, pipeline: bool = False) -> list[Sub
         args: The checked arguments of `evaluate`.
         pipeline: Whether the models must be diffusers pipelines.
 
+    Returns:
+        One `Subject` per model.
+
     Raises:
-        ValueError, TypeError: A model or `output` is not valid.
+        ValueError, TypeError: A model, `output` or an existing results file is not valid.
     """
     models = named_models(models)
     output = args.output and Path(args.output)
@@ -223,7 +234,18 @@ def named_models(models: Any) -> dict[str, Any]:
 
 
 def _subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
-    """Check a model, and return it with its fingerprint, dtype and results file."""
+    """Check a model and its results file, and return a `Subject`.
+
+    Args:
+        name: Name in tables.
+        model: Folder, Hub id or loaded object.
+        target: The results file; None means the one in the model's folder, or none if it has no folder.
+        args: The checked arguments of `evaluate`.
+        pipeline: Whether the model must be a diffusers pipeline.
+
+    Raises:
+        ValueError, TypeError: The model is not valid, or the results file cannot be read or written.
+    """
     dtype = args.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
@@ -292,7 +314,7 @@ def joined_processes() -> Iterator[Any]:
 
 
 def broadcast_scores(subject: Subject, state: Any) -> None:
-    """Send the known scores of the main process to all processes."""
+    """Replace `subject.kept` on all processes by that of the main process. All processes must call this."""
     from accelerate.utils import broadcast_object_list
 
     subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
@@ -314,12 +336,17 @@ class Sample:
 
 
 def seed_of_sample(seed: int, index: int) -> int:
-    """Return the seed of sample `index` in a run with `seed`, below 2**63 and different for every (seed, index)."""
+    """Return the seed of sample `index` in a run with `seed`.
+
+    It is below 2**63, and no other pair of a seed below 2**31 and an index below 2**32 has the same.
+    """
     return (seed % 2**31) * 2**32 + index
 
 
 class PipelineJudge:
     """Generates and scores the samples of one pipeline under a protocol.
+
+    All processes must create it, since it sends the known scores of the main process to the others.
 
     Args:
         subject: The pipeline.
@@ -362,10 +389,13 @@ class PipelineJudge:
     ) -> None:
         """Generate the samples of a plan whose files do not exist yet.
 
+        All processes must call this. It seeds torch's global random generator for each batch.
+
         Args:
             folder: Folder of the samples.
             plan: All samples.
-            identity: Everything that determines the samples except weights, dtype and `sampling`, as JSON values.
+            identity: JSON-serializable dict of everything that determines the samples except weights, dtype and
+                `sampling`.
             sampling: Further arguments of the pipeline.
             save: Called as `save(image_or_frames, path)` to write a file.
             batch_size: Samples per call of the pipeline.

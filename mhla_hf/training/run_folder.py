@@ -51,9 +51,9 @@ INITIAL_HASHES: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKe
 
 
 def identify(model: Any, frozen: Sequence[str] = ()) -> str:
-    """Return a hash of a model's configuration, weights, and frozen parameters.
+    """Return a hash, 32 hex digits, of a model's weights, its configuration, and the names of its frozen parameters.
 
-    Reading all weights takes about a second per gigabyte.
+    `VOLATILE_ENTRIES` of the configuration are left out. Reading all weights takes about a second per gigabyte.
 
     Args:
         model: A transformers or diffusers model.
@@ -84,7 +84,10 @@ class RunFolder:
         self.identity: dict[str, Any] = {}
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
-        """Find the result or the newest state of an earlier call of this run.
+        """Find the result or the newest state of an earlier call of this run, and set `self.identity`.
+
+        If training into this folder has begun earlier in this process with the same object as `student`, the hash of the
+        student in the identity is the one from that time, because training changes the weights.
 
         Args:
             identity: JSON-serializable values that make this run different from others.
@@ -106,6 +109,7 @@ class RunFolder:
         return latest
 
     def _find_latest(self) -> Path | Literal["finished"] | None:
+        """Return the result of `find`, after comparing the stored identity with `self.identity`."""
         if (self.out / RECORD).is_file():
             self._check_identity((read_json(self.out / RECORD) or {}).get("fingerprint", {}))
             return "finished"
@@ -148,8 +152,14 @@ class RunFolder:
     def new_state(self, step: int) -> Iterator[Path]:
         """Context manager that yields an empty folder, which becomes the newest state at the end.
 
+        The identity and checksums of all files are added to it, and all but the newest `NUM_KEPT_STATES` states are
+        removed.
+
         Args:
             step: Number of optimizer steps that the whole run has done.
+
+        Raises:
+            OSError: The state cannot be written.
         """
         target = self.state / f"step-{step:09d}"
         with self._explain_errors("a state"), atomic_folder(target, parent=self.unfinished) as temporary:
@@ -173,7 +183,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def result(self) -> Iterator[Path]:
-        """Context manager that yields an empty folder, which becomes `out` at the end; the state is then removed."""
+        """Context manager that yields an empty folder, which becomes `out` at the end.
+
+        The files of trackers are moved into it, and the state is removed. Raise OSError if it cannot be written.
+        """
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
             if (self.state / "runs").exists():
@@ -181,7 +194,7 @@ class RunFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the state of a finished run. If its folder holds files of other programs, these are kept."""
+        """Release the lock, and remove the state of a finished run, but not files of other programs in its folder."""
         self.lock.release()
         if not (self.state / MARKER).is_file():
             return
@@ -194,7 +207,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _explain_errors(self, content: str) -> Iterator[None]:
-        """Context manager that turns errors in writing `content` into an `OSError` that names the output folder."""
+        """Context manager that turns an error while writing `content` into an OSError that names the output folder."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -208,9 +221,11 @@ class RunFolder:
             ) from error
 
     def _states(self) -> list[Path]:
+        """Return the folders of all saved states, in any order."""
         return list(self.state.glob(STATE_PATTERN))
 
     def _check_identity(self, earlier: dict[str, Any]) -> None:
+        """Raise ValueError if the identity of an earlier call differs from `self.identity`."""
         if changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
             name = IDENTITY_NAMES.get(changed[0], changed[0])
             raise ValueError(
@@ -227,6 +242,6 @@ def unreadable_state(state: Path, reason: str) -> ValueError:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file in a state except `IDENTITY`, by relative path."""
+    """Return a dict from relative path to SHA-256 of every file in a state except `IDENTITY`."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / IDENTITY)
     return {file.relative_to(folder).as_posix(): hash_file(file) for file in files}
