@@ -307,7 +307,7 @@ def softmax_like(core: Any) -> Callable[..., Any]:
 
 
 def prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
-    """Return a dict of functions, "softmax" and "mhla", that attend over a prompt of `tokens` tokens and fill a new cache."""
+    """Return a dict of functions, "softmax" and "mhla", that attend over `tokens` tokens and fill a new cache."""
     q, k, v = random_inputs(core, tokens, dtype, device)
     softmax = softmax_like(core)
     transposed = [x.transpose(1, 2) for x in (q, k, v)]

@@ -167,7 +167,7 @@ def run_convert(
 
 
 def render_conversion(out: str, measured: Mapping[str, Any]) -> str:
-    """Render the measurements of a conversion that learned from text.
+    """Render the measurements of a conversion that learned from text, as lines of text.
 
     Args:
         out: The folder of the converted model.
@@ -200,7 +200,7 @@ def _score_cells(scores: Mapping[str, float]) -> list[str]:
 
 
 def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Call `read_sentence_files`, but log a warning and return {} if it raises an error."""
+    """Return the result of `read_sentence_files`. If it raises ValueError or OSError, log a warning and return {}."""
     try:
         return read_sentence_files(model, revision)
     except (ValueError, OSError) as error:

@@ -162,7 +162,10 @@ def make_tasks(
 
 
 def split_text(text: str, tokens: int, count: Callable[[str], int]) -> list[str]:
-    """Split a text into parts of at most `tokens` tokens, at line ends if possible, without dropping any character."""
+    """Split a text into parts of at most `tokens` tokens, at line ends if possible, without dropping any character.
+
+    `count` returns the number of tokens of a text.
+    """
     parts = []
     current = ""
     for line in text.splitlines(keepends=True):
@@ -182,7 +185,10 @@ def split_text(text: str, tokens: int, count: Callable[[str], int]) -> list[str]
 
 
 def find_sentences(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of sentences of prose that have at least 8 words and at most 300 characters in one paragraph."""
+    """Return (start, end), in characters, of the sentences of prose in a text.
+
+    They have at least 8 words and at most 300 characters, and do not extend over several paragraphs.
+    """
     sentences = []
     for paragraph in re.finditer(r"\S(?:.|\n(?![ \t]*\n))*", text):
         body, offset = paragraph.group(), paragraph.start()
@@ -197,7 +203,7 @@ def find_sentences(text: str) -> list[tuple[int, int]]:
 
 
 def _context_before(text: str, end: int, tokens: int, count: Callable[[str], int]) -> str:
-    """Return the last lines of `text[:end]` that fit in `tokens` tokens; the first of them is a complete line."""
+    """Return as many of the last lines of `text[:end]` as fit in `tokens` tokens; the first one is complete."""
     start = max(0, end - 12 * tokens)
     lines = text[start:end].splitlines(keepends=True)
     context = ""
@@ -211,8 +217,8 @@ def _context_before(text: str, end: int, tokens: int, count: Callable[[str], int
 def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: int, seed: int) -> list[dict[str, Any]]:
     """Generate cloze questions: given the text up to the middle of a sentence, which of four endings follows?
 
-    The other three are endings of other sentences of the text with nearly the same number of characters, with line breaks
-    where the true ending has them, so that neither length nor layout reveals the answer.
+    The three wrong endings come from other sentences of the text. They have nearly as many characters as the true ending,
+    and line breaks at similar positions, so that neither length nor layout reveals the answer.
 
     Args:
         text: The text.
@@ -276,7 +282,7 @@ def _broken_like(ending: str, true_ending: str) -> str:
 
 
 def _context_after(text: str, start: int, tokens: int, count: Callable[[str], int]) -> str:
-    """Return the text from `start` on, up to the line at which it has `tokens` tokens or the text ends."""
+    """Return the lines of the text from `start` on, until they have `tokens` tokens or the text ends."""
     context = ""
     for line in text[start : start + 12 * tokens].splitlines(keepends=True):
         context += line
@@ -326,7 +332,10 @@ def write_tasks(
     Args:
         folder: The folder to create, or to replace if this function wrote it.
         documents: Dict from task to (one of `KINDS`, documents).
-        arguments: Further entries of the manifest.
+        arguments: Further keys of the manifest.
+
+    Returns:
+        The folder with the names and sizes of the tasks.
     """
     sizes = {name: len(rows) for name, (_, rows) in documents.items()}
     with atomic_folder(folder, replace=True) as temporary:
@@ -341,7 +350,7 @@ def write_tasks(
 
 
 def _task_yaml(name: str, kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return lm-eval's YAML for one task, which names fields of documents instead of using templates."""
+    """Return the YAML file of one task for lm-eval. It refers to fields of the documents and uses no templates."""
     kind_settings, scoring, metrics = KINDS[kind]
     functions = {"custom_dataset": "load"}
     if scoring:

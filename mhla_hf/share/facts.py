@@ -99,7 +99,7 @@ class Facts:
         person: The author's part.
         models: Label -> scores. "MHLA" is the model itself (absent if nothing was measured), "teacher" its original.
         train: The training record, if there is one.
-        speed: Times by sequence length, as `speed_of_records` returns them, if they were measured.
+        speed: The result of `speed_of_records`; None if the models were not timed together.
     """
 
     kind: str
@@ -195,12 +195,18 @@ def _count_layers(config: dict[str, Any]) -> int | None:
 
 
 def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
-    """Collect the measurements of the model in `folder`, in the form of model_cards/results/<name>.json.
+    """Collect the measurements of the model in `folder`.
 
     Args:
         folder: A saved and evaluated model.
         compared: Label -> score records, as dicts, of the models to compare it with.
         weights: Whether to check that the scores were measured with the weights in the folder.
+
+    Returns:
+        A dict in the form of model_cards/results/<name>.json.
+
+    Raises:
+        ValueError: The folder has no MHLA model or no scores, or `weights` is true and scores are of other weights.
     """
     kind, class_name, config = read_model(folder)
     return {
@@ -215,7 +221,10 @@ def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True)
 
 
 def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any], Person]:
-    """Return the measurements and the author's part from a folder with a card.json; for `weights` see `measure`."""
+    """Return the measurements, as `measure` does, and the author's part from a folder with a card.json.
+
+    Raise ValueError if card.json is missing or not valid. See `measure` for `weights` and for further errors.
+    """
     path = Path(folder, PERSON_FILE)
     content = read_json(path) or {}
     version = content.pop("format_version", None)
@@ -270,7 +279,7 @@ def section_of(record: Result) -> str:
 
 
 def not_measured(records: Iterable[Result]) -> list[str]:
-    """Return those of "recall" and "generation" for which there is no score on a whole task."""
+    """Return a list with "recall" and "generation", without those for which there is a score on a whole task."""
     measured = {section_of(record).lower() for record in records if record.value is not None and record.limit is None}
     return [name for name in ("recall", "generation") if name not in measured]
 
@@ -284,10 +293,12 @@ def find_license(
 ) -> dict[str, str | None]:
     """Return the license of the weights: that of the base model's card or, if the card states none, the user's.
 
+    A card that cannot be read counts as one that states none.
+
     Args:
         base_model: Hub id of the base model.
         teacher: Local folder of the base model, whose README.md takes precedence.
-        license, license_name, license_link: Passed by the user.
+        license, license_name, license_link: The license that the user passed, in the Hub's terms.
 
     Returns:
         A dict with "license", "license_name" and "license_link".

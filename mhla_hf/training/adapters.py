@@ -31,7 +31,7 @@ SETTINGS_FILE = "mhla.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 FILES = (SETTINGS_FILE, "adapter_config.json", WEIGHTS_FILE)
 NO_LORA = "dummy-target-modules"  # PEFT's placeholder for an adapter without LoRA layers
-# Config entries that tell apart models of one type but different sizes.
+# Configuration fields that differ between models of one type and different sizes.
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -39,7 +39,8 @@ def import_peft(model: Any = None) -> Any:
     """Import and return the `peft` module.
 
     Args:
-        model: A converted model, for which PEFT's default LoRA targets are registered. None registers nothing.
+        model: A converted model, whose classes and default LoRA targets are registered; see `register_family`. None
+            registers nothing.
 
     Raises:
         ImportError: PEFT is not installed.
@@ -106,7 +107,7 @@ def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> No
 
 
 def get_sizes(config: Any) -> dict[str, int]:
-    """Return the sizes by which an adapter recognizes its base among others of the same model type."""
+    """Return those of `SIZES` that a configuration has. An adapter checks them when it is loaded onto a base."""
     return {name: size for name in SIZES if (size := getattr(config, name, None)) is not None}
 
 
@@ -162,7 +163,7 @@ def load_adapter(
 
 
 def _fetch_adapter(source: str | Path, revision: str | None) -> Path:
-    """Return the folder of an adapter, downloading it if it is on the Hub. Raise `ValueError` if a file is missing."""
+    """Return the folder of an adapter, downloading it if it is on the Hub. Raise ValueError if a file is missing."""
     folder = Path(source)
     if not folder.is_dir():
         with wrap_errors(f"source: got {str(source)!r}, expected a folder or an adapter on the Hub"):
@@ -176,7 +177,7 @@ def _fetch_adapter(source: str | Path, revision: str | None) -> Path:
 
 
 def _check_base(config: Any, record: dict[str, Any], source: str | Path) -> None:
-    """Raise `ValueError` unless a model's configuration matches the base of the adapter, converted or not."""
+    """Raise ValueError unless a configuration is that of the adapter's base, converted or not."""
     model_type = getattr(config, "base_model_type", config.model_type)
     if model_type != record["base_model_type"]:
         raise ValueError(

@@ -91,14 +91,15 @@ class Stage(CommonStage):
             - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
               from the teacher's hidden states;
             - "logits": KL divergence from the teacher's next-token distribution, plus `ce_weight` times cross-entropy;
-            - "stored": the same from the teacher's most likely tokens, stored by `mhla-hf teach`, without the teacher;
+            - "stored": the loss "logits", computed from the teacher's most likely tokens that `mhla-hf teach` stored; it
+              needs no teacher;
             - "lm": cross-entropy.
         seq_len: Tokens per sequence.
         ce_weight: Weight of the cross-entropy in "logits" and "stored".
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
             Must be 1 with `top_k` or "stored".
-        top_k: Compute the KL divergence over this many of the teacher's most likely tokens and the sum of all others, which
-            takes less memory; 0 means over the whole vocabulary.
+        top_k: Number of the teacher's most likely tokens over which the KL divergence is computed; all others count as one
+            token. This takes less memory. 0 means the whole vocabulary.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("lm", "stored")
@@ -110,7 +111,7 @@ class Stage(CommonStage):
     top_k: int = values.at_least(0, 0)
 
     def validate_top_k(self) -> None:
-        """Reject a temperature other than 1 if only the probabilities of the most likely tokens are known."""
+        """Raise ValueError if the temperature is not 1 and only the probabilities of the most likely tokens are known."""
         if (self.top_k or self.loss == "stored") and self.temperature != 1:
             raise ValueError(
                 f"temperature: got {self.temperature} with a KL divergence over the most likely tokens, expected 1."
@@ -181,7 +182,8 @@ class ImageStage(CommonStage):
         shift: Largest distance in pixels by which images are moved, wrapping around at the edges.
         erase: Fraction of images in which a random box is replaced by noise.
         mixup: Parameter a of the distribution Beta(a, a) of mixup's weights; 0 disables mixup.
-        cutmix: The same parameter of CutMix; 0 disables it. With both, each batch uses one of them at random.
+        cutmix: Parameter a of the distribution Beta(a, a) of CutMix's weights; 0 disables CutMix. With both, each batch uses
+            one of them at random.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("labels",)
@@ -299,7 +301,7 @@ def apply_changes(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[s
 
     Args:
         content: The recipe as read from YAML, before validation.
-        changes: As for `read_recipe`.
+        changes: See `read_recipe`.
 
     Raises:
         ValueError: The recipe has no stage of that name.
@@ -331,6 +333,9 @@ def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[Com
     Args:
         stages: A list of stages, or of dicts with their fields.
         stage_type: The class of all stages.
+
+    Returns:
+        The stages as objects of `stage_type`.
 
     Raises:
         ValueError: There is no stage, a field is unknown or not valid, or names are missing or not unique.

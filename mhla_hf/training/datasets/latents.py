@@ -49,6 +49,8 @@ class ConditionEncoder(Protocol):
 class Latents:
     """A dataset of latents with their conditions.
 
+    The latents of a sample have C channels, h rows, w columns and, for video, F frames.
+
     Args:
         rows: Map-style dataset whose rows are dicts with `latents` [C, (F,) h, w] and either some of `CONDITION_COLUMNS`
             or a text `prompt`.
@@ -111,11 +113,11 @@ class LatentReader(Reader):
 
         Args:
             count: Number of samples in the batch.
-            rows: The rows to return.
+            rows: The rows to return; R of them.
 
         Returns:
-            A dict with "noisy" and "target", `[rows, C, (F,) h, w]`, "times" `[rows]`, and the conditions, `[rows, ...]`
-            each.
+            A dict with "noisy" and "target", [R, C, (F,) h, w] each (see `Latents`), "times" [R], and the conditions,
+            [R, ...] each.
         """
         samples = [self._make_sample(self.next + row) for row in range(*rows.indices(count))]
         self.next += count
@@ -123,6 +125,7 @@ class LatentReader(Reader):
         return {**_collate(noisy, times, conditions, self.conditions), "target": torch.stack(targets)}
 
     def _make_sample(self, number: int) -> tuple[torch.Tensor, float, Condition, torch.Tensor]:
+        """Return the noisy latents, time, condition and target of the sample read at position `number` of the stage."""
         latents, condition = self.source.sample(self.shuffled(number, len(self.source.rows)))
         generator = make_generator(*self.key, number)
         noise = torch.randn(latents.shape, generator=generator)
@@ -143,7 +146,7 @@ class TrajectoryReader(Reader):
 
     Args:
         teacher: (transformer, scheduler).
-        shape: Shape of the latents of one sample, `(C, (F,) h, w)`.
+        shape: Shape of the latents of one sample, [C, (F,) h, w].
         conditions: Draws and encodes the conditions of the trajectories.
         stage: The stage, which sets the sampling steps, guidance and fraction of dropped conditions.
         key: (seed, number of the stage).
@@ -165,7 +168,10 @@ class TrajectoryReader(Reader):
         self.trajectories: list[Trajectory] = []
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Read the next batch, and return this process's rows as `LatentReader.take_rows` does, without "target"."""
+        """Read the next batch, and return this process's rows; sample new trajectories first if all points were read.
+
+        See `LatentReader.take_rows` for the arguments and the result, which has no "target" here.
+        """
         current_round, position = divmod(self.next, self.stage.sampling_steps)
         if current_round != self.round:
             numbers = [current_round * count + row for row in range(*rows.indices(count))]
@@ -225,6 +231,7 @@ class TrajectoryReader(Reader):
 def _collate(
     noisy: Sequence[torch.Tensor], times: Sequence[float], conditions: Sequence[Condition], encoder: ConditionEncoder
 ) -> Batch:
+    """Return a dict with "noisy" [B, ...], "times" [B] and the conditions [B, ...] of B samples."""
     return {"noisy": torch.stack(list(noisy)), "times": torch.tensor(times), **encoder.batch(conditions)}
 
 
@@ -243,7 +250,7 @@ class ClassConditions:
         return {"class_labels": torch.randint(self.num_classes, (), generator=generator)}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the labels of a batch, int64 [B]. Raise `ValueError` for labels that the model does not have."""
+        """Return the labels of a batch, int64 [B]. Raise ValueError for labels that the model does not have."""
         labels = torch.tensor([self.num_classes if row is None else int(row["class_labels"]) for row in samples])
         if not 0 <= labels.min() <= labels.max() <= self.num_classes:
             raise ValueError(
@@ -253,7 +260,7 @@ class ClassConditions:
 
 
 class TextConditions:
-    """Texts as conditions, which the pipeline encodes per batch. The empty prompt is that of an unconditional sample.
+    """Texts as conditions, which the pipeline encodes per batch. An unconditional sample has the empty prompt.
 
     Args:
         encode: Function that returns the conditions of texts, [B, ...] each, and those of the empty prompt, [1, ...].
@@ -272,10 +279,13 @@ class TextConditions:
         return self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions of a batch, [B, ...] each.
+        """Return the conditions of a batch, and store those of the empty prompt when they are first computed.
 
         Args:
-            samples: Texts, dicts of encoded conditions, or None for the empty prompt.
+            samples: B texts, dicts of encoded conditions, or None for the empty prompt.
+
+        Returns:
+            The conditions that all samples have, [B, ...] each, on the CPU.
         """
         texts = [sample for sample in samples if isinstance(sample, str)]
         encoded: Conditions = {}
@@ -311,6 +321,8 @@ def open_latents(data: Any) -> Latents:
             - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), or a Dataset of `datasets`, with
               such columns, or with texts in the column `prompt`.
 
+            N is the number of samples, L that of tokens and D the width of an embedding; see `Latents` for the others.
+
     Raises:
         ValueError, TypeError, ImportError: The data cannot be opened.
     """
@@ -329,7 +341,7 @@ def open_latents(data: Any) -> Latents:
 
 
 def _open_folder(path: Path, name: str) -> Latents:
-    """Open a folder of safetensors files, which are memory-mapped."""
+    """Open a folder of safetensors files. Raise ValueError if there is none, or one cannot be read."""
     files = sorted(path.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"data: got the folder {name!r} without latents, expected .safetensors files.")
