@@ -31,7 +31,8 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
 
     Returns:
         A JSON-serializable dict, which `render_info` renders as text. "base" is taken from the card or the training record.
-        "cache" has the bytes of one sequence of 1,024 tokens, for converted decoders whose state has a fixed size.
+        "cache" contains the cache sizes in bytes for one sequence of 1,024 tokens; it is None except for converted decoders
+        whose state has a fixed size.
 
     Raises:
         ValueError: `folder` contains no saved MHLA model.
@@ -64,7 +65,7 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
 
 
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that describe the attention, without those that are off or do not apply to it."""
+    """Return those of `SHOWN_SETTINGS` that are not off and apply to the kind of attention."""
     unused: set[str] = set()
     if settings.get("layout"):
         unused.update(("block_size", "num_blocks"))

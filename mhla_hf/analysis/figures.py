@@ -103,10 +103,15 @@ def plot_mixing(path: PathLike, layers: Mapping[str, dict[str, Any]]) -> None:
 
 
 def tile_matrix(matrix: Any, layout: tuple[int, int]) -> Any:
-    """Rearrange mixing weights [M, M] into `[rows * rows, columns * columns]` for a layout of rows x columns blocks.
+    """Rearrange mixing weights into a grid of maps, one for each query block, at the position of the block.
 
-    Tile (i, j) holds the weights of query block (i, j) as a map over the grid. A block of prefix tokens before the grid is
-    dropped.
+    Args:
+        matrix: NumPy array [M, M], for M blocks. If M is larger than rows * columns, the first blocks are those of prefix
+            tokens before the grid, and are dropped.
+        layout: Number of rows and columns of blocks.
+
+    Returns:
+        Array [rows * rows, columns * columns].
     """
     rows, columns = layout
     values = matrix[-rows * columns :, -rows * columns :]
@@ -114,7 +119,14 @@ def tile_matrix(matrix: Any, layout: tuple[int, int]) -> Any:
 
 
 def draw_matrix(axes: Any, values: Any, power: float, top: float | None = None) -> None:
-    """Draw an array as an image without ticks, on a color scale of `values ** power` from 0 to `top` (default: the max)."""
+    """Draw an array as an image without ticks.
+
+    Args:
+        axes: Axes of matplotlib.
+        values: Array [rows, columns] of nonnegative numbers.
+        power: Exponent of the color scale; see `PowerNorm` of matplotlib.
+        top: Value at the end of the scale, which begins at 0 (default: the largest value).
+    """
     from matplotlib.colors import PowerNorm
 
     norm = PowerNorm(power, vmin=0.0, vmax=float(top or values.max()) or 1.0)

@@ -51,7 +51,7 @@ def rank_bound(sizes: Iterable[int], width: int) -> int:
 
 @torch.no_grad()
 def record_model(model: nn.Module, batch: Mapping[str, Any], run: Callable[..., Any] | None = None) -> Calls:
-    """Run a model in eval mode and record its attention.
+    """Run a model in eval mode without gradients and record its attention. Its training mode is restored at the end.
 
     Args:
         model: The model whose layers are recorded.
@@ -87,8 +87,8 @@ def measure_calls(layers: Calls, *, tolerance: float | None = None, progress: bo
 
     Args:
         layers: Layer -> its calls.
-        tolerance: Singular values above this fraction of the largest count toward the rank (default: max(T, S) * 1.2e-7,
-            as in `torch.linalg.matrix_rank` for float32).
+        tolerance: Singular values above this fraction of the largest count toward the rank (default: the number of rows or
+            of columns, whichever is larger, times 1.2e-7, as in `torch.linalg.matrix_rank` for float32).
         progress: Whether to show a progress bar.
 
     Returns:
@@ -98,8 +98,12 @@ def measure_calls(layers: Calls, *, tolerance: float | None = None, progress: bo
             - "part": the part of the matrix whose rank is measured, "whole" or "second half on first half";
             - "rank" (mean over samples and heads), "rank_min", "rank_max", "effective_rank";
             - "bound": the largest possible rank (table 1: N, d or sum of min(n_b, d)); "tolerance";
-            - "entropy": mean over rows, in nats; "uniform_entropy": that of equal weights on the tokens that each row sees;
+            - "entropy": mean over rows, in nats; "uniform_entropy": the same for equal weights on the tokens that each row
+              sees;
             - with a softmax window, "far_share": the share of the weights outside it.
+
+    Raises:
+        ValueError: The calls of a layer have different numbers of tokens, or a single one.
     """
     bar = tqdm(layers.items(), desc="layers", unit="layer", disable=not progress)
     measured = [_measure_layer(name, calls, tolerance) for name, calls in bar]
@@ -108,6 +112,7 @@ def measure_calls(layers: Calls, *, tolerance: float | None = None, progress: bo
 
 
 def _measure_layer(name: str, calls: list[Attention], tolerance: float | None) -> dict[str, Any]:
+    """Return the dict of one layer in "layers" of `measure_calls`."""
     first = calls[0]
     lengths = {call.q.shape[1] for call in calls}
     _, tokens, heads, width = first.q.shape
@@ -149,7 +154,10 @@ def _measure_layer(name: str, calls: list[Attention], tolerance: float | None) -
 def _measure_matrix(
     matrix: torch.Tensor, part: tuple[slice, slice], tolerance: float
 ) -> tuple[int, float, float, float]:
-    """Return rank and effective rank of `matrix[part]`, the mean entropy of all rows, and the entropy of equal weights."""
+    """Return rank and effective rank of `matrix[part]`, and the mean entropies of the rows of `matrix`.
+
+    The first entropy is that of the weights, the second that of equal weights on the tokens that each row sees.
+    """
     values = torch.linalg.svdvals(matrix[part])
     nonzero_rows = matrix[(matrix != 0).any(-1)]
     uniform_entropy = (nonzero_rows != 0).sum(-1).double().log()
@@ -161,8 +169,8 @@ def attention_maps(layers: Calls) -> list[dict[str, Any]]:
     """Return the attention weights of each layer on the first sample, for plotting.
 
     Returns:
-        A list of dicts with "layer", "kind", "scores" (mean over heads, fp32 [T, S], subsampled to at most 256 rows and
-        columns), and "map" (the weights of the grid's middle token, `[rows, columns]`; None for sequences and video).
+        A list of dicts with "layer", "kind", "scores" (mean over heads, fp32 [queries, keys], subsampled to at most 256
+        rows and columns), and "map" (the weights of the grid's middle token, [rows, columns]; None for sequences and video).
     """
     maps = []
     for name, (call, *_) in layers.items():
@@ -190,9 +198,9 @@ def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Describe how the mixing weights of each MHLA layer have changed since initialization.
 
     Returns:
-        A dict from layer to a dict with "start" and "learned" (nested lists [M, M], the mean over heads), "layout"
-        (blocks per axis of a grid, or None), and "moved" (half the L1 distance between the normalized rows, mean over
-        rows: 0 for unchanged, 1 for disjoint).
+        A dict from layer to a dict with "start" and "learned" (nested lists [M, M] for M blocks, the mean over heads),
+        "layout" (blocks per axis of a grid, or None), and "moved" (half the L1 distance between the normalized rows, mean
+        over rows: 0 for unchanged, 1 for disjoint).
     """
     layers = {}
     for name, module in model.named_modules():
@@ -216,11 +224,12 @@ def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _rounded_rows(matrix: torch.Tensor) -> list[list[float]]:
+    """Return the rows of a matrix as lists, rounded to 6 decimals."""
     return [[round(value, 6) for value in row] for row in matrix.tolist()]
 
 
 def _mixing_matrix(mixing: Any) -> torch.Tensor:
-    """Return the matrix of a mixing module, [M, M], averaged over heads; for decays, that of 32 blocks."""
+    """Return the matrix of a mixing module, fp32 [M, M] for M blocks, averaged over heads; decays get 32 blocks."""
     if hasattr(mixing, "num_decays"):
         matrix = mixing()[0].matrix(32)
     else:

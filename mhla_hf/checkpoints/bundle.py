@@ -172,17 +172,18 @@ class _Module:
 
 
 def _sha(text: str) -> str:
+    """Return the first 12 hex digits of the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _replace_hash(text: str, old: str, new: str) -> str:
-    """Replace the hash in a bundle's header and in its `NAMESPACE`."""
+    """Return the text of a bundle with another hash in its header and in its `NAMESPACE`."""
     text = text.replace(f"\nsha256: {old}\n", f"\nsha256: {new}\n", 1)
     return text.replace(f'\nNAMESPACE = "{old}"\n', f'\nNAMESPACE = "{new}"\n', 1)
 
 
 def _collect_modules(package: Path, name: str, modules: dict[str, _Module]) -> None:
-    """Add the module `name` to `modules` after those it imports, which is the order in which Python runs them."""
+    """Add the module `name` to `modules` in place, after the modules it imports: the order in which Python runs them."""
     module = _read_module(package, name)
     for sibling in module.siblings:
         if sibling not in modules:
@@ -191,6 +192,7 @@ def _collect_modules(package: Path, name: str, modules: dict[str, _Module]) -> N
 
 
 def _read_module(package: Path, name: str) -> _Module:
+    """Parse the module `name` of a package. Raise ValueError if an import in it violates a rule."""
     path = package.joinpath(*name.split(".")).with_suffix(".py")
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
@@ -221,13 +223,17 @@ def _names(source: str) -> tuple[set[str], set[str]]:
 
 
 def _is_droppable(node: ast.stmt) -> bool:
+    """Return whether a top-level statement is a function, a class or an assignment to names."""
     if isinstance(node, ast.Assign):
         return all(isinstance(target, ast.Name) for target in node.targets)
     return isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign)
 
 
 def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -> None:
-    """Add an import statement of the module `name` to the siblings or to the imports of `module`."""
+    """Add an import statement of the module `name` to `module.siblings` or `module.imports`, in place.
+
+    Raise ValueError for a relative import that is not `from .file import name`, or that has `as`.
+    """
     if isinstance(node, ast.ImportFrom) and node.level:
         if not node.module or any(alias.asname for alias in node.names):
             location = f"{module.path}:{node.lineno}"
@@ -241,7 +247,7 @@ def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -
 
 
 def _check_names(modules: Iterable[_Module]) -> None:
-    """Raise `ValueError` if two modules define a name differently, or if a name shadows a builtin."""
+    """Raise ValueError if two modules define a name differently, or if a name shadows a builtin."""
     meanings: dict[str, tuple[str, str]] = {}  # name -> (file that defines it or its import line, file)
     for module in modules:
         defined = {name: module.path for statement in module.statements for name in statement.binds}
@@ -257,7 +263,15 @@ def _check_names(modules: Iterable[_Module]) -> None:
 
 
 def _drop_unreachable(modules: dict[str, _Module], entry: str) -> set[str]:
-    """Drop the droppable statements that the module `entry` does not use, and return the names that are still used."""
+    """Drop, in place, the droppable statements that the module `entry` does not use.
+
+    Args:
+        modules: Dict from dotted name to module.
+        entry: Dotted name of the bundled module.
+
+    Returns:
+        The names that the remaining statements use.
+    """
     statements = [statement for module in modules.values() for statement in module.statements]
     kept = [item for item in statements if not item.droppable or item in modules[entry].statements]
     used: set[str] = set()

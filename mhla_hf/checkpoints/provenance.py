@@ -45,6 +45,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _cpu_name() -> str:
+    """Return the model name of the CPU, or the machine type if it cannot be found."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -73,7 +74,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def describe_run(command: str | None, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the entries on hardware and software that every record of a measurement contains.
+    """Return the hardware, software and time of a measurement, which every record of one contains.
 
     Args:
         command: The shell command that repeats the measurement, or None.

@@ -128,7 +128,7 @@ def saved_files(folder: PathLike) -> list[Path]:
 
 
 def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
-    """Return `folder` as an absolute path after checking that a model can be saved there.
+    """Return `folder` as an absolute path after checking that a model can be saved there. Nothing is created.
 
     Args:
         folder: Folder to save to.
@@ -203,7 +203,7 @@ def save_model(
 
 
 def write_files(folder: PathLike, files: Mapping[str, Any]) -> None:
-    """Write files into a model's folder.
+    """Write files into a model's folder, creating subfolders of it as needed.
 
     Args:
         folder: The model's folder.

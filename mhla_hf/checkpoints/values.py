@@ -54,7 +54,7 @@ if typing.TYPE_CHECKING:
 else:
 
     def checked(cls: type[T]) -> type[T]:
-        """Make `cls` a dataclass that validates its fields, and raises `ValueError` as `field: got X, expected Y.`"""
+        """Make `cls` a dataclass that validates its fields, and raises ValueError with `field: got X, expected Y.`"""
         cls = strict(dataclasses.dataclass(cls))
         unchecked_init = cls.__init__
 

@@ -40,6 +40,12 @@ def make_needles(
         tokenizer: A transformers tokenizer, which defines lengths in tokens.
         lengths, depths, items: See `LanguageProtocol`.
         seed: Random seed.
+
+    Returns:
+        The folder with the names and sizes of the tasks.
+
+    Raises:
+        ValueError: A length is too short for the depths.
     """
     rows = {length: make_questions(tokenizer, length, sorted(depths), items, seed) for length in lengths}
     documents = {
@@ -52,6 +58,13 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
     """Generate the questions of one length, `items` for each depth.
 
     All have the same haystack: as many filler sentences as fit in addition to the longest needles.
+
+    Args:
+        tokenizer: See `make_needles`.
+        length: Maximum number of tokens of a question with its answer.
+        depths: Positions of the needles in percent of the text, in ascending order.
+        items: Number of questions per depth.
+        seed: Random seed.
 
     Returns:
         A list of dicts with "context", "choices", "answer" (index of the right choice), "target" (the right code) and
@@ -88,7 +101,10 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
 def _question(
     sentences: list[str], length: int, depths: Sequence[int], answer: int, rng: random.Random
 ) -> dict[str, Any]:
-    """Generate a question whose answer is the code at `depths[answer]`; the other codes are the wrong choices."""
+    """Generate a question whose answer is the code at `depths[answer]`; the other codes are the wrong choices.
+
+    The needles are inserted into the filler `sentences` in place. See `make_questions` for the result.
+    """
     names = rng.sample(OBJECTS, len(depths))
     codes = [str(code) for code in rng.sample(range(1000, 10_000), len(depths))]
     indices = [round(depth / 100 * len(sentences)) for depth in depths]

@@ -66,7 +66,11 @@ class ScoreRecipe:
             )
 
     def with_settings(self, settings: Mapping[str, Any]) -> "ScoreRecipe":
-        """Return a copy with some settings replaced. The name "sampling.height" means the entry "height" of "sampling"."""
+        """Return a copy with some settings replaced.
+
+        The name "sampling.height" means the key "height" of the setting "sampling". Raise ValueError if the setting before
+        the dot is not a dict.
+        """
         merged = dict(self.settings)
         for name, value in settings.items():
             outer, dot, inner = name.partition(".")
@@ -191,7 +195,12 @@ def evaluate(
 
 
 def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, Any] | None) -> ScoreRecipe:
-    """Return the recipe with `settings` and `tasks` applied; without a recipe, a new one for the lm-eval `tasks`."""
+    """Return the recipe with `settings` and `tasks` applied; without a recipe, a new one for the lm-eval `tasks`.
+
+    Raises:
+        TypeError: `tasks` is neither a list of names nor a string.
+        ValueError: The recipe is not valid or lacks a task, or there are neither tasks nor a recipe.
+    """
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
     if tasks is not None:
         if not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in tasks)):
@@ -228,7 +237,7 @@ class SpeedProtocol:
     rounds: int = at_least(1, 3)
 
     def validate_lengths(self) -> None:
-        """Make `lengths` a list, and raise ValueError if it is empty or has a length below 1."""
+        """Make `lengths` a list in place. Raise ValueError if it is empty or has a length below 1."""
         self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
         if min(self.lengths, default=0) < 1:
             raise ValueError(f"lengths: got {self.lengths!r}, expected whole numbers of tokens.")
@@ -237,12 +246,13 @@ class SpeedProtocol:
 def judge_speed(models: object, args: Any) -> dict[str, Results]:
     """Time language models, reusing known times.
 
-    Times are comparable only if they were measured together. Therefore the models of one call are timed in turns, and all
-    of their records have the same hash of these models. A card shows models side by side only if that hash is equal.
+    Times are comparable only if they were measured together. Therefore all models are loaded at once and timed in turns,
+    and all of their records have the same hash of these models. A card shows models side by side only if that hash is
+    equal.
 
     Args:
         models: See `evaluate`.
-        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
+        args: The checked arguments of `evaluate`, an `EvaluationArgs`. If its `command` is None, it is set.
 
     Returns:
         A dict from the name of each model to its times.

@@ -106,7 +106,7 @@ def audit(
 def _open_subject(
     folder: PathLike, text: PathLike | None, tokens: int, device: torch.device, trust_remote_code: bool
 ) -> AuditSubject:
-    """Load everything but the weights. Raise `ValueError` if there is no language model or the text is too short."""
+    """Load everything but the weights. Raise ValueError if there is no language model or the text is too short."""
     path = Path(folder)
     expected = "expected the folder of a causal language model"
     if not path.is_dir():
@@ -127,7 +127,7 @@ def _open_subject(
 
 
 def _load_teacher(teacher: PathLike, subject: AuditSubject) -> Any:
-    """Load the teacher on the device of the subject. Raise `ValueError` if it has another vocabulary."""
+    """Load the teacher on the device of the subject. Raise ValueError if it has another vocabulary."""
     trust_remote_code = subject.trust_remote_code
     vocabulary = load_tokenizer(teacher, trust_remote_code=trust_remote_code).get_vocab()
     size = load_config(teacher, trust_remote_code=trust_remote_code).get_text_config().vocab_size
@@ -141,7 +141,7 @@ def _load_teacher(teacher: PathLike, subject: AuditSubject) -> Any:
 def run_check(
     name: str, measured: str, check: Callable[[AuditSubject], dict[str, Any]], subject: AuditSubject
 ) -> dict[str, Any]:
-    """Run one check and return its entry of "checks" in the record of `audit`.
+    """Run one check, and catch every exception that it raises.
 
     An exception becomes a finding, except `NotApplicable`, which becomes the verdict "not applicable". A number above its
     tolerance, NaN or infinity is a finding, too.
@@ -151,6 +151,9 @@ def run_check(
         measured: Description of what it measures.
         check: Function that returns a dict with "value" and optionally "stderr", "tolerance", "details" and "measured".
         subject: The audited model.
+
+    Returns:
+        The dict of this check in "checks" of `audit`.
     """
     row: dict[str, Any] = {
         "name": name, "measured": measured, "value": None, "stderr": None, "tolerance": None, "verdict": OK, "reason": "",
@@ -213,8 +216,10 @@ def render_audit(record: dict[str, Any]) -> str:
 
 
 def _value_with_error(row: dict[str, Any]) -> str:
+    """Format the value of a check, with its standard error if there is one."""
     return _format(row["value"]) + ("" if row["stderr"] is None else f" ± {row['stderr']:.2g}")
 
 
 def _format(value: float | str | None) -> str:
+    """Format a float with three significant digits, and anything else as text; None becomes ""."""
     return f"{value:.3g}" if isinstance(value, float) else str(value or "")

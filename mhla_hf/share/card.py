@@ -30,7 +30,7 @@ TAGS = ["mhla", "linear-attention", "custom_code"]
 
 
 class _Optional(dict[str, Any]):
-    """A configuration that returns None for missing entries, for the template."""
+    """A dict that returns None for missing keys, for configurations in the template."""
 
     def __missing__(self, key: str) -> None:
         return None
@@ -75,23 +75,23 @@ def write_card(
 
 
 def render_folder_card(folder: PathLike, weights: bool = True) -> str:
-    """Render the card from the files in `folder`; for `weights` see `facts.measure`."""
+    """Render the card from the files in `folder`. See `facts.read_folder` for `weights` and the errors."""
     return render_card(make_facts(*read_folder(folder, weights)))
 
 
 def check_card(folder: PathLike) -> None:
-    """Raise `ValueError` unless README.md is, byte for byte, the card rendered from the files in `folder`."""
+    """Raise ValueError unless README.md is, byte for byte, the card rendered from the files in `folder`."""
     compare_card(Path(folder, CARD_FILE), render_folder_card(folder))
 
 
 def compare_card(path: Path, text: str) -> None:
-    """Raise `ValueError` unless the content of the file `path` is `text`, byte for byte."""
+    """Raise ValueError unless the file `path` exists and its content is `text`, byte for byte."""
     if not path.is_file() or path.read_bytes() != text.encode():
         raise ValueError(f"{path}: got other text, expected what the files beside it render to; write the card again.")
 
 
 def shelf_facts(root: PathLike, name: str) -> Facts:
-    """Read the facts of the card `name` in the folder of cards `root`."""
+    """Read the facts of the card `name` in the folder of cards `root`. Raise ValueError if a file is missing."""
     path = Path(root, RESULTS, f"{name}.json")
     if (measured := read_json(path)) is None:
         raise ValueError(f"{path}: got no such file, expected what was measured of {name!r}.")
@@ -103,7 +103,10 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
 
     Args:
         root: A folder such as `model_cards`.
-        check: Whether to write nothing, and raise `ValueError` if a card would change.
+        check: Whether to compare the cards with the files instead of writing them.
+
+    Raises:
+        ValueError: The facts of a card are missing or not valid, or with `check` a card would change.
     """
     patterns = ("*.yaml", "*.md", f"{RESULTS}/*.json")
     names = {path.stem for pattern in patterns for path in Path(root).glob(pattern)}

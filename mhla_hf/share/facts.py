@@ -78,7 +78,7 @@ class Person:
     limits: list[str] = dataclasses.field(default_factory=list)
 
     def validate_ids(self) -> None:
-        """Raise `ValueError` unless `name` and `base_model` are valid Hub ids and `base_model` is not a local path."""
+        """Raise ValueError unless `name` and `base_model` are valid Hub ids and `base_model` is not a local path."""
         validate_repo_id(self.name)
         validate_repo_id(self.base_model or self.name)
         if self.base_model is not None and Path(self.base_model).exists():

@@ -101,7 +101,10 @@ def stage_folder(
 
 
 def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bool) -> None:
-    """Run all checks on the staged copy, and remove local paths from its records and card."""
+    """Run all checks on the staged copy, shorten local paths in its records, and write its card.
+
+    See `stage_folder` for the arguments. Raise ValueError for the first problem found.
+    """
     kind, _, config = read_model(folder)
     for source in folder.rglob("*.py"):
         with wrap_errors(f"{source}: got unknown code, expected the source of a model"):
@@ -139,7 +142,7 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
 
 
 def _check_texts(folder: Path) -> None:
-    """Raise `ValueError` if a card, record or configuration contains a Hub token or a path on the author's machine."""
+    """Raise ValueError if a card, record or configuration contains a Hub token or a path on the author's machine."""
     names = (CARD_FILE, *RECORDS, *CONFIG_FILES, SENTENCE_MODULES, *SENTENCE_SETTINGS)
     for file in (file for file in folder.rglob("*") if file.name in names):
         content = file.read_text(encoding="utf-8")
@@ -169,7 +172,7 @@ def shorten_paths(text: str) -> str:
 
 
 def _check_code_names(file: Path) -> None:
-    """Raise `ValueError` if a configuration refers to code other than the model's own source file."""
+    """Raise ValueError if a configuration refers to code other than the model's own source file."""
     content = read_json(file) or {}
     auto_map = content.get("auto_map") if file.name == "config.json" else None
     for auto_class, reference in auto_map.items() if isinstance(auto_map, dict) else ():
@@ -187,7 +190,7 @@ def check_weights(folder: Path) -> str:
         The dtype of most parameters, e.g. "float32".
 
     Raises:
-        ValueError: A file does not pass.
+        ValueError: A file is damaged or has NaN or infinity in it, or an index names a shard outside its folder.
     """
     counts: Counter[str] = Counter()
     for index in folder.rglob("*.safetensors.index.json"):
@@ -208,7 +211,11 @@ def check_weights(folder: Path) -> str:
 
 
 def _check_readme(file: Path, repo_id: str | None, is_measured: bool) -> None:
-    """Check the metadata of README.md and, if mhla_hf rendered it from scores, that it is up to date and for `repo_id`."""
+    """Raise ValueError if README.md is missing or states no license.
+
+    If `is_measured`, mhla_hf rendered it from scores. Then also raise ValueError if it is not up to date, or if it is the
+    card of another Hub id than `repo_id`.
+    """
     if not file.exists():
         raise ValueError(
             f"{file}: got no card, expected one; run mhla-hf card {file.parent} --name NAME, or give license (--license)."

@@ -118,9 +118,21 @@ def send(
     folder: Path, repo_id: str, *, private: bool = False, create_pr: bool = False, tags: Sequence[str] = (),
     revision: str | None = None, message: str | None = None, token: str | bool | None = None,
 ) -> Pushed:  # fmt: skip
-    """Commit all files of a checked folder to a repository; for the other arguments see `push`.
+    """Commit all files of a checked folder to a repository, which is created if it does not exist.
 
-    It can be repeated after an interruption: nothing is created or sent twice.
+    Weights and settings of an older model that the folder does not have are deleted in the same commit. It can be repeated
+    after an interruption: nothing is created or sent twice.
+
+    Args:
+        folder: The folder, whose files are all sent.
+        repo_id, private, create_pr, tags, revision, message, token: See `push`.
+
+    Returns:
+        The commit; see `Pushed`.
+
+    Raises:
+        ValueError: The repository is public although `private`, or a tag belongs to another commit.
+        OSError: The Hub refused or could not be reached.
     """
     additions = [CommitOperationAdd(file.relative_to(folder).as_posix(), file) for file in list_files(folder)]
     paths = {addition.path_in_repo for addition in additions}
@@ -175,7 +187,10 @@ def list_files(folder: PathLike) -> list[Path]:
 
 
 def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> str:
-    """Render a card without scores for a folder that has no card."""
+    """Render a card without scores for a folder that has no card.
+
+    Raise ValueError if the folder has a card, or the license is neither given nor stated by the card of `base_model`.
+    """
     if (folder / CARD_FILE).is_file():
         raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")
     if dry_run and license is None:
@@ -187,7 +202,10 @@ def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str 
 
 
 def _as_folder(what: object, tokenizer: Any, target: Path) -> Path:
-    """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`."""
+    """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`.
+
+    Raise TypeError if `what` is none of these, and ValueError for a tokenizer with a folder.
+    """
     if isinstance(what, str | Path):
         if tokenizer is not None:
             raise ValueError("tokenizer: got one with a folder, expected None; a folder holds its own.")

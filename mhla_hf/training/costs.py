@@ -12,7 +12,9 @@ FP32_BYTES = 4
 
 
 def active_parameters(model: Any) -> int:
-    """Return the number of parameters that each token uses: all of them, or in a mixture of experts, those it is routed to.
+    """Return the number of parameters that each token uses.
+
+    In a mixture of experts, only as many experts count as a token is routed to.
 
     Args:
         model: A transformers model, which may be on the meta device.
@@ -116,7 +118,7 @@ def activation_bytes(student: Any, stage: Any, element_size: int, checkpointed: 
 
 
 def mhla_activation_bytes(core: Any) -> int:
-    """Return the bytes per token that an MHLA core keeps for the backward pass, in fp32, in addition to q, k and v."""
+    """Return the bytes per token that an MHLA core stores for the backward pass, in fp32, in addition to q, k and v."""
     heads = core.num_heads
     kv_heads = core.num_kv_heads
     features = core.k_map.num_features
@@ -139,8 +141,11 @@ def window_scores(core: Any) -> int:
 def logit_bytes(student: Any, stage: Any, element_size: int) -> int:
     """Return the peak bytes of logits and of the tensors that the loss computes from them.
 
-    With a linear output head, only the logits of one chunk exist at a time, in fp32 (see `output_head`); otherwise those
-    of a whole micro-batch do. The loss "transfer" computes no logits.
+    With a linear output head, only the logits of one chunk exist at a time, in fp32 (see `output_head`). Otherwise all
+    logits of a micro-batch exist at once. The loss "transfer" computes no logits.
+
+    Args:
+        student, stage, element_size: See `activation_bytes`.
     """
     if stage.loss == "transfer":
         return 0

@@ -13,11 +13,13 @@ import torch
 
 PIXELS_PER_LATENT = 8  # for PixArt, which is conditioned on the size of the image in pixels
 
-Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, `[B, ...]` each
+Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, [B, ...] each
 
 
 def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
     """Return what a diffusion transformer was trained to predict: the velocity, the noise or the clean sample.
+
+    B is the batch size; the latents of a sample have C channels, h rows, w columns and, for video, F frames.
 
     Args:
         transformer: A diffusers transformer.
@@ -88,6 +90,9 @@ class NoiseProcess:
             generator: Random number generator.
             distribution: "logit-normal" or "uniform".
             shift: Shift toward noise, for flow matching only; None means the scheduler's.
+
+        Returns:
+            The time: from 0 to `num_times` for flow matching, and a whole number below it for DDPM.
         """
         if distribution == "logit-normal":
             fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
@@ -130,8 +135,8 @@ def sample_latents(
 
     Args:
         transformer: A diffusers transformer.
-        scheduler: A diffusers scheduler, which is copied.
-        noise: [B, C, (F,) h, w], fp32.
+        scheduler: A diffusers scheduler. A copy of it is used.
+        noise: Gaussian noise, fp32 [B, C, (F,) h, w]; see `predict` for the letters.
         conditions: Keyword arguments of the transformer, [B, ...] each.
         unconditional: The conditions without text or class, for guidance; not used if `guidance` is 1.
         steps: Number of sampling steps.

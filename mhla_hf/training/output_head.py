@@ -41,14 +41,14 @@ class OutputHead(NamedTuple):
 
 @torch.no_grad()
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
-    """Return the output head of a model if it can be separated from the body.
+    """Return the output head of a model if it can be separated from the rest of the model.
 
-    To verify that it can, the model runs on a few tokens with probe logits in place of the output of its linear layer, and
-    has to return what `OutputHead.transform` makes of them. Random generators are left as they were.
+    To verify this, the model runs on a few tokens while the output of its linear layer is replaced by fixed logits. It must
+    return the result of `OutputHead.transform` for these logits. The states of random generators are restored.
 
     Args:
         model: A transformers causal language model.
-        ids: Token ids, int64 [B, L], of which a few are used.
+        ids: Token ids, int64 [B, L]; only the first few of the first row are used.
 
     Returns:
         The head, or a string with the reason why it cannot be separated.
@@ -84,11 +84,11 @@ def run_body(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torc
 
     Args:
         model: A transformers causal language model.
-        head: Its output head, as `find_head` returned it.
-        ids: Token ids, int64 [B, L].
+        head: The output head that `find_head` returned for it.
+        ids: Token ids, int64 [B, L], of B sequences of L tokens.
 
     Returns:
-        The model's output, whose logits are meaningless, and the inputs of the head, hidden states [B, L, width].
+        The model's output, whose logits must not be used, and the inputs of the head, hidden states [B, L, width].
     """
     inputs: list[torch.Tensor] = []
 
@@ -103,7 +103,7 @@ def run_body(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torc
 
 @contextlib.contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Context manager that replaces the `forward` of `module`."""
+    """Context manager that replaces the `forward` of `module`, and restores it at the end."""
     instance: Any = module
     previous = vars(module).get("forward")  # Accelerate sets one on the instance
     instance.forward = forward
@@ -116,9 +116,9 @@ def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch
 
 
 class _SumInChunks(torch.autograd.Function):
-    """Sum a loss over tokens, chunk by chunk.
+    """Autograd function behind `sum_in_chunks`.
 
-    The forward pass also computes the gradients, so that the logits of a chunk can be freed before the next one.
+    The forward pass also computes the gradients, so that the logits of a chunk can be freed before the next chunk.
     """
 
     @staticmethod
@@ -126,7 +126,10 @@ class _SumInChunks(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
         loss: ChunkLoss, token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute the sums of `sum_in_chunks`. `weight` and `bias` are the head's, passed so that autograd sees them."""
+        """Compute the sums of `sum_in_chunks`, [S], and the gradients of the first.
+
+        `weight` and `bias` are those of the head; they are arguments so that autograd tracks them.
+        """
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
         need_hidden, need_weight, need_bias = (needs and grad_enabled for needs in ctx.needs_input_grad[:3])
@@ -166,13 +169,13 @@ class _SumInChunks(torch.autograd.Function):
 def sum_in_chunks(
     hidden: torch.Tensor, head: OutputHead | None, loss: ChunkLoss, token_tensors: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """Sum a loss over tokens without ever holding the logits of all tokens.
+    """Sum a loss over N tokens without ever storing the logits of all tokens.
 
     Args:
         hidden: Inputs of the head, hidden states [N, width]; without a head, the logits [N, vocab].
         head: The output head, or None.
-        loss: Called as `loss(logits, *rows)` with the logits of a chunk and the same rows of `token_tensors`; returns one
-            or several sums over the chunk's tokens, [S].
+        loss: Called as `loss(logits, *rows)` with the logits of a chunk and the same rows of `token_tensors`; returns S sums
+            over the chunk's tokens, [S].
         token_tensors: Further inputs of the loss, [N, ...] each.
 
     Returns:

@@ -32,6 +32,8 @@ UNSUPPORTED_ROPE = ("dynamic", "longrope")
 def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> dict[str, Any]:
     """Return the arguments with which this process calls `model` inside `sequence_parallel`.
 
+    All processes of the group must call this.
+
     Args:
         batch: The whole batch, the same in all processes: `input_ids` [B, T] without padding and, for training, `labels`
             [B, T]. Sequences that are packed into one row (B = 1) come with `position_ids`, `seq_idx` or
@@ -73,7 +75,7 @@ def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> d
 
 
 def _check_same_batch(ids: torch.Tensor, group: Any) -> None:
-    """Raise `ValueError` in all processes if the shapes or the sums of their ids differ."""
+    """Raise ValueError in all processes if the shapes or the sums of their ids differ. All processes must call this."""
     summary = torch.tensor([*ids.shape, int(ids.sum())], device=ids.device)
     maxima = torch.stack([summary, -summary])  # the second row: minima, negated
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
@@ -97,8 +99,9 @@ def mhla_cores(model: nn.Module) -> list[Any]:
 def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
     """Context manager in which each process runs `model` on its shard of every sequence (see `share_of_sequence`).
 
-    In the backward pass, each process computes the gradients of the weights from its own tokens only; sum them over the
-    group. Call the model with `use_cache=False`.
+    All processes of the group must call the model together, with `use_cache=False`. In the backward pass, each process
+    computes the gradients of the weights from its own tokens only, so they have to be summed over the group. The attention
+    of the model is replaced within the block and restored at the end.
 
     Args:
         model: A converted language model, the same in every process of the group.
@@ -133,7 +136,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
 
 
 def _check_model(model: Any, cores: list[Any], num_layers: int) -> None:
-    """Raise `ValueError` if the model has a layer or a loss that cannot be computed from shards of sequences."""
+    """Raise ValueError if the model has a layer or a loss that cannot be computed from shards of sequences."""
     config = model.config.get_text_config()
     if num_layers != config.num_hidden_layers:
         raise ValueError(
@@ -160,13 +163,16 @@ def _check_model(model: Any, cores: list[Any], num_layers: int) -> None:
 
 
 def refuse_cache(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook that raises `ValueError` for a cache, with which a shard would be read as a whole sequence."""
+    """Forward pre-hook that raises ValueError if there is a cache, because it would treat a shard as a whole sequence."""
     if kwargs.get("cache") is not None:
         raise ValueError("use_cache: got a cache with a share of a sequence, expected False.")
 
 
 def sharded_attend(core: Any, group: Any) -> Callable[..., torch.Tensor]:
-    """Return a function that replaces `core.attend` and attends for this process's shard of the sequences."""
+    """Return a function to replace `core.attend`, which computes the outputs of this process's shard of the sequences.
+
+    All processes of `group` must call it.
+    """
     if isinstance(core, DecayMHLA):
         return lambda *inputs, **padding: sharded_local_attention(*inputs, group=group, **padding)
 
@@ -182,9 +188,12 @@ def gathered_attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute causal softmax attention of this process's queries to the keys and values of all processes.
 
+    All processes of the group must call this. B is the batch size, H and G are the numbers of query and KV heads, K and V
+    the widths of a key and of a value, and t is the number of tokens in the shard.
+
     Args:
-        module: The attention module.
-        query: [B, H, t, K], with t tokens in the shard.
+        module: The attention module, with the attribute `mhla_shards` that `sequence_parallel` sets.
+        query: [B, H, t, K].
         key: [B, G, t, K].
         value: [B, G, t, V].
         attention_mask: Ignored, since there is no padding.

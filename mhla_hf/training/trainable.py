@@ -129,7 +129,14 @@ def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights
 
 
 def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowed: bool) -> bool:
-    """Return whether `stage` trains the parameter `name`; always False if it is not `allowed`, that is, frozen."""
+    """Return whether `stage` trains the parameter `name`.
+
+    Args:
+        name: Name of the parameter.
+        attentions: Names of the attention modules with an MHLA core.
+        stage: The stage.
+        allowed: Whether the parameter may be trained; False if it was frozen before the run.
+    """
     if not allowed:
         return False
     trainable: str = stage.trainable
@@ -155,10 +162,11 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
 
 
 def parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups for the parameters that `stage` trains.
+    """Return AdamW's parameter groups for the parameters that require gradients.
 
-    Parameters under `.mhla.` have the learning rate `lr_mhla` and no weight decay; elsewhere it applies to matrices only. A
-    group's `top_lr` is its peak learning rate, from which the loop sets `lr` at every step.
+    Parameters under `.mhla.` have the peak learning rate `stage.lr_mhla` and no weight decay. The others have `stage.lr`,
+    and weight decay if they are matrices. The peak learning rate of a group is its `top_lr`; its `lr` is 0 until the loop
+    sets it at each step.
     """
     lr_mhla = stage.lr if stage.lr_mhla is None else stage.lr_mhla
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
