@@ -160,10 +160,7 @@ def _read_tokenizer(name: PathLike, *, trust_remote_code: bool, **hub_options: A
 
 
 def _tokenizer_reader(name: PathLike | None) -> Callable[..., Any]:
-    """Return a function with the arguments of `_read_tokenizer`.
-
-    If `name` is given, the function ignores its arguments and loads the tokenizer of `name`.
-    """
+    """Return `_read_tokenizer` or, if `name` is given, a function that ignores its arguments and loads that tokenizer."""
     return _read_tokenizer if name is None else lambda *args, **options: load_tokenizer(name)
 
 
@@ -240,10 +237,7 @@ def load_classifier(
     name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Loaded:  # fmt: skip
-    """Load an image classifier in eval mode, and its image processor.
-
-    See `load_language_model` for the arguments and errors.
-    """
+    """Load an image classifier in eval mode, and its image processor; see `load_language_model`."""
     return _load(
         name, AutoModelForImageClassification, _read_image_processor, dtype, device, revision, trust_remote_code
     )
@@ -266,10 +260,7 @@ def _load(
     name: PathLike, auto_model: Any, read_processor: Callable[..., Any], dtype: str, device: torch.device | str | None,
     revision: str | None, trust_remote_code: bool, weights: bool = True,
 ) -> Loaded:  # fmt: skip
-    """Load a model with an Auto class, and its tokenizer or image processor with `read_processor`.
-
-    See `load_language_model` for the other arguments and the errors.
-    """
+    """Load a model with an Auto class, and its processor with `read_processor`; see `load_language_model`."""
     source = resolve_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, expected auto, {', '.join(DTYPES)}.")
@@ -291,11 +282,7 @@ def _load(
 def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
     """Build a model on the CPU with initialized buffers and uninitialized parameters, which is fast.
 
-    Args:
-        auto_model: Auto class of the model.
-        source: Folder or Hub id.
-        dtype: Dtype of the parameters; None for that of the configuration.
-        options: Options of `from_pretrained`, including `trust_remote_code`.
+    If `dtype` is None, it is that of the configuration. `options` are those of `from_pretrained`.
     """
     from accelerate import init_empty_weights
 
@@ -344,22 +331,18 @@ def kind_of_model(name: PathLike, revision: str | None = None) -> str | None:
 def verified_files(
     source: Path | str, revision: str | None = None, index: str = "config.json"
 ) -> Iterator[dict[str, Any]]:
-    """Context manager that checks a model's files, and yields the options with which to load them.
+    """Context manager that checks the files in a folder, and yields keyword arguments for `from_pretrained`.
 
-    Within the block, transformers refuses untrusted code instead of asking at the terminal and, for a folder, shows no
-    progress bars.
+    For a Hub id, the arguments fix the commit, so that all files belong together. Within the block, transformers refuses
+    untrusted code instead of asking at the terminal and, for a folder, shows no progress bars.
 
     Args:
-        source: The result of `resolve_model_name`. Only the files of a folder are checked.
+        source: The result of `resolve_model_name`.
         revision: Branch, tag or commit on the Hub.
         index: A file that every such model has. The commit is read from its path in the cache.
 
-    Yields:
-        Keyword arguments of `from_pretrained`. For a Hub id, the "revision" is a commit, so that all files belong together.
-
     Raises:
-        ValueError: A weights file is truncated, or an index names a shard that is not a file in the same folder.
-        OSError: `index` cannot be read from the Hub.
+        ValueError, OSError: A weights file is truncated, a shard is not in the folder, or the Hub has no such model.
     """
     if not isinstance(source, Path):
         commit = Path(cached_file(source, index, revision=revision)).parent.name
@@ -374,12 +357,7 @@ def verified_files(
 
 
 def check_no_missing_weights(name: PathLike, missing: Sequence[str]) -> None:
-    """Raise ValueError if weights are missing in a checkpoint.
-
-    Args:
-        name: Folder or Hub id, for the message.
-        missing: Names of the missing weights, such as `loading_info["missing_keys"]` of transformers.
-    """
+    """Raise ValueError if `missing`, the names of the weights that the checkpoint `name` lacks, is not empty."""
     if missing := sorted(missing):
         raise ValueError(
             f"model: got {str(name)!r}, which lacks {len(missing)} of its weights, such as {missing[0]!r}, expected all."
@@ -490,14 +468,8 @@ def load_pipeline(
 def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]) -> list[str]:
     """List the weights that are missing for the transformers models of a pipeline.
 
-    If accelerate is installed, the models are built on the meta device and no weight is read.
-
-    Args:
-        source: The result of `resolve_model_name`.
-        hub_options: The options that `verified_files` yields.
-
-    Returns:
-        The names of the missing weights, such as "text_encoder.shared.weight".
+    If accelerate is installed, the models are built on the meta device and no weight is read. `hub_options` are those that
+    `verified_files` yields. Names begin with the component, as in "text_encoder.shared.weight".
     """
     index = (
         source / PIPELINE_INDEX if isinstance(source, Path) else hf_hub_download(source, PIPELINE_INDEX, **hub_options)

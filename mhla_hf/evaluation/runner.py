@@ -1,6 +1,6 @@
 """`evaluate`: score language models, image classifiers, and image and video pipelines, one or several side by side.
 
-A score recipe is a YAML file that says what is measured and how; those of the package are in `recipes/` beside this file.
+A score recipe is a YAML file that says what is measured and how; those of the package are in `evaluation/recipes/`.
 The recipe's kind selects the implementation: `language.py` (lm-eval), `images.py`, `video.py` (VBench), or `judge_speed`
 below. Each returns `Result` records, measures only missing scores, and saves them after each task. It is imported, with
 the libraries it needs, only when it is used.

@@ -21,8 +21,8 @@ def active_parameters(model: Any) -> int:
     """
     config = model.config
     experts_per_token = getattr(config, "num_experts_per_tok", None)
-    count_entries = ("num_local_experts", "num_experts", "n_routed_experts")
-    expert_counts = {getattr(config, entry, None) for entry in count_entries if experts_per_token}
+    count_fields = ("num_local_experts", "num_experts", "n_routed_experts")
+    expert_counts = {getattr(config, field, None) for field in count_fields if experts_per_token}
     active = 0
     for parameter in model.parameters():
         if parameter.ndim == 3 and parameter.shape[0] in expert_counts:  # the stacked matrices of all experts
@@ -39,7 +39,7 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
         student: The converted language model, on the meta device. Its `requires_grad` flags are changed.
         recipe: A recipe whose stages have `seq_len`.
         parameters: Number of parameters of the softmax original.
-        active: Number of these that one token uses, as `active_parameters` returns it.
+        active: Number of these that one token uses; see `active_parameters`.
         tflops: Speed of the machine in TFLOP/s, or None.
 
     Returns:

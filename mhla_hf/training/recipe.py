@@ -281,7 +281,7 @@ def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = N
     """Read one of the package's recipes, or a YAML file.
 
     Args:
-        name: One of `recipe_names()`, or the path of a YAML file. A `Recipe` is returned as it is.
+        name: One of `recipe_names()`, or the path of a YAML file. A `Recipe` is returned unchanged.
         changes: Values that override those of the recipe. Keys are "STAGE.FIELD", "*.FIELD" (in every stage),
             "settings.FIELD", "run.FIELD", or the name of a field of `Recipe`.
 

@@ -271,13 +271,7 @@ class Run:
             raise unreadable_state(latest, summarize_error(error)) from error
 
     def _step(
-        self,
-        objective: Any,
-        optimizer: Any,
-        trained: Sequence[nn.Parameter],
-        reader: Any,
-        stage: CommonStage,
-        sums: Sums,
+        self, objective: Any, optimizer: Any, trained: Sequence[nn.Parameter], reader: Any, stage: CommonStage, sums: Sums
     ) -> torch.Tensor | None:
         """Run one optimizer step.
 
@@ -330,22 +324,12 @@ class Run:
         return now
 
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
-        """Evaluate the student, and append an entry to the history and the trackers.
+        """Evaluate the student, add the scores and the means of `sums` to the history, and update trackers and `bar`.
 
-        All processes must call this; it waits for the device.
-
-        Args:
-            stage: The current stage.
-            sums: Sums of the logged quantities since the last entry.
-            grad_norm: Norm of the last gradient, or None.
-            lr: Current learning rate.
-            bar: The progress bar, which shows the loss and the speed.
+        All processes must call this; it waits for the device. Raise ValueError if the loss or gradient norm is not finite.
 
         Returns:
             Whether any process was interrupted.
-
-        Raises:
-            ValueError: The loss or the gradient norm is not finite.
         """
         progress = self.progress
         unit = self.task.unit

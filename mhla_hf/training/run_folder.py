@@ -1,6 +1,6 @@
 """The folders of a training run, which survive a killed process.
 
-During a run, its state is in `<out>.state/`, beside the output folder:
+During a run, its state is in `<out>.state/`, next to the output folder:
 
     step-N/                the latest saved states, from which the run resumes
     runs/                  files of trackers
@@ -33,14 +33,14 @@ IDENTITY = "run.json"
 MARKER = "of_a_run_of_mhla_hf"
 STATE_PATTERN = "step-" + 9 * "[0-9]"
 NUM_KEPT_STATES = 2
-# How error messages name entries of a run's identity, where the key alone would not help.
+# Names in error messages for those keys of a run's identity that would not be understood.
 IDENTITY_NAMES = {
     "student": "student (its configuration or weights; one from scratch needs torch.manual_seed)",
     "data": "data or tokenizer",
     "stages": "recipe (its stages)",
     "sharded": "kind of launch (with or without FSDP)",
 }
-# Entries of a configuration that do not change what a model computes.
+# Fields of a configuration that do not change what a model computes.
 VOLATILE_ENTRIES = {
     "_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map",
     "_class_name", "_diffusers_version", "_use_default_values",

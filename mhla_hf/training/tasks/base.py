@@ -78,18 +78,18 @@ class Task(abc.ABC, Generic[StageT]):
             if not hasattr(model, "num_parameters") and (argument == "student" or model is not None):
                 raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         if self.teacher is not None:
-            for loss, entry in self.equal_sizes:
+            for loss, field in self.equal_sizes:
                 if any(stage.loss == loss for stage in stages):
-                    self._check_equal_size(entry)
+                    self._check_equal_size(field)
         check_student(self.student, stages)
         check_teacher(self.student, self.teacher, stages)
 
-    def _check_equal_size(self, entry: str) -> None:
+    def _check_equal_size(self, field: str) -> None:
         """Raise ValueError if a configuration field differs between student and teacher."""
-        student_size = getattr(self.student.config, entry, None)
-        teacher_size = getattr(self.teacher.config, entry, None)
+        student_size = getattr(self.student.config, field, None)
+        teacher_size = getattr(self.teacher.config, field, None)
         if student_size != teacher_size:
-            raise ValueError(f"teacher: got {entry} {teacher_size}, expected {student_size} as the student has.")
+            raise ValueError(f"teacher: got {field} {teacher_size}, expected {student_size} as the student has.")
 
     @abc.abstractmethod
     def open(self, data: Any, stages: Sequence[StageT]) -> Any:
