@@ -233,7 +233,7 @@ class Operator:
         return lambda: torch.autograd.grad(self.attend(name, *inputs), inputs, output_gradient)
 
 
-def quick_cases() -> list[Operator]:
+def make_quick_cases() -> list[Operator]:
     """Return the default cases: causal attention in fp32 at several lengths. They take a minute or two on a CPU."""
     return [
         Operator(
@@ -245,7 +245,7 @@ def quick_cases() -> list[Operator]:
 
 
 @torch.no_grad()
-def kept_bytes(length: int) -> dict[str, int]:
+def count_kept_bytes(length: int) -> dict[str, int]:
     """Return the size in bytes of a causal layer's cache or state after `length` tokens in fp32, by implementation.
 
     "mhla" is the paper's MHLA without a denominator, and "mhla window" is the MHLA of converted language models.
@@ -273,7 +273,7 @@ def run_bench(
     An implementation that fails or gives wrong results does not stop the benchmark.
 
     Args:
-        cases: The cases (default: `quick_cases`).
+        cases: The cases (default: `make_quick_cases`).
         device: Device on which to run.
         threads: Number of CPU threads during the benchmark.
         seed: Seed of the random inputs.
@@ -286,7 +286,7 @@ def run_bench(
         A JSON-serializable dict with
             - "rows": a list of dicts with "case", "what" (the mode), "ms" (implementation -> milliseconds), "error"
               (implementation -> the largest relative error) and "failed" (implementation -> why it has no time);
-            - "kept": length -> the result of `kept_bytes`;
+            - "kept": length -> the result of `count_kept_bytes`;
             - "seed" and the results of `describe_run`.
 
     Raises:
@@ -300,10 +300,10 @@ def run_bench(
     torch.set_num_threads(threads)
     try:
         record: dict[str, Any] = {**describe_run(command, device), "seed": seed, "rows": []}
-        record["kept"] = {str(length): kept_bytes(length) for length in LENGTHS}
+        record["kept"] = {str(length): count_kept_bytes(length) for length in LENGTHS}
         if out is not None:
             write_json(out, record)
-        for case in tqdm(quick_cases() if cases is None else cases, desc="bench", disable=not progress):
+        for case in tqdm(make_quick_cases() if cases is None else cases, desc="bench", disable=not progress):
             record["rows"] += time_case(case, device, seed, rounds)
             if out is not None:
                 write_json(out, record)
@@ -382,10 +382,10 @@ def render_bench(record: Mapping[str, Any]) -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for row, kind in itertools.product(record["rows"], ("mhla", "hybrid")):
-        mhla_time = fastest(row["ms"], kind)
+        mhla_time = find_fastest(row["ms"], kind)
         if mhla_time is None:
             continue
-        baselines = [fastest(row["ms"], "sdpa", "softmax"), fastest(row["ms"], "linear")]
+        baselines = [find_fastest(row["ms"], "sdpa", "softmax"), find_fastest(row["ms"], "linear")]
         ratios = [f"{baseline[0] / mhla_time[0]:.2f}" if baseline else "" for baseline in baselines]
         times = [f"{best[0]:.4g} {best[1]}".rstrip() if best else "" for best in (mhla_time, *baselines)]
         case = row["case"] if kind == "mhla" else f"{row['case']}, {kind}"
@@ -400,7 +400,7 @@ def render_bench(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *([""] if failed else []), *sorted(failed)])
 
 
-def fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | None:
+def find_fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | None:
     """Return the fastest implementation whose name begins with one of `kinds`.
 
     Args:

@@ -13,7 +13,7 @@ from .checkpoints.file_io import PathLike, read_json
 from .checkpoints.load import load_config, wrap_errors
 from .checkpoints.save import CARD_FILE
 from .evaluation.records import Results, format_score
-from .planning import MIB, cache_of_saved
+from .planning import MIB, compare_saved_caches
 from .share.facts import PERSON_FILE, read_model, section_of
 from .training.run_folder import RECORD
 
@@ -58,7 +58,7 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
         "bytes": size,
         "dtype": config.get("dtype"),
         "positions": config.get("max_position_embeddings"),
-        "cache": cache_of_saved(load_config(folder), CACHE_TOKENS) if kind == "language" else None,
+        "cache": compare_saved_caches(load_config(folder), CACHE_TOKENS) if kind == "language" else None,
         "trained": {key: train[key] for key in ("steps", "tokens", "seconds") if key in train} or None,
         "scores": [dataclasses.asdict(record) for record in Results.read(folder) if section_of(record)],
     }

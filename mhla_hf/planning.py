@@ -34,7 +34,7 @@ from .models.configuration import MHLAConfig
 from .models.families import ENCODERS, VISION
 from .models.language import MHLAForCausalLM
 from .nn.settings import is_whole
-from .training.costs import active_parameters, estimate_costs
+from .training.costs import count_active_parameters, estimate_costs
 from .training.recipe import read_recipe, recipe_names
 
 TIMED_LENGTHS = tuple(256 << n for n in range(10))
@@ -89,7 +89,7 @@ def plan(
     attentions = softmax_attentions(student)
     softmax_caches = cache_of_layers(student)
     parameters = student.num_parameters()
-    active = active_parameters(student)
+    active = count_active_parameters(student)
     reasons = {index: reason_to_keep_softmax(attention, config) for index, attention in attentions.items()}
     num_convertible = sum(reason is None for reason in reasons.values())
     options: dict[str, Any] = settings
@@ -142,7 +142,7 @@ def model_without_weights(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config).eval()
 
 
-def cache_of_saved(config: Any, tokens: int) -> dict[str, int] | None:
+def compare_saved_caches(config: Any, tokens: int) -> dict[str, int] | None:
     """Return the cache sizes of a converted decoder and of its softmax original.
 
     Args:
@@ -185,10 +185,10 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
         if recipe.task == "language" and "preset" in settings:
             with torch.device("meta"):
                 student = MHLAForCausalLM(MHLAConfig.preset(settings.pop("preset"), **settings))
-            sizes = student.num_parameters(), active_parameters(student)
+            sizes = student.num_parameters(), count_active_parameters(student)
         elif recipe.task == "language" and config is not None:
             student = model_without_weights(copy.deepcopy(config))
-            sizes = student.num_parameters(), active_parameters(student)
+            sizes = student.num_parameters(), count_active_parameters(student)
             student = convert(student, **settings)
         costs = {} if student is None else estimate_costs(student, recipe, *sizes, tflops)
         recipes.append({
@@ -210,7 +210,7 @@ def render_recipes(recipes: Sequence[Mapping[str, Any]]) -> str:
         steps = " + ".join(f"{stage['name']} {stage['steps']:,}" for stage in stages)
         tokens = sum(stage["steps"] * stage["batch_size"] * stage.get("seq_len", 0) for stage in stages)
         numbers = tokens / 1e6 or None, recipe["memory"] and recipe["memory"] / GIB, recipe["hours"]
-        rows.append([recipe["name"], recipe["task"], recipe["base"] or "", steps, *map(three_digits, numbers)])
+        rows.append([recipe["name"], recipe["task"], recipe["base"] or "", steps, *map(format_three_digits, numbers)])
     header = ["recipe", "task", "base", "stages and their steps", "tokens, M", "GiB", "hours"]
     return render_rows(header, rows, left=4)
 
@@ -227,8 +227,8 @@ def time_layer(
 
     Returns:
         A dict with the results of `describe_run` and with "prefill" and "decoding". Each of these two is a dict with "rows"
-        (see `time_lengths`) and the results of `crossover`. If the device is not available, a dict with only "unknown", the
-        reason.
+        (see `time_lengths`) and the results of `find_crossover`. If the device is not available, a dict with only
+        "unknown", the reason.
     """
     try:
         device = choose_device(device)
@@ -239,7 +239,7 @@ def time_layer(
     with torch.inference_mode():
         for phase, make_work in WORKS.items():
             rows = time_lengths(partial(make_work, core, dtype, device), device, progress)
-            timed[phase] = {"rows": rows, **crossover(rows)}
+            timed[phase] = {"rows": rows, **find_crossover(rows)}
     return {**describe_run(command, device), **timed}
 
 
@@ -287,7 +287,7 @@ def time_lengths(
     return rows
 
 
-def random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.device | str) -> list[torch.Tensor]:
+def make_random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.device | str) -> list[torch.Tensor]:
     """Return random q [1, H, T, K], k [1, G, T, K] and v [1, G, T, V] for a core with H query heads and G KV heads.
 
     T is `tokens`; K and V are the widths of a key and of a value.
@@ -300,16 +300,16 @@ def random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.devi
     return [torch.randn(1, heads, tokens, width, dtype=dtype, device=device) for heads, width in sizes]
 
 
-def softmax_like(core: Any) -> Callable[..., Any]:
+def make_softmax_attention(core: Any) -> Callable[..., Any]:
     """Return a function of q, k and v that computes softmax attention as transformers does, with as many heads as `core`."""
     module = SimpleNamespace(num_key_value_groups=core.num_heads // core.num_kv_heads)
     return lambda q, k, v: sdpa_attention_forward(module, q, k, v, None)
 
 
-def prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
+def make_prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
     """Return a dict of functions, "softmax" and "mhla", that attend over `tokens` tokens and fill a new cache."""
-    q, k, v = random_inputs(core, tokens, dtype, device)
-    softmax = softmax_like(core)
+    q, k, v = make_random_inputs(core, tokens, dtype, device)
+    softmax = make_softmax_attention(core)
     transposed = [x.transpose(1, 2) for x in (q, k, v)]
     return {
         "softmax": lambda: softmax(q, *DynamicLayer().update(k, v)),
@@ -317,12 +317,12 @@ def prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, toke
     }
 
 
-def decoding_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
+def make_decoding_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
     """Return a dict of functions, "softmax" and "mhla", that decode one token after a prompt of `tokens` tokens."""
-    q, k, v = random_inputs(core, 1, dtype, device)
-    softmax = softmax_like(core)
+    q, k, v = make_random_inputs(core, 1, dtype, device)
+    softmax = make_softmax_attention(core)
     transposed = [x.transpose(1, 2) for x in (q, k, v)]
-    _, past_k, past_v = random_inputs(core, tokens, dtype, device)
+    _, past_k, past_v = make_random_inputs(core, tokens, dtype, device)
     layer = DynamicLayer()
     layer.update(past_k, past_v)
     cache = MHLACacheLayer()
@@ -335,10 +335,10 @@ def decoding_work(core: Any, dtype: torch.dtype, device: torch.device | str, tok
     return {"softmax": step, "mhla": lambda: core(*transposed, cache=cache)}
 
 
-WORKS = {"prefill": prefill_work, "decoding": decoding_work}
+WORKS = {"prefill": make_prefill_work, "decoding": make_decoding_work}
 
 
-def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def find_crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Find the length from which MHLA is faster.
 
     The ratio of the times is interpolated linearly between two lengths. It is extrapolated up to `EXTRAPOLATION` times the
@@ -426,13 +426,13 @@ def render_plan(record: Mapping[str, Any]) -> str:
         f"The converted model's cache is smaller from {cache['smaller_from']:,} tokens on.",
         "",
         *render_timing(record["timing"], record["dtype"]),
-        *render_work(record["distillation"]),
+        *render_distillation(record["distillation"]),
         "",
         record["advice"],
     ])  # fmt: skip
 
 
-def three_digits(number: float | None) -> str:
+def format_three_digits(number: float | None) -> str:
     """Format a number below 100 with three significant digits and any other as an integer; return "" for None."""
     if number is None:
         return ""
@@ -459,7 +459,9 @@ def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
 
     def cells(row: Mapping[str, Any] | None) -> list[str]:
         return (
-            [f"{row['tokens']:,}", *(three_digits(row[key]) for key in ("softmax_ms", "mhla_ms"))] if row else [""] * 3
+            [f"{row['tokens']:,}", *(format_three_digits(row[key]) for key in ("softmax_ms", "mhla_ms"))]
+            if row
+            else [""] * 3
         )
 
     pairs = itertools.zip_longest(*(timing[phase]["rows"] for phase in WORKS))
@@ -474,7 +476,7 @@ def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
     return [*lines, ""]
 
 
-def render_work(work: Mapping[str, Any]) -> list[str]:
+def render_distillation(work: Mapping[str, Any]) -> list[str]:
     """Render the memory, FLOPs and hours of a distillation, as `estimate_costs` returns them, as lines of text."""
     rows = []
     for stage in work["stages"]:

@@ -162,7 +162,7 @@ class ContinuousBatch:
         self.max_length = max_length
         self.chunk_size = chunk_size
         self.position = torch.zeros(slots, dtype=torch.int64, device=model.device)
-        layers = slot_layers(model, self.position)
+        layers = make_slot_layers(model, self.position)
         self.cache = Cache(layers=layers)
         self.has_softmax = any(isinstance(getattr(layer, "softmax", layer), SoftmaxSlots) for layer in layers)
         configs = (config for config in (generation_config, model.generation_config) if config is not None)
@@ -353,7 +353,7 @@ class ContinuousBatch:
         request.cache = None
 
 
-def slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLayerMixin]:
+def make_slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLayerMixin]:
     """Return a cache layer with slots for each layer of the model.
 
     Args:

@@ -11,10 +11,10 @@ from ..checkpoints.file_io import resolve_model_name, write_json
 from ..checkpoints.load import choose_device
 from ..checkpoints.provenance import describe_run
 from ..evaluation.records import render_rows
-from ..evaluation.subjects import check_writable, named_models
+from ..evaluation.subjects import check_writable, name_models
 from .figures import plot_layers, plot_maps, plot_mixing
 from .inputs import load_any, make_batch
-from .measures import attention_maps, describe_mixing, measure_calls, record_model
+from .measures import compute_attention_maps, describe_mixing, measure_calls, record_model
 
 RECORD = "analysis.json"
 
@@ -51,7 +51,7 @@ def analyze(
         if value < 1:
             raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
     device = choose_device(device)
-    models_by_label = named_models(models)
+    models_by_label = name_models(models)
     for model in models_by_label.values():
         if isinstance(model, (str, Path)):
             resolve_model_name(model)
@@ -75,7 +75,7 @@ def analyze(
         calls = record_model(model.to(device), batch, run)
         measured[label] = measure_calls(calls, progress=progress)
         descriptions[label] = description
-        maps[label] = attention_maps(calls)
+        maps[label] = compute_attention_maps(calls)
         mixing[label] = describe_mixing(model)
     record = {"models": measured, "inputs": descriptions, **describe_run(command, device)}
     if out is not None:

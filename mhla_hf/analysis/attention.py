@@ -102,7 +102,7 @@ class Attention:
 
 
 @contextlib.contextmanager
-def recorded_attention(model: nn.Module) -> Iterator[list[Attention]]:
+def record_attention(model: nn.Module) -> Iterator[list[Attention]]:
     """Context manager that yields a list to which each call of an attention layer is appended, with tensors on the CPU.
 
     Within the block, all modules have hooks. An MHLA layer that is called with packed sequences, a cache, or padding that
@@ -175,7 +175,7 @@ class _SoftmaxRecorder(TorchFunctionMode):
 
 @torch.no_grad()
 def _record_core(calls: list[Attention], layer: str, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an MHLA core that appends the call to `calls`. See `recorded_attention` for the errors."""
+    """Forward pre-hook of an MHLA core that appends the call to `calls`. See `record_attention` for the errors."""
     inputs = {**dict(zip("qkv", args, strict=False)), **kwargs}
     if inputs.get("cu_seqlens") is not None or inputs.get("cache") is not None:
         raise ValueError(f"inputs: {layer} got packed sequences or a cache, expected whole sequences, one per row.")

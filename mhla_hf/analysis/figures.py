@@ -49,7 +49,7 @@ def plot_maps(path: PathLike, models: Mapping[str, list[dict[str, Any]]]) -> Non
 
     Args:
         path: PNG file to write.
-        models: Label -> the result of `attention_maps`, for the same input.
+        models: Label -> the result of `compute_attention_maps`, for the same input.
     """
     chosen = {label: pick_evenly(enumerate(maps)) for label, maps in models.items()}
     columns = max(len(layers) for layers in chosen.values())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from ..checkpoints.file_io import PathLike
-from ..checkpoints.load import Loaded, kind_of_class, load_classifier, load_config, load_language_model, require_extra
+from ..checkpoints.load import Loaded, find_class_kind, load_classifier, load_config, load_language_model, require_extra
 from ..data import load_split, open_text
 
 DEFAULT_TEXT_LENGTH = 40_000  # characters
@@ -25,7 +25,7 @@ def load_any(name: PathLike, device: torch.device | str | None, trust_remote_cod
     """
     config = load_config(name, trust_remote_code=trust_remote_code)
     class_name = (config.architectures or ["model of unknown class"])[0]
-    kind = kind_of_class(class_name)
+    kind = find_class_kind(class_name)
     if kind is None:
         expected = "a causal language model, an image classifier, or a loaded model with its inputs"
         raise ValueError(f"model: got {str(name)!r}, a {class_name}, expected {expected}.")
@@ -49,7 +49,7 @@ def make_batch(model: Any, processor: Any, data: Any, samples: int, length: int)
     Raises:
         ValueError: The data cannot be opened, or are too few or too long for the model.
     """
-    if kind_of_class(type(model).__name__) == "language":
+    if find_class_kind(type(model).__name__) == "language":
         ids, name = read_text(model, processor, data, samples, length)
         batch = {"input_ids": ids.to(model.device), "use_cache": False}
         return batch, f"{samples} sequences of {length} tokens of {name}"

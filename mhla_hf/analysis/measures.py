@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .attention import Attention, is_core, layer_of, recorded_attention
+from .attention import Attention, is_core, layer_of, record_attention
 
 MAX_MAP_SIZE = 256  # rows and columns of an attention map
 
@@ -67,7 +67,7 @@ def record_model(model: nn.Module, batch: Mapping[str, Any], run: Callable[..., 
     was_training = model.training
     model.eval()
     try:
-        with recorded_attention(model) as calls:
+        with record_attention(model) as calls:
             (run or model)(**batch)
     finally:
         model.train(was_training)
@@ -165,7 +165,7 @@ def _measure_matrix(
     return count_rank(values, tolerance), effective_rank(values), entropy, uniform_entropy.mean().item()
 
 
-def attention_maps(layers: Calls) -> list[dict[str, Any]]:
+def compute_attention_maps(layers: Calls) -> list[dict[str, Any]]:
     """Return the attention weights of each layer on the first sample, for plotting.
 
     Returns:
@@ -178,7 +178,7 @@ def attention_maps(layers: Calls) -> list[dict[str, Any]]:
         scores = torch.stack([call.matrix(0, head) for head in range(heads)]).sum(0) / heads
         step = math.ceil(max(scores.shape) / MAX_MAP_SIZE)
         entry = {"layer": name, "kind": call.kind, "scores": scores[::step, ::step].float(), "map": None}
-        grid = call.grid or square_grid(call)
+        grid = call.grid or find_square_grid(call)
         if len(grid) == 2:
             prefix = scores.shape[1] - math.prod(grid)
             middle = prefix + (grid[0] // 2) * grid[1] + grid[1] // 2
@@ -187,7 +187,7 @@ def attention_maps(layers: Calls) -> list[dict[str, Any]]:
     return maps
 
 
-def square_grid(call: Attention) -> tuple[int, ...]:
+def find_square_grid(call: Attention) -> tuple[int, ...]:
     """Return the square grid that a bidirectional layer's tokens form after at most 8 prefix tokens; () if there is none."""
     side = math.isqrt(call.q.shape[1])
     return (side, side) if side > 1 and call.q.shape[1] - side * side <= 8 and not call.is_causal else ()

@@ -82,7 +82,7 @@ def check_bundle(text: str) -> dict[str, str]:
     bundle_format, entry, version, sha = header.groups()
     if int(bundle_format) > FORMAT:
         raise ValueError(f"text: got a bundle of format {bundle_format}, expected at most {FORMAT}; update mhla_hf.")
-    actual = _sha(_replace_hash(text, sha, PLACEHOLDER))
+    actual = _hash_text(_replace_hash(text, sha, PLACEHOLDER))
     if actual != sha:
         raise ValueError(f"text: got a bundle that was edited and hashes to {actual}, expected {sha} as in its header.")
     return {"format": bundle_format, "entry": entry, "version": version, "sha256": sha}
@@ -110,7 +110,7 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
     _check_names(modules.values())
     used = _drop_unreachable(modules, entry)
     imports = {line for module in modules.values() for name, line in module.imports.items() if name in used}
-    for library in sorted(map(_library, imports)):
+    for library in sorted(map(_find_library, imports)):
         if library not in sys.stdlib_module_names and library not in (*COMMON_LIBRARIES, *libraries):
             raise ValueError(f"{entry}: got an import of {library} outside `try:`, expected one that every user has.")
     header = (
@@ -120,7 +120,7 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
         f"format: {FORMAT}\nentry: {entry}\nmade by mhla_hf: {version[1]}\nsha256: {PLACEHOLDER}\n"
         '"""\n'
     )
-    standard = {line for line in imports if _library(line) in sys.stdlib_module_names}
+    standard = {line for line in imports if _find_library(line) in sys.stdlib_module_names}
     sections = [header, *("\n".join(sorted(group)) + "\n" for group in (standard, imports - standard) if group)]
     for module in modules.values():
         body = "\n".join(statement.text for statement in module.statements).strip("\n")
@@ -132,7 +132,7 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
         raise ValueError(
             f"{entry}: got {match[0].strip()!r}, which looks like a relative import to the Hub loaders, expected none."
         )
-    text = _replace_hash(text, PLACEHOLDER, _sha(text))
+    text = _replace_hash(text, PLACEHOLDER, _hash_text(text))
     compile(text, FILE_NAME, "exec")
     return text
 
@@ -171,7 +171,7 @@ class _Module:
     imports: dict[str, str]
 
 
-def _sha(text: str) -> str:
+def _hash_text(text: str) -> str:
     """Return the first 12 hex digits of the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -206,11 +206,11 @@ def _read_module(package: Path, name: str) -> _Module:
         if isinstance(node, ast.Import | ast.ImportFrom):
             _add_import(name, module, node)
         elif number or ast.get_docstring(tree) is None:
-            module.statements.append(_Statement(source, *_names(source), _is_droppable(node)))
+            module.statements.append(_Statement(source, *_find_names(source), _is_droppable(node)))
     return module
 
 
-def _names(source: str) -> tuple[set[str], set[str]]:
+def _find_names(source: str) -> tuple[set[str], set[str]]:
     """Return the module-level names that a statement binds, and those that it uses in any of its scopes."""
     top = symtable.symtable(source, "", "exec")
     tables = [top]
@@ -283,6 +283,6 @@ def _drop_unreachable(modules: dict[str, _Module], entry: str) -> set[str]:
     return used
 
 
-def _library(line: str) -> str:
+def _find_library(line: str) -> str:
     """Return the top-level library of `import x.y` or `from x.y import z`."""
     return line.split()[1].split(".")[0]

@@ -159,7 +159,7 @@ def _read_tokenizer(name: PathLike, *, trust_remote_code: bool, **hub_options: A
     return tokenizer
 
 
-def _tokenizer_reader(name: PathLike | None) -> Callable[..., Any]:
+def _make_tokenizer_reader(name: PathLike | None) -> Callable[..., Any]:
     """Return `_read_tokenizer` or, if `name` is given, a function that ignores its arguments and loads that tokenizer."""
     return _read_tokenizer if name is None else lambda *args, **options: load_tokenizer(name)
 
@@ -229,7 +229,7 @@ def load_language_model(
     Raises:
         ValueError: The model cannot be loaded or is damaged, e.g. weights are missing or pickled.
     """
-    read_tokenizer = _tokenizer_reader(tokenizer)
+    read_tokenizer = _make_tokenizer_reader(tokenizer)
     return _load(name, AutoModelForCausalLM, read_tokenizer, dtype, device, revision, trust_remote_code, weights)
 
 
@@ -253,7 +253,7 @@ def load_encoder(
     """
     architectures = load_config(name, revision=revision, trust_remote_code=trust_remote_code).architectures or ["Model"]
     auto_model = getattr(transformers, auto_class_of(architectures[0]))
-    return _load(name, auto_model, _tokenizer_reader(tokenizer), dtype, device, revision, trust_remote_code)
+    return _load(name, auto_model, _make_tokenizer_reader(tokenizer), dtype, device, revision, trust_remote_code)
 
 
 def _load(
@@ -298,14 +298,14 @@ def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, option
     return model
 
 
-def kind_of_class(name: str) -> str | None:
+def find_class_kind(name: str) -> str | None:
     """Return "language" or "images" for the class name of a causal language model or image classifier, else None."""
     if name.endswith("ForImageClassification"):
         return "images"
     return "language" if name.endswith(("ForCausalLM", "LMHeadModel")) else None
 
 
-def kind_of_model(name: PathLike, revision: str | None = None) -> str | None:
+def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
     """Return "language", "images" or "encoders" (of text) for a folder or Hub id.
 
     Return None for a model of another kind, or if its configuration cannot be loaded for any reason.
@@ -319,12 +319,12 @@ def kind_of_model(name: PathLike, revision: str | None = None) -> str | None:
         return None
     class_name = (config.architectures or [""])[0]
     family = family_of_type(getattr(config, "base_model_type", config.model_type))
-    if kind_of_class(class_name) != "images" and family in VISION:
+    if find_class_kind(class_name) != "images" and family in VISION:
         raise ValueError(
             f"model: got {str(name)!r}, a {class_name or config.model_type}, expected a language model, text encoder, "
             "image classifier or pipeline; mhla_hf.convert takes vision towers."
         )
-    return "encoders" if family in ENCODERS else kind_of_class(class_name)
+    return "encoders" if family in ENCODERS else find_class_kind(class_name)
 
 
 @contextlib.contextmanager
@@ -413,7 +413,7 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
         return torch.empty(0, device=device).device
 
 
-def stored_dtype(folder: PathLike) -> str:
+def read_stored_dtype(folder: PathLike) -> str:
     """Return the name of the dtype that `dtype="auto"` selects for a folder, such as "bfloat16".
 
     It is the dtype in config.json or, if there is none, that of the first weight. Raise ValueError if the weights cannot be

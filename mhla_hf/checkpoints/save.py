@@ -100,7 +100,7 @@ def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str
     return files
 
 
-def saved_files(folder: PathLike) -> list[Path]:
+def list_saved_files(folder: PathLike) -> list[Path]:
     """List the files in `folder` that belong to a saved model, recognized by their names.
 
     These are the names that mhla_hf, transformers, diffusers and sentence-transformers give them. For a pipeline, the list
@@ -149,7 +149,7 @@ def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
         if not holds_saved_model(path):
             raise ValueError(f"{start}, which is not empty and holds no MHLA model, expected one to overwrite.")
         existing = {file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
-        model_files = {file for file in saved_files(path) if not file.is_symlink()}
+        model_files = {file for file in list_saved_files(path) if not file.is_symlink()}
         if foreign := min(existing - model_files, default=None):
             raise ValueError(
                 f"{start}, which holds {str(foreign)!r}, expected nothing but the files of a model; move it first."

@@ -78,13 +78,13 @@ def find_extractor(
     if isinstance(extractor, Extractor):
         return extractor
     if extractor == "inception":
-        return inception(weights, device)
+        return load_inception(weights, device)
     module, _, name = str(extractor).partition(":")
     with wrap_errors(f"extractor: got {extractor!r}, expected 'inception', 'module:function' or an Extractor"):
         return getattr(importlib.import_module(module), name)()
 
 
-def inception(weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
+def load_inception(weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
     """Load FID's Inception from torch-fidelity, for images of any size.
 
     For B images, its outputs are "features", [B, 2048], "logits" without bias, [B, 1008], and "spatial", [B, 2023]. The

@@ -23,7 +23,7 @@ from ..checkpoints.load import choose_device, load_classifier, wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
 from ..data import load_split
 from ..training.datasets.images import LabeledImages, open_images, top1_accuracy
-from ..training.datasets.latents import prompt_lines
+from ..training.datasets.latents import read_prompt_lines
 from .image_scores import (
     IMAGE_SUFFIXES,
     Moments,
@@ -227,7 +227,7 @@ class _Judge(PipelineJudge):
             conditions = torch.randint(protocol.classes, (count,), generator=random).tolist()
         elif protocol.prompts is not None:
             with wrap_errors(f"prompts: got {str(protocol.prompts)!r}, expected a text file"):
-                prompts = prompt_lines(Path(protocol.prompts))
+                prompts = read_prompt_lines(Path(protocol.prompts))
             if not prompts:
                 raise ValueError(
                     f"prompts: got {str(protocol.prompts)!r}, which is empty, expected one prompt per line."

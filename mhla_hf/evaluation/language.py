@@ -33,7 +33,7 @@ from ..checkpoints.load import load_config, load_language_model, load_tokenizer,
 from ..checkpoints.values import at_least, checked, read_settings
 from .needles import OBJECTS, make_needles
 from .records import Result, Results, finite
-from .subjects import Subject, broadcast_scores, find_subjects, joined_processes, paths_of
+from .subjects import Subject, broadcast_scores, find_subjects, joined_processes, list_paths
 
 logger = logging.getLogger("mhla_hf")
 HARNESS_SEEDS = (0, 1234, 1234, 1234)
@@ -142,7 +142,7 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
 def _load_requested_tasks(protocol: LanguageProtocol, subject: Subject, args: Any) -> list[Requested]:
     """Load the requested tasks; the lengths of generated ones are counted with the tokenizer of `subject`."""
     names = args.recipe.tasks
-    paths = paths_of(args.include_path)
+    paths = list_paths(args.include_path)
     metadata = None
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-tasks-") as folder:
         if protocol.lengths:
@@ -178,7 +178,7 @@ def load_tasks(
         ValueError: A task or folder does not exist, or a task cannot be loaded.
     """
     names = names if isinstance(names, dict) else dict.fromkeys(names)
-    paths = paths_of(include_path)
+    paths = list_paths(include_path)
     if missing := [path for path in paths if not Path(path).is_dir()]:
         raise ValueError(f"include_path: got {missing[0]!r}, expected a folder with task files (.yaml).")
     if data_files is not None and not Path(data_files).is_dir():

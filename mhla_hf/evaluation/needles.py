@@ -90,7 +90,7 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
     if num_sentences < len(depths):
         raise ValueError(f"settings: lengths: got {length}, expected more tokens for {len(depths)} depths.")
     return [
-        _question(
+        _make_question(
             noise[:num_sentences], length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}")
         )
         for item in range(items)
@@ -98,7 +98,7 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
     ]
 
 
-def _question(
+def _make_question(
     sentences: list[str], length: int, depths: Sequence[int], answer: int, rng: random.Random
 ) -> dict[str, Any]:
     """Generate a question whose answer is the code at `depths[answer]`; the other codes are the wrong choices.

@@ -22,7 +22,7 @@ from ..checkpoints.load import choose_device, load_language_model
 from ..checkpoints.values import at_least, checked, read_settings
 from ..speed import measure_speed
 from .records import SPEED, SPEED_METRICS, Comparison, Results
-from .subjects import command_of, find_subjects
+from .subjects import find_subjects, format_command
 
 FOLDER = Path(__file__).parent / "recipes"
 JUDGES = {
@@ -45,7 +45,7 @@ class ScoreRecipe:
             "language", from metric to None.
         about: One sentence about the recipe.
         settings: The fields of this kind's protocol, such as `ImageProtocol`.
-        columns: The columns of the paper's table; see `paper_values`.
+        columns: The columns of the paper's table; see `compute_paper_values`.
         name: Name of the recipe, or path of its file.
         changed: The settings that differ from the file.
     """
@@ -259,7 +259,7 @@ def judge_speed(models: object, args: Any) -> dict[str, Results]:
     """
     protocol = read_settings(SpeedProtocol, args.recipe.settings)
     subjects = find_subjects(models, args)
-    args.command = args.command or command_of(subjects)
+    args.command = args.command or format_command(subjects)
     fingerprints = sorted(subject.fingerprint for subject in subjects)
     task_hash = hash_json([fingerprints, *vars(protocol).values(), args.device])
     lengths = cast(list[int], protocol.lengths)  # a list since `validate_lengths`

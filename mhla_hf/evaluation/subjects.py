@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from ..checkpoints.file_io import atomic_file, can_resume, write_json
 from ..checkpoints.fingerprint import PIPELINE_INDEX, fingerprint_folder, fingerprint_model
-from ..checkpoints.load import choose_device, load_pipeline, resolve_model_name, stored_dtype, wrap_errors
+from ..checkpoints.load import choose_device, load_pipeline, read_stored_dtype, resolve_model_name, wrap_errors
 from ..checkpoints.provenance import describe_run
-from .records import Result, Results, measured_here, note_measured, results_path
+from .records import Result, Results, results_path, select_measured_here, store_digests
 
 logger = logging.getLogger("mhla_hf")
 VERSION = "1"  # of our own metrics; part of every task hash
@@ -74,7 +74,7 @@ class Subject:
         They are read on first use, and a message is logged.
         """
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
-        local = measured_here(stored)
+        local = select_measured_here(stored)
         num_foreign = len(stored) - len(local)
         if local and not self.args.force:
             logger.info("%s: the scores in %s are read, not run again", self.name, self.target)
@@ -97,7 +97,7 @@ class Subject:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             stored = Results.read(self.target).of(self.fingerprint)
             stored.merge(records, keep_other_sample_counts).write(self.target)
-            note_measured(records)
+            store_digests(records)
 
     def facts(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
         """Return the fields of a `Result` that do not depend on the score.
@@ -107,8 +107,8 @@ class Subject:
             task: Name of the task that the recorded command is to repeat; None for all tasks of the recipe.
         """
         return {
-            **describe_run(self.args.command or command_of([self], task), device),
-            "model": self.name if self.loaded else shown_path(self.source),
+            **describe_run(self.args.command or format_command([self], task), device),
+            "model": self.name if self.loaded else shorten_path(self.source),
             "revision": self.load_options["revision"],
             "fingerprint": self.fingerprint,
             "dtype": self.dtype,
@@ -149,7 +149,7 @@ class Subject:
         self.store(records, keep_other_sample_counts)
 
 
-def command_of(subjects: Sequence[Subject], task: str | None = None) -> str:
+def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
     """Return the shell command that repeats an evaluation.
 
     Args:
@@ -158,23 +158,23 @@ def command_of(subjects: Sequence[Subject], task: str | None = None) -> str:
     """
     args = subjects[0].args
     recipe = subjects[0].args.recipe
-    models = [subject.name if subject.loaded else shown_path(subject.source) for subject in subjects]
-    words = ["mhla-hf", "evaluate", *models, *(["--recipe", shown_path(recipe.name)] if recipe.name else [])]
+    models = [subject.name if subject.loaded else shorten_path(subject.source) for subject in subjects]
+    words = ["mhla-hf", "evaluate", *models, *(["--recipe", shorten_path(recipe.name)] if recipe.name else [])]
     for name, value in recipe.changed.items():
         value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else getattr(value, "name", value)
-        words += ["--set", f"{name}={shown_path(value) if isinstance(value, str) else value}"]
+        words += ["--set", f"{name}={shorten_path(value) if isinstance(value, str) else value}"]
     words += ["--tasks", str(task) if task in recipe.tasks else ",".join(recipe.tasks)]
-    for path in paths_of(args.include_path):
-        words += ["--include-path", shown_path(path)]
+    for path in list_paths(args.include_path):
+        words += ["--include-path", shorten_path(path)]
     if args.data_files is not None:
-        words += ["--data-files", shown_path(args.data_files)]
+        words += ["--data-files", shorten_path(args.data_files)]
     for name in ("num_fewshot", "limit", "batch_size", "seed", "dtype", "max_length", "revision"):
         if (value := getattr(args, name)) is not None and (name, value) != ("dtype", "auto"):
             words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words + ["--trust-remote-code"] * args.trust_remote_code)
 
 
-def paths_of(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
+def list_paths(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
     """Return a path, a sequence of paths or None as a list of strings."""
     return [str(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths or [])]
 
@@ -193,17 +193,17 @@ def find_subjects(models: object, args: Any, pipeline: bool = False) -> list[Sub
     Raises:
         ValueError, TypeError: A model, `output` or an existing results file is not valid.
     """
-    models = named_models(models)
+    models = name_models(models)
     output = args.output and Path(args.output)
     files = dict.fromkeys(models, output)
     if output and output.suffix != ".json":
         files = {name: output / f"{name.replace('/', '--')}.json" for name in models}
     elif output and len(models) > 1:
         raise ValueError(f"output: got {str(output)!r} for {len(models)} models, expected a folder.")
-    return [_subject(name, model, files[name], args, pipeline) for name, model in models.items()]
+    return [_make_subject(name, model, files[name], args, pipeline) for name, model in models.items()]
 
 
-def named_models(models: Any) -> dict[str, Any]:
+def name_models(models: Any) -> dict[str, Any]:
     """Return a dict from name to model.
 
     The name of a folder is its last component, or its last two if others have the same. The name of a Hub id is the id, and
@@ -233,7 +233,7 @@ def named_models(models: Any) -> dict[str, Any]:
     return {str(name): model for name, model in models.items()}
 
 
-def _subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
+def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
     """Check a model and its results file, and return a `Subject`.
 
     Args:
@@ -257,7 +257,7 @@ def _subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bo
             fingerprint = fingerprint_folder(source)
             target = target or results_path(source)
             if dtype == "auto":
-                dtype = "float32" if pipeline else stored_dtype(source)
+                dtype = "float32" if pipeline else read_stored_dtype(source)
         else:
             with wrap_errors(f"models: got {source!r}, expected a folder or a model on the Hub"):
                 fingerprint = f"hub:{HfApi().model_info(source, revision=args.revision).sha}"
@@ -284,7 +284,7 @@ def check_writable(target: Path, argument: str = "output") -> None:
         raise ValueError(f"{argument}: got {str(target)!r}, which cannot be written, expected another file or folder.")
 
 
-def shown_path(path: Any) -> str:
+def shorten_path(path: Any) -> str:
     """Return a path for records and cards: relative to the working folder, or only its last component if outside."""
     path = Path(path)
     if not path.exists():

@@ -245,15 +245,15 @@ def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: i
     for gap, true_ending in rng.sample(endings, len(endings)):
         length = len(true_ending)
         similar = {
-            _flat(ending)
+            _flatten(ending)
             for other_gap, ending in endings
             if other_gap != gap and abs(len(ending) - length) <= length // 8 + 1
         }
-        wrong_endings = sorted(similar - {_flat(true_ending)})
+        wrong_endings = sorted(similar - {_flatten(true_ending)})
         before = _context_before(text, gap, context, count)
         if len(wrong_endings) < NUM_CHOICES - 1 or not before:
             continue
-        choices = [_broken_like(ending, true_ending) for ending in rng.sample(wrong_endings, NUM_CHOICES - 1)]
+        choices = [_insert_line_breaks(ending, true_ending) for ending in rng.sample(wrong_endings, NUM_CHOICES - 1)]
         answer = rng.randrange(NUM_CHOICES)
         choices.insert(answer, true_ending)
         rows.append({"context": before, "choices": choices, "answer": answer})
@@ -262,12 +262,12 @@ def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: i
     return rows
 
 
-def _flat(ending: str) -> str:
+def _flatten(ending: str) -> str:
     """Return `ending` on one line, with single spaces and a leading space."""
     return " " + " ".join(ending.split())
 
 
-def _broken_like(ending: str, true_ending: str) -> str:
+def _insert_line_breaks(ending: str, true_ending: str) -> str:
     """Insert the line breaks and indentation of `true_ending` into `ending`, which is one line, at similar positions."""
     for match in re.finditer(r"[ \t]*\n[ \t]*", true_ending):
         gaps = [

@@ -92,7 +92,7 @@ class VideoProtocol:
             raise ValueError(f"videos: got {self.videos}, expected 1 to 5, of which 5 is VBench's protocol.")
 
 
-def vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
+def compute_vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
     """Compute VBench's totals, as its cal_final_score.py does.
 
     Args:
@@ -264,7 +264,7 @@ class _Judge(PipelineJudge):
         average, values = self.bench.judge(dimension, entries, videos, self.device)
         if len(values) < len(names):
             raise ValueError(f"vbench: got {len(values)} scores for {dimension}, expected {len(names)}, one per video.")
-        scores = {dimension: (average, _spread(average, values), True, len(values))}
+        scores = {dimension: (average, _standard_error(average, values), True, len(values))}
         self.subject.keep(TASK, scores, self.hash, started, self.device)
 
     def _keep_totals(self) -> None:
@@ -278,7 +278,7 @@ class _Judge(PipelineJudge):
         }
         if self.args.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
             logger.info("%s: no totals without all of VBench's videos and dimensions", self.subject.name)
-        elif (totals := vbench_totals(averages)) != {
+        elif (totals := compute_vbench_totals(averages)) != {
             name: by_metric[name].value for name in TOTALS if name in by_metric
         }:
             samples = sum(by_metric[name].samples for name in DIMENSIONS)
@@ -286,7 +286,7 @@ class _Judge(PipelineJudge):
             self.subject.keep(TASK, scores, self.hash, time.perf_counter(), self.device)
 
 
-def _spread(average: float, values: Sequence[Any]) -> float | None:
+def _standard_error(average: float, values: Sequence[Any]) -> float | None:
     """Return the standard error of the mean of the videos' scores; None if `average` is not the mean of `values`."""
     numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
     if len(numbers) < 2 or len(numbers) != len(values) or abs(statistics.fmean(numbers) - average) > 1e-6:

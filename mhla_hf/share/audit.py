@@ -18,8 +18,8 @@ from ..checkpoints.file_io import PathLike, resolve_model_name, summarize_error,
 from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.load import (
     choose_device,
+    find_class_kind,
     is_pipeline,
-    kind_of_class,
     load_config,
     load_language_model,
     load_tokenizer,
@@ -27,7 +27,7 @@ from ..checkpoints.load import (
 from ..checkpoints.provenance import describe_run
 from ..data import check_data_path, read_text_file
 from ..evaluation.records import finite, render_rows
-from ..evaluation.subjects import check_writable, shown_path
+from ..evaluation.subjects import check_writable, shorten_path
 from ..nn.settings import is_whole
 from .audit_checks import CHECKS, MAX_TOKENS, AuditSubject, NotApplicable
 
@@ -84,15 +84,15 @@ def audit(
     loaded = subject.loaded
     record = {
         "format_version": FORMAT_VERSION,
-        "model": shown_path(folder),
+        "model": shorten_path(folder),
         "class": subject.config.architectures[0],
         "fingerprint": fingerprint_folder(folder),
         "mhla": getattr(subject.config, "mhla", None),
         "dtype": loaded and str(loaded.dtype).removeprefix("torch."),
         "tokens": loaded and subject.long,
         "rounding": loaded and finite(subject.rounding),
-        "text": "the Python language reference" if text is None else shown_path(text),
-        "teacher": teacher and shown_path(teacher),
+        "text": "the Python language reference" if text is None else shorten_path(text),
+        "teacher": teacher and shorten_path(teacher),
         "findings": sum(row["verdict"] == FINDING for row in rows),
         "checks": rows,
         **describe_run(command, subject.device),
@@ -116,7 +116,7 @@ def _open_subject(
     resolve_model_name(path)
     config = load_config(path, trust_remote_code=trust_remote_code)
     class_name = (config.architectures or ["model of unknown class"])[0]
-    if kind_of_class(class_name) != "language":
+    if find_class_kind(class_name) != "language":
         raise ValueError(f"folder: got {str(folder)!r}, a {class_name}, {expected}.")
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     content = default_text() if text is None else read_text_file(check_data_path(text, "text"), "text")

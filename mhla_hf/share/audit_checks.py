@@ -184,7 +184,7 @@ def check_all_weights(subject: AuditSubject) -> dict[str, Any]:
     return {"value": f"finite, {check_weights(subject.folder)}"}
 
 
-def foreign_version(subject: AuditSubject) -> str | None:
+def find_foreign_version(subject: AuditSubject) -> str | None:
     """Return the version of mhla_hf that generated the source in the folder; None if this installation generates the same.
 
     Raises:
@@ -196,12 +196,12 @@ def foreign_version(subject: AuditSubject) -> str | None:
 
 
 def check_source(subject: AuditSubject) -> dict[str, Any]:
-    version = foreign_version(subject)
+    version = find_foreign_version(subject)
     return {"value": "what this mhla_hf makes" if version is None else f"intact, of another mhla_hf ({version})"}
 
 
 def check_loads_elsewhere(subject: AuditSubject) -> dict[str, Any]:
-    if foreign_version(subject) is not None and not subject.trust_remote_code:
+    if find_foreign_version(subject) is not None and not subject.trust_remote_code:
         raise NotApplicable("its source is not what this mhla_hf makes, and is not run without --trust-remote-code")
     return {"value": check_isolated_load(subject.folder, "language").rpartition(".")[2]}
 
@@ -252,7 +252,7 @@ def check_packing(subject: AuditSubject) -> dict[str, Any]:
     if not has_argument(subject.model, "position_ids"):
         raise NotApplicable("the model takes no position_ids")
     rows = [subject.text(length, length) for length in (subject.short // 2, subject.short // 2 - 7, 20)]
-    stock = None if keeps_rows_apart(subject, subject.model, rows) else stock_model(subject)
+    stock = None if keeps_rows_apart(subject, subject.model, rows) else find_stock_model(subject)
     if stock is not None and not keeps_rows_apart(subject, stock, rows):
         raise NotApplicable(f"{type(stock).__name__} of transformers does not keep packed sequences apart either")
     return {"value": packed_difference(subject.model, rows), "tolerance": subject.tolerance}
@@ -266,7 +266,7 @@ def keeps_rows_apart(subject: AuditSubject, model: Any, rows: Sequence[torch.Ten
         return False
 
 
-def stock_model(subject: AuditSubject) -> Any:
+def find_stock_model(subject: AuditSubject) -> Any:
     """Return a softmax model of transformers with the architecture of the audited model.
 
     This is the audited model or the teacher if its class is one of transformers, else a new model with random weights. The
@@ -296,7 +296,9 @@ def check_far_part(subject: AuditSubject) -> dict[str, Any]:
     return {"value": min(shares.values()), "tolerance": "above 0", "details": shares}
 
 
-def long_logits(subject: AuditSubject, cached_model: Any, one_pass_model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_long_logits(
+    subject: AuditSubject, cached_model: Any, one_pass_model: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of two models at some positions of a long text.
 
     Args:
@@ -317,13 +319,15 @@ def long_logits(subject: AuditSubject, cached_model: Any, one_pass_model: Any) -
 
 
 def check_long_text(subject: AuditSubject) -> dict[str, Any]:
-    value = difference(*long_logits(subject, subject.model, subject.model))
+    value = difference(*compute_long_logits(subject, subject.model, subject.model))
     return {"value": value, "tolerance": subject.tolerance, "details": {"tokens": subject.long}}
 
 
 def check_drift(subject: AuditSubject) -> dict[str, Any]:
     half = copy.deepcopy(subject.model).bfloat16() if subject.model.dtype == torch.float32 else subject.model
-    half_quarters, exact_quarters = (logits.tensor_split(4, 1) for logits in long_logits(subject, half, subject.exact))
+    half_quarters, exact_quarters = (
+        logits.tensor_split(4, 1) for logits in compute_long_logits(subject, half, subject.exact)
+    )
     errors = [
         float((actual - expected).norm() / expected.norm())
         for actual, expected in zip(half_quarters, exact_quarters, strict=True)

@@ -90,7 +90,7 @@ def compare_card(path: Path, text: str) -> None:
         raise ValueError(f"{path}: got other text, expected what the files beside it render to; write the card again.")
 
 
-def shelf_facts(root: PathLike, name: str) -> Facts:
+def read_shelf_facts(root: PathLike, name: str) -> Facts:
     """Read the facts of the card `name` in the folder of cards `root`. Raise ValueError if a file is missing."""
     path = Path(root, RESULTS, f"{name}.json")
     if (measured := read_json(path)) is None:
@@ -112,7 +112,7 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
     names = {path.stem for pattern in patterns for path in Path(root).glob(pattern)}
     paths = [Path(root, f"{name}.md") for name in sorted(names)]
     for path in paths:
-        text = render_card(shelf_facts(root, path.stem))
+        text = render_card(read_shelf_facts(root, path.stem))
         if check:
             compare_card(path, text)
         else:
@@ -143,7 +143,7 @@ def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | N
     return write_text(Path(root, f"{name}.md"), text)
 
 
-def plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mapping[str, Any]) -> str:
+def render_plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mapping[str, Any]) -> str:
     """Render the card of a saved model that was not evaluated, with the measurements of its conversion.
 
     Args:
@@ -189,7 +189,7 @@ def render_card(facts: Facts) -> str:
             columns={label: {record.identity: record for record in records} for label, records in columns.items()},
             section_of=section_of,
             score=format_score,
-            absent=facts_module.not_measured(facts.records),
+            absent=facts_module.list_unmeasured(facts.records),
             measured=_group_by_origin(columns),
             draw_heads=draw_heads,
         )

@@ -19,7 +19,7 @@ from ..checkpoints.file_io import PIPELINE_INDEX, PathLike, read_json
 from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings
-from ..evaluation.records import SPEED, Result, Results, speed_of_records
+from ..evaluation.records import SPEED, Result, Results, collect_speed
 from ..models.families import ENCODERS, Family, auto_class_of
 from ..models.transformers_api import config_class_of, family_of_class
 from ..nn.settings import MHLASettings
@@ -99,7 +99,7 @@ class Facts:
         person: The author's part.
         models: Label -> scores. "MHLA" is the model itself (absent if nothing was measured), "teacher" its original.
         train: The training record, if there is one.
-        speed: The result of `speed_of_records`; None if the models were not timed together.
+        speed: The result of `collect_speed`; None if the models were not timed together.
     """
 
     kind: str
@@ -246,7 +246,7 @@ def make_facts(measured: dict[str, Any], person: Person) -> Facts:
         raise ValueError(f"compared: got the label {MODEL_LABEL!r}, which is the model itself, expected another.")
     records = {MODEL_LABEL: measured["results"], **measured["compared"]}
     models = {label: [Result.from_dict(record) for record in stored] for label, stored in records.items()}
-    speed = measured.get("speed") or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": models[MODEL_LABEL]})
+    speed = measured.get("speed") or collect_speed({"softmax": models.get(TEACHER, ()), "mhla": models[MODEL_LABEL]})
     return Facts(measured["kind"], measured["class_name"], measured["config"], person, models, measured["train"], speed)
 
 
@@ -278,7 +278,7 @@ def section_of(record: Result) -> str:
     return "Recall" if RECALL_TASKS.match(name) else "Generation" if GENERATION_TASKS.search(name) else "Quality"
 
 
-def not_measured(records: Iterable[Result]) -> list[str]:
+def list_unmeasured(records: Iterable[Result]) -> list[str]:
     """Return a list with "recall" and "generation", without those for which there is a score on a whole task."""
     measured = {section_of(record).lower() for record in records if record.value is not None and record.limit is None}
     return [name for name in ("recall", "generation") if name not in measured]

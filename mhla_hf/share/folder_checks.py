@@ -1,7 +1,7 @@
 """Check a model's folder before it is pushed, on a copy with exactly the files that will be sent.
 
-Only the files that `checkpoints.save.saved_files` lists are shared; the names of all others are returned and logged. The
-last check loads the copy offline in a process that cannot import mhla_hf.
+Only the files that `checkpoints.save.list_saved_files` returns are shared; the names of all others are returned and logged.
+The last check loads the copy offline in a process that cannot import mhla_hf.
 """
 
 import json
@@ -28,12 +28,12 @@ from ..checkpoints.save import (
     RECORDS,
     SENTENCE_MODULES,
     SENTENCE_SETTINGS,
+    list_saved_files,
     read_sentence_files,
-    saved_files,
 )
 from ..evaluation.records import Results
 from .card import check_card, render_folder_card
-from .facts import PERSON_FILE, not_measured, read_model
+from .facts import PERSON_FILE, list_unmeasured, read_model
 
 logger = logging.getLogger("mhla_hf")
 HUB_TOKEN = re.compile(r"\bhf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.-]{16,})")
@@ -71,7 +71,7 @@ def stage_folder(
     folder, staging = Path(folder), Path(staging)
     if not folder.is_dir():
         raise ValueError(f"folder: got {str(folder)!r}, expected the folder of a saved model.")
-    files = saved_files(folder)
+    files = list_saved_files(folder)
     for file in files:
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{file}: got a link or a folder, expected a regular file inside the model's folder.")
@@ -133,7 +133,7 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
         write_text(readme, render_folder_card(folder, weights=False))
     _check_texts(folder)
     needs_scores = kind == "language" and config["model_type"] != "mhla" and not draft
-    if needs_scores and (missing := not_measured(Results.read(folder) if is_measured else [])):
+    if needs_scores and (missing := list_unmeasured(Results.read(folder) if is_measured else [])):
         raise ValueError(
             f"{folder}: got no result for {' and '.join(missing)}, expected both in the card of a converted language "
             f"model; run mhla-hf evaluate {folder} --recipe recall and write the card again, or give --draft."

@@ -19,7 +19,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from ..checkpoints.file_io import SHARD_SIZE, PathLike, temporary_folder
 from ..checkpoints.save import CARD_FILE
-from .card import plain_card
+from .card import render_plain_card
 from .facts import find_license
 from .folder_checks import stage_folder
 
@@ -95,7 +95,7 @@ def push(
         )
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(temporary_folder(tempfile.gettempdir(), "mhla_hf-push-"))
-        folder = _as_folder(what, tokenizer, temporary / "saved")
+        folder = _save_to_folder(what, tokenizer, temporary / "saved")
         card = None
         logger.info("push: checking %s", what if isinstance(what, str | Path) else type(what).__name__)
         if (license is not None or base_model is not None) and folder.is_dir():
@@ -198,10 +198,10 @@ def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str 
             f"license: got none in a dry run, which does not ask the Hub for that of {base_model!r}, expected it."
         )
     terms = find_license(None if dry_run else base_model, None, license)
-    return plain_card(folder, repo_id, base_model, terms)
+    return render_plain_card(folder, repo_id, base_model, terms)
 
 
-def _as_folder(what: object, tokenizer: Any, target: Path) -> Path:
+def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:
     """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`.
 
     Raise TypeError if `what` is none of these, and ValueError for a tokenizer with a folder.

@@ -79,7 +79,7 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     return head
 
 
-def run_body(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
+def run_without_head(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Run a model without its output head.
 
     Args:

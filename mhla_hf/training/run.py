@@ -29,7 +29,7 @@ from .trainable import (
     find_direct_mixings,
     get_dtypes,
     get_saved_dtypes,
-    parameter_groups,
+    make_parameter_groups,
     set_dtypes,
     set_trainable,
 )
@@ -118,7 +118,8 @@ class Run:
         dtypes = get_dtypes(self.student)
         save_dtype = self.options.save_dtype
         saved_dtypes = get_saved_dtypes(self.student, getattr(torch, save_dtype) if save_dtype else None)
-        identity = broadcast_object_list([self._identity() if self.is_main else None])[0]  # others may lack the weights
+        # Other processes than the main one may lack the weights.
+        (identity,) = broadcast_object_list([self._describe_identity() if self.is_main else None])
         latest = self.folder.find(identity, self.student)
         self.accelerator.wait_for_everyone()
         if self.is_main:
@@ -151,10 +152,7 @@ class Run:
         return self.task.returned
 
     def _train(self, latest: Path | None, requires_grad: Mapping[nn.Parameter, bool]) -> None:
-        """Train all stages, from the saved state `latest` if it is not None.
-
-        Raise ValueError if a file of the state is damaged.
-        """
+        """Train all stages, from the saved state `latest` if it is not None. Raise ValueError if that state is damaged."""
         import accelerate
 
         if latest is not None:
@@ -195,7 +193,7 @@ class Run:
         accelerator = self.accelerator
         progress = self.progress
         accelerator.free_memory()
-        groups = parameter_groups(self.task.student, stage)
+        groups = make_parameter_groups(self.task.student, stage)
         betas = (stage.beta1, stage.beta2)
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
         objective = self.task.objective(stage)
@@ -271,8 +269,8 @@ class Run:
             raise unreadable_state(latest, summarize_error(error)) from error
 
     def _step(
-        self, objective: Any, optimizer: Any, trained: Sequence[nn.Parameter], reader: Any, stage: CommonStage, sums: Sums
-    ) -> torch.Tensor | None:
+        self, objective: Any, optimizer: Any, trained: Sequence[nn.Parameter], reader: Any, stage: CommonStage, sums: Sums,
+    ) -> torch.Tensor | None:  # fmt: skip
         """Run one optimizer step.
 
         Args:
@@ -399,12 +397,12 @@ class Run:
         if self.is_main:
             with self.folder.result() as temporary:
                 self.task.save(temporary)
-                write_json(temporary / RECORD, self._record())
+                write_json(temporary / RECORD, self._make_record())
             steps, seconds = self.progress["total"], self.progress["seconds"]
             self._report(f"{self.folder.out} is finished: {steps} steps in {seconds:.0f} s")
         self.accelerator.wait_for_everyone()
 
-    def _record(self) -> dict[str, Any]:
+    def _make_record(self) -> dict[str, Any]:
         """Return the content of train.json."""
         progress = self.progress
         unit = self.task.unit
@@ -417,7 +415,7 @@ class Run:
             "student": type(self.student).__name__,
             "parameters": self.student.num_parameters(),
             "teacher": self.teacher and _public_name(getattr(self.teacher.config, "_name_or_path", None)),
-            "stages": self._stage_records(),
+            "stages": self._make_stage_records(),
             "steps": progress["total"],
             unit: progress[unit],
             "resumed": progress["resumed"],
@@ -429,7 +427,7 @@ class Run:
             "fingerprint": self.folder.identity,
         }
 
-    def _stage_records(self) -> list[dict[str, Any]]:
+    def _make_stage_records(self) -> list[dict[str, Any]]:
         """Return the settings, units processed, seconds, and first and last loss of each stage, for train.json."""
         records = []
         previous_seconds = 0.0
@@ -444,7 +442,7 @@ class Run:
             previous_seconds = entries[-1]["seconds"]
         return records
 
-    def _identity(self) -> dict[str, Any]:
+    def _describe_identity(self) -> dict[str, Any]:
         """Return a JSON-serializable dict of everything that determines the trained weights.
 
         If a run cannot resume, the error names the first key whose value differs.

@@ -122,7 +122,7 @@ class RunFolder:
                 f"out: got {str(self.out)!r}, but {str(self.state)!r}, for the run's state, holds other files, "
                 "expected no such folder."
             )
-        state = max(self._states(), default=None)
+        state = max(self._list_states(), default=None)
         if state is not None:
             stored_identity = read_json(state / IDENTITY)
             if stored_identity is None:
@@ -164,8 +164,8 @@ class RunFolder:
         target = self.state / f"step-{step:09d}"
         with self._explain_errors("a state"), atomic_folder(target, parent=self.unfinished) as temporary:
             yield temporary
-            write_json(temporary / IDENTITY, {**self.identity, "files": _checksums(temporary)})
-        for old_state in sorted(self._states())[:-NUM_KEPT_STATES]:
+            write_json(temporary / IDENTITY, {**self.identity, "files": _compute_checksums(temporary)})
+        for old_state in sorted(self._list_states())[:-NUM_KEPT_STATES]:
             shutil.rmtree(old_state.rename(self.unfinished / old_state.name))
 
     def find_damage(self, state: Path) -> str:
@@ -173,7 +173,7 @@ class RunFolder:
         expected = (read_json(state / IDENTITY) or {}).get("files") or {}
         if not expected:
             return f"{IDENTITY} has no checksums"
-        checksums = _checksums(state)
+        checksums = _compute_checksums(state)
         for name, checksum in expected.items():
             if name not in checksums:
                 return f"{name} is missing"
@@ -198,7 +198,7 @@ class RunFolder:
         self.lock.release()
         if not (self.state / MARKER).is_file():
             return
-        for folder in (self.unfinished, self.state / "runs", *self._states()):
+        for folder in (self.unfinished, self.state / "runs", *self._list_states()):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.lock.lock_file, self.state / MARKER):
             Path(file).unlink(missing_ok=True)
@@ -214,13 +214,13 @@ class RunFolder:
             reason = getattr(error, "strerror", None) or summarize_error(error)
             if "inline_container" in reason or "unexpected pos" in reason:  # torch.save does not say why
                 reason = "the disk is full, or a file exceeds its limit"
-            intact = "; earlier states are intact" if any(self._states()) else ""
+            intact = "; earlier states are intact" if any(self._list_states()) else ""
             raise OSError(
                 f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact}), "
                 "expected a place with room to write."
             ) from error
 
-    def _states(self) -> list[Path]:
+    def _list_states(self) -> list[Path]:
         """Return the folders of all saved states, in any order."""
         return list(self.state.glob(STATE_PATTERN))
 
@@ -241,7 +241,7 @@ def unreadable_state(state: Path, reason: str) -> ValueError:
     )
 
 
-def _checksums(folder: Path) -> dict[str, str]:
+def _compute_checksums(folder: Path) -> dict[str, str]:
     """Return a dict from relative path to SHA-256 of every file in a state except `IDENTITY`."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / IDENTITY)
     return {file.relative_to(folder).as_posix(): hash_file(file) for file in files}

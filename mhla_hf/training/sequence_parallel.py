@@ -60,7 +60,7 @@ def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> d
     borders = packed_borders(batch, len(ids), 0)
     if borders is None:
         borders = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
-    shards = RowShards(borders, block_size(model), dist.get_world_size(group))
+    shards = RowShards(borders, get_block_size(model), dist.get_world_size(group))
     tokens = slice(*shards.token_borders[rank : rank + 2].tolist())
     positions = batch.get("position_ids")
     if positions is None:
@@ -85,12 +85,12 @@ def _check_same_batch(ids: torch.Tensor, group: Any) -> None:
         )
 
 
-def block_size(model: nn.Module) -> int:
+def get_block_size(model: nn.Module) -> int:
     """Return the number of tokens per block of a model's MHLA layers; 1 if it has none."""
-    return max((core.settings.block_size for core in mhla_cores(model)), default=1)
+    return max((core.settings.block_size for core in find_mhla_cores(model)), default=1)
 
 
-def mhla_cores(model: nn.Module) -> list[Any]:
+def find_mhla_cores(model: nn.Module) -> list[Any]:
     """Return the causal MHLA cores of a model."""
     return [module for module in model.modules() if isinstance(module, (MHLA, DecayMHLA))]
 
@@ -111,7 +111,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
         ValueError: The model is called with a cache, or has one of these: a layer that is neither MHLA nor softmax;
             `window_dropout`; a RoPE type that depends on the sequence length; a load-balancing loss of experts.
     """
-    cores: list[Any] = mhla_cores(model)
+    cores: list[Any] = find_mhla_cores(model)
     attentions: dict[int, Any] = softmax_attentions(model)
     _check_model(model, cores, len(attentions))
     softmax_layers = [attention for attention in attentions.values() if not hasattr(attention, "mhla")]
@@ -119,10 +119,10 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
     hooks = [core.register_forward_pre_hook(refuse_cache, with_kwargs=True) for core in cores]
     try:
         for core in cores:
-            core.attend = sharded_attend(core, group)
+            core.attend = make_sharded_attend(core, group)
         for layer in softmax_layers:
             set_attention_function(layer.config, GATHERED)
-            layer.mhla_shards = block_size(model), group
+            layer.mhla_shards = get_block_size(model), group
         yield
     finally:
         for hook in hooks:
@@ -168,7 +168,7 @@ def refuse_cache(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError("use_cache: got a cache with a share of a sequence, expected False.")
 
 
-def sharded_attend(core: Any, group: Any) -> Callable[..., torch.Tensor]:
+def make_sharded_attend(core: Any, group: Any) -> Callable[..., torch.Tensor]:
     """Return a function to replace `core.attend`, which computes the outputs of this process's shard of the sequences.
 
     All processes of `group` must call it.

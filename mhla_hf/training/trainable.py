@@ -161,7 +161,7 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
         parameter.requires_grad_(_is_trained(name, attentions, stage, allowed.get(parameter, True)))
 
 
-def parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
+def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups for the parameters that require gradients.
 
     Parameters under `.mhla.` have the peak learning rate `stage.lr_mhla` and no weight decay. The others have `stage.lr`,

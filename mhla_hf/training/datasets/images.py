@@ -158,7 +158,7 @@ def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) ->
     return processor(images=images, return_tensors="pt", **changes)["pixel_values"].float()
 
 
-def output_size(processor: Any, channels: int) -> tuple[int, int]:
+def find_output_size(processor: Any, channels: int) -> tuple[int, int]:
     """Return the height and width of an image processor's output.
 
     Raises:
@@ -271,7 +271,7 @@ class ImageReader(Reader):
         self.processor = processor
         self.channels = channels
         self.num_classes = num_classes
-        self.size = output_size(processor, channels)
+        self.size = find_output_size(processor, channels)
         self.pool = ThreadPoolExecutor(NUM_THREADS)
         self.next_samples: Iterator[Sample] | None = None  # samples of the next batch, which the pool is computing
 
@@ -306,7 +306,7 @@ class ImageReader(Reader):
         image = self.images.image(index, self.channels)
         changes: dict[str, Any] = {}
         if stage.crop < 1:
-            box = _scale_box(random_box(random, stage.crop), *image.size)
+            box = _scale_box(draw_random_box(random, stage.crop), *image.size)
             image = image.resize(self.size[::-1], self.processor.resample, box=box)
             changes = {"do_resize": False, "do_center_crop": False}
         pixels = preprocess(self.processor, [image], **changes)[0]
@@ -315,7 +315,7 @@ class ImageReader(Reader):
         if stage.shift:
             pixels = pixels.roll(tuple(random.integers(-stage.shift, stage.shift + 1, 2).tolist()), (1, 2))
         if stage.erase and random.random() < stage.erase:
-            box = _scale_box(random_box(random, *ERASED_AREA), *self.size[::-1])
+            box = _scale_box(draw_random_box(random, *ERASED_AREA), *self.size[::-1])
             left, top, right, bottom = map(round, box)
             erased = pixels[:, top:bottom, left:right]
             erased.copy_(torch.from_numpy(random.standard_normal(erased.shape)))
@@ -368,7 +368,7 @@ def _stack(samples: Iterable[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(pixels), torch.stack(targets)
 
 
-def random_box(random: numpy.random.Generator, min_area: float, max_area: float = 1.0) -> Box:
+def draw_random_box(random: numpy.random.Generator, min_area: float, max_area: float = 1.0) -> Box:
     """Return a random box with an aspect ratio between 3/4 and 4/3; each side is at most that of the image.
 
     Args:

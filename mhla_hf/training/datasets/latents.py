@@ -353,7 +353,7 @@ def _open_folder(path: Path, name: str) -> Latents:
     return Latents(ConcatDataset(datasets), name, identify_files(files))
 
 
-def prompt_lines(path: Path) -> list[str]:
+def read_prompt_lines(path: Path) -> list[str]:
     """Return the lines of a text file that are not empty."""
     return [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
 
@@ -368,7 +368,7 @@ def read_prompts(data: Any) -> list[str] | None:
         path = check_data_path(data)
         if not path.is_file():
             raise ValueError(f"data: got {str(data)!r}, which does not exist, expected a file of prompts.")
-        data = prompt_lines(path)
+        data = read_prompt_lines(path)
     if not isinstance(data, (list, tuple)):
         return None
     if not data or any(not isinstance(prompt, str) for prompt in data):

@@ -10,7 +10,7 @@ from transformers import ViTImageProcessorPil
 
 from ...data import Reader
 from ...models.grid_attention import pass_grid
-from ..datasets.images import ImageReader, LabeledImages, open_images, output_size, top1_accuracy
+from ..datasets.images import ImageReader, LabeledImages, find_output_size, open_images, top1_accuracy
 from ..recipe import ImageStage
 from .base import LossAndLogs, Objective, Task, relative_error
 
@@ -122,7 +122,7 @@ class ImageTask(Task[ImageStage]):
             raise ValueError(f"processor: got None for {type(self.student).__name__}, expected its image processor.")
         self.processor = self.preprocessor or ViTImageProcessorPil.from_dict(config.preprocessing())
         self.channels = getattr(config, "num_channels", 3)
-        output_size(self.processor, self.channels)
+        find_output_size(self.processor, self.channels)
 
     def _check_classifier(self, argument: str, model: Any) -> None:
         """Raise ValueError unless a model is an image classifier."""

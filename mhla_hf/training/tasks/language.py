@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ...data import Reader, max_positions, open_text
-from ..output_head import OutputHead, find_head, run_body, sum_in_chunks
+from ..output_head import OutputHead, find_head, run_without_head, sum_in_chunks
 from ..recipe import Stage
 from ..teach import RECORD, TaughtText, most_likely_tokens
 from .base import LossAndLogs, Objective, Task
@@ -117,7 +117,7 @@ def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, t
         [B, L, vocab].
     """
     if head is not None:
-        return run_body(model, head, ids)
+        return run_without_head(model, head, ids)
     output = model(input_ids=ids, use_cache=False)
     return output, output.logits
 
