@@ -372,7 +372,7 @@ def time_call(function: Callable[[], Any], device: Device) -> float:
 
 
 def render_bench(record: Mapping[str, Any]) -> str:
-    """Render what `run_bench` returns as Markdown, with the fastest implementation of each kind and MHLA's speedup."""
+    """Render the result of `run_bench` as Markdown, with the fastest implementation of each kind and MHLA's speedup."""
     largest_error = max((error for row in record["rows"] for error in row["error"].values()), default=0.0)
     versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if name in ("torch", "triton"))
     lines = [

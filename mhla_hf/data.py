@@ -30,7 +30,7 @@ TokensAndLabels = tuple[list[int], list[int]]  # flat lists of equal length
 
 
 class Reader:
-    """Base class of readers, which return the batches of one training stage.
+    """Base class of objects that read the batches of one training stage.
 
     Args:
         key: (seed, stage), which seeds all random choices.
@@ -148,7 +148,7 @@ class TokenRing:
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
     def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
-        """Return a reader of sequences of `length` tokens for one stage, which starts from `state` if it is given.
+        """Return a reader of sequences of `length` tokens for one stage. It starts from `state` if it is given.
 
         Raise ValueError if there are fewer than `length` tokens.
         """
@@ -168,7 +168,7 @@ class _RingReader(Reader):
         self.order = numpy.zeros(0, dtype=int)
 
     def take(self, count: int) -> Batch:
-        """Return the next `count` sequences as ids and labels, which are equal."""
+        """Return the ids and labels of the next `count` sequences; both are the same tensor."""
         per_epoch = len(self.tokens) // self.length
         starts = []
         for sample in range(self.next, self.next + count):
@@ -340,6 +340,9 @@ def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -
         *builder: Positional arguments of `load_dataset` for local files.
         split: Name of the split.
         **options: Further arguments of `load_dataset`.
+
+    Returns:
+        The split, a `Dataset` or, with `streaming=True`, an `IterableDataset`.
 
     Raises:
         ValueError: `name` can only be a path and does not exist, or the dataset cannot be loaded.

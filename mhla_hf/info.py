@@ -65,7 +65,7 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
 
 
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `SHOWN_SETTINGS` that are not off and apply to the kind of attention."""
+    """Return the `SHOWN_SETTINGS` that are not off and apply to the kind of attention, by name."""
     unused: set[str] = set()
     if settings.get("layout"):
         unused.update(("block_size", "num_blocks"))
@@ -91,7 +91,7 @@ def count_weights(folder: Path) -> tuple[int, int]:
 
 
 def render_info(record: Mapping[str, Any]) -> str:
-    """Render what `describe_model` returns as about ten lines of text."""
+    """Render the result of `describe_model` as about ten lines of text."""
     layers = ", ".join(map(str, record["mhla_layers"]))
     form = ", ".join(f"{name} {value}" for name, value in record["form"].items())
     weights = f"{record['parameters']:,} parameters, {record['bytes'] / MIB:,.1f} MiB"

@@ -127,7 +127,7 @@ def check_tflops(tflops: float | None) -> None:
 
 
 def model_without_weights(config: Any) -> Any:
-    """Build the causal language model of a configuration on the meta device.
+    """Return the causal language model of a configuration, in eval mode on the meta device.
 
     Raises:
         NotConvertible, ValueError: The model is not a softmax language model that can be converted.
@@ -301,7 +301,7 @@ def make_random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch
 
 
 def make_softmax_attention(core: Any) -> Callable[..., Any]:
-    """Return a function of q, k and v that computes softmax attention as transformers does, with as many heads as `core`."""
+    """Return a function of q, k and v that calls transformers' softmax attention for the numbers of heads of `core`."""
     module = SimpleNamespace(num_key_value_groups=core.num_heads // core.num_kv_heads)
     return lambda q, k, v: sdpa_attention_forward(module, q, k, v, None)
 

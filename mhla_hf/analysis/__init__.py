@@ -91,7 +91,7 @@ def analyze(
 
 
 def render_analysis(record: Mapping[str, Any]) -> str:
-    """Render what `analyze` returns as a table for a terminal, with one line per layer and model."""
+    """Render the result of `analyze` as a table for a terminal, with one line per layer and model."""
     header = ["model", "layer", "kind", "rank", "of", "effective", "entropy", "of", "far"]
     layers = [(label, layer) for label, model in record["models"].items() for layer in model["layers"]]
     rows = []

@@ -155,9 +155,10 @@ def layer_bytes(model: Any, ids: torch.Tensor, sizes: int | list[int], layers: I
 
 
 def recall_gain(model: Any, ids: torch.Tensor, distance: int, rows: int) -> float:
-    """Measure how much likelier a passage becomes when it is repeated.
+    """Measure by how much the log-likelihood of a passage rises when it is repeated.
 
-    The passage consists of random tokens, which can be predicted only from its first copy. Between the two copies is text.
+    The passage consists of random tokens, so the second copy can be predicted only from the first one. There is text
+    between the two copies.
 
     Args:
         model: A causal language model.

@@ -43,9 +43,9 @@ def pick_evenly(items: Iterable[Any]) -> list[Any]:
 
 
 def plot_maps(path: PathLike, models: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Plot the attention weights of layers, and below them those of the grid's middle token (figure 3a).
+    """Plot the attention weights of up to `MAX_LAYERS` layers per model (figure 3a).
 
-    Each map has its own color scale.
+    If the tokens form a grid, the weights of the middle token are drawn as a map below. Each matrix has its own color scale.
 
     Args:
         path: PNG file to write.

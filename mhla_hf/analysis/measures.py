@@ -22,17 +22,20 @@ Calls = dict[str, list[Attention]]  # layer -> its recorded calls
 
 
 def count_rank(values: torch.Tensor, tolerance: float) -> int:
-    """Return the number of singular values above `tolerance` times the first, which is the largest."""
+    """Return the number of singular values above `tolerance` times the largest; `values` [N] are in descending order."""
     return int((values > tolerance * values[0]).sum()) if values[0] > 0 else 0
 
 
 def effective_rank(values: torch.Tensor) -> float:
-    """Return the effective rank, exp of the entropy of the normalized singular values (Roy and Vetterli 2007)."""
+    """Return the effective rank (Roy and Vetterli 2007): exp of the entropy of the normalized singular values [N]."""
     return row_entropy(values).exp().item() if values[0] > 0 else 0.0
 
 
 def row_entropy(rows: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of each row [..., S] in nats, with |weights| normalized to sum 1; NaN for a row of zeros."""
+    """Return the entropy [...] in nats of rows of S weights, [..., S]; a row of zeros gives NaN.
+
+    The absolute weights of a row are divided by their sum first.
+    """
     weight = rows.abs()
     share = weight / weight.sum(-1, keepdim=True)
     return -torch.special.xlogy(share, share).sum(-1)

@@ -211,7 +211,7 @@ def _read_module(package: Path, name: str) -> _Module:
 
 
 def _find_names(source: str) -> tuple[set[str], set[str]]:
-    """Return the module-level names that a statement binds, and those that it uses in any of its scopes."""
+    """Return two sets: the module-level names that a statement binds, and the names that it uses in any of its scopes."""
     top = symtable.symtable(source, "", "exec")
     tables = [top]
     for table in tables:  # grows while iterating, until all nested scopes are in it

@@ -168,7 +168,7 @@ def atomic_folder(target: PathLike, replace: bool = False, parent: PathLike | No
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe YAML loader that reads `1e-3` as a number, as YAML 1.2 does and YAML 1.1 does not."""
+    """A safe YAML loader that reads `1e-3` as a number, following YAML 1.2 instead of 1.1."""
 
 
 _Loader.add_implicit_resolver(
@@ -196,7 +196,15 @@ def read_yaml(path: PathLike, label: str) -> Any: ...
 @overload
 def read_yaml(path: PathLike, label: str, cls: type[T]) -> T: ...
 def read_yaml(path: PathLike, label: str, cls: type[T] | None = None) -> Any:
-    """Read a YAML file, as the checked dataclass `cls` if one is given.
+    """Read a YAML file.
+
+    Args:
+        path: The file.
+        label: Beginning of error messages.
+        cls: A dataclass decorated with `checked`, or None.
+
+    Returns:
+        The content of the file, as a `cls` if it is given.
 
     Raises:
         ValueError: The file is not YAML or does not fit `cls`; the message begins with `label` and the path.
@@ -227,7 +235,7 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
 
 
 def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
-    """Return whether `folder` holds earlier work with the same identity, which can be resumed.
+    """Return whether `folder` contains earlier work with the same identity, so that it can be resumed.
 
     Args:
         folder: An output folder.

@@ -143,7 +143,7 @@ def load_tokenizer(name: PathLike, *, revision: str | None = None, trust_remote_
 
 
 def _read_tokenizer(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
-    """Load a tokenizer. Unless `trust_remote_code`, remove its references to code, which would be saved with it.
+    """Load a tokenizer. Unless `trust_remote_code`, remove its references to code, so that they are not saved again.
 
     Raise ValueError if a folder has no tokenizer.
     """
@@ -171,7 +171,7 @@ def has_tokenizer(name: PathLike) -> bool:
 
 
 def _read_image_processor(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
-    """Load an image processor. Unless `trust_remote_code`, remove its references to code, which would be saved with it."""
+    """Load an image processor. Unless `trust_remote_code`, remove its references to code; see `_read_tokenizer`."""
     processor = AutoImageProcessor.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
     if not trust_remote_code:
         strip_code_references(processor)
@@ -179,7 +179,7 @@ def _read_image_processor(name: PathLike, *, trust_remote_code: bool, **hub_opti
 
 
 def strip_code_references(component: Any) -> list[str]:
-    """Remove, in place, what may refer to code when a tokenizer, image processor or configuration is saved.
+    """Remove, in place, the attributes of a tokenizer, image processor or configuration that may refer to code.
 
     For a tokenizer this is `auto_map`. For an image processor or configuration it is every public attribute that its class
     does not declare, except numbers and `KEPT_ATTRIBUTES`. Any other object is left alone.
@@ -280,9 +280,9 @@ def _load(
 
 
 def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
-    """Build a model on the CPU with initialized buffers and uninitialized parameters, which is fast.
+    """Build a model on the CPU with initialized buffers and uninitialized parameters, without reading any weights.
 
-    If `dtype` is None, it is that of the configuration. `options` are those of `from_pretrained`.
+    Without a `dtype`, the configuration selects it. `options` are keyword arguments of `from_pretrained`.
     """
     from accelerate import init_empty_weights
 

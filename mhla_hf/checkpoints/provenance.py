@@ -74,7 +74,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def describe_run(command: str | None, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the hardware, software and time of a measurement, which every record of one contains.
+    """Describe the hardware, software and time of a measurement, for its record.
 
     Args:
         command: The shell command that repeats the measurement, or None.

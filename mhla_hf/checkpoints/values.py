@@ -78,6 +78,9 @@ def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
         values: Field -> value, typically read from YAML or JSON.
         prefix: Beginning of error messages, such as `"recipe 'x': "`.
 
+    Returns:
+        The `cls`.
+
     Raises:
         ValueError: `values` is not a dict, a field is unknown or missing, or a value is not valid.
     """

@@ -85,7 +85,7 @@ def find_extractor(
 
 
 def load_inception(weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
-    """Load FID's Inception from torch-fidelity, for images of any size.
+    """Return an `Extractor` with FID's Inception from torch-fidelity, for images of any size.
 
     For B images, its outputs are "features", [B, 2048], "logits" without bias, [B, 1008], and "spatial", [B, 2023]. The
     spatial features are those of ADM's evaluator, in the same order, so that they match the moments in ADM's reference
@@ -217,7 +217,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, features: torch.Tensor) -> "Moments":
-        """Compute the moments of features [N, D]; raise ValueError for fewer than two rows."""
+        """Return the moments of features [N, D]. Raise ValueError for fewer than two rows."""
         if features.ndim != 2 or features.shape[0] < 2:
             raise ValueError(f"features: got shape {tuple(features.shape)}, expected [N, D] with N of at least 2.")
         features = features.double()

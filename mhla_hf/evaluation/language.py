@@ -140,7 +140,11 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
 
 
 def _load_requested_tasks(protocol: LanguageProtocol, subject: Subject, args: Any) -> list[Requested]:
-    """Load the requested tasks; the lengths of generated ones are counted with the tokenizer of `subject`."""
+    """Return the requested tasks; see `load_tasks`.
+
+    If the protocol has lengths, needle tasks are generated first. Their lengths, and those of RULER, are counted with
+    `args.tokenizer` or else the tokenizer of `subject`.
+    """
     names = args.recipe.tasks
     paths = list_paths(args.include_path)
     metadata = None
@@ -247,7 +251,10 @@ def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, local: 
         manager: The task manager.
         name: A task, group or tag.
         num_fewshot: Number of examples in the prompt, except for tasks that require 0; None for the task's own number.
-        local: Names of the tasks that read files, outside of which no task is allowed; None allows all tasks.
+        local: Names of the tasks that read files, the only ones allowed; None allows all tasks.
+
+    Returns:
+        The tasks.
 
     Raises:
         ValueError: A task cannot be loaded, has no documents, or is not in `local`.

@@ -101,7 +101,7 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
 def _make_question(
     sentences: list[str], length: int, depths: Sequence[int], answer: int, rng: random.Random
 ) -> dict[str, Any]:
-    """Generate a question whose answer is the code at `depths[answer]`; the other codes are the wrong choices.
+    """Generate a question. Its answer is the code at `depths[answer]`, and the other codes are the wrong choices.
 
     The needles are inserted into the filler `sentences` in place. See `make_questions` for the result.
     """

@@ -314,7 +314,7 @@ def joined_processes() -> Iterator[Any]:
 
 
 def broadcast_scores(subject: Subject, state: Any) -> None:
-    """Replace `subject.kept` on all processes by that of the main process. All processes must call this."""
+    """Set `subject.kept` in all processes to its value in the main process. All processes must call this."""
     from accelerate.utils import broadcast_object_list
 
     subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]

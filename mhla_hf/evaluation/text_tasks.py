@@ -203,7 +203,7 @@ def find_sentences(text: str) -> list[tuple[int, int]]:
 
 
 def _context_before(text: str, end: int, tokens: int, count: Callable[[str], int]) -> str:
-    """Return as many of the last lines of `text[:end]` as fit in `tokens` tokens; the first one is complete."""
+    """Return the last lines of `text[:end]`, as many as fit in `tokens` tokens, without leading blank lines."""
     start = max(0, end - 12 * tokens)
     lines = text[start:end].splitlines(keepends=True)
     context = ""
@@ -268,7 +268,7 @@ def _flatten(ending: str) -> str:
 
 
 def _insert_line_breaks(ending: str, true_ending: str) -> str:
-    """Insert the line breaks and indentation of `true_ending` into `ending`, which is one line, at similar positions."""
+    """Return `ending`, a single line, with the line breaks and indentation of `true_ending` at similar positions."""
     for match in re.finditer(r"[ \t]*\n[ \t]*", true_ending):
         gaps = [
             position

@@ -93,7 +93,7 @@ class VideoProtocol:
 
 
 def compute_vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
-    """Compute VBench's totals, as its cal_final_score.py does.
+    """Compute VBench's totals by the formulas of its cal_final_score.py.
 
     Args:
         averages: Dict from each of the sixteen dimensions to its average over videos, 0 to 1.

@@ -106,7 +106,10 @@ def audit(
 def _open_subject(
     folder: PathLike, text: PathLike | None, tokens: int, device: torch.device, trust_remote_code: bool
 ) -> AuditSubject:
-    """Load everything but the weights. Raise ValueError if there is no language model or the text is too short."""
+    """Return an `AuditSubject` without the model, that is, load everything but the weights.
+
+    Raise ValueError if the folder has no language model with a tokenizer, or the text is too short.
+    """
     path = Path(folder)
     expected = "expected the folder of a causal language model"
     if not path.is_dir():
@@ -127,7 +130,7 @@ def _open_subject(
 
 
 def _load_teacher(teacher: PathLike, subject: AuditSubject) -> Any:
-    """Load the teacher on the device of the subject. Raise ValueError if it has another vocabulary."""
+    """Return the teacher, loaded on the device of the subject. Raise ValueError if it has another vocabulary."""
     trust_remote_code = subject.trust_remote_code
     vocabulary = load_tokenizer(teacher, trust_remote_code=trust_remote_code).get_vocab()
     size = load_config(teacher, trust_remote_code=trust_remote_code).get_text_config().vocab_size
@@ -181,7 +184,7 @@ def run_check(
 
 
 def render_audit(record: dict[str, Any]) -> str:
-    """Render what `audit` returns as text: a table of the checks, details, checks that do not apply, and findings."""
+    """Render the result of `audit` as text: a table of the checks, details, checks that do not apply, and findings."""
     lines = [f"{record['model']}: {record['class']}, {record['dtype'] or 'not loaded'}, {record['fingerprint']}"]
     if record["mhla"]:
         window = f", with softmax over the last {2 * record['mhla']['block_size']} tokens at most"

@@ -63,7 +63,7 @@ class NotApplicable(Exception):
 
 @dataclasses.dataclass
 class AuditSubject:
-    """The audited model, and the text it is run on.
+    """The model that an audit checks, and the text on which it runs.
 
     Attributes:
         folder: The model's folder.
@@ -121,7 +121,7 @@ class AuditSubject:
 
     @functools.cached_property
     def rounding(self) -> float:
-        """The `difference` of the logits from those of the same weights in float32, on a short text."""
+        """The `difference` between the model's logits and the float32 model's logits on a short text."""
         ids = self.text(self.short)[None]
         return difference(whole_logits(self.model, ids), whole_logits(self.exact, ids))
 
@@ -154,7 +154,7 @@ class AuditSubject:
         return self.ids[(number * 9973 + torch.arange(length)) % len(self.ids)]
 
     def watch(self, steps: Sequence[Any]) -> Iterable[Any]:
-        """Wrap the steps of a check in a progress bar, which appears if they take more than three seconds."""
+        """Return an iterable over the steps of a check that shows a progress bar after three seconds."""
         return tqdm(steps, desc="  this check", unit="step", leave=False, delay=3, disable=not self.progress)
 
     @functools.cached_property

@@ -91,7 +91,7 @@ def compare_card(path: Path, text: str) -> None:
 
 
 def read_shelf_facts(root: PathLike, name: str) -> Facts:
-    """Read the facts of the card `name` in the folder of cards `root`. Raise ValueError if a file is missing."""
+    """Return the facts of the card `name` in the folder of cards `root`. Raise ValueError if a file is missing."""
     path = Path(root, RESULTS, f"{name}.json")
     if (measured := read_json(path)) is None:
         raise ValueError(f"{path}: got no such file, expected what was measured of {name!r}.")
@@ -214,7 +214,7 @@ def _metadata_scores(facts: Facts) -> list[EvalResult]:
 
 
 def round_digits(value: float | None) -> float | None:
-    """Round to six significant digits, which is more precise than any standard error."""
+    """Return a number rounded to six significant digits, more than any standard error warrants; None stays None."""
     return None if value is None else float(f"{value:.6g}")
 
 

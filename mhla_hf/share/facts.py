@@ -186,10 +186,12 @@ def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
 
 
 def _class_name(config: dict[str, Any]) -> str:
+    """Return the class name in a configuration of diffusers or transformers; "" if it has none."""
     return config.get("_class_name") or (config.get("architectures") or [""])[0]
 
 
 def _count_layers(config: dict[str, Any]) -> int | None:
+    """Return the number of layers in a configuration or its vision configuration; None if it has none."""
     merged = {**(config.get("vision_config") or {}), **config}
     return merged.get("num_hidden_layers") or merged.get("num_layers")
 
@@ -221,7 +223,7 @@ def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True)
 
 
 def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any], Person]:
-    """Return the measurements, as `measure` does, and the author's part from a folder with a card.json.
+    """Return the result of `measure` for a folder, and the author's part from its card.json.
 
     Raise ValueError if card.json is missing or not valid. See `measure` for `weights` and for further errors.
     """
@@ -237,7 +239,14 @@ def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any],
 
 
 def make_facts(measured: dict[str, Any], person: Person) -> Facts:
-    """Combine the measurements with the author's part.
+    """Combine measurements and the author's part into the facts of a card.
+
+    Args:
+        measured: The result of `measure`.
+        person: The author's part.
+
+    Returns:
+        The facts. If `measured` has no times, they are taken from the records of the teacher and the model.
 
     Raises:
         ValueError: A score record is incomplete, or a compared model has the label of the model itself.

@@ -118,7 +118,7 @@ def send(
     folder: Path, repo_id: str, *, private: bool = False, create_pr: bool = False, tags: Sequence[str] = (),
     revision: str | None = None, message: str | None = None, token: str | bool | None = None,
 ) -> Pushed:  # fmt: skip
-    """Commit all files of a checked folder to a repository, which is created if it does not exist.
+    """Commit all files of a checked folder to a repository. The repository is created if it does not exist.
 
     Weights and settings of an older model that the folder does not have are deleted in the same commit. It can be repeated
     after an interruption: nothing is created or sent twice.
@@ -182,7 +182,7 @@ def send(
 
 
 def list_files(folder: PathLike) -> list[Path]:
-    """List all files in a folder and below it, sorted."""
+    """Return all files in a folder and its subfolders, sorted."""
     return sorted(file for file in Path(folder).rglob("*") if file.is_file())
 
 

@@ -107,7 +107,7 @@ def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> No
 
 
 def get_sizes(config: Any) -> dict[str, int]:
-    """Return those of `SIZES` that a configuration has. An adapter checks them when it is loaded onto a base."""
+    """Return the `SIZES` of a configuration by name. They are compared when an adapter is loaded onto a base model."""
     return {name: size for name in SIZES if (size := getattr(config, name, None)) is not None}
 
 
@@ -177,7 +177,7 @@ def _fetch_adapter(source: str | Path, revision: str | None) -> Path:
 
 
 def _check_base(config: Any, record: dict[str, Any], source: str | Path) -> None:
-    """Raise ValueError unless a configuration is that of the adapter's base, converted or not."""
+    """Raise ValueError unless model type and sizes of a configuration, converted or not, fit the adapter's base model."""
     model_type = getattr(config, "base_model_type", config.model_type)
     if model_type != record["base_model_type"]:
         raise ValueError(

@@ -80,7 +80,7 @@ class NoiseProcess:
 
     @property
     def is_flow(self) -> bool:
-        """Whether the process is that of flow matching rather than DDPM."""
+        """Whether the process is flow matching; else it is DDPM."""
         return self.prediction == "flow_prediction"
 
     def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
@@ -131,7 +131,7 @@ def sample_latents(
     steps: int, guidance: float, generators: Sequence[torch.Generator] | None = None,
     on_step: Callable[[torch.Tensor, float], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sample clean latents from noise, as the pipeline does.
+    """Sample clean latents from noise with classifier-free guidance, in the same way as a diffusers pipeline.
 
     Args:
         transformer: A diffusers transformer.

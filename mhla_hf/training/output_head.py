@@ -30,7 +30,7 @@ class OutputHead(NamedTuple):
     cap: float | None
 
     def transform(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and soft-cap the output of the linear layer, as the model does."""
+        """Return the logits [..., vocab], scaled and soft-capped, for the output of the linear layer, of the same shape."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -161,7 +161,7 @@ class _SumInChunks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_sums: torch.Tensor) -> Any:
-        """Scale the gradients that `forward` computed."""
+        """Return the gradients that `forward` computed, multiplied by the gradient of the first sum."""
         gradients = (x if x is None else d_sums[0].to(x.dtype) * x for x in ctx.saved_tensors)
         return *gradients, None, None, None, None
 

@@ -285,6 +285,9 @@ def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = N
         changes: Values that override those of the recipe. Keys are "STAGE.FIELD", "*.FIELD" (in every stage),
             "settings.FIELD", "run.FIELD", or the name of a field of `Recipe`.
 
+    Returns:
+        The checked recipe.
+
     Raises:
         ValueError: There is no such recipe, or anything in it is not valid.
     """

@@ -169,7 +169,7 @@ class RunFolder:
             shutil.rmtree(old_state.rename(self.unfinished / old_state.name))
 
     def find_damage(self, state: Path) -> str:
-        """Compare a state with its checksums, and return a description of the first difference; "" if it is intact."""
+        """Compare a state with its checksums. Return a description of the first difference, or "" if there is none."""
         expected = (read_json(state / IDENTITY) or {}).get("files") or {}
         if not expected:
             return f"{IDENTITY} has no checksums"

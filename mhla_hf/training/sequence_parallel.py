@@ -169,9 +169,9 @@ def refuse_cache(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def make_sharded_attend(core: Any, group: Any) -> Callable[..., torch.Tensor]:
-    """Return a function to replace `core.attend`, which computes the outputs of this process's shard of the sequences.
+    """Return a function to replace `core.attend`. It computes the outputs of this process's shard of the sequences.
 
-    All processes of `group` must call it.
+    All processes of `group` must call the returned function.
     """
     if isinstance(core, DecayMHLA):
         return lambda *inputs, **padding: sharded_local_attention(*inputs, group=group, **padding)

@@ -148,7 +148,7 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
 
 
 def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
-    """Set what Accelerate reads to shard `root`: which modules are FSDP units, and where embeddings and tied weights are.
+    """Set the attributes that Accelerate reads to shard `root`: the classes of FSDP units, and methods for tied weights.
 
     Attention modules that are MHLA in the student are units of their own in both models, because the loss "transfer" calls
     them while the rest of their layer is not gathered.
@@ -193,7 +193,7 @@ class _Root(nn.Module):
 
 
 def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> nn.Module:
-    """Return a frozen copy of the teacher in eval mode, sharded over all processes, all of which must call this."""
+    """Return a frozen copy of the teacher in eval mode, sharded over all processes. All processes must call this."""
     from accelerate.utils import fsdp2_prepare_model
 
     root = _Root(_copy_model(teacher, accelerator.is_main_process, frozen=True)).eval()
@@ -209,7 +209,7 @@ def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> 
 
 
 def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:
-    """Return a copy of a model whose buffers are non-persistent, because FSDP does not shard them.
+    """Return a copy of a model to be sharded. Its buffers are non-persistent, because FSDP does not shard them.
 
     Args:
         model: The model.

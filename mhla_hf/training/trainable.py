@@ -187,9 +187,10 @@ def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[s
 
 
 def find_direct_mixings(student: nn.Module) -> list[nn.Parameter]:
-    """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative after each step.
+    """Return the trained mixing matrices of the form "direct".
 
-    All other forms are nonnegative by their parametrization, or may have any sign.
+    The loop clamps them to be nonnegative after each step. All other forms are nonnegative by their parametrization, or may
+    have any sign.
     """
     mixings: list[Any] = [module for name, module in student.named_modules() if name.endswith(".mhla.mixing")]
     return [

@@ -369,7 +369,7 @@ def _stack(samples: Iterable[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw_random_box(random: numpy.random.Generator, min_area: float, max_area: float = 1.0) -> Box:
-    """Return a random box with an aspect ratio between 3/4 and 4/3; each side is at most that of the image.
+    """Return a random box inside an image, with an aspect ratio between 3/4 and 4/3 before it is cut to the image.
 
     Args:
         random: NumPy random generator.

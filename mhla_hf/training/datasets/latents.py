@@ -37,7 +37,7 @@ Trajectory = tuple[int, list[tuple[torch.Tensor, float]], Condition]
 
 
 class ConditionEncoder(Protocol):
-    """Interface of `ClassConditions` and `TextConditions`, which collate the conditions of samples into a batch."""
+    """Interface for collating the conditions of samples into a batch; see `ClassConditions` and `TextConditions`."""
 
     def draw(self, generator: torch.Generator) -> Condition:
         """Return a random condition."""
@@ -236,7 +236,7 @@ def _collate(
 
 
 class ClassConditions:
-    """Class labels as conditions. `num_classes` is the label of an unconditional sample.
+    """Collates class labels. The label of an unconditional sample is `num_classes`.
 
     Args:
         num_classes: Number of classes.
@@ -260,7 +260,7 @@ class ClassConditions:
 
 
 class TextConditions:
-    """Texts as conditions, which the pipeline encodes per batch. An unconditional sample has the empty prompt.
+    """Encodes and collates texts. An unconditional sample has the empty prompt.
 
     Args:
         encode: Function that returns the conditions of texts, [B, ...] each, and those of the empty prompt, [1, ...].
@@ -279,7 +279,7 @@ class TextConditions:
         return self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions of a batch, and store those of the empty prompt when they are first computed.
+        """Return the conditions of a batch. The conditions of the empty prompt are stored for later batches.
 
         Args:
             samples: B texts, dicts of encoded conditions, or None for the empty prompt.
@@ -341,7 +341,7 @@ def open_latents(data: Any) -> Latents:
 
 
 def _open_folder(path: Path, name: str) -> Latents:
-    """Open a folder of safetensors files. Raise ValueError if there is none, or one cannot be read."""
+    """Open a folder of safetensors files. Raise ValueError if the folder has no such file, or one cannot be read."""
     files = sorted(path.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"data: got the folder {name!r} without latents, expected .safetensors files.")

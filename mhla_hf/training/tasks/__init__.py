@@ -27,7 +27,7 @@ def find_task(student: Any, teacher: Any, options: Mapping[str, Any]) -> Task:
 
 
 def _find_task_type(student: Any) -> type[Task]:
-    """Return the class of the task that trains `student`; `LanguageTask` for anything unknown, which then refuses it."""
+    """Return the class of the task that trains `student`. For an unknown model this is `LanguageTask`, which rejects it."""
     if is_of_diffusers(student):
         return DiffusionTask
     if getattr(student, "main_input_name", None) == "pixel_values":

@@ -38,7 +38,7 @@ class DataSource(Protocol):
 
 
 class Task(abc.ABC, Generic[StageT]):
-    """Base class of tasks, each of which implements the training of one kind of model.
+    """Base class for the training of one kind of model: its data, batches, losses and files.
 
     Args:
         student: The student passed to `distill`: a transformers model, or a transformer or pipeline of diffusers.
@@ -232,6 +232,7 @@ class Objective(nn.Module):
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return the output of a module."""
     return module(*args, **kwargs)
 
 

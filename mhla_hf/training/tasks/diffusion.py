@@ -108,7 +108,7 @@ def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 class DiffusionTask(Task[DiffusionStage]):
-    """The task of a diffusers transformer, or of a pipeline with one, which is then saved as a whole.
+    """The task of a diffusers transformer, or of a pipeline with one. A pipeline is saved as a whole.
 
     Args:
         student: A transformer or a pipeline.
@@ -310,7 +310,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> tuple[Conditions, Conditions]:
-        """Encode B texts with the pipeline, whose text encoder is moved to the student's device.
+        """Encode B texts with the pipeline. Its text encoder is moved to the student's device.
 
         Returns:
             The conditions of the texts, [B, ...] each, and those of the empty prompt, [1, ...] each.

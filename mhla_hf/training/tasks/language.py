@@ -105,7 +105,7 @@ class LanguageObjective(Objective):
 
 
 def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call MHLA attention without the mask of the teacher's attention. Sequences have no padding, so none is needed."""
+    """Return the output of MHLA attention without the teacher's mask, which it does not need, as there is no padding."""
     return attention(*args, **{**kwargs, "attention_mask": None})
 
 
