@@ -51,7 +51,7 @@ class Reader:
         return int(_permutation((*self.key, epoch), count)[position])
 
     def state(self) -> dict[str, Any]:
-        """Return the state from which a new reader can resume, as JSON-serializable values."""
+        """Return the state from which a new reader can resume, a JSON-serializable dict."""
         return {"next": self.next}
 
     def handover(self) -> dict[str, Any] | None:
@@ -400,7 +400,7 @@ def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.
 
     Args:
         ids: Token ids [B, T].
-        added_ids: The ids to add before and after, as `special_tokens` returns them.
+        added_ids: The result of `special_tokens`: the ids to add before and after each row.
 
     Returns:
         Token ids [B, T + number of added ids].

@@ -59,7 +59,7 @@ def plan(
     """Estimate the effects of a conversion on layers, parameters, cache and speed, and the cost of its distillation.
 
     Args:
-        model: Folder or Hub id, of which only config.json is read, or a transformers configuration.
+        model: Folder or Hub id, or a transformers configuration. Only config.json is read.
         context: Length of the sequences for which the model is used, in tokens.
         layers, settings: See `convert`; only `mixing_form="decay"` (the default) is supported.
         recipe: Name or YAML file of the recipe for the distillation.
@@ -477,7 +477,7 @@ def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
 
 
 def render_distillation(work: Mapping[str, Any]) -> list[str]:
-    """Render the memory, FLOPs and hours of a distillation, as `estimate_costs` returns them, as lines of text."""
+    """Render the result of `estimate_costs` as lines of text: memory, FLOPs and hours."""
     rows = []
     for stage in work["stages"]:
         sizes = [sum(stage["memory"].values()), *stage["memory"].values()]

@@ -35,7 +35,7 @@ def measure_speed(
         models: Name -> transformers model.
         lengths: Context lengths in tokens.
         decode_tokens: Number of tokens decoded after each context; the time per token is reported.
-        rounds: Number of measurements, of which the fastest counts.
+        rounds: Number of measurements of each time; the fastest is returned.
         progress: Whether to show a progress bar.
 
     Returns:

@@ -23,7 +23,7 @@ from ..ops.reference import local_reference, mhla_reference
 
 @dataclasses.dataclass
 class Attention:
-    """One call of an attention layer, from which its attention matrix can be computed.
+    """The inputs of one call of an attention layer; `matrix` computes its attention weights.
 
     B is the batch size, T and S are the numbers of queries and keys per sample, H and G those of query and KV heads, K is
     the width of a key and M the number of blocks.
@@ -47,7 +47,7 @@ class Attention:
     grid: tuple[int, ...] | None = None
 
     def matrix(self, sample: int = 0, head: int = 0) -> torch.Tensor:
-        """Return the attention weights of all queries on all keys, fp64 [T, S], by which the values are multiplied."""
+        """Return the attention weights that multiply the values, for all queries and keys of a head, fp64 [T, S]."""
         heads = self.q.shape[2]
         options = dict(self.options)
 
@@ -134,7 +134,7 @@ def record_attention(model: nn.Module) -> Iterator[list[Attention]]:
 
 
 def is_core(module: nn.Module) -> bool:
-    """Return whether a module is the core of an MHLA layer, from this package or from a checkpoint's own source."""
+    """Return whether a module is the core of an MHLA layer, defined in this package or in the source of a checkpoint."""
     return all(getattr(module, name, None) is not None for name in ("mixing", "settings", "q_map", "k_map"))
 
 

@@ -157,9 +157,16 @@ def _measure_layer(name: str, calls: list[Attention], tolerance: float | None) -
 def _measure_matrix(
     matrix: torch.Tensor, part: tuple[slice, slice], tolerance: float
 ) -> tuple[int, float, float, float]:
-    """Return rank and effective rank of `matrix[part]`, and the mean entropies of the rows of `matrix`.
+    """Measure one attention matrix.
 
-    The first entropy is that of the weights, the second that of equal weights on the tokens that each row sees.
+    Args:
+        matrix: Attention weights, fp64 [queries, keys].
+        part: Slices of rows and columns to compute the ranks from.
+        tolerance: See `count_rank`.
+
+    Returns:
+        Rank, effective rank, mean entropy of the rows in nats, and mean entropy of rows with equal weights on all tokens
+        that the row sees. Rows of zeros are left out of the means.
     """
     values = torch.linalg.svdvals(matrix[part])
     nonzero_rows = matrix[(matrix != 0).any(-1)]
@@ -232,7 +239,7 @@ def _rounded_rows(matrix: torch.Tensor) -> list[list[float]]:
 
 
 def _mixing_matrix(mixing: Any) -> torch.Tensor:
-    """Return the matrix of a mixing module, fp32 [M, M] for M blocks, averaged over heads; decays get 32 blocks."""
+    """Return the matrix of a mixing module, averaged over heads, fp32 [M, M] for M blocks; M is 32 for decays."""
     if hasattr(mixing, "num_decays"):
         matrix = mixing()[0].matrix(32)
     else:

@@ -220,7 +220,7 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if there is no such file.
 
     Raises:
-        ValueError: The file holds anything but a JSON object.
+        ValueError: The content of the file is not a JSON object.
     """
     path = Path(path)
     if not path.is_file():

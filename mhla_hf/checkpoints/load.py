@@ -104,7 +104,7 @@ def register_model_type(source: PathLike, **hub_options: Any) -> None:
 
 @contextlib.contextmanager
 def require_extra(feature: str, library: str, extra: str) -> Iterator[None]:
-    """Context manager that turns an ImportError into one that says which extra of mhla_hf to install."""
+    """Context manager that turns an ImportError into one whose message names the extra of mhla_hf to install."""
     try:
         yield
     except ImportError as error:
@@ -112,7 +112,7 @@ def require_extra(feature: str, library: str, extra: str) -> Iterator[None]:
 
 
 def is_pipeline(name: PathLike, revision: str | None = None) -> bool:
-    """Return whether a folder or Hub id holds a diffusers pipeline; False if the request to the Hub fails."""
+    """Return whether a folder or Hub id is a diffusers pipeline; False if the request to the Hub fails."""
     if os.path.lexists(name) or not HUB_ID.fullmatch(str(name)):
         return (Path(name) / PIPELINE_INDEX).is_file()
     try:
@@ -416,8 +416,8 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
 def read_stored_dtype(folder: PathLike) -> str:
     """Return the name of the dtype that `dtype="auto"` selects for a folder, such as "bfloat16".
 
-    It is the dtype in config.json or, if there is none, that of the first weight. Raise ValueError if the weights cannot be
-    read.
+    It is the dtype in config.json or, if there is none, the dtype of the first weight. Raise ValueError if the weights
+    cannot be read.
     """
     config = read_json(Path(folder, "config.json")) or {}
     if not (dtype := config.get("dtype") or config.get("torch_dtype")):

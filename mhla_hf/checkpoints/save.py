@@ -163,7 +163,7 @@ def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
 
 
 def holds_saved_model(folder: Path) -> bool:
-    """Return whether `folder` holds a model that this package saved, or a pipeline with one."""
+    """Return whether `folder` contains a model that this package saved, or a pipeline with one."""
     is_pipeline = (folder / PIPELINE_INDEX).is_file()
     sources = folder.glob("*/modeling_mhla*.py" if is_pipeline else "modeling_mhla*.py")
     return any((source.parent / "config.json").is_file() for source in sources)
@@ -179,7 +179,7 @@ def save_model(
         folder: Folder to save to; see `check_new_folder`.
         processor: The model's tokenizer or image processor.
         overwrite: Whether to replace a model that this package saved.
-        files: Further files to save, as `read_sentence_files` returns them.
+        files: Further files to save; see `write_files`.
 
     Returns:
         The absolute path of the folder.

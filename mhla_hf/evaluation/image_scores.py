@@ -92,7 +92,7 @@ def load_inception(weights: str | Path | None = None, device: torch.device | str
     files.
 
     Args:
-        weights: Local file; None to let torch-fidelity download it once.
+        weights: Local file; None means the file that torch-fidelity downloads once.
         device: Device on which the network runs.
 
     Raises:
@@ -266,9 +266,9 @@ def precision_recall(
 ) -> tuple[float, float]:
     """Compute precision and recall of generated images (arXiv 1904.06991).
 
-    A point covers another one that is at most as far away as the k-th nearest neighbor of the first in its own set.
-    Precision is the fraction of samples that some reference covers. Recall is the fraction of references that some sample
-    covers.
+    The radius of a point is its distance to the k-th nearest neighbor in the same set. Precision is the fraction of samples
+    within the radius of at least one reference, and recall the fraction of references within the radius of at least one
+    sample.
 
     Args:
         sample: Features of N samples, [N, D].
@@ -287,7 +287,7 @@ def precision_recall(
         raise ValueError(f"features: got {counts}, expected at least {neighbors + 1} of each.")
 
     def covered(points: torch.Tensor, centers: torch.Tensor) -> float:
-        """Return the fraction of points that are covered by some center."""
+        """Return the fraction of points within the radius of at least one center."""
         radii = torch.cat([torch.cdist(rows, centers).kthvalue(neighbors + 1).values for rows in centers.split(chunk)])
         is_covered = [(torch.cdist(rows, centers) <= radii).any(1) for rows in points.split(chunk)]
         return torch.cat(is_covered).double().mean().item()

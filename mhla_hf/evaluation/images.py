@@ -59,7 +59,7 @@ class ImageProtocol:
     Args:
         name: Name of the task in tables.
         images: Number of images.
-        classes: Number of classes, from which labels are drawn; not together with `prompts`.
+        classes: Number of classes. Labels are drawn at random. Not together with `prompts`.
         prompts: File with one prompt per line. They are used in order, starting over if there are more images.
         sampling: Further arguments of the pipeline.
         reference: ADM's .npz file (arr_0; mu, sigma, mu_s, sigma_s), or a folder of images of one size.

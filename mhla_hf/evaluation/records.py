@@ -384,8 +384,8 @@ def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | N
         columns: Dict from "softmax" and "mhla" to the records of that model.
 
     Returns:
-        A dict with "rows", as `measure_speed` returns them, "hardware", "versions", "seed" and "command"; None if the two
-        models were not timed together.
+        A dict with "rows" (see the result of `measure_speed`), "hardware", "versions", "seed" and "command"; None if the
+        two models were not timed together.
     """
     tables: dict[str, Any] = {}  # by task_hash, which is equal for models that were timed together
     for attention, records in columns.items():

@@ -206,14 +206,14 @@ def find_subjects(models: object, args: Any, pipeline: bool = False) -> list[Sub
 def name_models(models: Any) -> dict[str, Any]:
     """Return a dict from name to model.
 
-    The name of a folder is its last component, or its last two if others have the same. The name of a Hub id is the id, and
-    that of a loaded model is its class name.
+    A folder is named after its last component, or after the last two if several folders have the same last one. A Hub id is
+    its own name, and a loaded model is named after its class.
 
     Args:
         models: A folder, Hub id or object; a list of them; or a dict from names to them.
 
     Raises:
-        ValueError: There is no model, or two have the same name.
+        ValueError: There is no model, or two models have the same name.
     """
     if not isinstance(models, dict):
         model_list = models if isinstance(models, (list, tuple)) else [models]
@@ -336,9 +336,9 @@ class Sample:
 
 
 def seed_of_sample(seed: int, index: int) -> int:
-    """Return the seed of sample `index` in a run with `seed`.
+    """Return the seed of sample `index` in a run with `seed`, an integer below 2**63.
 
-    It is below 2**63, and no other pair of a seed below 2**31 and an index below 2**32 has the same.
+    It is different for every pair of a seed below 2**31 and an index below 2**32.
     """
     return (seed % 2**31) * 2**32 + index
 

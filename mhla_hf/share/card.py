@@ -149,7 +149,7 @@ def render_plain_card(folder: PathLike, name: str, base_model: str | None, terms
     Args:
         folder: The model's folder.
         name, base_model: See `Person`.
-        terms: The license, as `find_license` returns it.
+        terms: The result of `find_license`.
     """
     return render_card(Facts(*facts_module.read_model(folder), Person(name, base_model, **terms)))
 

@@ -60,7 +60,7 @@ class Person:
     Attributes:
         name: Hub id or plain name of the model, for the title of the card and the code that loads it.
         base_model: Hub id of the softmax original; None if it is not published or there is none.
-        license, license_name, license_link: As in the Hub's metadata.
+        license, license_name, license_link: The license, in the terms of the Hub's metadata.
         datasets: Hub ids of the training data.
         language: Language codes.
         about: Text below the title.
@@ -263,7 +263,7 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
     """Return the score records in a model's folder, as dicts.
 
     Raises:
-        ValueError: There are none, or `weights` is true and a score was measured with other weights than the folder's.
+        ValueError: There are no scores, or `weights` is true and a score was measured with other weights.
     """
     records = Results.read(folder)
     if not records:
@@ -288,7 +288,7 @@ def section_of(record: Result) -> str:
 
 
 def list_unmeasured(records: Iterable[Result]) -> list[str]:
-    """Return a list with "recall" and "generation", without those for which there is a score on a whole task."""
+    """Return which of "recall" and "generation" have no score on a whole task."""
     measured = {section_of(record).lower() for record in records if record.value is not None and record.limit is None}
     return [name for name in ("recall", "generation") if name not in measured]
 
@@ -300,14 +300,14 @@ def find_license(
     license_name: str | None = None,
     license_link: str | None = None,
 ) -> dict[str, str | None]:
-    """Return the license of the weights: that of the base model's card or, if the card states none, the user's.
+    """Return the license in the card of the base model or, if the card states none, the license that the user passed.
 
     A card that cannot be read counts as one that states none.
 
     Args:
         base_model: Hub id of the base model.
         teacher: Local folder of the base model, whose README.md takes precedence.
-        license, license_name, license_link: The license that the user passed, in the Hub's terms.
+        license, license_name, license_link: The user's license, in the terms of the Hub's metadata.
 
     Returns:
         A dict with "license", "license_name" and "license_link".

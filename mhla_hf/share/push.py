@@ -59,8 +59,8 @@ def push(
     """Check a model and upload it to the Hub in one commit.
 
     Args:
-        what: Folder of a saved MHLA model or of a pipeline with one, of which only the model's own files are sent; or the
-            model or pipeline itself.
+        what: Folder of a saved MHLA model or of a pipeline with one; or the model or pipeline itself. Of a folder, only the
+            files of the model are sent.
         repo_id: "user/name"; created if it does not exist.
         private: Whether to create a private repository. An existing one must already be private.
         create_pr: Whether to open a pull request instead of committing. The repository must exist.
@@ -204,7 +204,7 @@ def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str 
 def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:
     """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`.
 
-    Raise TypeError if `what` is none of these, and ValueError for a tokenizer with a folder.
+    Raise TypeError if `what` is neither, and ValueError if there is a tokenizer but `what` is a folder.
     """
     if isinstance(what, str | Path):
         if tokenizer is not None:

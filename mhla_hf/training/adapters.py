@@ -73,8 +73,8 @@ def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> No
     """Save a conversion without its base: the settings, the MHLA modules, and LoRA if the model has it.
 
     Args:
-        model: A converted language model, whose MHLA modules are saved; or the `PeftModel` that
-            `get_peft_model(model, adapter_config(model))` returned, whose active adapters are saved.
+        model: A converted language model, or the result of `get_peft_model(model, adapter_config(model))`. The MHLA modules
+            of the former, or the active adapters of the latter, are saved.
         folder: Where to write the files of a PEFT adapter and mhla.json.
 
     Raises:
@@ -119,7 +119,7 @@ def load_adapter(
 
     Args:
         model: A softmax language model, which is converted in place; a model that was converted with the same settings; or a
-            `PeftModel` of one, which gets one more adapter.
+            `PeftModel` of one, to which the adapter is added.
         source: Folder or Hub id of an adapter that `save_adapter` wrote.
         adapter_name: Name of the adapter in PEFT.
         revision: Branch, tag or commit on the Hub.

@@ -17,7 +17,7 @@ Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, [B, 
 
 
 def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Return what a diffusion transformer was trained to predict: the velocity, the noise or the clean sample.
+    """Return the prediction of a diffusion transformer: the velocity, the noise or the clean sample.
 
     B is the batch size; the latents of a sample have C channels, h rows, w columns and, for video, F frames.
 
@@ -48,7 +48,7 @@ def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditio
 
 
 class NoiseProcess:
-    """The noise process of a scheduler: how clean latents become noisy, and what the transformer predicts from them.
+    """The noise process of a scheduler. It adds noise to clean latents, and computes the target of the transformer.
 
     In flow matching, with s = time / 1,000: x_t = (1 - s) x_0 + s noise, and the prediction is the velocity noise - x_0. In
     DDPM: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction is the noise, the sample or the velocity, by the

@@ -1,4 +1,4 @@
-"""Separate the output head of a causal language model from its body, so that a loss never needs all logits of a batch.
+"""Separate the output head of a causal language model from its other layers, to compute a loss in chunks of tokens.
 
 The logits of a batch are often the largest tensor of a training step. Where the head is a linear layer, the loss and its
 gradients are computed here chunk by chunk from the hidden states, and only the logits of one chunk exist at a time.
@@ -20,7 +20,7 @@ ChunkLoss = Callable[..., torch.Tensor]
 
 
 class OutputHead(NamedTuple):
-    """A linear output head whose logits may be scaled and soft-capped.
+    """A linear output head with an optional scale and soft cap of its logits.
 
     The logits of hidden states x are cap * tanh(scale * layer(x) / cap), or scale * layer(x) without a cap.
     """

@@ -88,8 +88,8 @@ class Stage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
-              from the teacher's hidden states;
+            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
+              original, both computed from the teacher's hidden states;
             - "logits": KL divergence from the teacher's next-token distribution, plus `ce_weight` times cross-entropy;
             - "stored": the loss "logits", computed from the teacher's most likely tokens that `mhla-hf teach` stored; it
               needs no teacher;
@@ -124,8 +124,8 @@ class DiffusionStage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": L1 error of each MHLA layer's attention output against the softmax original's, both computed from
-              the teacher's hidden states;
+            - "transfer": relative L1 error between the attention outputs of each MHLA layer and of the softmax original,
+              both computed from the teacher's hidden states;
             - "prediction": squared error against the teacher's prediction (velocity, noise or clean sample), plus
               `data_weight` times the loss "denoising";
             - "denoising": the usual flow-matching or DDPM loss on data.
@@ -172,8 +172,8 @@ class ImageStage(CommonStage):
             - "labels": cross-entropy;
             - "logits": KL divergence from the teacher's class distribution, plus `ce_weight` times cross-entropy;
             - "features": relative squared error against the teacher's last hidden state;
-            - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
-              from the teacher's hidden states.
+            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
+              original, both computed from the teacher's hidden states.
         ce_weight: Weight of the cross-entropy in "logits".
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
         smoothing: Label smoothing, from 0 to 1.
@@ -212,10 +212,10 @@ class EncoderStage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
-              from the teacher's hidden states;
-            - "embeddings": sum of three cosine distances from the teacher's last hidden states: that of the tokens,
-              averaged; that of the first token; and that of the mean over tokens.
+            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
+              original, both computed from the teacher's hidden states;
+            - "embeddings": sum of three cosine distances between the last hidden states of student and teacher: the average
+              over tokens, the distance of the first token, and the distance of the means over tokens.
         seq_len: Tokens per sequence, including special tokens.
     """
 

@@ -6,7 +6,7 @@ During a run, its state is in `<out>.state/`, next to the output folder:
     runs/                  files of trackers
     unfinished/            files that are being written
     lock                   locked by the process that trains
-    of_a_run_of_mhla_hf    marks the folder as that of a run; no other folder is written to or cleared
+    of_a_run_of_mhla_hf    marks the folder as one of this package; no other folder is written to or cleared
 
 In each state, `run.json` identifies the run and holds a checksum of every file. A different run cannot resume from it; the
 error names what differs. `<out>` is created by one rename when everything in it is complete.
@@ -86,8 +86,8 @@ class RunFolder:
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
         """Find the result or the newest state of an earlier call of this run, and set `self.identity`.
 
-        If training into this folder has begun earlier in this process with the same object as `student`, the hash of the
-        student in the identity is the one from that time, because training changes the weights.
+        Training changes the weights of the student. If an earlier call in this process began to train the same object into
+        this folder, the identity therefore contains the hash of the student from before that call.
 
         Args:
             identity: JSON-serializable values that make this run different from others.
@@ -234,7 +234,7 @@ class RunFolder:
 
 
 def unreadable_state(state: Path, reason: str) -> ValueError:
-    """Return the `ValueError` to raise for a state from which a run cannot resume."""
+    """Return the ValueError to raise for a saved state that cannot be read."""
     return ValueError(
         f"out: got the state {str(state)!r}, which cannot be read ({reason}), "
         "expected an intact one: delete it to resume from the state before it."

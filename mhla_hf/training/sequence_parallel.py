@@ -30,7 +30,7 @@ UNSUPPORTED_ROPE = ("dynamic", "longrope")
 
 
 def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> dict[str, Any]:
-    """Return the arguments with which this process calls `model` inside `sequence_parallel`.
+    """Return this process's share of a batch, the arguments for calling `model` inside `sequence_parallel`.
 
     All processes of the group must call this.
 

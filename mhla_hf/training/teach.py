@@ -60,11 +60,11 @@ def teach(
 ) -> dict[str, Any]:  # fmt: skip
     """Store a teacher's most likely next tokens at every position of a text.
 
-    Calling it again with the same arguments resumes it after an interruption.
+    After an interruption, calling it again with the same arguments resumes it.
 
     Args:
-        teacher: A transformers causal language model, which is switched to eval mode.
-        text: A file, folder, list of texts or token ids [N], as for `open_text`, but no stream.
+        teacher: A transformers causal language model. It is put in eval mode.
+        text: A file, a folder, a list of texts or token ids [number of tokens]; see `open_text`. Streams are not supported.
         tokenizer: A transformers tokenizer; None for token ids.
         out: Folder to create.
         seq_len: Tokens per sequence. The text is cut into sequences from its beginning; an incomplete last one is dropped.

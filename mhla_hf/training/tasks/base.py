@@ -45,7 +45,7 @@ class Task(abc.ABC, Generic[StageT]):
         teacher: The softmax original, or None.
 
     Attributes:
-        returned: The object that `distill` saves and returns: the student, or the pipeline that holds it.
+        returned: The object that `distill` saves and returns: the student, or the pipeline that contains it.
         student: The module that is trained.
         teacher: The module that computes targets, or None. The loop moves it to the device and never trains it.
     """
