@@ -196,7 +196,7 @@ class Operator:
         return [x.requires_grad_() for x in (q, k, v, mixing)], randn(*size, self.widths[1]).to(dtype)
 
     def attend(self, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: Any = None) -> Any:
-        """Return the output [B, T, H, V] of the implementation `name`. See `prepare` for the inputs."""
+        """Return the output [B, T, H, V] of the implementation `name`. See `prepare` for the inputs and the letters."""
         if name == "sdpa":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)

@@ -34,7 +34,7 @@ class Reader:
 
     Args:
         key: (seed, stage), which seeds all random choices.
-        state: The state from which to resume, as `state()` returned it.
+        state: A result of `state()` from which to resume; None starts at the beginning.
     """
 
     def __init__(self, key: Iterable[int], state: dict[str, Any] | None = None) -> None:
@@ -89,11 +89,11 @@ def open_text(
             - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), read as a stream;
             - a Dataset or IterableDataset of `datasets`, read as a stream;
             - a list of texts;
-            - token ids, integers [N].
+            - token ids, integers [number of tokens].
         tokenizer: A tokenizer, required unless the data are tokens (a tensor, or rows with `input_ids` and optionally
             `labels`). Its end-of-sequence token, if it has one, is added after every document.
         text_field: The column of a dataset that holds the text.
-        vocab_size: Size of the vocabulary, by which token ids are checked (default: they are not checked).
+        vocab_size: Size of the vocabulary. Token ids must be below it (default: they are not checked).
 
     Returns:
         A `TokenStream` for data that are read as a stream, else a `TokenRing`.
@@ -128,9 +128,12 @@ class TokenRing:
     """Tokens in memory, treated as a ring in which the first token follows the last.
 
     Args:
-        tokens: Integers [N].
-        vocab_size: Size of the vocabulary, by which token ids are checked; None for no check.
+        tokens: Token ids, integers [number of tokens].
+        vocab_size: Size of the vocabulary. Token ids must be below it; None disables the check.
         name: Name of the data in error messages.
+
+    Raises:
+        ValueError: The tokens are not integers [number of tokens], are none, or are not in the vocabulary.
     """
 
     def __init__(self, tokens: Any, vocab_size: int | None, name: str) -> None:
@@ -192,7 +195,7 @@ class TokenStream:
         dataset: A `datasets.IterableDataset` whose rows have `text_field`, or `input_ids` and optionally `labels`.
         tokenizer: A tokenizer, required for rows with text.
         text_field: The column that holds the text.
-        vocab_size: Size of the vocabulary, by which token ids are checked; None for no check.
+        vocab_size: Size of the vocabulary. Token ids must be below it; None disables the check.
         name: Name of the data in error messages.
         identity: JSON-serializable value that identifies the data.
     """
@@ -396,7 +399,7 @@ def special_tokens(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Add special tokens before and after each row of token ids.
+    """Add special tokens before and after each of B rows of T token ids.
 
     Args:
         ids: Token ids [B, T].

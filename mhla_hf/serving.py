@@ -290,7 +290,7 @@ class ContinuousBatch:
             request.num_cached = 0
 
     def decode(self, requests: list[Request]) -> None:
-        """Generate the next token of each of the given running requests."""
+        """Generate the next token of each of these running requests, in one forward pass over all slots."""
         ids, position = torch.zeros(2, self.slots, dtype=torch.int64)
         for request in requests:
             ids[request.slot] = request.tokens[-1]

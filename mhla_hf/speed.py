@@ -86,7 +86,7 @@ def _time_once(model: Any, ids: torch.Tensor, decode_tokens: int, bar: Any) -> t
 
     Args:
         model: A causal language model.
-        ids: Token ids [1, T].
+        ids: Token ids [1, number of tokens].
         decode_tokens: Number of tokens to decode.
         bar: A progress bar, which is not updated while time is measured.
 

@@ -239,7 +239,12 @@ def _to_cpu(value: Any) -> Any:
 
 
 def is_uniform(mixing: torch.Tensor, causal: bool) -> bool:
-    """Return whether each row of `mixing` [H, M, M] is constant over the blocks it sees, as in plain linear attention."""
+    """Return whether mixing is uniform, as in plain linear attention: each row is constant over the blocks that it sees.
+
+    Args:
+        mixing: Mixing matrices [H, M, M], of H heads and M blocks.
+        causal: Whether a row sees only the blocks up to its own.
+    """
     first_block = mixing[..., :1]
     is_equal = (mixing - first_block).abs() <= 1e-6 * first_block.abs()
     if causal:

@@ -61,7 +61,7 @@ def cached_logits(
         watch: Wraps the list of chunks, e.g. `tqdm`.
 
     Returns:
-        Logits, fp32 [B, N, vocabulary size].
+        Logits, fp32 [B, N, vocabulary size]; see `whole_logits`.
     """
     cache = None
     stop = 0
@@ -89,9 +89,9 @@ def has_argument(model: Any, name: str) -> bool:
 
 
 def causality_difference(model: Any, ids: torch.Tensor) -> float:
-    """Return the `difference` of the logits before the last token of ids [1, T] when that token is replaced.
+    """Return the `difference` of the logits before the last token of a text when that token is replaced.
 
-    It is 0 in a causal model. The ids must contain at least two different tokens.
+    It is 0 in a causal model. The ids [1, number of tokens] must contain at least two different tokens.
     """
     changed = ids.clone()
     changed[:, -1] = ids[0, ids[0] != ids[0, -1]][0]

@@ -22,12 +22,12 @@ Calls = dict[str, list[Attention]]  # layer -> its recorded calls
 
 
 def count_rank(values: torch.Tensor, tolerance: float) -> int:
-    """Return the number of singular values above `tolerance` times the largest; `values` [N] are in descending order."""
+    """Return the number of singular values above `tolerance` times the largest; `values` is in descending order."""
     return int((values > tolerance * values[0]).sum()) if values[0] > 0 else 0
 
 
 def effective_rank(values: torch.Tensor) -> float:
-    """Return the effective rank (Roy and Vetterli 2007): exp of the entropy of the normalized singular values [N]."""
+    """Return the effective rank (Roy and Vetterli 2007): exp of the entropy of the normalized singular values."""
     return row_entropy(values).exp().item() if values[0] > 0 else 0.0
 
 

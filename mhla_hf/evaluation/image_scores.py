@@ -271,7 +271,7 @@ def precision_recall(
     sample.
 
     Args:
-        sample: Features of N samples, [N, D].
+        sample: Features of N samples, [N, D], of width D.
         reference: Features of R references, [R, D].
         neighbors: k.
         chunk: Number of rows compared at once.

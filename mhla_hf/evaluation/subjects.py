@@ -91,7 +91,10 @@ class Subject:
         return not self.args.force and key in kept_keys
 
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
-        """Add newly measured records to the known scores and to the results file; see `Results.merge`."""
+        """Add newly measured records to the known scores and, if there is one, to the results file; see `Results.merge`.
+
+        Records in the file count as measured on this machine. Those of other weights are removed from it.
+        """
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
             self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -298,8 +301,8 @@ def shorten_path(path: Any) -> str:
 def joined_processes() -> Iterator[Any]:
     """Context manager that yields Accelerate's `PartialState`, and waits for all processes at the end.
 
-    A single process resets the state at the end. Otherwise processes that are forked later would inherit it, and each would
-    act as the only process.
+    If there is only one process, and no state existed before, the state is reset at the end. Otherwise processes that are
+    forked later would inherit it, and each would act as the only process.
     """
     from accelerate import PartialState
 

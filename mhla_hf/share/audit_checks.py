@@ -68,7 +68,7 @@ class AuditSubject:
     Attributes:
         folder: The model's folder.
         config, tokenizer: The model's configuration and tokenizer.
-        ids: Token ids of the text, [N].
+        ids: Token ids of the text, [number of tokens].
         tokens: Longest context that the user allows, in tokens.
         device: Device on which the model runs.
         trust_remote_code: Whether to run source code that this mhla_hf did not generate.
@@ -176,7 +176,7 @@ class AuditSubject:
 
 
 def mean_and_error(values: torch.Tensor) -> dict[str, float]:
-    """Return the mean and the standard error of `values` [N] as the "value" and "stderr" of a check."""
+    """Return the mean and the standard error of a vector as the "value" and "stderr" of a check."""
     return {"value": float(values.mean()), "stderr": float(values.std() / len(values) ** 0.5)}
 
 

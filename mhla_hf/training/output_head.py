@@ -48,7 +48,7 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
 
     Args:
         model: A transformers causal language model.
-        ids: Token ids, int64 [B, L]; only the first few of the first row are used.
+        ids: Token ids, int64 [B, L], of B rows of L tokens; only the first few of the first row are used.
 
     Returns:
         The head, or a string with the reason why it cannot be separated.
@@ -126,7 +126,7 @@ class _SumInChunks(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
         loss: ChunkLoss, token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute the sums of `sum_in_chunks`, [S], and the gradients of the first.
+        """Return the sums of `sum_in_chunks`, and compute the gradients of the first of them.
 
         `weight` and `bias` are those of the head; they are arguments so that autograd tracks them.
         """

@@ -148,7 +148,7 @@ class LabeledImages:
 
 
 def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) -> torch.Tensor:
-    """Apply an image processor to N PIL images, and return the pixels, fp32 [N, C, H, W].
+    """Apply an image processor to N images, and return the pixels, fp32 [N, C, H, W]; see `LabeledImages`.
 
     Args:
         processor: A transformers image processor.
@@ -172,7 +172,7 @@ def find_output_size(processor: Any, channels: int) -> tuple[int, int]:
 
 
 def open_images(data: Any, split: str = "train") -> LabeledImages:
-    """Open labeled images from a folder, a dataset or tensors.
+    """Open labeled images from a folder, a dataset or tensors. See `LabeledImages` for the letters in shapes.
 
     Args:
         data: One of
@@ -258,7 +258,7 @@ class ImageReader(Reader):
         processor: The model's image processor.
         channels: Number of channels of the model's input.
         num_classes: Number of classes of the model.
-        state: The state from which to resume, as `state()` returned it.
+        state: A result of `state()` from which to resume; None starts at the beginning.
     """
 
     def __init__(
@@ -283,7 +283,8 @@ class ImageReader(Reader):
             rows: The rows to return.
 
         Returns:
-            Pixels, fp32 [number of rows, C, H, W], and class probabilities, fp32 [number of rows, classes].
+            Pixels, fp32 [number of rows, C, H, W] (see `LabeledImages`), and class probabilities, fp32 [number of rows,
+            number of classes].
         """
         row_numbers = list(range(count))[rows]
         is_mixed = bool(self.stage.mixup or self.stage.cutmix)
@@ -331,7 +332,7 @@ class ImageReader(Reader):
         CutMix changes `pixels` in place.
 
         Args:
-            pixels, targets: Images [rows, C, H, W] and class probabilities [rows, classes].
+            pixels, targets: The results of `take_rows` before mixing.
             other_pixels, other_targets: The same of the neighbors.
 
         Returns:

@@ -43,7 +43,7 @@ class ConditionEncoder(Protocol):
         """Return a random condition."""
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions of a batch, [B, ...] each."""
+        """Return the conditions of B samples, [B, ...] each."""
 
 
 class Latents:
@@ -95,7 +95,7 @@ class LatentReader(Reader):
         process: Adds the noise.
         stage: The stage, which sets the distribution of times and the fraction of dropped conditions.
         key: (seed, number of the stage).
-        state: The state from which to resume, as `state()` returned it.
+        state: A result of `state()` from which to resume; None starts at the beginning.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class TrajectoryReader(Reader):
 
     Args:
         teacher: (transformer, scheduler).
-        shape: Shape of the latents of one sample, [C, (F,) h, w].
+        shape: Shape of the latents of one sample, [C, (F,) h, w]; see `Latents`.
         conditions: Draws and encodes the conditions of the trajectories.
         stage: The stage, which sets the sampling steps, guidance and fraction of dropped conditions.
         key: (seed, number of the stage).
-        state: The state from which to resume, as `state()` returned it.
+        state: A result of `state()` from which to resume; None starts at the beginning.
         show_bar: Whether to show a progress bar while trajectories are sampled.
     """
 
@@ -250,7 +250,7 @@ class ClassConditions:
         return {"class_labels": torch.randint(self.num_classes, (), generator=generator)}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the labels of a batch, int64 [B]. Raise ValueError for labels that the model does not have."""
+        """Return the labels of B samples, int64 [B]. Raise ValueError for labels that the model does not have."""
         labels = torch.tensor([self.num_classes if row is None else int(row["class_labels"]) for row in samples])
         if not 0 <= labels.min() <= labels.max() <= self.num_classes:
             raise ValueError(
@@ -263,7 +263,8 @@ class TextConditions:
     """Encodes and collates texts. An unconditional sample has the empty prompt.
 
     Args:
-        encode: Function that returns the conditions of texts, [B, ...] each, and those of the empty prompt, [1, ...].
+        encode: Function of B texts that returns their conditions, [B, ...] each, and the conditions of the empty prompt,
+            [1, ...] each.
         prompts: Texts for which trajectories are sampled.
     """
 

@@ -33,7 +33,7 @@ class LanguageObjective(Objective):
         Args:
             ids: Token ids, int64 [B, L].
             labels: int64 [B, L], not shifted; -100 marks tokens without a loss.
-            *stored_and_weights: With "stored", the teacher's most likely tokens, int64 [B, L, k], and their
+            *stored_and_weights: With "stored", the teacher's k most likely tokens, int64 [B, L, k], and their
                 log-probabilities [B, L, k]; then 1 / number of predicted tokens and 1 / number of sequences in the whole
                 batch.
         """
@@ -86,7 +86,7 @@ class LanguageObjective(Objective):
     def _find_heads(self, ids: torch.Tensor) -> Heads:
         """Return the output heads of student and teacher, or (None, None) if one of them cannot be separated.
 
-        The first call runs the models on a few of the token ids [B, L], logs the result and keeps it.
+        The first call runs the models on a few of the token ids, logs the result and keeps it.
         """
         if self.heads is None:
             models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
@@ -110,7 +110,7 @@ def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Run a model on token ids [B, L].
+    """Run a model on the token ids [B, L] of B sequences of L tokens.
 
     Returns:
         The model's output, and the inputs of `head`, hidden states [B, L, width], or if `head` is None the logits
@@ -136,7 +136,7 @@ def next_token_loss(
     Args:
         student: Inputs of `head`, hidden states [N, width]; without a head, the logits [N, vocab].
         targets: int64 [N]; -100 marks tokens without a loss.
-        teacher: The teacher's logits [N, vocab]; or its most likely tokens, int64 [N, k], and their log-probabilities
+        teacher: The teacher's logits [N, vocab]; or its k most likely tokens, int64 [N, k], and their log-probabilities
             [N, k], where all other tokens are merged into one; or an empty sequence, for a KL divergence of 0.
         temperature: T.
         ce_weight: Weight of the cross-entropy.
@@ -163,7 +163,7 @@ def _kl_and_cross_entropy(
     """Return T^2 * KL and the cross-entropy, two scalars, summed over the tokens with a target.
 
     Args:
-        logits: The student's logits [N, vocab].
+        logits: The student's logits for N tokens, [N, vocab].
         targets, teacher, temperature: See `next_token_loss`.
     """
     log_q = logits.float().log_softmax(-1)
