@@ -133,7 +133,7 @@ class TokenRing:
         name: Name of the data in error messages.
 
     Raises:
-        ValueError: The tokens are not integers [number of tokens], are none, or are not in the vocabulary.
+        ValueError: There is no token, or `tokens` is not a vector of integers in the vocabulary.
     """
 
     def __init__(self, tokens: Any, vocab_size: int | None, name: str) -> None:

@@ -35,7 +35,8 @@ def analyze(
         out: Folder for analysis.json, mixing.json, layers.png, maps.png and mixing-LABEL.png (default: nothing is written).
         samples: Number of sequences or images.
         length: Tokens in a sequence.
-        device: Device on which the models run (default: CUDA if there is a GPU, else the CPU).
+        device: Device on which the models run (default: CUDA if there is a GPU, else the CPU). Models and pipelines that are
+            passed as objects are moved to it and stay there.
         trust_remote_code: Whether to run source code from the models' folders.
         progress: Whether to show progress bars.
         command: The shell command that repeats the analysis, for the record.

@@ -468,8 +468,8 @@ def load_pipeline(
 def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]) -> list[str]:
     """List the weights that are missing for the transformers models of a pipeline.
 
-    If accelerate is installed, the models are built on the meta device and no weight is read. `hub_options` are those that
-    `verified_files` yields. Names begin with the component, as in "text_encoder.shared.weight".
+    If accelerate is installed, the models are built on the meta device and no weight is read. `verified_files` yields the
+    `hub_options`. Names begin with the component, as in "text_encoder.shared.weight".
     """
     index = (
         source / PIPELINE_INDEX if isinstance(source, Path) else hf_hub_download(source, PIPELINE_INDEX, **hub_options)

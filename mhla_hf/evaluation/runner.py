@@ -146,6 +146,8 @@ def evaluate(
 ) -> Comparison:  # fmt: skip
     """Evaluate models: language models on lm-eval tasks, image classifiers, image pipelines, video pipelines.
 
+    On several processes, all must call this. Scores may be missing in the results of all but the main process.
+
     Args:
         models: Folder, Hub id, or loaded model or pipeline; or a list of them, or a dict from names to them.
         tasks: Names of lm-eval tasks, groups or tags, or patterns with *; a list, or one string with commas. With a recipe,

@@ -155,7 +155,10 @@ def render_plain_card(folder: PathLike, name: str, base_model: str | None, terms
 
 
 def render_card(facts: Facts) -> str:
-    """Render README.md: the YAML metadata and the card's sections."""
+    """Return the text of README.md, the YAML metadata and the card's sections.
+
+    Raise ValueError if the configuration or the records lack something that the card shows.
+    """
     person = facts.person
     scores = _metadata_scores(facts)
     fields: dict[str, Any] = {key: getattr(person, key) or None for key in facts_module.METADATA_FIELDS}

@@ -39,7 +39,7 @@ Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the devi
 
 
 class Run:
-    """One training run, as `distill` starts it.
+    """One training run of `distill`. Sets `show_bars` and `has_weights` of the task.
 
     Args:
         accelerator: Accelerate's `Accelerator`.
@@ -461,7 +461,7 @@ class Run:
         }
 
     def _report(self, text: str) -> None:
-        """Report a message from the main process: log it if INFO is enabled, else print it to stderr."""
+        """Log a message in the main process if INFO is enabled, else print it to stderr if progress is shown."""
         if self.is_main and logger.isEnabledFor(logging.INFO):
             logger.info(text)
         elif self.reports:

@@ -251,6 +251,8 @@ def _open_table(table: Any, name: str) -> LabeledImages:
 class ImageReader(Reader):
     """Reads and augments the batches of an `ImageStage`. Every epoch reads all images in a new random order.
 
+    The images are prepared in threads, which run until `close` is called.
+
     Args:
         images: Labeled images, with the model's class numbers.
         stage: The stage, which sets the augmentation.

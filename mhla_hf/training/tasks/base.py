@@ -29,7 +29,7 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 class DataSource(Protocol):
-    """Opened training data, as `Task.open` returns it."""
+    """Interface of opened training data, the result of `Task.open`."""
 
     name: str
 
