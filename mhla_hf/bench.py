@@ -84,7 +84,7 @@ def exact_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Compute attention for some queries in fp64: MHLA or, if `mixing` is None, softmax attention.
 
-    B is the batch size, T the number of tokens, H of heads, M of blocks and N of queries; K and V are the widths of a key
+    B is the batch size; T, H, M and N are the numbers of tokens, heads, blocks and queries; K and V are the widths of a key
     and of a value.
 
     Args:

@@ -25,8 +25,8 @@ from ..ops.reference import local_reference, mhla_reference
 class Attention:
     """The inputs of one call of an attention layer; `matrix` computes its attention weights.
 
-    B is the batch size, T and S are the numbers of queries and keys per sample, H and G those of query and KV heads, K is
-    the width of a key and M the number of blocks.
+    B is the batch size; T, S, H, G and M are the numbers of queries, keys, query heads, KV heads and blocks; K is the width
+    of a key.
 
     Attributes:
         layer: Name of the attention module in the model.

@@ -137,7 +137,7 @@ def load_config(name: PathLike, *, revision: str | None = None, trust_remote_cod
 
 
 def load_tokenizer(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder or Hub id. Raise ValueError if it cannot be loaded."""
+    """Load the tokenizer of a folder or Hub id; see `_read_tokenizer`. Raise ValueError if it cannot be loaded."""
     with wrap_errors(f"model: got {str(name)!r}, expected a tokenizer that can be loaded"):
         return _read_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
 

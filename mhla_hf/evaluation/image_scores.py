@@ -63,7 +63,7 @@ class Extractor:
 def find_extractor(
     extractor: object, weights: str | Path | None = None, device: torch.device | str = "cpu"
 ) -> Extractor:
-    """Return an `Extractor`, for "module:function" by importing the module and calling the function.
+    """Return an `Extractor`. For "module:function", the module is imported and the function called.
 
     Args:
         extractor: An `Extractor`; "inception"; or "module:function", where the function takes no arguments and returns an

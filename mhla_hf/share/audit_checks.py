@@ -116,7 +116,7 @@ class AuditSubject:
 
     @functools.cached_property
     def exact(self) -> Any:
-        """The model in float32."""
+        """The model itself if it is in float32, else a copy in float32. Raises `NotApplicable` if it is not loaded."""
         return self.model if self.model.dtype == torch.float32 else copy.deepcopy(self.model).float()
 
     @functools.cached_property

@@ -58,7 +58,8 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
 
     Args:
         model: A converted language model.
-        **lora: Arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: PEFT's for the base).
+        **lora: Arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: the modules that PEFT selects
+            for the base model).
 
     Raises:
         TypeError: The model has no MHLA layers.

@@ -51,8 +51,8 @@ class NoiseProcess:
     """The noise process of a scheduler. It adds noise to clean latents, and computes the target of the transformer.
 
     In flow matching, with s = time / 1,000: x_t = (1 - s) x_0 + s noise, and the prediction is the velocity noise - x_0. In
-    DDPM: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction is the noise, the sample or the velocity, by the
-    scheduler's `prediction_type`.
+    DDPM: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction is the noise, the sample or the velocity, depending
+    on the `prediction_type` of the scheduler.
 
     Args:
         scheduler: A diffusers scheduler.

@@ -41,7 +41,7 @@ def distill(
         student: A causal language model, text encoder or image model of transformers, or a transformer or pipeline of
             diffusers. It is trained in place, in float32. A pipeline is saved whole.
         teacher: The softmax original, with the same layer names and vocabulary, in any dtype; never changed. Required by
-            losses that compare with it. For diffusion, student or teacher has to be a pipeline, for its scheduler.
+            losses that compare with it. For diffusion, student or teacher must be a pipeline, because its scheduler is used.
         out: Folder to create. Until the run is finished, its state is in `<out>.state`.
         data: Text (see `mhla_hf.data.open_text`), labeled images (see `open_images`) or latents (see `open_latents`); None:
             the recipe's. A diffusion model without latents is trained on trajectories that the teacher samples, for prompts

@@ -112,7 +112,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
     Args:
         student: A transformer or a pipeline.
-        teacher: A transformer or a pipeline, or None. One of student and teacher has to be a pipeline, for its scheduler.
+        teacher: A transformer or a pipeline, or None. Student or teacher must be a pipeline, because its scheduler is used.
     """
 
     name = "diffusion"

@@ -44,7 +44,7 @@ class EncoderTask(Task[EncoderStage]):
         teacher: See `Task`.
         tokenizer: A transformers tokenizer, required if the data are text, and saved with the model.
         text_field: The column of a dataset that holds the text.
-        files: Dict of further files to save with the model, as `checkpoints.save.read_sentence_files` returns it.
+        files: Further files to save with the model, a result of `checkpoints.save.read_sentence_files`.
     """
 
     name = "encoders"
