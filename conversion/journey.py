@@ -17,7 +17,7 @@ import mhla_hf
 from mhla_hf.checkpoints.file_io import write_text
 from mhla_hf.checkpoints.load import load_pipeline
 from mhla_hf.commands.values import parse_settings
-from mhla_hf.share.card import plain_card, write_card
+from mhla_hf.share.card import render_plain_card, write_card
 from mhla_hf.share.facts import find_license
 from mhla_hf.training.recipe import read_recipe
 
@@ -82,5 +82,5 @@ def run(about: str, recipe: str, arguments: list[str] | None = None) -> Any:
         print(scores)
         write_card(args.out, name=args.out.name, base_model=base, **terms)
     else:
-        write_text(args.out / "README.md", plain_card(args.out, args.out.name, base, terms))
+        write_text(args.out / "README.md", render_plain_card(args.out, args.out.name, base, terms))
     return student

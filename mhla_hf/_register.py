@@ -15,11 +15,11 @@ COMMON = ("llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "smollm3")
 
 
 def register() -> None:
-    """Register the models from scratch and those of the most common base models.
+    """Register the models from scratch, and those converted from the most common base models, with the Auto classes.
 
-    Others are registered when a model of their type is converted or loaded, because it would take seconds to import the
-    modeling files of all bases. This also passes `models` the function that makes a checkpoint's source file, because
-    `models` cannot import it: imports only point down.
+    Other types are registered when a model of theirs is converted or loaded, because it would take seconds to import the
+    modeling files of all base models. This also calls `set_source_maker` with the function that makes the source file of a
+    checkpoint, because `models` cannot import that function: imports only point down.
     """
     set_source_maker(make_source)
     register_classes(MHLAConfig, HEADS_FROM_SCRATCH)

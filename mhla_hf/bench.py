@@ -84,10 +84,13 @@ def exact_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Compute attention for some queries in fp64: MHLA or, if `mixing` is None, softmax attention.
 
+    B is the batch size; T, H, M and N are the numbers of tokens, heads, blocks and queries; K and V are the widths of a key
+    and of a value.
+
     Args:
         q, k, v: [B, T, H, K], [B, T, H, K] and [B, T, H, V].
-        mixing: [M, M] or None.
-        queries: Token indices [N].
+        mixing: The mixing matrix [M, M], or None.
+        queries: Indices of the queries among the tokens, [N].
         blocks, causal, normalize: See `mhla`.
 
     Returns:
@@ -123,7 +126,7 @@ def linear_attention(
     masked linear attention within the chunk is added.
 
     Args:
-        q, k, v: [B, T, H, K], [B, T, H, K] and [B, T, H, V].
+        q, k, v: [B, T, H, K], [B, T, H, K] and [B, T, H, V]; see `exact_attention` for the letters.
         causal, normalize: See `mhla`.
         chunk: Tokens per chunk.
 
@@ -177,7 +180,11 @@ class Operator:
         return ["sdpa", "linear", "mhla triton" if torch.device(device).type == "cuda" else "mhla torch"]
 
     def prepare(self, device: Device, seed: int) -> Prepared:
-        """Return random q, k, v and mixing (fp32 [M, M]) that require gradients, and a gradient of the output."""
+        """Return random inputs that require gradients, and a random gradient of the output.
+
+        The inputs are q [B, T, H, K], k [B, T, H, K], v [B, T, H, V] and mixing, fp32 [M, M]; the gradient is [B, T, H, V].
+        See `exact_attention` for the letters.
+        """
         generator = torch.Generator(device).manual_seed(seed)
         randn = functools.partial(torch.randn, generator=generator, device=device)
         size = (self.batch, self.blocks.length, self.heads)
@@ -189,7 +196,7 @@ class Operator:
         return [x.requires_grad_() for x in (q, k, v, mixing)], randn(*size, self.widths[1]).to(dtype)
 
     def attend(self, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: Any = None) -> Any:
-        """Return the output of one implementation."""
+        """Return the output [B, T, H, V] of the implementation `name`. See `prepare` for the inputs and the letters."""
         if name == "sdpa":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
@@ -226,7 +233,7 @@ class Operator:
         return lambda: torch.autograd.grad(self.attend(name, *inputs), inputs, output_gradient)
 
 
-def quick_cases() -> list[Operator]:
+def make_quick_cases() -> list[Operator]:
     """Return the default cases: causal attention in fp32 at several lengths. They take a minute or two on a CPU."""
     return [
         Operator(
@@ -238,10 +245,10 @@ def quick_cases() -> list[Operator]:
 
 
 @torch.no_grad()
-def kept_bytes(length: int) -> dict[str, int]:
-    """Return the bytes of a causal layer's cache or state after `length` tokens in fp32, by implementation.
+def count_kept_bytes(length: int) -> dict[str, int]:
+    """Return the size in bytes of a causal layer's cache or state after `length` tokens in fp32, by implementation.
 
-    "mhla" is the paper's MHLA without denominator, "mhla window" that of converted language models.
+    "mhla" is the paper's MHLA without a denominator, and "mhla window" is the MHLA of converted language models.
     """
     k = torch.zeros(1, length, HEADS, WIDTH)
     blocks = Blocks.sequence(length, BLOCK_SIZE)
@@ -263,8 +270,10 @@ def run_bench(
 ) -> dict[str, Any]:  # fmt: skip
     """Check and time the implementations of each case.
 
+    An implementation that fails or gives wrong results does not stop the benchmark.
+
     Args:
-        cases: The cases (default: `quick_cases`).
+        cases: The cases (default: `make_quick_cases`).
         device: Device on which to run.
         threads: Number of CPU threads during the benchmark.
         seed: Seed of the random inputs.
@@ -277,11 +286,12 @@ def run_bench(
         A JSON-serializable dict with
             - "rows": a list of dicts with "case", "what" (the mode), "ms" (implementation -> milliseconds), "error"
               (implementation -> the largest relative error) and "failed" (implementation -> why it has no time);
-            - "kept": length -> the result of `kept_bytes`;
+            - "kept": length -> the result of `count_kept_bytes`;
             - "seed" and the results of `describe_run`.
 
     Raises:
-        ValueError, OSError: An argument is not valid; nothing was timed.
+        ValueError: `threads` or `device` is not valid.
+        OSError: `out` cannot be written.
     """
     if threads < 1:
         raise ValueError(f"threads: got {threads!r}, expected a whole number of at least 1.")
@@ -290,10 +300,10 @@ def run_bench(
     torch.set_num_threads(threads)
     try:
         record: dict[str, Any] = {**describe_run(command, device), "seed": seed, "rows": []}
-        record["kept"] = {str(length): kept_bytes(length) for length in LENGTHS}
+        record["kept"] = {str(length): count_kept_bytes(length) for length in LENGTHS}
         if out is not None:
             write_json(out, record)
-        for case in tqdm(quick_cases() if cases is None else cases, desc="bench", disable=not progress):
+        for case in tqdm(make_quick_cases() if cases is None else cases, desc="bench", disable=not progress):
             record["rows"] += time_case(case, device, seed, rounds)
             if out is not None:
                 write_json(out, record)
@@ -303,7 +313,10 @@ def run_bench(
 
 
 def time_case(case: Case, device: Device, seed: int = 0, rounds: int = 5) -> list[dict[str, Any]]:
-    """Check and time one case, and return a row for each of its modes; see `run_bench`."""
+    """Check and time one case, and return one of the "rows" of `run_bench` for each mode.
+
+    If the inputs cannot be prepared, there is a single row whose "what" is "" and whose "failed" has the key "all".
+    """
     error: dict[str, float] = {}
     failed: dict[str, str] = {}
     rows = []
@@ -342,7 +355,7 @@ def record_failure(failed: dict[str, str], name: str) -> Iterator[None]:
 
 
 def describe_failure(error: Exception) -> str:
-    """Describe an exception in a few words."""
+    """Return a one-line description of an exception."""
     if isinstance(error, torch.OutOfMemoryError):
         return "did not fit the memory of the device"
     return f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -359,7 +372,7 @@ def time_call(function: Callable[[], Any], device: Device) -> float:
 
 
 def render_bench(record: Mapping[str, Any]) -> str:
-    """Render what `run_bench` returns as Markdown, with the fastest implementation of each kind and MHLA's speedup."""
+    """Render the result of `run_bench` as Markdown, with the fastest implementation of each kind and MHLA's speedup."""
     largest_error = max((error for row in record["rows"] for error in row["error"].values()), default=0.0)
     versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if name in ("torch", "triton"))
     lines = [
@@ -369,10 +382,10 @@ def render_bench(record: Mapping[str, Any]) -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for row, kind in itertools.product(record["rows"], ("mhla", "hybrid")):
-        mhla_time = fastest(row["ms"], kind)
+        mhla_time = find_fastest(row["ms"], kind)
         if mhla_time is None:
             continue
-        baselines = [fastest(row["ms"], "sdpa", "softmax"), fastest(row["ms"], "linear")]
+        baselines = [find_fastest(row["ms"], "sdpa", "softmax"), find_fastest(row["ms"], "linear")]
         ratios = [f"{baseline[0] / mhla_time[0]:.2f}" if baseline else "" for baseline in baselines]
         times = [f"{best[0]:.4g} {best[1]}".rstrip() if best else "" for best in (mhla_time, *baselines)]
         case = row["case"] if kind == "mhla" else f"{row['case']}, {kind}"
@@ -387,7 +400,7 @@ def render_bench(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *([""] if failed else []), *sorted(failed)])
 
 
-def fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | None:
+def find_fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | None:
     """Return the fastest implementation whose name begins with one of `kinds`.
 
     Args:

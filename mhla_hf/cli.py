@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments after `mhla-hf` (default: those of this process).
 
     Returns:
-        The exit code: 0; 1 if a bench or an audit found a problem; 2 for invalid input; 130 after Ctrl-C.
+        The exit code: 0; 1 if a bench or an audit found a problem, a plan found nothing to convert, or stdout was closed; 2
+        for invalid input; 130 after Ctrl-C.
     """
     logger = logging.getLogger("mhla_hf")
     level = logger.level
@@ -102,7 +103,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def execute(argv: list[str]) -> int:
-    """Parse the command line, run the sub-command, and return the exit code as in `main`."""
+    """Parse the command line, run the sub-command, and return the exit code; see `main`.
+
+    Errors in `USER_ERRORS` are printed to stderr. With `--debug` they are raised instead.
+    """
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:
         importlib.import_module("argcomplete").autocomplete(parser)
@@ -127,7 +131,7 @@ def execute(argv: list[str]) -> int:
 
 
 def set_up_output(verbose: bool) -> None:
-    """Configure output streams, logging and the libraries' progress bars.
+    """Configure output streams, logging and the libraries' progress bars, partly through environment variables.
 
     Args:
         verbose: Whether to log progress to stderr.
@@ -142,7 +146,7 @@ def set_up_output(verbose: bool) -> None:
 
 
 def replace_unprintable() -> None:
-    """Make stdout and stderr replace characters that their encoding lacks by question marks, instead of failing."""
+    """Make stdout and stderr print question marks for characters that their encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -167,6 +171,8 @@ def describe_error(error: BaseException, flags: Mapping[str, str] | None = None)
 
 def script(main: Callable[[], Any], name: str | None = None) -> None:
     """Run the `main` of a script with the error handling of `mhla-hf`.
+
+    After an error in `USER_ERRORS`, exit with code 2, and after Ctrl-C with code 130.
 
     Args:
         main: The function to call.

@@ -25,16 +25,16 @@ TABLE_ENDINGS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv
 ROWS_AT_ONCE = 32  # rows of a stream that are tokenized together
 
 Key = tuple[int, ...]  # (seed, stage), which seeds the random choices of a stage
-Batch = tuple[torch.Tensor, ...]  # token ids and labels, int64 `[count, length]`
+Batch = tuple[torch.Tensor, ...]  # token ids and labels, int64 [count, length]
 TokensAndLabels = tuple[list[int], list[int]]  # flat lists of equal length
 
 
 class Reader:
-    """Base class of readers, which return the batches of one training stage.
+    """Base class of objects that read the batches of one training stage.
 
     Args:
         key: (seed, stage), which seeds all random choices.
-        state: The state from which to resume, as `state()` returned it.
+        state: A result of `state()` from which to resume; None starts at the beginning.
     """
 
     def __init__(self, key: Iterable[int], state: dict[str, Any] | None = None) -> None:
@@ -51,7 +51,7 @@ class Reader:
         return int(_permutation((*self.key, epoch), count)[position])
 
     def state(self) -> dict[str, Any]:
-        """Return the state from which a new reader can resume, as JSON-serializable values."""
+        """Return the state from which a new reader can resume, a JSON-serializable dict."""
         return {"next": self.next}
 
     def handover(self) -> dict[str, Any] | None:
@@ -64,11 +64,15 @@ class Reader:
 
 @functools.lru_cache(maxsize=4)
 def _permutation(key: Key, count: int) -> numpy.ndarray:
+    """Return a random permutation of range(count), int64 [count], seeded with `key`."""
     return numpy.random.default_rng(key).permutation(count)
 
 
 def max_positions(config: Any) -> float:
-    """Return the longest sequence that a language model can read, in tokens; infinite with RoPE."""
+    """Return the largest number of tokens that a language model can read.
+
+    It is infinite with RoPE, and if the configuration has no `max_position_embeddings`.
+    """
     has_rope = getattr(config, "rope_parameters", None) is not None
     return inf if has_rope else getattr(config, "max_position_embeddings", inf)
 
@@ -85,11 +89,11 @@ def open_text(
             - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), read as a stream;
             - a Dataset or IterableDataset of `datasets`, read as a stream;
             - a list of texts;
-            - token ids, integers [N].
+            - token ids, integers [number of tokens].
         tokenizer: A tokenizer, required unless the data are tokens (a tensor, or rows with `input_ids` and optionally
-            `labels`). Its end-of-sequence token is added after every document.
+            `labels`). Its end-of-sequence token, if it has one, is added after every document.
         text_field: The column of a dataset that holds the text.
-        vocab_size: Size of the vocabulary, by which token ids are checked (default: they are not checked).
+        vocab_size: Size of the vocabulary. Token ids must be below it (default: they are not checked).
 
     Returns:
         A `TokenStream` for data that are read as a stream, else a `TokenRing`.
@@ -124,9 +128,12 @@ class TokenRing:
     """Tokens in memory, treated as a ring in which the first token follows the last.
 
     Args:
-        tokens: Integers [N].
-        vocab_size: Size of the vocabulary, by which token ids are checked; None for no check.
+        tokens: Token ids, integers [number of tokens].
+        vocab_size: Size of the vocabulary. Token ids must be below it; None disables the check.
         name: Name of the data in error messages.
+
+    Raises:
+        ValueError: There is no token, or `tokens` is not a vector of integers in the vocabulary.
     """
 
     def __init__(self, tokens: Any, vocab_size: int | None, name: str) -> None:
@@ -144,7 +151,10 @@ class TokenRing:
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
     def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
-        """Return a reader of sequences of `length` tokens for one stage, which starts from `state` if it is given."""
+        """Return a reader of sequences of `length` tokens for one stage. It starts from `state` if it is given.
+
+        Raise ValueError if there are fewer than `length` tokens.
+        """
         _check_length(len(self.tokens), length, self.name)
         return _RingReader(self.tokens, length, (seed, stage), state)
 
@@ -161,7 +171,7 @@ class _RingReader(Reader):
         self.order = numpy.zeros(0, dtype=int)
 
     def take(self, count: int) -> Batch:
-        """Return ids and labels of the next `count` sequences."""
+        """Return the ids and labels of the next `count` sequences; both are the same tensor."""
         per_epoch = len(self.tokens) // self.length
         starts = []
         for sample in range(self.next, self.next + count):
@@ -185,7 +195,7 @@ class TokenStream:
         dataset: A `datasets.IterableDataset` whose rows have `text_field`, or `input_ids` and optionally `labels`.
         tokenizer: A tokenizer, required for rows with text.
         text_field: The column that holds the text.
-        vocab_size: Size of the vocabulary, by which token ids are checked; None for no check.
+        vocab_size: Size of the vocabulary. Token ids must be below it; None disables the check.
         name: Name of the data in error messages.
         identity: JSON-serializable value that identifies the data.
     """
@@ -209,7 +219,10 @@ class TokenStream:
         return _StreamReader(self, length, state)
 
     def tokens(self, rows: Sequence[dict[str, Any]]) -> TokensAndLabels:
-        """Return the concatenated ids and labels of rows, with the end-of-sequence token after each text."""
+        """Return the concatenated ids and labels of rows, with the end-of-sequence token after each text.
+
+        Raise ValueError if a row has no text, or if ids and labels differ in number or ids are not in the vocabulary.
+        """
         if "input_ids" in rows[0]:
             ids = [token for row in rows for token in row["input_ids"]]
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
@@ -231,10 +244,7 @@ class TokenStream:
 
 
 class _StreamReader(Reader):
-    """Reads the sequences of a stream in its order.
-
-    The state consists of the position of `datasets` in the stream and the tokens that were read beyond the last batch.
-    """
+    """Reads the sequences of a stream in the order of the stream, and starts again at its end."""
 
     def __init__(self, stream: TokenStream, length: int, state: dict[str, Any] | None) -> None:
         super().__init__(())
@@ -247,7 +257,10 @@ class _StreamReader(Reader):
         self._go_to(state["epoch"], state["place"])
 
     def take(self, count: int) -> Batch:
-        """Return ids and labels of the next `count` sequences."""
+        """Return ids and labels of the next `count` sequences.
+
+        Raise ValueError if rows cannot be read, or the whole stream is shorter than one sequence.
+        """
         ids, labels = self.leftover
         needed = count * self.length
         while len(ids) < needed:
@@ -267,12 +280,13 @@ class _StreamReader(Reader):
         return torch.tensor([ids[:needed], labels[:needed]]).view(2, count, self.length).unbind()
 
     def state(self) -> dict[str, Any]:
-        """Return the epoch, the position of `datasets` in it, and the tokens that were read but not returned."""
+        """Return the epoch, the state dict of the dataset, and the tokens that were read but not returned."""
         return {"epoch": self.epoch, "place": self.position, "rest": self.leftover}
 
     handover = state
 
     def _go_to(self, epoch: int, position: Any) -> None:
+        """Continue reading at `position` in an epoch, a state dict of the dataset; None means the epoch's start."""
         self.epoch = epoch
         self.position = position
         self.stream.dataset.set_epoch(epoch)
@@ -281,7 +295,10 @@ class _StreamReader(Reader):
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return `path` if it is a file, else all text files in the folder or, if there are none, its tables of one format."""
+    """Return the files with the training text, sorted: `path` itself, or files in the folder `path` and its subfolders.
+
+    In a folder, these are all text files or, if it has none, all tables of one format. Raise ValueError if it has neither.
+    """
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -295,10 +312,10 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def check_data_path(data: PathLike, argument: str = "data") -> Path:
-    """Return `data` as a path.
+    """Return `data` as a path, with ~ expanded.
 
     Raises:
-        ValueError: `data` is empty, as an unset shell variable is, and would mean the working folder.
+        ValueError: `data` is empty, for example because a shell variable is not set. It would mean the working folder.
     """
     if not str(data).strip():
         raise ValueError(f"{argument}: got {str(data)!r}, expected a file, a folder or a dataset.")
@@ -306,7 +323,7 @@ def check_data_path(data: PathLike, argument: str = "data") -> Path:
 
 
 def read_text_file(file: Path, argument: str = "data") -> str:
-    """Return the content of a UTF-8 text file. Raise `ValueError` if it is not one."""
+    """Return the content of a UTF-8 text file. Raise ValueError if it is not UTF-8 or contains a NUL character."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -327,6 +344,9 @@ def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -
         split: Name of the split.
         **options: Further arguments of `load_dataset`.
 
+    Returns:
+        The split, a `Dataset` or, with `streaming=True`, an `IterableDataset`.
+
     Raises:
         ValueError: `name` can only be a path and does not exist, or the dataset cannot be loaded.
         ImportError: `datasets` is not installed.
@@ -342,7 +362,10 @@ def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -
 
 
 def identify_files(files: Iterable[Path]) -> list[list[Any]]:
-    """Return name, size and a hash of the first mebibyte of each file, to recognize the data when training resumes."""
+    """Return [name, size in bytes, hash of the first mebibyte] for each file.
+
+    It is used to recognize the data when training resumes.
+    """
     identities = []
     for file in files:
         with file.open("rb") as stream:
@@ -352,7 +375,10 @@ def identify_files(files: Iterable[Path]) -> list[list[Any]]:
 
 
 def _encode(tokenizer: Any, texts: list[Any], name: str) -> list[int]:
-    """Tokenize documents into one list, with the end-of-sequence token after each."""
+    """Tokenize documents into one list of ids, with the end-of-sequence token, if there is one, after each.
+
+    Raise ValueError if there is no tokenizer or no document; `name` is the name of the data in the message.
+    """
     if tokenizer is None:
         raise ValueError(f"tokenizer: got None with {name!r}, which is text, expected a tokenizer.")
     if not texts:
@@ -363,25 +389,37 @@ def _encode(tokenizer: Any, texts: list[Any], name: str) -> list[int]:
 
 
 def special_tokens(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids that a tokenizer adds before and after a text, int64 each; empty without a tokenizer."""
+    """Return the token ids that a tokenizer adds before and after a text, two int64 vectors.
+
+    Only a CLS or BOS token counts as added before the text. Both vectors are empty if the tokenizer is None.
+    """
     ids = [] if tokenizer is None else tokenizer("")["input_ids"]
     num_before = 1 if ids and ids[0] in (tokenizer.cls_token_id, tokenizer.bos_token_id) else 0
     return torch.tensor(ids[:num_before]).long(), torch.tensor(ids[num_before:]).long()
 
 
 def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Add special tokens, as `special_tokens` returns them, before and after each row of `ids` [B, T]."""
+    """Add special tokens before and after each of B rows of T token ids.
+
+    Args:
+        ids: Token ids [B, T].
+        added_ids: The result of `special_tokens`: the ids to add before and after each row.
+
+    Returns:
+        Token ids [B, T + number of added ids].
+    """
     before, after = (added.expand(len(ids), -1) for added in added_ids)
     return torch.cat([before, ids, after], 1)
 
 
 def check_token_ids(tokens: Any, vocab_size: int | None, name: str) -> None:
-    """Raise `ValueError` unless all `tokens` (torch or NumPy) are from 0 to `vocab_size` - 1; None skips the check."""
+    """Raise ValueError unless all `tokens` (torch or NumPy) are from 0 to `vocab_size` - 1; None skips the check."""
     if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         start = f"data: got {name!r} with tokens {tokens.min()} to {tokens.max()}"
         raise ValueError(f"{start}, expected 0 to {vocab_size - 1} as the model knows.")
 
 
 def _check_length(tokens: int, length: int, name: str) -> None:
+    """Raise ValueError if data with `tokens` tokens are shorter than a sequence of `length` tokens."""
     if tokens < length:
         raise ValueError(f"data: got {name!r} with {tokens} tokens, expected at least one sequence (seq_len {length}).")

@@ -13,7 +13,7 @@ from .checkpoints.file_io import PathLike, read_json
 from .checkpoints.load import load_config, wrap_errors
 from .checkpoints.save import CARD_FILE
 from .evaluation.records import Results, format_score
-from .planning import MIB, cache_of_saved
+from .planning import MIB, compare_saved_caches
 from .share.facts import PERSON_FILE, read_model, section_of
 from .training.run_folder import RECORD
 
@@ -31,7 +31,8 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
 
     Returns:
         A JSON-serializable dict, which `render_info` renders as text. "base" is taken from the card or the training record.
-        "cache" has the bytes of one sequence of 1,024 tokens, for converted decoders whose state has a fixed size.
+        "cache" contains the cache sizes in bytes for one sequence of 1,024 tokens; it is None except for converted decoders
+        whose state has a fixed size.
 
     Raises:
         ValueError: `folder` contains no saved MHLA model.
@@ -57,14 +58,14 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
         "bytes": size,
         "dtype": config.get("dtype"),
         "positions": config.get("max_position_embeddings"),
-        "cache": cache_of_saved(load_config(folder), CACHE_TOKENS) if kind == "language" else None,
+        "cache": compare_saved_caches(load_config(folder), CACHE_TOKENS) if kind == "language" else None,
         "trained": {key: train[key] for key in ("steps", "tokens", "seconds") if key in train} or None,
         "scores": [dataclasses.asdict(record) for record in Results.read(folder) if section_of(record)],
     }
 
 
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that describe the attention, without those that are off or do not apply to it."""
+    """Return the `SHOWN_SETTINGS` that are not off and apply to the kind of attention, by name."""
     unused: set[str] = set()
     if settings.get("layout"):
         unused.update(("block_size", "num_blocks"))
@@ -90,7 +91,7 @@ def count_weights(folder: Path) -> tuple[int, int]:
 
 
 def render_info(record: Mapping[str, Any]) -> str:
-    """Render what `describe_model` returns as about ten lines of text."""
+    """Render the result of `describe_model` as about ten lines of text."""
     layers = ", ".join(map(str, record["mhla_layers"]))
     form = ", ".join(f"{name} {value}" for name, value in record["form"].items())
     weights = f"{record['parameters']:,} parameters, {record['bytes'] / MIB:,.1f} MiB"

@@ -34,7 +34,7 @@ from .models.configuration import MHLAConfig
 from .models.families import ENCODERS, VISION
 from .models.language import MHLAForCausalLM
 from .nn.settings import is_whole
-from .training.costs import active_parameters, estimate_costs
+from .training.costs import count_active_parameters, estimate_costs
 from .training.recipe import read_recipe, recipe_names
 
 TIMED_LENGTHS = tuple(256 << n for n in range(10))
@@ -59,7 +59,7 @@ def plan(
     """Estimate the effects of a conversion on layers, parameters, cache and speed, and the cost of its distillation.
 
     Args:
-        model: Folder or Hub id, of which only config.json is read, or a transformers configuration.
+        model: Folder or Hub id, or a transformers configuration. Only config.json is read.
         context: Length of the sequences for which the model is used, in tokens.
         layers, settings: See `convert`; only `mixing_form="decay"` (the default) is supported.
         recipe: Name or YAML file of the recipe for the distillation.
@@ -89,7 +89,7 @@ def plan(
     attentions = find_causal_attentions(student)
     softmax_caches = cache_of_layers(student)
     parameters = student.num_parameters()
-    active = active_parameters(student)
+    active = count_active_parameters(student)
     reasons = {index: reason_to_keep_softmax(attention, config) for index, attention in attentions.items()}
     num_convertible = sum(reason is None for reason in reasons.values())
     options: dict[str, Any] = settings
@@ -121,13 +121,13 @@ def plan(
 
 
 def check_tflops(tflops: float | None) -> None:
-    """Raise `ValueError` unless `tflops` is None or a positive finite number."""
+    """Raise ValueError unless `tflops` is None or a positive finite number."""
     if tflops is not None and not (isinstance(tflops, (int, float)) and 0 < tflops < math.inf):
         raise ValueError(f"tflops: got {tflops!r}, expected a number above 0.")
 
 
 def model_without_weights(config: Any) -> Any:
-    """Build the causal language model of a configuration on the meta device.
+    """Return the causal language model of a configuration, in eval mode on the meta device.
 
     Raises:
         NotConvertible, ValueError: The model is not a softmax language model that can be converted.
@@ -142,7 +142,7 @@ def model_without_weights(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config).eval()
 
 
-def cache_of_saved(config: Any, tokens: int) -> dict[str, int] | None:
+def compare_saved_caches(config: Any, tokens: int) -> dict[str, int] | None:
     """Return the cache sizes of a converted decoder and of its softmax original.
 
     Args:
@@ -150,8 +150,8 @@ def cache_of_saved(config: Any, tokens: int) -> dict[str, int] | None:
         tokens: Length of the sequence.
 
     Returns:
-        A dict with the bytes of "mhla" and "softmax"; None for a model from scratch, or one whose state grows with the
-        length (`mixing_form="softmax"`).
+        A dict with "softmax" and "mhla", in bytes per sequence. None for a model from scratch and for a model whose state
+        grows with the length (`mixing_form` other than "decay").
     """
     if not hasattr(config, "base_model_type") or config.mhla["mixing_form"] != "decay":
         return None
@@ -166,13 +166,13 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
     """Describe the package's training recipes.
 
     Args:
-        model: Folder or Hub id of a softmax language model, for which to estimate the costs of recipes that convert a
-            model. Without it, only the costs of recipes that train a language model from scratch are estimated.
+        model: Folder or Hub id of a softmax language model. The costs of the recipes that convert a language model are
+            estimated for it. Without it, only the costs of recipes that train one from scratch are estimated.
         tflops: See `plan`.
 
     Returns:
-        A list of dicts with "name", "task", "base", "about" and "stages", and with "memory", "flops" and "hours" as
-        `estimate_costs` returns them, or None if they are not estimated.
+        A list of dicts, one per recipe, with "name", "task", "base", "about", "stages", "memory", "flops" and "hours". The
+        last three are values of `estimate_costs`, or None if they are not estimated.
     """
     check_tflops(tflops)
     config = None if model is None else load_config(model)
@@ -185,10 +185,10 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
         if recipe.task == "language" and "preset" in settings:
             with torch.device("meta"):
                 student = MHLAForCausalLM(MHLAConfig.preset(settings.pop("preset"), **settings))
-            sizes = student.num_parameters(), active_parameters(student)
+            sizes = student.num_parameters(), count_active_parameters(student)
         elif recipe.task == "language" and config is not None:
             student = model_without_weights(copy.deepcopy(config))
-            sizes = student.num_parameters(), active_parameters(student)
+            sizes = student.num_parameters(), count_active_parameters(student)
             student = convert(student, **settings)
         costs = {} if student is None else estimate_costs(student, recipe, *sizes, tflops)
         recipes.append({
@@ -203,14 +203,14 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
 
 
 def render_recipes(recipes: Sequence[Mapping[str, Any]]) -> str:
-    """Render what `list_recipes` returns as a table."""
+    """Render the result of `list_recipes` as a table."""
     rows = []
     for recipe in recipes:
         stages = recipe["stages"]
         steps = " + ".join(f"{stage['name']} {stage['steps']:,}" for stage in stages)
         tokens = sum(stage["steps"] * stage["batch_size"] * stage.get("seq_len", 0) for stage in stages)
         numbers = tokens / 1e6 or None, recipe["memory"] and recipe["memory"] / GIB, recipe["hours"]
-        rows.append([recipe["name"], recipe["task"], recipe["base"] or "", steps, *map(three_digits, numbers)])
+        rows.append([recipe["name"], recipe["task"], recipe["base"] or "", steps, *map(format_three_digits, numbers)])
     header = ["recipe", "task", "base", "stages and their steps", "tokens, M", "GiB", "hours"]
     return render_rows(header, rows, left=4)
 
@@ -226,8 +226,9 @@ def time_layer(
         device, progress, command: See `plan`.
 
     Returns:
-        A dict with "prefill" and "decoding", each a dict with "rows" and the entries of `crossover`, and the entries of
-        `describe_run`. If the device is not available, a dict with "unknown", the reason.
+        A dict with the results of `describe_run` and with "prefill" and "decoding". Each of these two is a dict with "rows"
+        (see `time_lengths`) and the results of `find_crossover`. If the device is not available, a dict with only
+        "unknown", the reason.
     """
     try:
         device = choose_device(device)
@@ -238,12 +239,12 @@ def time_layer(
     with torch.inference_mode():
         for phase, make_work in WORKS.items():
             rows = time_lengths(partial(make_work, core, dtype, device), device, progress)
-            timed[phase] = {"rows": rows, **crossover(rows)}
+            timed[phase] = {"rows": rows, **find_crossover(rows)}
     return {**describe_run(command, device), **timed}
 
 
 def initialize_core(core: Any, device: torch.device | str) -> Any:
-    """Return a copy of an MHLA core on `device`, with initialized weights and in eval mode."""
+    """Return a copy of an MHLA core on `device`, in eval mode and with the weights that a new core starts with."""
     core = copy.deepcopy(core).to_empty(device=device)
     for module in core.modules():
         for name, value in module.initial_values().items() if hasattr(module, "initial_values") else ():
@@ -257,12 +258,13 @@ def time_lengths(
     """Time softmax and MHLA at increasing lengths, until MHLA is clearly faster or the next length would take too long.
 
     Args:
-        make_works: Function from a length to the calls "softmax" and "mhla", which are timed in turns; the fastest counts.
-        device: Device on which they run.
+        make_works: Function that takes a length in tokens and returns the functions to time, "softmax" and "mhla".
+        device: Device on which the functions run.
         progress: Whether to show a progress bar.
 
     Returns:
-        A list of dicts with "tokens", "softmax_ms" and "mhla_ms".
+        A list of dicts with "tokens", "softmax_ms" and "mhla_ms", one per length. Both functions are timed in turns, for at
+        most `ROUNDS` rounds; the times are those of the fastest round.
     """
     rows = []
     spent = 0.0
@@ -285,8 +287,11 @@ def time_lengths(
     return rows
 
 
-def random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.device | str) -> list[torch.Tensor]:
-    """Return random q [1, H, T, K], k [1, G, T, K] and v [1, G, T, V] for a core."""
+def make_random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.device | str) -> list[torch.Tensor]:
+    """Return random q [1, H, T, K], k [1, G, T, K] and v [1, G, T, V] for a core with H query heads and G KV heads.
+
+    T is `tokens`; K and V are the widths of a key and of a value.
+    """
     sizes = (
         (core.num_heads, core.q_map.head_dim),
         (core.num_kv_heads, core.k_map.head_dim),
@@ -295,16 +300,16 @@ def random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.devi
     return [torch.randn(1, heads, tokens, width, dtype=dtype, device=device) for heads, width in sizes]
 
 
-def softmax_like(core: Any) -> Callable[..., Any]:
-    """Return a function of q, k and v that computes softmax attention with the heads of `core`, as transformers does."""
+def make_softmax_attention(core: Any) -> Callable[..., Any]:
+    """Return a function of q, k and v that calls transformers' softmax attention for the numbers of heads of `core`."""
     module = SimpleNamespace(num_key_value_groups=core.num_heads // core.num_kv_heads)
     return lambda q, k, v: sdpa_attention_forward(module, q, k, v, None)
 
 
-def prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
-    """Return functions "softmax" and "mhla" that attend over a prompt and cache it, as `generate` does by default."""
-    q, k, v = random_inputs(core, tokens, dtype, device)
-    softmax = softmax_like(core)
+def make_prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
+    """Return a dict of functions, "softmax" and "mhla", that attend over `tokens` tokens and fill a new cache."""
+    q, k, v = make_random_inputs(core, tokens, dtype, device)
+    softmax = make_softmax_attention(core)
     transposed = [x.transpose(1, 2) for x in (q, k, v)]
     return {
         "softmax": lambda: softmax(q, *DynamicLayer().update(k, v)),
@@ -312,12 +317,12 @@ def prefill_work(core: Any, dtype: torch.dtype, device: torch.device | str, toke
     }
 
 
-def decoding_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
-    """Return functions "softmax" and "mhla" that decode one token after `tokens` others."""
-    q, k, v = random_inputs(core, 1, dtype, device)
-    softmax = softmax_like(core)
+def make_decoding_work(core: Any, dtype: torch.dtype, device: torch.device | str, tokens: int) -> dict[str, Work]:
+    """Return a dict of functions, "softmax" and "mhla", that decode one token after a prompt of `tokens` tokens."""
+    q, k, v = make_random_inputs(core, 1, dtype, device)
+    softmax = make_softmax_attention(core)
     transposed = [x.transpose(1, 2) for x in (q, k, v)]
-    _, past_k, past_v = random_inputs(core, tokens, dtype, device)
+    _, past_k, past_v = make_random_inputs(core, tokens, dtype, device)
     layer = DynamicLayer()
     layer.update(past_k, past_v)
     cache = MHLACacheLayer()
@@ -330,17 +335,17 @@ def decoding_work(core: Any, dtype: torch.dtype, device: torch.device | str, tok
     return {"softmax": step, "mhla": lambda: core(*transposed, cache=cache)}
 
 
-WORKS = {"prefill": prefill_work, "decoding": decoding_work}
+WORKS = {"prefill": make_prefill_work, "decoding": make_decoding_work}
 
 
-def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def find_crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Find the length from which MHLA is faster.
 
-    The ratio of the times is interpolated linearly between two lengths, and extrapolated up to `EXTRAPOLATION` times the
-    longest length, since softmax's time per token grows linearly with the length and MHLA's is constant.
+    The ratio of the times is interpolated linearly between two lengths. It is extrapolated up to `EXTRAPOLATION` times the
+    longest length, because the time per token grows linearly with the length for softmax and is constant for MHLA.
 
     Args:
-        rows: As `time_lengths` returns them.
+        rows: The rows that `time_lengths` returned.
 
     Returns:
         A dict with "faster_from" (tokens from which MHLA stays faster, or None) and "known_to" (tokens up to which this is
@@ -363,7 +368,11 @@ def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def advise(record: Mapping[str, Any]) -> str:
-    """Return one or two sentences that advise whether to convert, from the other entries of a plan."""
+    """Return one or two sentences that advise whether to convert.
+
+    Args:
+        record: The result of `plan` without "advice".
+    """
     context = record["context"]
     positions = record["positions"]
     timing = record["timing"] or {}
@@ -397,7 +406,7 @@ def advise(record: Mapping[str, Any]) -> str:
 
 
 def render_plan(record: Mapping[str, Any]) -> str:
-    """Render what `plan` returns as a page of text."""
+    """Render the result of `plan` as a page of text."""
     converted, kept, parameters = record["mhla_layers"], record["kept_layers"], record["parameters"]
     count = len(converted) + sum(map(len, kept.values()))
     cache = record["cache"]
@@ -417,14 +426,14 @@ def render_plan(record: Mapping[str, Any]) -> str:
         f"The converted model's cache is smaller from {cache['smaller_from']:,} tokens on.",
         "",
         *render_timing(record["timing"], record["dtype"]),
-        *render_work(record["distillation"]),
+        *render_distillation(record["distillation"]),
         "",
         record["advice"],
     ])  # fmt: skip
 
 
-def three_digits(number: float | None) -> str:
-    """Format a number with three significant digits below 100, and as an integer from there on; "" for None."""
+def format_three_digits(number: float | None) -> str:
+    """Format a number below 100 with three significant digits and any other as an integer; return "" for None."""
     if number is None:
         return ""
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
@@ -437,7 +446,12 @@ def format_hours(hours: float) -> str:
 
 
 def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
-    """Render what `time_layer` returns as lines; return [] if nothing was timed."""
+    """Render the result of `time_layer` as lines of text; return [] for None.
+
+    Args:
+        timing: The result of `time_layer`; None if timing was not requested.
+        dtype: Name of the dtype of the inputs.
+    """
     if timing is None:
         return []
     if "unknown" in timing:
@@ -445,7 +459,9 @@ def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
 
     def cells(row: Mapping[str, Any] | None) -> list[str]:
         return (
-            [f"{row['tokens']:,}", *(three_digits(row[key]) for key in ("softmax_ms", "mhla_ms"))] if row else [""] * 3
+            [f"{row['tokens']:,}", *(format_three_digits(row[key]) for key in ("softmax_ms", "mhla_ms"))]
+            if row
+            else [""] * 3
         )
 
     pairs = itertools.zip_longest(*(timing[phase]["rows"] for phase in WORKS))
@@ -460,8 +476,8 @@ def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
     return [*lines, ""]
 
 
-def render_work(work: Mapping[str, Any]) -> list[str]:
-    """Render the memory and FLOPs of the distillation as lines."""
+def render_distillation(work: Mapping[str, Any]) -> list[str]:
+    """Render the result of `estimate_costs` as lines of text: memory, FLOPs and hours."""
     rows = []
     for stage in work["stages"]:
         sizes = [sum(stage["memory"].values()), *stage["memory"].values()]

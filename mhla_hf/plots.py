@@ -31,6 +31,8 @@ STYLE: dict[str, Any] = {
 def draw_heads(measured: Mapping[str, Any]) -> str:
     """Draw the KV heads that keep softmax as text, with one line per KV head and one column per layer.
 
+    A head that keeps softmax is "#", one that became MHLA is ".", and a head that the layer does not have is a space.
+
     Args:
         measured: `config.mhla_measured` of a conversion that chose heads by gates.
     """
@@ -54,7 +56,9 @@ def drawing(
     path: PathLike, rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], style: dict[str, Any] = STYLE,
     note: str = "", **options: Any,
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
-    """Context manager that yields a matplotlib figure and its axes `[rows][columns]`, and writes it to `path` at the end.
+    """Context manager that yields a matplotlib figure and its axes, and writes the figure to `path` at the end.
+
+    The axes are a NumPy array [rows, columns].
 
     Args:
         path: PNG file to write.

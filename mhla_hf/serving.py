@@ -1,7 +1,7 @@
 """Continuous batching: decode requests together as they arrive and finish, each with a fixed-size state in its own slot.
 
 This is the engine-independent core of a server. A prompt is prefilled alone, in chunks, as in `generate`; its state is then
-copied into a free slot, and all slots are decoded together in forward passes of `[slots, 1]` tokens, always with the same
+copied into a free slot, and all slots are decoded together in forward passes of [slots, 1] tokens, always with the same
 graph. The continuous batching of transformers cannot be used, because it is based on pages of keys and values, which MHLA
 layers do not have.
 """
@@ -51,10 +51,10 @@ class Request:
 
 
 class SoftmaxSlots(CacheLayerMixin):
-    """Cache layer of a hybrid's softmax layer: keys and values `[slots, G, max_length, D]`.
+    """Cache layer for softmax attention: keys and values [slots, G, max_length, D] for G KV heads of width D.
 
     Args:
-        position: Position of the next token in each slot, int64 `[slots]`, shared by all layers.
+        position: Position of the next token in each slot, int64 [slots], shared by all layers.
     """
 
     is_compileable = True
@@ -65,12 +65,15 @@ class SoftmaxSlots(CacheLayerMixin):
         self.position = position
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: `admit` allocates with the shapes of the first request."""
+        """Do nothing, because `admit` allocates memory with the shapes of the first request."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one token per slot, `[slots, G, 1, D]`, and return all keys and values; masks hide unused positions."""
+        """Write one token per slot, [slots, G, 1, D], at `position`, and return all keys and values.
+
+        Masks have to hide the positions that are not used.
+        """
         rows = torch.arange(len(self.position), device=self.position.device)
         # Under autocast, the dtype may differ from that of the cache.
         self.keys[rows, :, self.position] = key_states[:, :, 0].to(self.keys.dtype)
@@ -78,7 +81,7 @@ class SoftmaxSlots(CacheLayerMixin):
         return self.keys, self.values
 
     def admit(self, slot: int, slots: int, max_length: int, layer: Any, length: int) -> None:
-        """Copy the keys and values of a request into a slot, and allocate all slots at the first call.
+        """Copy the keys and values of a request into a slot. The first call allocates memory for all slots.
 
         Args:
             slot: Index of the slot.
@@ -106,14 +109,18 @@ class SoftmaxSlots(CacheLayerMixin):
 
 
 class MHLASlots(MHLACacheLayer):
-    """Cache layer of an MHLA layer: the states of all slots, and keys and values of KV heads that keep softmax."""
+    """Cache layer for MHLA: the states of all slots, and the keys and values of KV heads that keep softmax.
+
+    Args:
+        softmax: Holds these keys and values; None if no head keeps softmax.
+    """
 
     def __init__(self, softmax: SoftmaxSlots | None = None) -> None:
         super().__init__(static=True, softmax=softmax)
 
     @torch.inference_mode(False)
     def admit(self, slot: int, slots: int, max_length: int, layer: Any, length: int) -> None:
-        """Copy the state of a request into a slot; for arguments see `SoftmaxSlots.admit`."""
+        """Copy the state of a request into a slot. See `SoftmaxSlots.admit` for the arguments."""
         source = layer.state.tensors()
         state: Any = self.state
         if state is None:
@@ -155,7 +162,7 @@ class ContinuousBatch:
         self.max_length = max_length
         self.chunk_size = chunk_size
         self.position = torch.zeros(slots, dtype=torch.int64, device=model.device)
-        layers = slot_layers(model, self.position)
+        layers = make_slot_layers(model, self.position)
         self.cache = Cache(layers=layers)
         self.has_softmax = any(isinstance(getattr(layer, "softmax", layer), SoftmaxSlots) for layer in layers)
         configs = (config for config in (generation_config, model.generation_config) if config is not None)
@@ -219,7 +226,7 @@ class ContinuousBatch:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Stop a waiting or running request, which keeps the tokens generated so far."""
+        """Finish a waiting or running request early. It keeps the tokens generated so far."""
         if request in self.waiting:
             self.waiting.remove(request)
         self.finish(request)
@@ -228,10 +235,10 @@ class ContinuousBatch:
     def step(self) -> list[Request]:
         """Decode one token in every occupied slot, and read a chunk of the next prompt if a slot is free.
 
-        After an error, the next steps prefill all unfinished requests again, with the tokens generated so far.
+        If it raises an error, later steps prefill all unfinished requests again, with the tokens generated so far.
 
         Returns:
-            The requests for which a token was generated, in the order in which they got their slots.
+            The requests for which a token was generated, in the order in which they were assigned to slots.
         """
         was_training = self.model.training
         advanced = []
@@ -250,7 +257,7 @@ class ContinuousBatch:
         return advanced
 
     def read_chunk(self, request: Request) -> bool:
-        """Prefill the next chunk of a request. After the last one, copy its cache to a free slot and generate a token.
+        """Prefill the next chunk of a request. After the last chunk, copy its cache to a free slot and generate a token.
 
         Returns:
             Whether the prefill is complete.
@@ -273,7 +280,7 @@ class ContinuousBatch:
         return True
 
     def requeue(self) -> None:
-        """Move running requests back to the head of the queue, and drop all caches."""
+        """Move running requests back to the head of the queue, and drop the cache of every request."""
         running = [request for request in self.running.values() if request not in self.waiting]
         self.waiting.extendleft(reversed(running))
         self.running.clear()
@@ -283,7 +290,7 @@ class ContinuousBatch:
             request.num_cached = 0
 
     def decode(self, requests: list[Request]) -> None:
-        """Generate the next token of each of the given running requests."""
+        """Generate the next token of each of these running requests, in one forward pass over all slots."""
         ids, position = torch.zeros(2, self.slots, dtype=torch.int64)
         for request in requests:
             ids[request.slot] = request.tokens[-1]
@@ -297,7 +304,10 @@ class ContinuousBatch:
         self.append(requests, logits[[request.slot for request in requests]])
 
     def masks(self) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return the additive mask of softmax layers, `[slots, 1, 1, max_length]`; a dict if the model has layer types."""
+        """Return the additive mask of softmax attention, [slots, 1, 1, max_length].
+
+        If the configuration has `layer_types`, return a dict from layer type to such a mask.
+        """
         config = self.model.config.get_text_config()
         column = torch.arange(self.max_length, device=self.position.device)
         visible = {"full_attention": column <= self.position[:, None]}
@@ -314,7 +324,7 @@ class ContinuousBatch:
 
         Args:
             requests: Running requests.
-            logits: Logits of their last tokens, `[requests, vocabulary]`.
+            logits: Logits of their last tokens, [number of requests, vocabulary size].
         """
         logits = logits.float()
         if any(request.processors for request in requests):
@@ -343,7 +353,7 @@ class ContinuousBatch:
         request.cache = None
 
 
-def slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLayerMixin]:
+def make_slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLayerMixin]:
     """Return a cache layer with slots for each layer of the model.
 
     Args:

@@ -29,11 +29,13 @@ def measure_speed(
 ) -> list[dict[str, Any]]:
     """Time a forward pass and decoding of several language models at batch size 1, on the models' own devices.
 
+    The tokens are random. Models run in eval mode; their training mode is restored at the end.
+
     Args:
         models: Name -> transformers model.
         lengths: Context lengths in tokens.
         decode_tokens: Number of tokens decoded after each context; the time per token is reported.
-        rounds: Number of measurements, of which the fastest counts.
+        rounds: Number of measurements of each time; the fastest is returned.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -84,7 +86,7 @@ def _time_once(model: Any, ids: torch.Tensor, decode_tokens: int, bar: Any) -> t
 
     Args:
         model: A causal language model.
-        ids: Token ids [1, T].
+        ids: Token ids [1, number of tokens].
         decode_tokens: Number of tokens to decode.
         bar: A progress bar, which is not updated while time is measured.
 
@@ -109,7 +111,7 @@ def _time_once(model: Any, ids: torch.Tensor, decode_tokens: int, bar: Any) -> t
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of all tensors in a cache object, at any depth; shared storage counts once."""
+    """Return the size in bytes of all tensors in a cache object, at any depth; shared storage counts once."""
     sizes: dict[int, int] = {}  # address of a storage -> its bytes
     visited: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
     pending = [cache]
@@ -128,7 +130,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 def clock(device: torch.device | str) -> float:
-    """Return the current time in seconds after waiting for the device."""
+    """Return `time.perf_counter()` in seconds, on CUDA after waiting for all work on the device."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mhla_hf import Blocks, bench
-from mhla_hf.bench import FORWARD, TRAINING, Operator, kept_bytes, render_bench, run_bench
+from mhla_hf.bench import FORWARD, TRAINING, Operator, count_kept_bytes, render_bench, run_bench
 from mhla_hf.cli import main
 
 GRID = Operator("grid", Blocks.grid((4, 6), (2, 3)), 2, 2, (8, 8), normalize=True, dtype="float32")
@@ -97,7 +97,7 @@ def test_what_is_measured_is_kept_when_one_stops(monkeypatch, tmp_path):
 
 
 def test_a_window_keeps_as_much_at_every_length():
-    short, long = kept_bytes(700), kept_bytes(1900)
+    short, long = count_kept_bytes(700), count_kept_bytes(1900)
     assert short["linear"] == long["linear"] < short["mhla window"] == long["mhla window"] < long["mhla"] < long["sdpa"]
 
 
@@ -116,7 +116,7 @@ def test_bad_arguments(arguments, said, capsys):
 
 
 def test_from_the_shell_a_wrong_result_is_exit_code_1(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench, "quick_cases", lambda: [GRID])
+    monkeypatch.setattr(bench, "make_quick_cases", lambda: [GRID])
     assert main(["bench", "--quiet", "--out", str(tmp_path / "bench.json")]) == 0
     assert "| grid | forward | " in capsys.readouterr().out
     assert json.loads((tmp_path / "bench.json").read_text())["command"].startswith("mhla-hf bench --quiet")

@@ -16,7 +16,7 @@ from mhla_hf import planning
 from mhla_hf.cli import main
 from mhla_hf.conversion.transformers_models import NotConvertible
 from mhla_hf.models.cache import MHLACacheLayer
-from mhla_hf.planning import advise, crossover, model_without_weights, render_plan
+from mhla_hf.planning import advise, find_crossover, model_without_weights, render_plan
 
 COMMON = {"dtype": "bfloat16", "num_attention_heads": 32, "num_key_value_heads": 8}
 LARGE = {  # as their config.json says it
@@ -173,16 +173,16 @@ def rows_of(softmax, mhla, lengths):
 )
 def test_crossover(lengths, found, known):
     rows = rows_of(lambda n: 1e-6 * n * n, lambda n: 3e-3 * n, lengths)
-    assert crossover(rows) == {"faster_from": found, "known_to": known}
+    assert find_crossover(rows) == {"faster_from": found, "known_to": known}
 
 
 def test_no_crossover_where_the_distance_grows():
-    assert crossover(rows_of(lambda n: n, lambda n: n * n, [256, 512])) == {"faster_from": None, "known_to": 512}
+    assert find_crossover(rows_of(lambda n: n, lambda n: n * n, [256, 512])) == {"faster_from": None, "known_to": 512}
 
 
 def test_what_is_faster_for_a_while_only_is_not_counted():
     rows = [{"tokens": n, "softmax_ms": s, "mhla_ms": 1.0} for n, s in ((256, 2.0), (512, 0.5), (1024, 2.0))]
-    assert crossover(rows)["faster_from"] == 683
+    assert find_crossover(rows)["faster_from"] == 683
 
 
 def test_advice(monkeypatch):
@@ -235,7 +235,7 @@ def test_a_layer_is_timed(monkeypatch):
         found = record["timing"][what]
         assert [row["tokens"] for row in found["rows"]] in ([32, 64], [32])
         assert all(value > 0 for row in found["rows"] for value in row.values())
-        assert found.items() >= crossover(found["rows"]).items()
+        assert found.items() >= find_crossover(found["rows"]).items()
     assert "MHLA, ms" in render_plan(record) and record["timing"]["hardware"] in render_plan(record)
 
 
@@ -245,9 +245,9 @@ def test_timed_work_is_attention():
     core = mhla_hf.convert(student, layers="all", block_size=64).model.layers[0].self_attn.mhla
     core = planning.initialize_core(core, "cpu")
     with torch.no_grad():
-        work = planning.prefill_work(core, torch.float32, "cpu", 40)
+        work = planning.make_prefill_work(core, torch.float32, "cpu", 40)
         torch.testing.assert_close(work["softmax"]()[0], work["mhla"](), rtol=1e-5, atol=1e-5)
-        work = planning.decoding_work(core, torch.float32, "cpu", 40)
+        work = planning.make_decoding_work(core, torch.float32, "cpu", 40)
         first, again = work["softmax"]()[0], work["softmax"]()[0]
     assert first.shape == (1, 1, SIZES["num_attention_heads"], SIZES["head_dim"])
     torch.testing.assert_close(first, again, rtol=0, atol=0)
@@ -273,7 +273,7 @@ def test_whole_models_cross_where_the_plan_says(what, monkeypatch):
     with torch.inference_mode():
         said = planning.time_layer(copy.deepcopy(core).to("meta"), torch.float32, "cpu", False, None)[what]
         rows = planning.time_lengths(works, torch.device("cpu"), False)
-    found = crossover(rows)["faster_from"]
+    found = find_crossover(rows)["faster_from"]
     print(what, said, rows, found)
     assert found == pytest.approx(said["faster_from"], rel=0.3)
 

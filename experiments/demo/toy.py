@@ -24,7 +24,7 @@ from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
 from mhla_hf.conversion import convert
 from mhla_hf.evaluation.lookups import choose_words
-from mhla_hf.evaluation.records import Results, speed_of_records
+from mhla_hf.evaluation.records import Results, collect_speed
 from mhla_hf.evaluation.runner import evaluate
 from mhla_hf.evaluation.text_tasks import make_tasks
 from mhla_hf.share.card import check_card, write_card
@@ -363,7 +363,7 @@ class _Demo:
     def _measure_speed(self):
         folders = [self.folder(name, 0) for name in ("teacher", self.main)]  # "linear" runs MHLA's own code
         evaluate(folders, recipe="speed", settings={"lengths": list(self.lengths)}, progress=self.progress)
-        return speed_of_records(dict(zip(("softmax", "mhla"), map(Results.read, folders), strict=True)))
+        return collect_speed(dict(zip(("softmax", "mhla"), map(Results.read, folders), strict=True)))
 
     def share(self):
         """Step 4, its end: the model card, where a license is known."""

@@ -11,10 +11,10 @@ from ..checkpoints.file_io import resolve_model_name, write_json
 from ..checkpoints.load import choose_device
 from ..checkpoints.provenance import describe_run
 from ..evaluation.records import render_rows
-from ..evaluation.subjects import check_writable, named_models
+from ..evaluation.subjects import check_writable, name_models
 from .figures import plot_layers, plot_maps, plot_mixing
 from .inputs import load_any, make_batch
-from .measures import attention_maps, describe_mixing, measure_calls, record_model
+from .measures import compute_attention_maps, describe_mixing, measure_calls, record_model
 
 RECORD = "analysis.json"
 
@@ -35,7 +35,8 @@ def analyze(
         out: Folder for analysis.json, mixing.json, layers.png, maps.png and mixing-LABEL.png (default: nothing is written).
         samples: Number of sequences or images.
         length: Tokens in a sequence.
-        device: Device on which the models run (default: CUDA if there is a GPU, else the CPU).
+        device: Device on which the models run (default: CUDA if there is a GPU, else the CPU). Models and pipelines that are
+            passed as objects are moved to it and stay there.
         trust_remote_code: Whether to run source code from the models' folders.
         progress: Whether to show progress bars.
         command: The shell command that repeats the analysis, for the record.
@@ -51,7 +52,7 @@ def analyze(
         if value < 1:
             raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
     device = choose_device(device)
-    models_by_label = named_models(models)
+    models_by_label = name_models(models)
     for model in models_by_label.values():
         if isinstance(model, (str, Path)):
             resolve_model_name(model)
@@ -75,7 +76,7 @@ def analyze(
         calls = record_model(model.to(device), batch, run)
         measured[label] = measure_calls(calls, progress=progress)
         descriptions[label] = description
-        maps[label] = attention_maps(calls)
+        maps[label] = compute_attention_maps(calls)
         mixing[label] = describe_mixing(model)
     record = {"models": measured, "inputs": descriptions, **describe_run(command, device)}
     if out is not None:
@@ -91,7 +92,7 @@ def analyze(
 
 
 def render_analysis(record: Mapping[str, Any]) -> str:
-    """Render what `analyze` returns as a table for a terminal, with one line per layer and model."""
+    """Render the result of `analyze` as a table for a terminal, with one line per layer and model."""
     header = ["model", "layer", "kind", "rank", "of", "effective", "entropy", "of", "far"]
     layers = [(label, layer) for label, model in record["models"].items() for layer in model["layers"]]
     rows = []

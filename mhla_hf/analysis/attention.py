@@ -23,13 +23,16 @@ from ..ops.reference import local_reference, mhla_reference
 
 @dataclasses.dataclass
 class Attention:
-    """One call of an attention layer, from which its attention matrix can be computed.
+    """The inputs of one call of an attention layer; `matrix` computes its attention weights.
+
+    B is the batch size; T, S, H, G and M are the numbers of queries, keys, query heads, KV heads and blocks; K is the width
+    of a key.
 
     Attributes:
         layer: Name of the attention module in the model.
         kind: "softmax", "mhla" or "linear" (MHLA with uniform mixing).
-        q: [B, T, H, K]; in MHLA layers, after feature map and RoPE.
-        k: [B, S, G, K], likewise.
+        q: Queries [B, T, H, K]; in MHLA layers, after feature map and RoPE.
+        k: Keys [B, S, G, K]; in MHLA layers, after feature map and RoPE.
         options: Arguments of `scaled_dot_product_attention`; or of `mhla`, including "mixing" [H or 1, M, M] and
             "blocks". A layer with a softmax window also has "form", "balance" and "near", the q and k before the feature
             map; see `local_reference`.
@@ -44,7 +47,7 @@ class Attention:
     grid: tuple[int, ...] | None = None
 
     def matrix(self, sample: int = 0, head: int = 0) -> torch.Tensor:
-        """Return the attention weights of all query tokens on all key tokens, fp64 [T, S], as applied to v."""
+        """Return the attention weights that multiply the values, for all queries and keys of a head, fp64 [T, S]."""
         heads = self.q.shape[2]
         options = dict(self.options)
 
@@ -77,7 +80,10 @@ class Attention:
         return mhla_reference(q, k, units, mixing[[head if len(mixing) > 1 else 0]], **options)[0, :, 0]
 
     def far_share(self, sample: int = 0, head: int = 0) -> float:
-        """Return the share of the weights on tokens outside the window, averaged over the queries that see such tokens."""
+        """Return the share of the weights on tokens outside the window, from 0 to 1.
+
+        It is averaged over the queries that see such tokens, and 0 if there are none. The layer must have a window.
+        """
         form = self.options["form"]
         blocks = self.options["blocks"].index()
         distance = blocks[:, None] - blocks[None, :]
@@ -89,17 +95,19 @@ class Attention:
 
     @functools.cached_property
     def is_causal(self) -> bool:
-        """Whether no token attends to a later one, according to the layer's form or its mask."""
+        """Whether no token attends to a later one, according to the layer's options or, if there is one, its mask."""
         if self.options.get("attn_mask") is not None:
             return self.matrix().triu(1).abs().max().item() == 0.0
         return self.options.get("is_causal" if self.kind == "softmax" else "causal", False)
 
 
 @contextlib.contextmanager
-def recorded_attention(model: nn.Module) -> Iterator[list[Attention]]:
-    """Context manager that yields a list to which the calls of attention layers are appended, with tensors on the CPU.
+def record_attention(model: nn.Module) -> Iterator[list[Attention]]:
+    """Context manager that yields a list to which each call of an attention layer is appended, with tensors on the CPU.
 
-    Cross-attention is not recorded; it is recognized by different numbers of queries and keys.
+    Within the block, all modules have hooks. An MHLA layer that is called with packed sequences, a cache, or padding that
+    cannot be represented raises ValueError. Cross-attention, that is, attention with different numbers of queries and
+    keys, is not recorded.
     """
     calls: list[Attention] = []
     stack: list[str] = []  # names of the modules whose forward is running
@@ -126,7 +134,7 @@ def recorded_attention(model: nn.Module) -> Iterator[list[Attention]]:
 
 
 def is_core(module: nn.Module) -> bool:
-    """Return whether a module is the core of an MHLA layer, from this package or from a checkpoint's own source."""
+    """Return whether a module is the core of an MHLA layer, defined in this package or in the source of a checkpoint."""
     return all(getattr(module, name, None) is not None for name in ("mixing", "settings", "q_map", "k_map"))
 
 
@@ -136,7 +144,12 @@ def layer_of(core_name: str) -> str:
 
 
 class _SoftmaxRecorder(TorchFunctionMode):
-    """Records every call of `scaled_dot_product_attention` inside the model."""
+    """Mode that records each call of `scaled_dot_product_attention` as self-attention of a module.
+
+    Args:
+        calls: List to which the calls are appended.
+        stack: Names of the modules whose forward is running, the innermost last; without any, nothing is recorded.
+    """
 
     def __init__(self, calls: list[Attention], stack: list[str]) -> None:
         super().__init__()
@@ -162,7 +175,7 @@ class _SoftmaxRecorder(TorchFunctionMode):
 
 @torch.no_grad()
 def _record_core(calls: list[Attention], layer: str, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook that records the operator's inputs in a call of an MHLA core."""
+    """Forward pre-hook of an MHLA core that appends the call to `calls`. See `record_attention` for the errors."""
     inputs = {**dict(zip("qkv", args, strict=False)), **kwargs}
     if inputs.get("cu_seqlens") is not None or inputs.get("cache") is not None:
         raise ValueError(f"inputs: {layer} got packed sequences or a cache, expected whole sequences, one per row.")
@@ -194,7 +207,14 @@ def _record_core(calls: list[Attention], layer: str, core: Any, args: tuple[Any,
 
 
 def _windowed_attention(layer: str, core: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Attention:
-    """Return the `Attention` of a core that mixes by decays, with a softmax window or without."""
+    """Return the `Attention` of a core that mixes by decays, with a softmax window or without.
+
+    Args:
+        layer: Name of the attention module.
+        core: The MHLA core.
+        inputs: Arguments of the core's forward, by name.
+        options: "key_mask", "starts", "causal" and "blocks" of the result; the others are added.
+    """
     scale = inputs.get("scale")
     form = core.form if scale is None else dataclasses.replace(core.form, scale=scale)
     decays, balance = core.mixing(core.heads)
@@ -214,11 +234,17 @@ def _windowed_attention(layer: str, core: Any, inputs: dict[str, Any], options: 
 
 
 def _to_cpu(value: Any) -> Any:
+    """Return a tensor detached and on the CPU, and any other value unchanged."""
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def is_uniform(mixing: torch.Tensor, causal: bool) -> bool:
-    """Return whether each row of `mixing` [H, M, M] is constant over the blocks it sees, as in plain linear attention."""
+    """Return whether mixing is uniform, as in plain linear attention: each row is constant over the blocks that it sees.
+
+    Args:
+        mixing: Mixing matrices [H, M, M], of H heads and M blocks.
+        causal: Whether a row sees only the blocks up to its own.
+    """
     first_block = mixing[..., :1]
     is_equal = (mixing - first_block).abs() <= 1e-6 * first_block.abs()
     if causal:

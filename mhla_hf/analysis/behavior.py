@@ -35,12 +35,12 @@ def whole_logits(model: Any, ids: torch.Tensor, at: torch.Tensor | None = None, 
 
     Args:
         model: A causal language model.
-        ids: Token ids [B, T].
-        at: Positions [N] to return logits for (default: all T positions).
+        ids: Token ids [B, T], of B rows of T tokens.
+        at: The N positions to return logits for, [N] (default: all T positions).
         **inputs: attention_mask or position_ids, [B, T].
 
     Returns:
-        Logits, fp32 [B, N, vocabulary].
+        Logits, fp32 [B, N, vocabulary size].
     """
     keep = {} if at is None else {"logits_to_keep": at.to(model.device)}
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
@@ -55,13 +55,13 @@ def cached_logits(
     """Return the logits of a text that is read in chunks with a cache.
 
     Args:
-        model, ids, at, **inputs: As for `whole_logits`.
-        sizes: Tokens in each chunk, as for `torch.split`.
+        model, ids, at, **inputs: See `whole_logits`.
+        sizes: Number of tokens in each chunk; see `torch.split`.
         on_cache: Called with the cache after each chunk.
         watch: Wraps the list of chunks, e.g. `tqdm`.
 
     Returns:
-        Logits, fp32 [B, N, vocabulary].
+        Logits, fp32 [B, N, vocabulary size]; see `whole_logits`.
     """
     cache = None
     stop = 0
@@ -89,7 +89,10 @@ def has_argument(model: Any, name: str) -> bool:
 
 
 def causality_difference(model: Any, ids: torch.Tensor) -> float:
-    """Return how much replacing the last token of ids [1, T] changes the logits before it; 0 in a causal model."""
+    """Return the `difference` of the logits before the last token of a text when that token is replaced.
+
+    It is 0 in a causal model. The ids [1, number of tokens] must contain at least two different tokens.
+    """
     changed = ids.clone()
     changed[:, -1] = ids[0, ids[0] != ids[0, -1]][0]
     return difference(whole_logits(model, changed)[:, :-1], whole_logits(model, ids)[:, :-1])
@@ -103,7 +106,7 @@ def batch_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
 
     Args:
         model: A causal language model.
-        rows: Token ids [T] of each row, of any lengths.
+        rows: Token ids of each row, [number of tokens], of any lengths.
     """
     longest = max(map(len, rows))
     ids = torch.stack([torch.cat([rows[0][:1].expand(longest - len(row)), row]) for row in rows])
@@ -122,14 +125,26 @@ def batch_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
 
 
 def packed_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
-    """Return the difference of logits between rows alone and packed into one sequence, separated by position_ids."""
+    """Return the difference of logits between rows alone and packed into one sequence, separated by position_ids.
+
+    Args:
+        model: A causal language model whose forward takes `position_ids`.
+        rows: Token ids of each row, [number of tokens], of any lengths.
+    """
     alone = torch.cat([whole_logits(model, row[None]) for row in rows], 1)
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
     return difference(whole_logits(model, torch.cat(list(rows))[None], position_ids=positions), alone)
 
 
 def layer_bytes(model: Any, ids: torch.Tensor, sizes: int | list[int], layers: Iterable[int]) -> list[int]:
-    """Return the bytes of the cache of `layers` after each chunk of ids [1, T]; for `sizes` see `cached_logits`."""
+    """Return the size in bytes of the cache of some layers after each chunk of a text.
+
+    Args:
+        model: A causal language model.
+        ids: Token ids [1, T], of T tokens.
+        sizes: Number of tokens in each chunk; see `torch.split`.
+        layers: Indices of the layers.
+    """
     counted: list[int] = []
 
     def count(cache: Any) -> None:
@@ -140,14 +155,15 @@ def layer_bytes(model: Any, ids: torch.Tensor, sizes: int | list[int], layers: I
 
 
 def recall_gain(model: Any, ids: torch.Tensor, distance: int, rows: int) -> float:
-    """Measure how much likelier a passage becomes when it is repeated.
+    """Measure by how much the log-likelihood of a passage rises when it is repeated.
 
-    The passage consists of random tokens, which can be predicted only from its first copy. Between the two copies is text.
+    The passage consists of random tokens, so the second copy can be predicted only from the first one. There is text
+    between the two copies.
 
     Args:
         model: A causal language model.
-        ids: Token ids of a text [N], from which passages and the text between them are drawn.
-        distance: Tokens from the start of one copy to the start of the other, at least `PASSAGE_TOKENS`.
+        ids: Token ids of a text, [number of tokens]. The passages and the text between them are drawn from it.
+        distance: Number of tokens from the start of one copy to the start of the other, at least `PASSAGE_TOKENS`.
         rows: Number of passages to average over.
 
     Returns:
@@ -167,18 +183,27 @@ def recall_gain(model: Any, ids: torch.Tensor, distance: int, rows: int) -> floa
 
 
 def next_token_log_probs(model: Any, ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities, fp32 [B, N], of the tokens at positions `at` [N] of ids [B, T]."""
+    """Return the log-probabilities of some tokens of a text, given the tokens before each.
+
+    Args:
+        model: A causal language model.
+        ids: Token ids [B, T], of B rows of T tokens.
+        at: Positions of N tokens, at least 1, [N].
+
+    Returns:
+        Log-probabilities, fp32 [B, N], on the model's device.
+    """
     logits = whole_logits(model, ids, at - 1).log_softmax(-1)
     return logits.gather(-1, ids[:, at, None].to(logits.device))[..., 0]
 
 
 @torch.no_grad()
 def continue_greedily(model: Any, ids: torch.Tensor, count: int, watch: Watch = iter) -> torch.Tensor:
-    """Generate `count` tokens greedily after each row of ids [B, T].
+    """Generate `count` tokens greedily after each row of a batch.
 
     Args:
         model: A causal language model.
-        ids: Token ids [B, T].
+        ids: Token ids [B, T], of B prompts of T tokens.
         count: Number of tokens to generate.
         watch: Wraps the list of steps, e.g. `tqdm`.
 

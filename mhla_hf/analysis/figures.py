@@ -43,13 +43,13 @@ def pick_evenly(items: Iterable[Any]) -> list[Any]:
 
 
 def plot_maps(path: PathLike, models: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Plot the attention weights of layers, and below them those of the grid's middle token (figure 3a).
+    """Plot the attention weights of up to `MAX_LAYERS` layers per model (figure 3a).
 
-    Each map has its own color scale.
+    If the tokens form a grid, the weights of the middle token are drawn as a map below. Each matrix has its own color scale.
 
     Args:
         path: PNG file to write.
-        models: Label -> the result of `attention_maps`, for the same input.
+        models: Label -> the result of `compute_attention_maps`, for the same input.
     """
     chosen = {label: pick_evenly(enumerate(maps)) for label, maps in models.items()}
     columns = max(len(layers) for layers in chosen.values())
@@ -103,10 +103,15 @@ def plot_mixing(path: PathLike, layers: Mapping[str, dict[str, Any]]) -> None:
 
 
 def tile_matrix(matrix: Any, layout: tuple[int, int]) -> Any:
-    """Rearrange mixing weights [M, M] into `[rows * rows, columns * columns]` for a layout of rows x columns blocks.
+    """Rearrange mixing weights into a grid of maps, one for each query block, at the position of the block.
 
-    Tile (i, j) holds the weights of query block (i, j) as a map over the grid. A block of prefix tokens before the grid is
-    dropped.
+    Args:
+        matrix: NumPy array [M, M], for M blocks. If M is larger than rows * columns, the first blocks are those of prefix
+            tokens before the grid, and are dropped.
+        layout: Number of rows and columns of blocks.
+
+    Returns:
+        Array [rows * rows, columns * columns].
     """
     rows, columns = layout
     values = matrix[-rows * columns :, -rows * columns :]
@@ -114,7 +119,14 @@ def tile_matrix(matrix: Any, layout: tuple[int, int]) -> Any:
 
 
 def draw_matrix(axes: Any, values: Any, power: float, top: float | None = None) -> None:
-    """Draw an array as an image without ticks, on a color scale of `values ** power` from 0 to `top` (default: the max)."""
+    """Draw an array as an image without ticks.
+
+    Args:
+        axes: Axes of matplotlib.
+        values: Array [rows, columns] of nonnegative numbers.
+        power: Exponent of the color scale; see `PowerNorm` of matplotlib.
+        top: Value at the end of the scale, which begins at 0 (default: the largest value).
+    """
     from matplotlib.colors import PowerNorm
 
     norm = PowerNorm(power, vmin=0.0, vmax=float(top or values.max()) or 1.0)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from ..checkpoints.file_io import PathLike
-from ..checkpoints.load import Loaded, kind_of_class, load_classifier, load_config, load_language_model, require_extra
+from ..checkpoints.load import Loaded, find_class_kind, load_classifier, load_config, load_language_model, require_extra
 from ..data import load_split, open_text
 
 DEFAULT_TEXT_LENGTH = 40_000  # characters
@@ -25,7 +25,7 @@ def load_any(name: PathLike, device: torch.device | str | None, trust_remote_cod
     """
     config = load_config(name, trust_remote_code=trust_remote_code)
     class_name = (config.architectures or ["model of unknown class"])[0]
-    kind = kind_of_class(class_name)
+    kind = find_class_kind(class_name)
     if kind is None:
         expected = "a causal language model, an image classifier, or a loaded model with its inputs"
         raise ValueError(f"model: got {str(name)!r}, a {class_name}, expected {expected}.")
@@ -45,8 +45,11 @@ def make_batch(model: Any, processor: Any, data: Any, samples: int, length: int)
 
     Returns:
         (keyword arguments of the model's forward, description of the inputs).
+
+    Raises:
+        ValueError: The data cannot be opened, or are too few or too long for the model.
     """
-    if kind_of_class(type(model).__name__) == "language":
+    if find_class_kind(type(model).__name__) == "language":
         ids, name = read_text(model, processor, data, samples, length)
         batch = {"input_ids": ids.to(model.device), "use_cache": False}
         return batch, f"{samples} sequences of {length} tokens of {name}"
@@ -64,7 +67,10 @@ def default_text() -> str:
 
 
 def read_text(model: Any, tokenizer: Any, data: Any, samples: int, length: int) -> tuple[torch.Tensor, str]:
-    """Return token ids int64 `[samples, length]` of a text (default: `default_text()`), and the text's name."""
+    """Return token ids int64 [samples, length] of a text (default: `default_text()`), and the text's name.
+
+    Raise ValueError if `length` exceeds the model's positions, or the text cannot be opened.
+    """
     if length > (limit := getattr(model.config, "max_position_embeddings", length)):
         raise ValueError(f"length: got {length}, expected at most the {limit} positions of {type(model).__name__}.")
     name = "pydoc_data.topics" if data is None else Path(data).name
@@ -74,7 +80,11 @@ def read_text(model: Any, tokenizer: Any, data: Any, samples: int, length: int) 
 
 
 def read_images(model: Any, data: Any, samples: int) -> tuple[list[Image.Image], str]:
-    """Return images from a folder or a dataset (default: the held-out digits), and the name of the data."""
+    """Return at most `samples` images from a folder or a dataset, and the name of the data.
+
+    Without `data`, they are held-out digits of the size that the model reads. Raise ValueError if there is no column of
+    images.
+    """
     if data is None:
         size = model.config.image_size
         _, (digits, _) = load_digits(min(size) if isinstance(size, (list, tuple)) else size)

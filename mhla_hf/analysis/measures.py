@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .attention import Attention, is_core, layer_of, recorded_attention
+from .attention import Attention, is_core, layer_of, record_attention
 
 MAX_MAP_SIZE = 256  # rows and columns of an attention map
 
@@ -22,17 +22,20 @@ Calls = dict[str, list[Attention]]  # layer -> its recorded calls
 
 
 def count_rank(values: torch.Tensor, tolerance: float) -> int:
-    """Return the number of singular values above `tolerance` times the first, which is the largest."""
+    """Return the number of singular values above `tolerance` times the largest; `values` is in descending order."""
     return int((values > tolerance * values[0]).sum()) if values[0] > 0 else 0
 
 
 def effective_rank(values: torch.Tensor) -> float:
-    """Return the effective rank, exp of the entropy of the normalized singular values (Roy and Vetterli 2007)."""
+    """Return the effective rank (Roy and Vetterli 2007): exp of the entropy of the normalized singular values."""
     return row_entropy(values).exp().item() if values[0] > 0 else 0.0
 
 
 def row_entropy(rows: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of each row [..., S] in nats, with |weights| normalized to sum 1; NaN for a row of zeros."""
+    """Return the entropy [...] in nats of rows of S weights, [..., S]; a row of zeros gives NaN.
+
+    The absolute weights of a row are divided by their sum first.
+    """
     weight = rows.abs()
     share = weight / weight.sum(-1, keepdim=True)
     return -torch.special.xlogy(share, share).sum(-1)
@@ -51,7 +54,7 @@ def rank_bound(sizes: Iterable[int], width: int) -> int:
 
 @torch.no_grad()
 def record_model(model: nn.Module, batch: Mapping[str, Any], run: Callable[..., Any] | None = None) -> Calls:
-    """Run a model in eval mode and record its attention.
+    """Run a model in eval mode without gradients and record its attention. Its training mode is restored at the end.
 
     Args:
         model: The model whose layers are recorded.
@@ -67,7 +70,7 @@ def record_model(model: nn.Module, batch: Mapping[str, Any], run: Callable[..., 
     was_training = model.training
     model.eval()
     try:
-        with recorded_attention(model) as calls:
+        with record_attention(model) as calls:
             (run or model)(**batch)
     finally:
         model.train(was_training)
@@ -87,8 +90,8 @@ def measure_calls(layers: Calls, *, tolerance: float | None = None, progress: bo
 
     Args:
         layers: Layer -> its calls.
-        tolerance: Singular values above this fraction of the largest count toward the rank (default: max(T, S) * 1.2e-7,
-            as in `torch.linalg.matrix_rank` for float32).
+        tolerance: Singular values above this fraction of the largest count toward the rank (default: the number of rows or
+            of columns, whichever is larger, times 1.2e-7, as in `torch.linalg.matrix_rank` for float32).
         progress: Whether to show a progress bar.
 
     Returns:
@@ -98,8 +101,12 @@ def measure_calls(layers: Calls, *, tolerance: float | None = None, progress: bo
             - "part": the part of the matrix whose rank is measured, "whole" or "second half on first half";
             - "rank" (mean over samples and heads), "rank_min", "rank_max", "effective_rank";
             - "bound": the largest possible rank (table 1: N, d or sum of min(n_b, d)); "tolerance";
-            - "entropy": mean over rows, in nats; "uniform_entropy": that of equal weights on the tokens that each row sees;
+            - "entropy": mean over rows, in nats; "uniform_entropy": the same for equal weights on the tokens that each row
+              sees;
             - with a softmax window, "far_share": the share of the weights outside it.
+
+    Raises:
+        ValueError: The calls of a layer have different numbers of tokens, or a single one.
     """
     bar = tqdm(layers.items(), desc="layers", unit="layer", disable=not progress)
     measured = [_measure_layer(name, calls, tolerance) for name, calls in bar]
@@ -108,6 +115,7 @@ def measure_calls(layers: Calls, *, tolerance: float | None = None, progress: bo
 
 
 def _measure_layer(name: str, calls: list[Attention], tolerance: float | None) -> dict[str, Any]:
+    """Return the dict of one layer in "layers" of `measure_calls`."""
     first = calls[0]
     lengths = {call.q.shape[1] for call in calls}
     _, tokens, heads, width = first.q.shape
@@ -149,7 +157,17 @@ def _measure_layer(name: str, calls: list[Attention], tolerance: float | None) -
 def _measure_matrix(
     matrix: torch.Tensor, part: tuple[slice, slice], tolerance: float
 ) -> tuple[int, float, float, float]:
-    """Return rank and effective rank of `matrix[part]`, the mean entropy of all rows, and the entropy of equal weights."""
+    """Measure one attention matrix.
+
+    Args:
+        matrix: Attention weights, fp64 [queries, keys].
+        part: Slices of rows and columns to compute the ranks from.
+        tolerance: See `count_rank`.
+
+    Returns:
+        Rank, effective rank, mean entropy of the rows in nats, and mean entropy of rows with equal weights on all tokens
+        that the row sees. Rows of zeros are left out of the means.
+    """
     values = torch.linalg.svdvals(matrix[part])
     nonzero_rows = matrix[(matrix != 0).any(-1)]
     uniform_entropy = (nonzero_rows != 0).sum(-1).double().log()
@@ -157,12 +175,12 @@ def _measure_matrix(
     return count_rank(values, tolerance), effective_rank(values), entropy, uniform_entropy.mean().item()
 
 
-def attention_maps(layers: Calls) -> list[dict[str, Any]]:
+def compute_attention_maps(layers: Calls) -> list[dict[str, Any]]:
     """Return the attention weights of each layer on the first sample, for plotting.
 
     Returns:
-        A list of dicts with "layer", "kind", "scores" (mean over heads, fp32 [T, S], subsampled to at most 256 rows and
-        columns), and "map" (the weights of the grid's middle token, `[rows, columns]`; None for sequences and video).
+        A list of dicts with "layer", "kind", "scores" (mean over heads, fp32 [queries, keys], subsampled to at most 256
+        rows and columns), and "map" (the weights of the grid's middle token, [rows, columns]; None for sequences and video).
     """
     maps = []
     for name, (call, *_) in layers.items():
@@ -170,7 +188,7 @@ def attention_maps(layers: Calls) -> list[dict[str, Any]]:
         scores = torch.stack([call.matrix(0, head) for head in range(heads)]).sum(0) / heads
         step = math.ceil(max(scores.shape) / MAX_MAP_SIZE)
         entry = {"layer": name, "kind": call.kind, "scores": scores[::step, ::step].float(), "map": None}
-        grid = call.grid or square_grid(call)
+        grid = call.grid or find_square_grid(call)
         if len(grid) == 2:
             prefix = scores.shape[1] - math.prod(grid)
             middle = prefix + (grid[0] // 2) * grid[1] + grid[1] // 2
@@ -179,7 +197,7 @@ def attention_maps(layers: Calls) -> list[dict[str, Any]]:
     return maps
 
 
-def square_grid(call: Attention) -> tuple[int, ...]:
+def find_square_grid(call: Attention) -> tuple[int, ...]:
     """Return the square grid that a bidirectional layer's tokens form after at most 8 prefix tokens; () if there is none."""
     side = math.isqrt(call.q.shape[1])
     return (side, side) if side > 1 and call.q.shape[1] - side * side <= 8 and not call.is_causal else ()
@@ -190,9 +208,9 @@ def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Describe how the mixing weights of each MHLA layer have changed since initialization.
 
     Returns:
-        A dict from layer to a dict with "start" and "learned" (nested lists [M, M], the mean over heads), "layout"
-        (blocks per axis of a grid, or None), and "moved" (half the L1 distance between the normalized rows, mean over
-        rows: 0 for unchanged, 1 for disjoint).
+        A dict from layer to a dict with "start" and "learned" (nested lists [M, M] for M blocks, the mean over heads),
+        "layout" (blocks per axis of a grid, or None), and "moved" (half the L1 distance between the normalized rows, mean
+        over rows: 0 for unchanged, 1 for disjoint).
     """
     layers = {}
     for name, module in model.named_modules():
@@ -216,11 +234,12 @@ def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _rounded_rows(matrix: torch.Tensor) -> list[list[float]]:
+    """Return the rows of a matrix as lists, rounded to 6 decimals."""
     return [[round(value, 6) for value in row] for row in matrix.tolist()]
 
 
 def _mixing_matrix(mixing: Any) -> torch.Tensor:
-    """Return the matrix of a mixing module, [M, M], averaged over heads; for decays, that of 32 blocks."""
+    """Return the matrix of a mixing module, averaged over heads, fp32 [M, M] for M blocks; M is 32 for decays."""
     if hasattr(mixing, "num_decays"):
         matrix = mixing()[0].matrix(32)
     else:

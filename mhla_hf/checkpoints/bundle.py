@@ -82,7 +82,7 @@ def check_bundle(text: str) -> dict[str, str]:
     bundle_format, entry, version, sha = header.groups()
     if int(bundle_format) > FORMAT:
         raise ValueError(f"text: got a bundle of format {bundle_format}, expected at most {FORMAT}; update mhla_hf.")
-    actual = _sha(_replace_hash(text, sha, PLACEHOLDER))
+    actual = _hash_text(_replace_hash(text, sha, PLACEHOLDER))
     if actual != sha:
         raise ValueError(f"text: got a bundle that was edited and hashes to {actual}, expected {sha} as in its header.")
     return {"format": bundle_format, "entry": entry, "version": version, "sha256": sha}
@@ -110,7 +110,7 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
     _check_names(modules.values())
     used = _drop_unreachable(modules, entry)
     imports = {line for module in modules.values() for name, line in module.imports.items() if name in used}
-    for library in sorted(map(_library, imports)):
+    for library in sorted(map(_find_library, imports)):
         if library not in sys.stdlib_module_names and library not in (*COMMON_LIBRARIES, *libraries):
             raise ValueError(f"{entry}: got an import of {library} outside `try:`, expected one that every user has.")
     header = (
@@ -120,7 +120,7 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
         f"format: {FORMAT}\nentry: {entry}\nmade by mhla_hf: {version[1]}\nsha256: {PLACEHOLDER}\n"
         '"""\n'
     )
-    standard = {line for line in imports if _library(line) in sys.stdlib_module_names}
+    standard = {line for line in imports if _find_library(line) in sys.stdlib_module_names}
     sections = [header, *("\n".join(sorted(group)) + "\n" for group in (standard, imports - standard) if group)]
     for module in modules.values():
         body = "\n".join(statement.text for statement in module.statements).strip("\n")
@@ -132,7 +132,7 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
         raise ValueError(
             f"{entry}: got {match[0].strip()!r}, which looks like a relative import to the Hub loaders, expected none."
         )
-    text = _replace_hash(text, PLACEHOLDER, _sha(text))
+    text = _replace_hash(text, PLACEHOLDER, _hash_text(text))
     compile(text, FILE_NAME, "exec")
     return text
 
@@ -171,18 +171,19 @@ class _Module:
     imports: dict[str, str]
 
 
-def _sha(text: str) -> str:
+def _hash_text(text: str) -> str:
+    """Return the first 12 hex digits of the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _replace_hash(text: str, old: str, new: str) -> str:
-    """Replace the hash in a bundle's header and in its `NAMESPACE`."""
+    """Return the text of a bundle with another hash in its header and in its `NAMESPACE`."""
     text = text.replace(f"\nsha256: {old}\n", f"\nsha256: {new}\n", 1)
     return text.replace(f'\nNAMESPACE = "{old}"\n', f'\nNAMESPACE = "{new}"\n', 1)
 
 
 def _collect_modules(package: Path, name: str, modules: dict[str, _Module]) -> None:
-    """Add the module `name` to `modules` after those it imports, which is the order in which Python runs them."""
+    """Add the module `name` to `modules` in place, after the modules it imports: the order in which Python runs them."""
     module = _read_module(package, name)
     for sibling in module.siblings:
         if sibling not in modules:
@@ -191,6 +192,7 @@ def _collect_modules(package: Path, name: str, modules: dict[str, _Module]) -> N
 
 
 def _read_module(package: Path, name: str) -> _Module:
+    """Parse the module `name` of a package. Raise ValueError if an import in it violates a rule."""
     path = package.joinpath(*name.split(".")).with_suffix(".py")
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
@@ -204,12 +206,12 @@ def _read_module(package: Path, name: str) -> _Module:
         if isinstance(node, ast.Import | ast.ImportFrom):
             _add_import(name, module, node)
         elif number or ast.get_docstring(tree) is None:
-            module.statements.append(_Statement(source, *_names(source), _is_droppable(node)))
+            module.statements.append(_Statement(source, *_find_names(source), _is_droppable(node)))
     return module
 
 
-def _names(source: str) -> tuple[set[str], set[str]]:
-    """Return the module-level names that a statement binds, and those that it uses in any of its scopes."""
+def _find_names(source: str) -> tuple[set[str], set[str]]:
+    """Return two sets: the module-level names that a statement binds, and the names that it uses in any of its scopes."""
     top = symtable.symtable(source, "", "exec")
     tables = [top]
     for table in tables:  # grows while iterating, until all nested scopes are in it
@@ -221,13 +223,17 @@ def _names(source: str) -> tuple[set[str], set[str]]:
 
 
 def _is_droppable(node: ast.stmt) -> bool:
+    """Return whether a top-level statement is a function, a class or an assignment to names."""
     if isinstance(node, ast.Assign):
         return all(isinstance(target, ast.Name) for target in node.targets)
     return isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign)
 
 
 def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -> None:
-    """Add an import statement of the module `name` to the siblings or to the imports of `module`."""
+    """Add an import statement of the module `name` to `module.siblings` or `module.imports`, in place.
+
+    Raise ValueError for a relative import that is not `from .file import name`, or that has `as`.
+    """
     if isinstance(node, ast.ImportFrom) and node.level:
         if not node.module or any(alias.asname for alias in node.names):
             location = f"{module.path}:{node.lineno}"
@@ -241,7 +247,7 @@ def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -
 
 
 def _check_names(modules: Iterable[_Module]) -> None:
-    """Raise `ValueError` if two modules define a name differently, or if a name shadows a builtin."""
+    """Raise ValueError if two modules define a name differently, or if a name shadows a builtin."""
     meanings: dict[str, tuple[str, str]] = {}  # name -> (file that defines it or its import line, file)
     for module in modules:
         defined = {name: module.path for statement in module.statements for name in statement.binds}
@@ -257,7 +263,15 @@ def _check_names(modules: Iterable[_Module]) -> None:
 
 
 def _drop_unreachable(modules: dict[str, _Module], entry: str) -> set[str]:
-    """Drop the droppable statements that the module `entry` does not use, and return the names that are still used."""
+    """Drop, in place, the droppable statements that the module `entry` does not use.
+
+    Args:
+        modules: Dict from dotted name to module.
+        entry: Dotted name of the bundled module.
+
+    Returns:
+        The names that the remaining statements use.
+    """
     statements = [statement for module in modules.values() for statement in module.statements]
     kept = [item for item in statements if not item.droppable or item in modules[entry].statements]
     used: set[str] = set()
@@ -269,6 +283,6 @@ def _drop_unreachable(modules: dict[str, _Module], entry: str) -> set[str]:
     return used
 
 
-def _library(line: str) -> str:
+def _find_library(line: str) -> str:
     """Return the top-level library of `import x.y` or `from x.y import z`."""
     return line.split()[1].split(".")[0]

@@ -47,7 +47,10 @@ def wrap_errors(message: str) -> Iterator[None]:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the first line of an error's text, joined with its continuation lines, or the name of its class."""
+    """Return the first line of an error's message, or the name of its class if it has none.
+
+    While the line ends in ":", "," or " or", the next line is joined to it.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     ends = (number for number, line in enumerate(lines, 1) if not line.endswith((":", ",", " or")))
     return " ".join(lines[: next(ends, len(lines))])
@@ -112,9 +115,9 @@ def temporary_folder(parent: PathLike, prefix: str) -> Iterator[Path]:
 
 
 def remove_abandoned(parent: PathLike, prefix: str) -> None:
-    """Remove the folders that `temporary_folder` created in `parent` with this prefix and whose process has ended.
+    """Remove the folders that `temporary_folder` created in `parent` with this prefix in processes that have ended.
 
-    Folders without `LOCK_FILE`, with a locked one, or that cannot be removed are left alone.
+    A folder is left alone if it has no `LOCK_FILE`, if its `LOCK_FILE` is locked, or if removing it fails.
     """
     for lock_file in Path(parent).glob(f"{glob.escape(prefix)}*/{LOCK_FILE}"):
         if not lock_file.parent.is_symlink():
@@ -125,7 +128,10 @@ def remove_abandoned(parent: PathLike, prefix: str) -> None:
 
 
 def _remove_temporary(folder: Path) -> None:
-    """Remove a temporary folder, after restoring a folder that `atomic_folder` moved into it but did not replace."""
+    """Remove a temporary folder.
+
+    If `atomic_folder` was interrupted after it moved the folder to replace into this one, that folder is moved back first.
+    """
     target = folder.parent / folder.name.rpartition(".tmp-")[0]
     if (folder / REPLACED).exists() and not target.exists():
         os.replace(folder / REPLACED, target)
@@ -134,12 +140,18 @@ def _remove_temporary(folder: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(target: PathLike, replace: bool = False, parent: PathLike | None = None) -> Iterator[Path]:
-    """Context manager that yields an empty temporary folder, and renames it to `target` at the end if there was no error.
+    """Context manager that yields an empty temporary folder, and renames it to `target` at the end.
+
+    After an error, the temporary folder is removed and `target` is unchanged.
 
     Args:
         target: The folder to create.
-        replace: Whether to replace an existing folder. If False, `OSError` is raised unless it is empty.
-        parent: Folder in which to create the temporary folder, on the file system of `target` (default: its parent).
+        replace: Whether to replace an existing folder. If False, an existing folder must be empty.
+        parent: Folder in which to create the temporary folder, on the file system of `target` (default: its parent). It is
+            created if it does not exist.
+
+    Raises:
+        OSError: `target` exists and is not empty, without `replace`, or a folder cannot be written.
     """
     target = Path(target)
     parent = Path(parent or target.parent)
@@ -156,7 +168,7 @@ def atomic_folder(target: PathLike, replace: bool = False, parent: PathLike | No
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe YAML loader that reads `1e-3` as a number, as YAML 1.2 does and YAML 1.1 does not."""
+    """A safe YAML loader that reads `1e-3` as a number, following YAML 1.2 instead of 1.1."""
 
 
 _Loader.add_implicit_resolver(
@@ -184,7 +196,15 @@ def read_yaml(path: PathLike, label: str) -> Any: ...
 @overload
 def read_yaml(path: PathLike, label: str, cls: type[T]) -> T: ...
 def read_yaml(path: PathLike, label: str, cls: type[T] | None = None) -> Any:
-    """Read a YAML file, as the checked dataclass `cls` if one is given.
+    """Read a YAML file.
+
+    Args:
+        path: The file.
+        label: Beginning of error messages.
+        cls: A dataclass decorated with `checked`, or None.
+
+    Returns:
+        The content of the file, as a `cls` if it is given.
 
     Raises:
         ValueError: The file is not YAML or does not fit `cls`; the message begins with `label` and the path.
@@ -200,7 +220,7 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if there is no such file.
 
     Raises:
-        ValueError: The file holds anything but a JSON object.
+        ValueError: The content of the file is not a JSON object.
     """
     path = Path(path)
     if not path.is_file():
@@ -215,7 +235,7 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
 
 
 def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
-    """Return whether `folder` holds earlier work with the same identity, which can be resumed.
+    """Return whether `folder` contains earlier work with the same identity, so that it can be resumed.
 
     Args:
         folder: An output folder.
@@ -253,5 +273,5 @@ def write_text(path: PathLike, text: str) -> Path:
 
 
 def write_json(path: PathLike, content: Any) -> Path:
-    """Write `content` to `path` atomically as JSON, and return the path. Raise `ValueError` for NaN or infinity."""
+    """Write `content` to `path` atomically as JSON, and return the path. Raise ValueError for NaN or infinity."""
     return write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

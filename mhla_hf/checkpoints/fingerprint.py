@@ -20,7 +20,7 @@ FILES_WITH_ORIGIN = ("config.json", PIPELINE_INDEX)
 
 
 def fingerprint_folder(folder: PathLike) -> str:
-    """Return `"files:"` plus a sha256 over the files that determine a local model's output.
+    """Return "files:" and 32 hex digits of a SHA-256 over the files that determine a local model's output.
 
     These are weights, configuration, tokenizer and source code, for a pipeline also those in the component folders. Cards,
     results, plots and training records are ignored.
@@ -47,7 +47,7 @@ def fingerprint_folder(folder: PathLike) -> str:
 
 
 def fingerprint_model(model: Any) -> str:
-    """Return `"tensors:"` plus a sha256 over the names, dtypes, shapes and bytes of a model's state dict.
+    """Return "tensors:" and 32 hex digits of a SHA-256 over the names, dtypes, shapes and bytes of a model's state dict.
 
     For a pipeline, this covers the state dicts of its components and the settings of components without weights.
     """
@@ -70,9 +70,10 @@ def hash_json(content: Any, digits: int = 16) -> str:
 
 
 def strip_origin(data: bytes) -> bytes:
-    """Return a configuration file's bytes without the path or Hub id from which diffusers loaded it.
+    """Return the bytes of a configuration file of diffusers without the path or Hub id from which it was loaded.
 
-    Both pushing and fingerprinting do this, so that a pushed model has the fingerprint of the model that was evaluated.
+    Any other file is returned unchanged. Both pushing and fingerprinting do this, so that a pushed model has the
+    fingerprint of the model that was evaluated.
     """
     try:
         content = json.loads(data)
@@ -89,7 +90,7 @@ def hash_file(path: PathLike, digest: Any = None) -> str:
 
     Args:
         path: The file.
-        digest: A hashlib object to update instead of a new one.
+        digest: A hashlib object to update in place instead of a new one. The result is then its digest so far.
     """
     digest = digest or hashlib.sha256()
     with Path(path).open("rb") as stream:

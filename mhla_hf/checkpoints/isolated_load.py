@@ -30,8 +30,8 @@ def load_isolated(
     Args:
         folder: A saved model or pipeline.
         kind: Kind of model, as in `share.facts.Facts`.
-        inputs: A safetensors file for language models, with token ids `ids` [B, T] and optionally the expected
-            `logits` [B, T, vocabulary].
+        inputs: A safetensors file for language models, with `ids` [B, T], token ids of B rows of T tokens, and optionally
+            `logits` [B, T, vocabulary size], the expected logits.
         prompt: Text for a language model to continue greedily.
         new_tokens: How many tokens to generate after `prompt`.
         dtype: Name of a torch dtype, or "auto".

@@ -40,7 +40,10 @@ def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
 
 @torch.no_grad()
 def load_and_run_language_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a causal language model, run it on the ids of the request, and continue its prompt if there is one."""
+    """Load a causal language model, run it on the ids of the request, and continue its prompt if there is one.
+
+    Return the model and a report; see `load_isolated`.
+    """
     model, report = load_transformers_model(folder)
     if request["prompt"] is not None or any(Path(folder).glob("tokenizer*.json")):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
@@ -63,7 +66,10 @@ def load_and_run_language_model(folder: str) -> tuple[Any, dict[str, Any]]:
 
 
 def load_diffusers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a diffusers model or pipeline, and compare the weights of its MHLA models with the safetensors files."""
+    """Load a diffusers model or pipeline, and compare the weights of its MHLA models with the safetensors files.
+
+    Return the model, of several the last one, and a report of missing and unexpected weights.
+    """
     import diffusers
 
     is_model = request["kind"] == "model"

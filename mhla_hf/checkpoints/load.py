@@ -66,9 +66,9 @@ def register_classes(config: Any, classes: Sequence[type]) -> None:
 
 
 def register_family(family: Family) -> None:
-    """Register the converted counterpart of a transformers model family: its configuration, body and heads.
+    """Register the configuration and all model classes of a converted transformers family with the Auto classes.
 
-    If PEFT is already imported, its default LoRA targets for the base also become those of the converted model.
+    If PEFT is imported already, its default LoRA targets for the base model type are also added for the converted one.
     """
     module = importlib.import_module(f"..{family.entry}", __package__)
     classes = [getattr(module, f"MHLA{name}") for name in base_classes(family)]
@@ -83,10 +83,11 @@ def register_model_type(source: PathLike, **hub_options: Any) -> None:
 
     Args:
         source: Folder or Hub id.
-        **hub_options: As `from_pretrained` takes them, such as `revision`.
+        **hub_options: Options of `from_pretrained`, such as `revision`.
 
     Raises:
-        ValueError: config.json is malformed.
+        ValueError: config.json is malformed, or states more than `MAX_LAYERS` layers.
+        OSError: There is no config.json.
     """
     read_json(Path(source, "config.json"))  # raises unless it holds an object
     config, _ = transformers.PreTrainedConfig.get_config_dict(str(source), **hub_options)
@@ -103,7 +104,7 @@ def register_model_type(source: PathLike, **hub_options: Any) -> None:
 
 @contextlib.contextmanager
 def require_extra(feature: str, library: str, extra: str) -> Iterator[None]:
-    """Turn an ImportError in the block into one that says which extra of mhla_hf to install."""
+    """Context manager that turns an ImportError into one whose message names the extra of mhla_hf to install."""
     try:
         yield
     except ImportError as error:
@@ -111,7 +112,7 @@ def require_extra(feature: str, library: str, extra: str) -> Iterator[None]:
 
 
 def is_pipeline(name: PathLike, revision: str | None = None) -> bool:
-    """Return whether a folder or Hub id holds a diffusers pipeline; False if the Hub does not answer."""
+    """Return whether a folder or Hub id is a diffusers pipeline; False if the request to the Hub fails."""
     if os.path.lexists(name) or not HUB_ID.fullmatch(str(name)):
         return (Path(name) / PIPELINE_INDEX).is_file()
     try:
@@ -122,7 +123,7 @@ def is_pipeline(name: PathLike, revision: str | None = None) -> bool:
 
 
 def load_config(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the configuration of a folder or Hub id.
+    """Load the configuration of a folder or Hub id, after registering the model type if it is a converted one.
 
     Raises:
         TypeError: `name` is not a string or path.
@@ -136,13 +137,16 @@ def load_config(name: PathLike, *, revision: str | None = None, trust_remote_cod
 
 
 def load_tokenizer(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder or Hub id. `ValueError` if it cannot be loaded."""
+    """Load the tokenizer of a folder or Hub id; see `_read_tokenizer`. Raise ValueError if it cannot be loaded."""
     with wrap_errors(f"model: got {str(name)!r}, expected a tokenizer that can be loaded"):
         return _read_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def _read_tokenizer(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
-    """Load a tokenizer; unless its code is trusted, remove references to that code, which saving would copy."""
+    """Load a tokenizer. Unless `trust_remote_code`, remove its references to code, so that they are not saved again.
+
+    Raise ValueError if a folder has no tokenizer.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
     except (ValueError, OSError) as error:
@@ -155,19 +159,19 @@ def _read_tokenizer(name: PathLike, *, trust_remote_code: bool, **hub_options: A
     return tokenizer
 
 
-def _tokenizer_reader(name: PathLike | None) -> Callable[..., Any]:
-    """Return a function that loads the model's own tokenizer, or that of `name` if given."""
+def _make_tokenizer_reader(name: PathLike | None) -> Callable[..., Any]:
+    """Return `_read_tokenizer` or, if `name` is given, a function that ignores its arguments and loads that tokenizer."""
     return _read_tokenizer if name is None else lambda *args, **options: load_tokenizer(name)
 
 
 def has_tokenizer(name: PathLike) -> bool:
-    """Return whether a folder holds tokenizer files; True for a Hub id, without asking the Hub."""
+    """Return whether a folder holds tokenizer files; True if there is no such folder, without asking the Hub."""
     folder = Path(name)
     return not folder.is_dir() or any((folder / file).exists() for file in ("tokenizer_config.json", *TOKENIZER_FILES))
 
 
 def _read_image_processor(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
-    """Load an image processor, without references to untrusted code as in `_read_tokenizer`."""
+    """Load an image processor. Unless `trust_remote_code`, remove its references to code; see `_read_tokenizer`."""
     processor = AutoImageProcessor.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
     if not trust_remote_code:
         strip_code_references(processor)
@@ -175,9 +179,10 @@ def _read_image_processor(name: PathLike, *, trust_remote_code: bool, **hub_opti
 
 
 def strip_code_references(component: Any) -> list[str]:
-    """Remove from a tokenizer, image processor or configuration whatever may name somebody's code when it is saved.
+    """Remove, in place, the attributes of a tokenizer, image processor or configuration that may refer to code.
 
-    For image processors and configurations this is every attribute that their class does not declare, except numbers.
+    For a tokenizer this is `auto_map`. For an image processor or configuration it is every public attribute that its class
+    does not declare, except numbers and `KEPT_ATTRIBUTES`. Any other object is left alone.
 
     Returns:
         The names of the removed attributes.
@@ -206,13 +211,16 @@ def load_language_model(
 ) -> Loaded:  # fmt: skip
     """Load a causal language model in eval mode, and its tokenizer.
 
+    The type of a converted model is registered with transformers' Auto classes.
+
     Args:
         name: Folder or Hub id.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         device: Where the model goes (default: CUDA if there is a GPU, else the CPU).
         revision: Branch, tag or commit on the Hub.
         trust_remote_code: Run the model's own source; not needed for models of this package.
-        weights: If False, allocate the parameters without reading them, for a process that another one sends its shards.
+        weights: If False, allocate uninitialized parameters on the CPU instead of reading the weights. This is for a
+            process that will receive its shards of the weights from another process.
         tokenizer: Folder or Hub id of the tokenizer (default: the model's own).
 
     Returns:
@@ -221,7 +229,7 @@ def load_language_model(
     Raises:
         ValueError: The model cannot be loaded or is damaged, e.g. weights are missing or pickled.
     """
-    read_tokenizer = _tokenizer_reader(tokenizer)
+    read_tokenizer = _make_tokenizer_reader(tokenizer)
     return _load(name, AutoModelForCausalLM, read_tokenizer, dtype, device, revision, trust_remote_code, weights)
 
 
@@ -229,7 +237,7 @@ def load_classifier(
     name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Loaded:  # fmt: skip
-    """Load an image classifier in eval mode, and its image processor; arguments as in `load_language_model`."""
+    """Load an image classifier in eval mode, and its image processor; see `load_language_model`."""
     return _load(
         name, AutoModelForImageClassification, _read_image_processor, dtype, device, revision, trust_remote_code
     )
@@ -241,17 +249,18 @@ def load_encoder(
 ) -> Loaded:  # fmt: skip
     """Load a text encoder in eval mode with the head that config.json names, and its tokenizer.
 
-    Arguments as in `load_language_model`.
+    See `load_language_model` for the arguments and errors.
     """
     architectures = load_config(name, revision=revision, trust_remote_code=trust_remote_code).architectures or ["Model"]
     auto_model = getattr(transformers, auto_class_of(architectures[0]))
-    return _load(name, auto_model, _tokenizer_reader(tokenizer), dtype, device, revision, trust_remote_code)
+    return _load(name, auto_model, _make_tokenizer_reader(tokenizer), dtype, device, revision, trust_remote_code)
 
 
 def _load(
     name: PathLike, auto_model: Any, read_processor: Callable[..., Any], dtype: str, device: torch.device | str | None,
     revision: str | None, trust_remote_code: bool, weights: bool = True,
 ) -> Loaded:  # fmt: skip
+    """Load a model with an Auto class, and its processor with `read_processor`; see `load_language_model`."""
     source = resolve_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, expected auto, {', '.join(DTYPES)}.")
@@ -271,7 +280,10 @@ def _load(
 
 
 def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
-    """Build a model on the CPU whose parameters are uninitialized memory, which costs nothing, and whose buffers are set."""
+    """Build a model on the CPU with initialized buffers and uninitialized parameters, without reading any weights.
+
+    Without a `dtype`, the configuration selects it. `options` are keyword arguments of `from_pretrained`.
+    """
     from accelerate import init_empty_weights
 
     config = AutoConfig.from_pretrained(source, **options)
@@ -286,18 +298,20 @@ def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, option
     return model
 
 
-def kind_of_class(name: str) -> str | None:
+def find_class_kind(name: str) -> str | None:
     """Return "language" or "images" for the class name of a causal language model or image classifier, else None."""
     if name.endswith("ForImageClassification"):
         return "images"
     return "language" if name.endswith(("ForCausalLM", "LMHeadModel")) else None
 
 
-def kind_of_model(name: PathLike, revision: str | None = None) -> str | None:
-    """Return "language", "images" or "encoders" (of text) for a folder or Hub id; None if its config cannot be read.
+def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
+    """Return "language", "images" or "encoders" (of text) for a folder or Hub id.
+
+    Return None for a model of another kind, or if its configuration cannot be loaded for any reason.
 
     Raises:
-        ValueError: It is a vision tower, which the command-line tools do not take.
+        ValueError: The model is a vision tower, which the commands do not support.
     """
     try:
         config = load_config(name, revision=revision)
@@ -305,27 +319,30 @@ def kind_of_model(name: PathLike, revision: str | None = None) -> str | None:
         return None
     class_name = (config.architectures or [""])[0]
     family = family_of_type(getattr(config, "base_model_type", config.model_type))
-    if kind_of_class(class_name) != "images" and family in VISION:
+    if find_class_kind(class_name) != "images" and family in VISION:
         raise ValueError(
             f"model: got {str(name)!r}, a {class_name or config.model_type}, expected a language model, text encoder, "
             "image classifier or pipeline; mhla_hf.convert takes vision towers."
         )
-    return "encoders" if family in ENCODERS else kind_of_class(class_name)
+    return "encoders" if family in ENCODERS else find_class_kind(class_name)
 
 
 @contextlib.contextmanager
 def verified_files(
     source: Path | str, revision: str | None = None, index: str = "config.json"
 ) -> Iterator[dict[str, Any]]:
-    """Check a model's files, and yield `from_pretrained` options that take all files from one commit of the Hub.
+    """Context manager that checks the files in a folder, and yields keyword arguments for `from_pretrained`.
+
+    For a Hub id, the arguments fix the commit, so that all files belong together. Within the block, transformers refuses
+    untrusted code instead of asking at the terminal and, for a folder, shows no progress bars.
 
     Args:
-        source: As `resolve_model_name` returns it.
+        source: The result of `resolve_model_name`.
         revision: Branch, tag or commit on the Hub.
-        index: A file that every such model has, from which the commit is taken.
+        index: A file that every such model has. The commit is read from its path in the cache.
 
     Raises:
-        ValueError, OSError: A file in a folder is truncated, or an index names a shard outside the folder.
+        ValueError, OSError: A weights file is truncated, a shard is not in the folder, or the Hub has no such model.
     """
     if not isinstance(source, Path):
         commit = Path(cached_file(source, index, revision=revision)).parent.name
@@ -340,7 +357,7 @@ def verified_files(
 
 
 def check_no_missing_weights(name: PathLike, missing: Sequence[str]) -> None:
-    """Raise `ValueError` if the checkpoint lacked weights, given by name as in `loading_info["missing_keys"]`."""
+    """Raise ValueError if `missing`, the names of the weights that the checkpoint `name` lacks, is not empty."""
     if missing := sorted(missing):
         raise ValueError(
             f"model: got {str(name)!r}, which lacks {len(missing)} of its weights, such as {missing[0]!r}, expected all."
@@ -348,9 +365,10 @@ def check_no_missing_weights(name: PathLike, missing: Sequence[str]) -> None:
 
 
 def check_shards(index: PathLike) -> dict[str, str]:
-    """Return the weight_map of a sharded model's index after checking that every shard lies beside it.
+    """Return the weight_map of a sharded model's index, a dict from the name of a weight to its file.
 
-    transformers would follow a path out of the folder.
+    Raise ValueError if it has none, or if a shard is not a file in the folder of the index. transformers would follow a
+    path out of the folder.
     """
     shards = (read_json(index) or {}).get("weight_map")
     if not isinstance(shards, dict) or not shards:
@@ -363,7 +381,7 @@ def check_shards(index: PathLike) -> dict[str, str]:
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Turn off the progress bars of transformers within the block."""
+    """Context manager that turns off the progress bars of transformers."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -375,7 +393,7 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_code_prompts() -> Iterator[None]:
-    """Make transformers refuse untrusted code within the block, instead of asking at the terminal."""
+    """Context manager that makes transformers refuse untrusted code instead of asking at the terminal."""
     timeout = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     try:
@@ -385,15 +403,22 @@ def no_code_prompts() -> Iterator[None]:
 
 
 def choose_device(device: torch.device | str | None = None) -> torch.device:
-    """Return `device`, or if None CUDA if there is a GPU and else the CPU. `ValueError` if torch cannot use it."""
+    """Return `device` as a `torch.device`; for None, CUDA if there is a GPU and else the CPU.
+
+    Raise ValueError if torch cannot use the device.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with wrap_errors(f"device: got {str(device)!r}, expected one that is available here"):
         return torch.empty(0, device=device).device
 
 
-def stored_dtype(folder: PathLike) -> str:
-    """Return the dtype that `dtype="auto"` gives for a local model: the configuration's, else the first weight's."""
+def read_stored_dtype(folder: PathLike) -> str:
+    """Return the name of the dtype that `dtype="auto"` selects for a folder, such as "bfloat16".
+
+    It is the dtype in config.json or, if there is none, the dtype of the first weight. Raise ValueError if the weights
+    cannot be read.
+    """
     config = read_json(Path(folder, "config.json")) or {}
     if not (dtype := config.get("dtype") or config.get("torch_dtype")):
         file = sorted(Path(folder).glob("*.safetensors"))[0]
@@ -409,7 +434,10 @@ def load_pipeline(
     source: PathLike, *, dtype: str, device: torch.device | str | None, revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:  # fmt: skip
-    """Load a diffusers pipeline from a folder or Hub id; arguments and errors as in `load_language_model`."""
+    """Load a diffusers pipeline from a folder or Hub id.
+
+    See `load_language_model` for the arguments and errors. With `dtype="auto"`, diffusers chooses the dtype.
+    """
     from diffusers import DiffusionPipeline
 
     resolved = resolve_model_name(source, pipeline=True)
@@ -438,9 +466,10 @@ def load_pipeline(
 
 
 def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]) -> list[str]:
-    """List the weights that the transformers models of a pipeline lack; arguments as in `verified_files`.
+    """List the weights that are missing for the transformers models of a pipeline.
 
-    With accelerate installed, the models are built on the meta device and no weight is read.
+    If accelerate is installed, the models are built on the meta device and no weight is read. `verified_files` yields the
+    `hub_options`. Names begin with the component, as in "text_encoder.shared.weight".
     """
     index = (
         source / PIPELINE_INDEX if isinstance(source, Path) else hf_hub_download(source, PIPELINE_INDEX, **hub_options)
@@ -460,7 +489,7 @@ def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]
 
 
 def _missing_diffusers_weights(pipeline: Any) -> list[str]:
-    """List the weights that diffusers found in no file; it leaves them on the meta device."""
+    """List the parameters of a pipeline on the meta device, where diffusers leaves those that it found in no file."""
     return [
         f"{component}.{name}"
         for component, module in pipeline.components.items()

@@ -34,7 +34,7 @@ def describe_versions() -> dict[str, str]:
 def describe_hardware(device: torch.device | str = "cpu") -> str:
     """Return a line such as "AMD EPYC, 2 cores, 1 thread", preceded by the GPU's name if `device` is a GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    host = f"{_cpu_name()}, {_count(cores, 'core')}, {_count(torch.get_num_threads(), 'thread')}"
+    host = f"{_read_cpu_name()}, {_count(cores, 'core')}, {_count(torch.get_num_threads(), 'thread')}"
     if torch.device(device).type == "cuda":
         return f"{torch.cuda.get_device_name(torch.device(device))}; {host}"
     return host
@@ -44,7 +44,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _cpu_name() -> str:
+def _read_cpu_name() -> str:
+    """Return the model name of the CPU, or the machine type if it cannot be found."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -73,7 +74,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def describe_run(command: str | None, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the entries on hardware and software that every record of a measurement contains.
+    """Describe the hardware, software and time of a measurement, for its record.
 
     Args:
         command: The shell command that repeats the measurement, or None.

@@ -100,7 +100,7 @@ def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str
     return files
 
 
-def saved_files(folder: PathLike) -> list[Path]:
+def list_saved_files(folder: PathLike) -> list[Path]:
     """List the files in `folder` that belong to a saved model, recognized by their names.
 
     These are the names that mhla_hf, transformers, diffusers and sentence-transformers give them. For a pipeline, the list
@@ -128,7 +128,7 @@ def saved_files(folder: PathLike) -> list[Path]:
 
 
 def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
-    """Return `folder` as an absolute path after checking that a model can be saved there.
+    """Return `folder` as an absolute path after checking that a model can be saved there. Nothing is created.
 
     Args:
         folder: Folder to save to.
@@ -149,7 +149,7 @@ def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
         if not holds_saved_model(path):
             raise ValueError(f"{start}, which is not empty and holds no MHLA model, expected one to overwrite.")
         existing = {file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
-        model_files = {file for file in saved_files(path) if not file.is_symlink()}
+        model_files = {file for file in list_saved_files(path) if not file.is_symlink()}
         if foreign := min(existing - model_files, default=None):
             raise ValueError(
                 f"{start}, which holds {str(foreign)!r}, expected nothing but the files of a model; move it first."
@@ -163,7 +163,7 @@ def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
 
 
 def holds_saved_model(folder: Path) -> bool:
-    """Return whether `folder` holds a model that this package saved, or a pipeline with one."""
+    """Return whether `folder` contains a model that this package saved, or a pipeline with one."""
     is_pipeline = (folder / PIPELINE_INDEX).is_file()
     sources = folder.glob("*/modeling_mhla*.py" if is_pipeline else "modeling_mhla*.py")
     return any((source.parent / "config.json").is_file() for source in sources)
@@ -179,7 +179,7 @@ def save_model(
         folder: Folder to save to; see `check_new_folder`.
         processor: The model's tokenizer or image processor.
         overwrite: Whether to replace a model that this package saved.
-        files: Further files to save, as `read_sentence_files` returns them.
+        files: Further files to save; see `write_files`.
 
     Returns:
         The absolute path of the folder.
@@ -203,7 +203,7 @@ def save_model(
 
 
 def write_files(folder: PathLike, files: Mapping[str, Any]) -> None:
-    """Write files into a model's folder.
+    """Write files into a model's folder, creating subfolders of it as needed.
 
     Args:
         folder: The model's folder.

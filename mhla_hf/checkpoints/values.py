@@ -54,7 +54,7 @@ if typing.TYPE_CHECKING:
 else:
 
     def checked(cls: type[T]) -> type[T]:
-        """Make `cls` a dataclass that validates its fields, and raises `ValueError` as `field: got X, expected Y.`"""
+        """Make `cls` a dataclass that validates its fields, and raises ValueError with `field: got X, expected Y.`"""
         cls = strict(dataclasses.dataclass(cls))
         unchecked_init = cls.__init__
 
@@ -77,6 +77,9 @@ def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
         cls: A class decorated with `checked`.
         values: Field -> value, typically read from YAML or JSON.
         prefix: Beginning of error messages, such as `"recipe 'x': "`.
+
+    Returns:
+        The `cls`.
 
     Raises:
         ValueError: `values` is not a dict, a field is unknown or missing, or a value is not valid.

@@ -130,7 +130,7 @@ def run_convert(
             f"{out}: {type(transformer).__name__}, layers {converted_layers} are MHLA; next, distill it: see conversion/"
         )
         return
-    kind = load.kind_of_model(model, revision)
+    kind = load.find_model_kind(model, revision)
     if text not in (None, "none") and kind == "images":
         raise ValueError(f"text: got {text!r} with {model!r}, expected a causal language model or an encoder of text.")
     if text is None:
@@ -167,7 +167,7 @@ def run_convert(
 
 
 def render_conversion(out: str, measured: Mapping[str, Any]) -> str:
-    """Render the measurements of a conversion that learned from text.
+    """Render the measurements of a conversion that learned from text, as lines of text.
 
     Args:
         out: The folder of the converted model.
@@ -187,20 +187,20 @@ def render_conversion(out: str, measured: Mapping[str, Any]) -> str:
         f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
         for tokens, sizes in measured["cache_bytes"].items()
     ]
-    rows = [[name, *_score_cells(values)] for name, values in scores.items()]
+    rows = [[name, *_format_scores(values)] for name, values in scores.items()]
     table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
     heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
     return "\n".join([f"{out}: {measured['seconds']} s", table, *caches, *heads])
 
 
-def _score_cells(scores: Mapping[str, float]) -> list[str]:
+def _format_scores(scores: Mapping[str, float]) -> list[str]:
     """Format KL, perplexity and recall as cells of a table."""
     kl = f"{scores['kl']:.4f}" if "kl" in scores else "0"
     return [kl, f"{scores['perplexity']:.2f}", f"{scores['recall']:.3f}"]
 
 
 def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Call `read_sentence_files`, but log a warning and return {} if it raises an error."""
+    """Return the result of `read_sentence_files`. If it raises ValueError or OSError, log a warning and return {}."""
     try:
         return read_sentence_files(model, revision)
     except (ValueError, OSError) as error:
@@ -320,12 +320,12 @@ def run_distill(
 
     import torch
 
-    from ..checkpoints.load import choose_device, has_tokenizer, kind_of_model, load_encoder, load_language_model
+    from ..checkpoints.load import choose_device, find_model_kind, has_tokenizer, load_encoder, load_language_model
     from ..conversion import convert
     from ..training.loop import distill
     from ..training.sharding import launched_with
 
-    kind = kind_of_model(student)
+    kind = find_model_kind(student)
     if kind == "images":
         raise ValueError(
             f"student: got {student!r}, an image classifier, expected a causal language model or a text encoder "

@@ -35,7 +35,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_layers(text: str | None) -> str | list[int] | None:
-    """Parse "all", "2/3", or indices separated by commas; None stays None. Raise `ValueError` for anything else."""
+    """Parse "all", "2/3", or indices separated by commas; return None for None. Raise ValueError for anything else."""
     if text in (None, "all", "2/3"):
         return text
     items = [item.strip() for item in (text or "").split(",")]
@@ -45,7 +45,7 @@ def parse_layers(text: str | None) -> str | list[int] | None:
 
 
 def parse_keep(text: str) -> Any:
-    """Parse the KV heads that keep softmax: "1/6" or "0.25" is a fraction, "15" a number; other text stays as it is."""
+    """Parse the KV heads that keep softmax: "1/6" or "0.25" is a fraction, "15" a number; return other text unchanged."""
     numerator, slash, denominator = text.partition("/")
     if slash and numerator.isdecimal() and denominator.isdecimal() and int(denominator):
         return int(numerator) / int(denominator)
@@ -53,7 +53,10 @@ def parse_keep(text: str) -> Any:
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
-    """Parse strings NAME=VALUE into a dict. Values are parsed by `parse_value`; with commas, they become lists."""
+    """Parse strings NAME=VALUE into a dict. Values are parsed by `parse_value`; with commas, they become lists.
+
+    Raise ValueError if a string has no "=" or no name.
+    """
     settings = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -65,7 +68,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a number, true, false or none; other text stays as it is.
+    """Parse a number, true, false or none; return other text unchanged.
 
     YAML is not used, because it would read "no", a value of mixed_precision, as false.
     """
@@ -81,7 +84,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_pairs(argument: str, pairs: Iterable[str]) -> dict[str, str]:
-    """Parse strings LABEL=DIR into a dict. `argument` is the name of the argument in error messages."""
+    """Parse strings LABEL=DIR into a dict. Raise ValueError, naming `argument`, if a label or a folder is empty."""
     folders: dict[str, str] = dict(pair.partition("=")[::2] for pair in pairs)
     if incomplete := [label for label, folder in folders.items() if not (label and folder)]:
         raise ValueError(f"{argument}: got {incomplete[0]!r}, expected LABEL=DIR, such as teacher=out/teacher.")
@@ -97,7 +100,9 @@ def load_libraries() -> None:
 
 
 def check_model(name: str, revision: str | None = None, weights: bool = True) -> None:
-    """Raise `ValueError` unless `name` is the folder of a saved model or pipeline, or the id of one on the Hub.
+    """Raise ValueError unless `name` is the folder of a saved model or pipeline, or the id of one on the Hub.
+
+    For a Hub id, this downloads config.json or model_index.json.
 
     Args:
         name: Folder or Hub id.
@@ -121,19 +126,19 @@ def check_model(name: str, revision: str | None = None, weights: bool = True) ->
 
 
 def check_folder(folder: str, content: str) -> None:
-    """Raise `ValueError` unless the folder exists. `content` describes its expected content in the message."""
+    """Raise ValueError unless the folder exists. `content` describes its expected content in the message."""
     if not os.path.isdir(folder):
         raise ValueError(f"folder: got {folder!r}, which does not exist, expected the folder of {content}.")
 
 
 def check_file(path: str | None) -> None:
-    """Raise `FileNotFoundError` unless the file or folder exists; None passes."""
+    """Raise FileNotFoundError unless the file or folder exists; None passes."""
     if path is not None and not os.path.exists(os.path.expanduser(path)):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
 def check_data(data: str | None) -> None:
-    """Raise `FileNotFoundError` if `data` can only be a file and does not exist. None and possible Hub ids pass."""
+    """Raise FileNotFoundError if `data` can only be a file and does not exist. None and possible Hub ids pass."""
     if data is None:
         return
     is_id = HUB_ID.fullmatch(data.partition(":")[0]) and not data.startswith(".")

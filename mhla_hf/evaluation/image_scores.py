@@ -38,8 +38,8 @@ class Extractor:
 
     Args:
         name: Name in tables.
-        function: Maps images, uint8 [B, 3, H, W], to features [B, D], or to a dict with "features" and optionally
-            "logits", [B, C] (for IS), and "spatial", [B, S] (for sFID).
+        function: Maps B images of one size, uint8 [B, 3, height, width], to features [B, D], or to a dict with "features"
+            and optionally "logits", [B, C] for C classes (for IS), and "spatial", [B, S] (for sFID). D and S are widths.
         version: A string that identifies the function and its weights. Scores of other versions are not reused.
         genuine: Whether the function is Inception with FID's published weights.
     """
@@ -50,7 +50,7 @@ class Extractor:
     genuine: bool = False
 
     def label(self, metric: str) -> str:
-        """Return the metric's name in tables, which is "FID" only with FID's published weights."""
+        """Return the name of a metric in tables. "FID" is called so only with FID's published weights."""
         return metric if self.genuine else f"{OTHER_NAMES.get(metric, metric)} ({self.name})"
 
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -63,7 +63,7 @@ class Extractor:
 def find_extractor(
     extractor: object, weights: str | Path | None = None, device: torch.device | str = "cpu"
 ) -> Extractor:
-    """Return an `Extractor`.
+    """Return an `Extractor`. For "module:function", the module is imported and the function called.
 
     Args:
         extractor: An `Extractor`; "inception"; or "module:function", where the function takes no arguments and returns an
@@ -73,24 +73,26 @@ def find_extractor(
 
     Raises:
         ValueError: `extractor` is anything else, or cannot be loaded.
+        ImportError: Inception is requested, and torch-fidelity or a matching torchvision is missing.
     """
     if isinstance(extractor, Extractor):
         return extractor
     if extractor == "inception":
-        return inception(weights, device)
+        return load_inception(weights, device)
     module, _, name = str(extractor).partition(":")
     with wrap_errors(f"extractor: got {extractor!r}, expected 'inception', 'module:function' or an Extractor"):
         return getattr(importlib.import_module(module), name)()
 
 
-def inception(weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
-    """Load FID's Inception from torch-fidelity, for images of any size.
+def load_inception(weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
+    """Return an `Extractor` with FID's Inception from torch-fidelity, for images of any size.
 
-    Its outputs are "features", [B, 2048], "logits" without bias, [B, 1008], and "spatial", [B, 2023]. The spatial features
-    are those of ADM's evaluator, in the same order, so that they match the moments in ADM's reference files.
+    For B images, its outputs are "features", [B, 2048], "logits" without bias, [B, 1008], and "spatial", [B, 2023]. The
+    spatial features are those of ADM's evaluator, in the same order, so that they match the moments in ADM's reference
+    files.
 
     Args:
-        weights: Local file; None to let torch-fidelity download it once.
+        weights: Local file; None means the file that torch-fidelity downloads once.
         device: Device on which the network runs.
 
     Raises:
@@ -128,7 +130,10 @@ def inception(weights: str | Path | None = None, device: torch.device | str = "c
 
 
 def read_image(image: Any) -> torch.Tensor:
-    """Read an image file, or an array [H, W, 3], as a tensor, uint8 [3, H, W]."""
+    """Return an image file, or an array uint8 [height, width, 3], as a tensor, uint8 [3, height, width].
+
+    Raise ValueError if the file cannot be read.
+    """
     if isinstance(image, numpy.ndarray):
         return torch.from_numpy(numpy.ascontiguousarray(image)).permute(2, 0, 1)
     with wrap_errors(f"images: got {str(image)!r}, expected an image file"), Image.open(image) as opened:
@@ -147,8 +152,10 @@ def extract_features(
 ) -> dict[str, torch.Tensor] | None:
     """Compute the features of images, cached in chunks of 1,000, so that an interruption loses less than one chunk.
 
+    All processes must call this.
+
     Args:
-        images: Paths, or an array, uint8 [N, H, W, 3].
+        images: N paths, or an array, uint8 [N, height, width, 3].
         extractor: Computes the features.
         cache: Folder for the files of cached features.
         batch_size: Images per call of the extractor.
@@ -195,7 +202,7 @@ def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> s
 
 
 def hash_source(source: Any, progress: bool = False) -> str | None:
-    """Return a hash of a local file or folder. Other values, such as Hub ids, become strings, and None stays None."""
+    """Return a hash of a local file or folder; return any other value, such as a Hub id, as a string, and None as None."""
     path = Path(source or "")
     if source is None or not path.exists():
         return source and str(source)
@@ -203,14 +210,14 @@ def hash_source(source: Any, progress: bool = False) -> str | None:
 
 
 class Moments(NamedTuple):
-    """The mean, [D], and the covariance, [D, D] (divided by n - 1), of features, in fp64."""
+    """The mean [D] and the covariance [D, D] of N features of width D, in fp64; the covariance is divided by N - 1."""
 
     mean: torch.Tensor
     covariance: torch.Tensor
 
     @classmethod
     def of(cls, features: torch.Tensor) -> "Moments":
-        """Compute the moments of features [N, D]; raise ValueError for fewer than two rows."""
+        """Return the moments of features [N, D]. Raise ValueError for fewer than two rows."""
         if features.ndim != 2 or features.shape[0] < 2:
             raise ValueError(f"features: got shape {tuple(features.shape)}, expected [N, D] with N of at least 2.")
         features = features.double()
@@ -234,7 +241,7 @@ def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tu
     """Compute the inception score: exp of the mean KL divergence of p(y|x) from p(y), averaged over splits of the images.
 
     Args:
-        logits: [N, C].
+        logits: [N, C], for N images and C classes.
         splits: Number of splits.
         seed: Seed of the permutation that assigns images to splits.
 
@@ -259,12 +266,13 @@ def precision_recall(
 ) -> tuple[float, float]:
     """Compute precision and recall of generated images (arXiv 1904.06991).
 
-    Precision is the fraction of samples that are covered by some reference: no farther from it than its k-th nearest
-    neighbor among the references. Recall is the fraction of references that are covered by some sample.
+    The radius of a point is its distance to the k-th nearest neighbor in the same set. Precision is the fraction of samples
+    within the radius of at least one reference, and recall the fraction of references within the radius of at least one
+    sample.
 
     Args:
-        sample: Features of the samples, [N, D].
-        reference: Features of the references, [R, D].
+        sample: Features of N samples, [N, D], of width D.
+        reference: Features of R references, [R, D].
         neighbors: k.
         chunk: Number of rows compared at once.
 
@@ -279,7 +287,7 @@ def precision_recall(
         raise ValueError(f"features: got {counts}, expected at least {neighbors + 1} of each.")
 
     def covered(points: torch.Tensor, centers: torch.Tensor) -> float:
-        """Return the fraction of points that are covered by some center."""
+        """Return the fraction of points within the radius of at least one center."""
         radii = torch.cat([torch.cdist(rows, centers).kthvalue(neighbors + 1).values for rows in centers.split(chunk)])
         is_covered = [(torch.cdist(rows, centers) <= radii).any(1) for rows in points.split(chunk)]
         return torch.cat(is_covered).double().mean().item()
@@ -301,7 +309,10 @@ def clip_scores(
         batch_size: Images per forward pass.
 
     Returns:
-        The scores, fp64 [N].
+        The scores of the N images, fp64 [N].
+
+    Raises:
+        ValueError: The CLIP model cannot be loaded.
     """
     with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"), no_code_prompts():
         model = CLIPModel.from_pretrained(clip).to(device).eval()

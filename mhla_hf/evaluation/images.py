@@ -23,7 +23,7 @@ from ..checkpoints.load import choose_device, load_classifier, wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
 from ..data import load_split
 from ..training.datasets.images import LabeledImages, open_images, top1_accuracy
-from ..training.datasets.latents import prompt_lines
+from ..training.datasets.latents import read_prompt_lines
 from .image_scores import (
     IMAGE_SUFFIXES,
     Moments,
@@ -59,7 +59,7 @@ class ImageProtocol:
     Args:
         name: Name of the task in tables.
         images: Number of images.
-        classes: Number of classes, from which labels are drawn; not together with `prompts`.
+        classes: Number of classes. Labels are drawn at random. Not together with `prompts`.
         prompts: File with one prompt per line. They are used in order, starting over if there are more images.
         sampling: Further arguments of the pipeline.
         reference: ADM's .npz file (arr_0; mu, sigma, mu_s, sigma_s), or a folder of images of one size.
@@ -104,12 +104,17 @@ class ImageProtocol:
 def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
     """Score image pipelines, reusing known scores.
 
+    All processes must call this. Images and features are stored in the protocol's folder `samples`.
+
     Args:
         models: See `evaluate`.
         args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
         A dict from the name of each model to the requested scores.
+
+    Raises:
+        ValueError, TypeError: A model, a metric or a setting is not valid.
     """
     protocol = read_settings(ImageProtocol, args.recipe.settings)
     metrics = set(args.recipe.tasks)
@@ -135,7 +140,7 @@ class _Judge(PipelineJudge):
     Args:
         subject, args, protocol, state: See `PipelineJudge`.
         extractor: The feature extractor; None if no metric needs features.
-        content: Everything that determines the scores except model, number of images and seed, as JSON values.
+        content: JSON-serializable dict of everything that determines the scores except model, number of images and seed.
     """
 
     def __init__(
@@ -148,7 +153,7 @@ class _Judge(PipelineJudge):
         self.hash = hash_json([VERSION, self.count, content])
 
     def run(self) -> Results:
-        """Compute the scores that are not known yet, and return all requested scores."""
+        """Compute the scores that are not known yet, and return all requested scores. All processes must call this."""
         task = self.protocol.name
         labels = {name: self.label(name) for name in self.args.recipe.tasks}
         if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
@@ -157,11 +162,14 @@ class _Judge(PipelineJudge):
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.samples, r.limit) in requested)
 
     def label(self, name: str) -> str:
-        """Return a metric's name in tables, which includes the extractor's name unless it is FID's Inception."""
+        """Return a metric's name in tables. It includes the extractor's name if that is not FID's Inception."""
         return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
 
     def _features(self, images: Sequence[Any], cache: Path, label: str) -> dict[str, torch.Tensor] | None:
-        """Return the features of all images by name, cached in the folder `cache`; None except on the main process."""
+        """Return the features of all images by name, cached in the folder `cache`; None except on the main process.
+
+        All processes must call this. Raise ValueError if the extractor lacks features that a requested metric needs.
+        """
         options = {"batch_size": self.args.batch_size, "state": self.state, "progress": self.progress, "label": label}
         features = extract_features(images, self.extractor, cache, **options)
         for metric, name in FEATURES_BY_METRIC.items():
@@ -172,10 +180,20 @@ class _Judge(PipelineJudge):
         return features
 
     def _reference(self, missing: set[str]) -> tuple[torch.Tensor | None, dict[str, Moments]]:
-        """Return the features, [R, D], and the moments of the reference by name, if the metrics `missing` need them.
+        """Read or compute the features and moments of the reference. All processes must call this.
 
         The moments in an .npz file are those of Inception's features and are used only with Inception. For other
         extractors, they are computed from the images in the file.
+
+        Args:
+            missing: Names of the metrics to compute.
+
+        Returns:
+            The features, [number of images, width], and a dict from name of features to moments. The features are None if
+            no metric in `missing` needs them, and except on the main process.
+
+        Raises:
+            ValueError: The reference cannot be read, or has no images although they are needed.
         """
         path = Path(self.protocol.reference)
         moments = {}
@@ -209,7 +227,7 @@ class _Judge(PipelineJudge):
             conditions = torch.randint(protocol.classes, (count,), generator=random).tolist()
         elif protocol.prompts is not None:
             with wrap_errors(f"prompts: got {str(protocol.prompts)!r}, expected a text file"):
-                prompts = prompt_lines(Path(protocol.prompts))
+                prompts = read_prompt_lines(Path(protocol.prompts))
             if not prompts:
                 raise ValueError(
                     f"prompts: got {str(protocol.prompts)!r}, which is empty, expected one prompt per line."
@@ -218,7 +236,7 @@ class _Judge(PipelineJudge):
         return [Sample(f"{i:06d}.png", c, seed_of_sample(self.seed, i)) for i, c in enumerate(conditions)]
 
     def _score(self, missing: set[str]) -> None:
-        """Generate the images and compute the metrics `missing`."""
+        """Generate the images, and compute and store the metrics `missing`. All processes must call this."""
         started = time.perf_counter()
         plan = self._plan()
         name = self.subject.name
@@ -303,6 +321,9 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
 
     Returns:
         A dict from the name of each model to the requested scores.
+
+    Raises:
+        ValueError, TypeError: A model or a setting is not valid, or a loaded model comes without an image processor.
     """
     protocol = read_settings(ClassificationProtocol, args.recipe.settings)
     if list(args.recipe.tasks) != ["acc"]:
@@ -339,7 +360,10 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
 
 
 def _read_examples(protocol: ClassificationProtocol, args: Any) -> tuple[LabeledImages, list[str], Any]:
-    """Return the images to classify, the names of the classes, and a hash of the folder or the identity of the dataset."""
+    """Return the images to classify, the names of the classes, and a value that identifies the data.
+
+    With `args.limit`, these are only so many images, at equal distances in the data. Raise ValueError if there is no data.
+    """
     if not protocol.data:
         raise ValueError(
             "settings: data: got none, expected a folder with one folder of images per class, or a dataset."

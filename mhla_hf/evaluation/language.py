@@ -33,7 +33,7 @@ from ..checkpoints.load import load_config, load_language_model, load_tokenizer,
 from ..checkpoints.values import at_least, checked, read_settings
 from .needles import OBJECTS, make_needles
 from .records import Result, Results, finite
-from .subjects import Subject, broadcast_scores, find_subjects, joined_processes, paths_of
+from .subjects import Subject, broadcast_scores, find_subjects, joined_processes, list_paths
 
 logger = logging.getLogger("mhla_hf")
 HARNESS_SEEDS = (0, 1234, 1234, 1234)
@@ -57,7 +57,7 @@ class LanguageProtocol:
     items: int = at_least(1, 20)
 
     def validate_lengths(self) -> None:
-        """Sort the lengths, and raise ValueError if a length is too short or a depth is outside of the text."""
+        """Sort the lengths in place. Raise ValueError if a length is too short, or the depths are not valid."""
         self.lengths = sorted({self.lengths} if isinstance(self.lengths, int) else set(self.lengths))
         if min(self.lengths, default=MIN_LENGTH) < MIN_LENGTH:
             raise ValueError(f"lengths: got {self.lengths}, expected whole numbers of at least {MIN_LENGTH}.")
@@ -102,12 +102,17 @@ class Requested:
 def judge_language_models(models: object, args: Any) -> dict[str, Results]:
     """Score language models on lm-eval tasks, reusing known scores.
 
+    All processes must call this. New scores are written to the results file of each model.
+
     Args:
         models: See `evaluate`.
         args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
         A dict from the name of each model to the requested scores.
+
+    Raises:
+        ValueError: A model or task cannot be loaded, or a loaded model comes without a tokenizer.
     """
     protocol = read_settings(LanguageProtocol, args.recipe.settings)
     subjects = find_subjects(models, args)
@@ -135,9 +140,13 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
 
 
 def _load_requested_tasks(protocol: LanguageProtocol, subject: Subject, args: Any) -> list[Requested]:
-    """Load the requested tasks; the lengths of generated ones are counted with the tokenizer of `subject`."""
+    """Return the requested tasks; see `load_tasks`.
+
+    If the protocol has lengths, needle tasks are generated first. Their lengths, and those of RULER, are counted with
+    `args.tokenizer` or else the tokenizer of `subject`.
+    """
     names = args.recipe.tasks
-    paths = paths_of(args.include_path)
+    paths = list_paths(args.include_path)
     metadata = None
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-tasks-") as folder:
         if protocol.lengths:
@@ -166,11 +175,14 @@ def load_tasks(
         metadata: Arguments of tasks that generate their data, such as lengths and tokenizer for RULER.
         data_files: Folder from which the tasks read their documents; see `read_from_files`.
 
+    Returns:
+        One `Requested` for each task, group or tag that matches a name.
+
     Raises:
         ValueError: A task or folder does not exist, or a task cannot be loaded.
     """
     names = names if isinstance(names, dict) else dict.fromkeys(names)
-    paths = paths_of(include_path)
+    paths = list_paths(include_path)
     if missing := [path for path in paths if not Path(path).is_dir()]:
         raise ValueError(f"include_path: got {missing[0]!r}, expected a folder with task files (.yaml).")
     if data_files is not None and not Path(data_files).is_dir():
@@ -198,9 +210,10 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
 
     Args:
         manager: The task manager, which is changed in place.
-        folder: Folder with the documents of a task in NAME.jsonl or NAME.jsonl.gz, which has the columns of the dataset on
-            the Hub. The examples in the prompt come from NAME.train.jsonl(.gz), or else from the other documents.
-        temporary: An empty folder, which has to exist until the tasks are loaded.
+        folder: Folder that contains the documents of a task as NAME.jsonl or NAME.jsonl.gz, with the columns of the dataset
+            on the Hub. The examples in the prompt come from NAME.train.jsonl(.gz) or, without such a file, from the
+            documents themselves.
+        temporary: Folder to which the settings of these tasks are written. It must exist until the tasks are loaded.
 
     Returns:
         The names of the tasks that have a file.
@@ -232,13 +245,19 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
 
 
 def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, local: set[str] | None = None) -> Requested:
-    """Load the tasks of one name.
+    """Load the tasks of one name, after seeding the global generators of `random` and NumPy.
 
     Args:
         manager: The task manager.
         name: A task, group or tag.
         num_fewshot: Number of examples in the prompt, except for tasks that require 0; None for the task's own number.
-        local: Names of the tasks that read files. Unless it is None, other tasks are an error.
+        local: Names of the tasks that read files, the only ones allowed; None allows all tasks.
+
+    Returns:
+        The tasks.
+
+    Raises:
+        ValueError: A task cannot be loaded, has no documents, or is not in `local`.
     """
     random.seed(HARNESS_SEEDS[0])  # RULER generates its questions while it loads, from the global generators
     numpy.random.seed(HARNESS_SEEDS[1])
@@ -285,12 +304,17 @@ def recorded_seed(args: Any) -> int | str:
 def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any, longest: int) -> None:
     """Run tasks on one model, and store the records after each.
 
+    All processes must call this. The training mode of the model is restored at the end.
+
     Args:
         subject: The model.
         missing: The tasks to run.
         args: The checked arguments of `evaluate`.
         state: Accelerate's `PartialState`.
         longest: Context length that the tasks require, in tokens.
+
+    Raises:
+        ValueError: The context of the model is shorter than `longest`.
     """
     accelerator = Accelerator(cpu=not torch.accelerator.is_available()) if state.num_processes > 1 else None
     device = args.device or (accelerator and str(accelerator.device))
@@ -332,7 +356,7 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
 def score(
     language_model: HFLM, requested: Requested, *, seeds: Sequence[int], facts: Mapping[str, Any]
 ) -> list[Result]:
-    """Run lm-eval on the tasks of one name.
+    """Run lm-eval on the tasks of one name, after seeding the global generators of `random`, NumPy and torch.
 
     Args:
         language_model: The model.
@@ -409,7 +433,7 @@ def ratio_stderr(metric: str, pairs: Sequence[tuple[float, float]]) -> float | N
 
 @contextlib.contextmanager
 def quiet_harness(progress: bool) -> Iterator[None]:
-    """Context manager that hides lm-eval's log messages below errors and, without `progress`, its output on stderr."""
+    """Context manager that hides lm-eval's log messages below errors and, without `progress`, all output on stderr."""
     harness = logging.getLogger("lm_eval")
     level = harness.level
     harness.setLevel(logging.ERROR)

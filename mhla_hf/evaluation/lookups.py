@@ -59,7 +59,7 @@ class Lookups:
         self.live: dict[str, str] = {}  # name -> value, the oldest first
 
     def line(self) -> str:
-        """Return the next line."""
+        """Return the next line, which introduces a name or repeats one that may be repeated."""
         if not self.live or self.rng.random() < NEW_NAME_PROBABILITY:
             unused = [name for name in self.names if name != self.excluded and name not in self.live]
             name = self.rng.choice(unused)

@@ -40,6 +40,12 @@ def make_needles(
         tokenizer: A transformers tokenizer, which defines lengths in tokens.
         lengths, depths, items: See `LanguageProtocol`.
         seed: Random seed.
+
+    Returns:
+        The folder with the names and sizes of the tasks.
+
+    Raises:
+        ValueError: A length is too short for the depths.
     """
     rows = {length: make_questions(tokenizer, length, sorted(depths), items, seed) for length in lengths}
     documents = {
@@ -52,6 +58,13 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
     """Generate the questions of one length, `items` for each depth.
 
     All have the same haystack: as many filler sentences as fit in addition to the longest needles.
+
+    Args:
+        tokenizer: See `make_needles`.
+        length: Maximum number of tokens of a question with its answer.
+        depths: Positions of the needles in percent of the text, in ascending order.
+        items: Number of questions per depth.
+        seed: Random seed.
 
     Returns:
         A list of dicts with "context", "choices", "answer" (index of the right choice), "target" (the right code) and
@@ -77,7 +90,7 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
     if num_sentences < len(depths):
         raise ValueError(f"settings: lengths: got {length}, expected more tokens for {len(depths)} depths.")
     return [
-        _question(
+        _make_question(
             noise[:num_sentences], length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}")
         )
         for item in range(items)
@@ -85,10 +98,13 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
     ]
 
 
-def _question(
+def _make_question(
     sentences: list[str], length: int, depths: Sequence[int], answer: int, rng: random.Random
 ) -> dict[str, Any]:
-    """Generate a question whose answer is the code at `depths[answer]`; the other codes are the wrong choices."""
+    """Generate a question. Its answer is the code at `depths[answer]`, and the other codes are the wrong choices.
+
+    The needles are inserted into the filler `sentences` in place. See `make_questions` for the result.
+    """
     names = rng.sample(OBJECTS, len(depths))
     codes = [str(code) for code in rng.sample(range(1000, 10_000), len(depths))]
     indices = [round(depth / 100 * len(sentences)) for depth in depths]

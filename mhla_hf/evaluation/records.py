@@ -54,7 +54,7 @@ class Result:
             ("exact_match,strict").
         value: The score; None if it was not finite.
         stderr: Standard error of the score; None if the metric has none.
-        higher_is_better: Whether higher scores are better; None if the harness does not tell.
+        higher_is_better: Whether higher scores are better; None if the harness does not specify it.
         shots: Number of examples in the prompt.
         samples: Number of documents, images or videos scored.
         limit: The limit of the run, as the user gave it; None for the whole task.
@@ -137,7 +137,7 @@ class Results(list[Result]):
         raise ValueError(f"{path}: got format_version {content['format_version']!r}, expected {FORMAT_VERSION}.")
 
     def merge(self, new: Sequence[Result], keep_other_sample_counts: bool = False) -> "Results":
-        """Add records, which replace older ones of the same task, metric, shots and limit.
+        """Add records in place. They replace older ones of the same task, metric, shots and limit.
 
         Args:
             new: The records to add.
@@ -145,7 +145,7 @@ class Results(list[Result]):
                 50,000 images in addition to one on 1,000.
 
         Returns:
-            `self`.
+            This object, sorted by `Result.identity`.
         """
         fields = 5 if keep_other_sample_counts else 4
         replaced = {record.identity[:fields] for record in new}
@@ -185,7 +185,7 @@ def _digest_file() -> Path:
     return Path(constants.HF_ASSETS_CACHE) / "mhla_hf" / "scores"
 
 
-def note_measured(records: Sequence[Result]) -> None:
+def store_digests(records: Sequence[Result]) -> None:
     """Store the digests of `records` as measured on this machine. Log a warning if the cache cannot be written."""
     path = _digest_file()
     try:
@@ -196,7 +196,7 @@ def note_measured(records: Sequence[Result]) -> None:
         logger.warning("%s cannot be written (%s): these scores will be run again", path, error.strerror)
 
 
-def measured_here(records: Sequence[Result]) -> Results:
+def select_measured_here(records: Sequence[Result]) -> Results:
     """Return the records that were measured on this machine."""
     path = _digest_file()
     digests = set(path.read_text(encoding="utf-8").split()) if path.is_file() else set()
@@ -223,7 +223,7 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
     by_identity = {identity: record for records in reversed(by_model.values()) for identity, record in records.items()}
     rows = [["task", "metric", "shots", "samples", *models]]
     places = 3 if short else 4
-    for identity in sorted(by_identity, key=_natural):
+    for identity in sorted(by_identity, key=_natural_sort_key):
         record = by_identity[identity]
         samples = f"{record.samples}" if record.limit is None else f"{record.samples} (limit)"
         row = [record.task, record.metric + ARROWS[record.higher_is_better], str(record.shots), samples]
@@ -236,8 +236,8 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
     return render_rows(rows[0], rows[1:], style)
 
 
-def _natural(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
-    """Return a natural sort key, by which acc_back_64 precedes acc_back_128."""
+def _natural_sort_key(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
+    """Return a sort key that compares numbers by value, so that acc_back_64 precedes acc_back_128."""
     parts = re.split(r"(\d+)", " ".join(map(str, identity)))
     return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
 
@@ -265,7 +265,7 @@ def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], style: str
     )
 
 
-def paper_values(
+def compute_paper_values(
     records: Sequence[Result], columns: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, tuple[float, float | None]]:
     """Compute the values of a recipe's columns for one model.
@@ -299,7 +299,7 @@ class Comparison(dict[str, Results]):
     """The scores of several models: a dict from name to `Results`, in the order in which the models were passed.
 
     Attributes:
-        columns: The columns of the recipe; see `paper_values`.
+        columns: The columns of the recipe; see `compute_paper_values`.
     """
 
     columns: dict[str, dict] = {}
@@ -312,14 +312,14 @@ class Comparison(dict[str, Results]):
 
     def paper_table(self, style: str = "text") -> str:
         """Render the recipe's columns in the paper's layout, one row per model; "" if no column has a value."""
-        by_model = {name: paper_values(records, self.columns) for name, records in self.items()}
+        by_model = {name: compute_paper_values(records, self.columns) for name, records in self.items()}
         if not any(by_model.values()):
             return ""
         rows = [
             [name, *(format_score(*values[label], places=2) if label in values else "" for label in self.columns)]
             for name, values in by_model.items()
         ]
-        return render_rows(["model", *(_arrowed(label, self.columns) for label in self.columns)], rows, style, left=1)
+        return render_rows(["model", *(_add_arrow(label, self.columns) for label in self.columns)], rows, style, left=1)
 
     def plot(self, path: str | Path) -> Path:
         """Plot the scores to a PNG file.
@@ -340,8 +340,8 @@ class Comparison(dict[str, Results]):
         all_points: dict[str, Any] = {}
         curves: dict[str, Any] = {}
         for name, records in self.items():
-            for label, score in paper_values(records, self.columns).items():
-                points.setdefault(_arrowed(label, self.columns), {})[name] = score
+            for label, score in compute_paper_values(records, self.columns).items():
+                points.setdefault(_add_arrow(label, self.columns), {})[name] = score
             for record in records:
                 if record.value is None:
                     continue
@@ -372,20 +372,20 @@ class Comparison(dict[str, Results]):
         return Path(path)
 
 
-def _arrowed(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
+def _add_arrow(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the label of a column, with an arrow that points toward better values."""
     return label + ARROWS[columns[label].get("higher_is_better", True)]
 
 
-def speed_of_records(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | None:
+def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | None:
     """Return the times of the softmax and the MHLA model, for a model card.
 
     Args:
         columns: Dict from "softmax" and "mhla" to the records of that model.
 
     Returns:
-        A dict with "rows", as `measure_speed` returns them, "hardware", "versions", "seed" and "command"; None if the two
-        models were not timed together.
+        A dict with "rows" (see the result of `measure_speed`), "hardware", "versions", "seed" and "command"; None if the
+        two models were not timed together.
     """
     tables: dict[str, Any] = {}  # by task_hash, which is equal for models that were timed together
     for attention, records in columns.items():

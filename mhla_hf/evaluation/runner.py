@@ -1,6 +1,6 @@
 """`evaluate`: score language models, image classifiers, and image and video pipelines, one or several side by side.
 
-A score recipe is a YAML file that says what is measured and how; those of the package are in `recipes/` beside this file.
+A score recipe is a YAML file that says what is measured and how; those of the package are in `evaluation/recipes/`.
 The recipe's kind selects the implementation: `language.py` (lm-eval), `images.py`, `video.py` (VBench), or `judge_speed`
 below. Each returns `Result` records, measures only missing scores, and saves them after each task. It is imported, with
 the libraries it needs, only when it is used.
@@ -22,7 +22,7 @@ from ..checkpoints.load import choose_device, load_language_model
 from ..checkpoints.values import at_least, checked, read_settings
 from ..speed import measure_speed
 from .records import SPEED, SPEED_METRICS, Comparison, Results
-from .subjects import command_of, find_subjects
+from .subjects import find_subjects, format_command
 
 FOLDER = Path(__file__).parent / "recipes"
 JUDGES = {
@@ -45,7 +45,7 @@ class ScoreRecipe:
             "language", from metric to None.
         about: One sentence about the recipe.
         settings: The fields of this kind's protocol, such as `ImageProtocol`.
-        columns: The columns of the paper's table; see `paper_values`.
+        columns: The columns of the paper's table; see `compute_paper_values`.
         name: Name of the recipe, or path of its file.
         changed: The settings that differ from the file.
     """
@@ -66,7 +66,11 @@ class ScoreRecipe:
             )
 
     def with_settings(self, settings: Mapping[str, Any]) -> "ScoreRecipe":
-        """Return a copy with some settings replaced. The name "sampling.height" means the entry "height" of "sampling"."""
+        """Return a copy with some settings replaced.
+
+        The name "sampling.height" means the key "height" of the setting "sampling". Raise ValueError if the setting before
+        the dot is not a dict.
+        """
         merged = dict(self.settings)
         for name, value in settings.items():
             outer, dot, inner = name.partition(".")
@@ -142,6 +146,8 @@ def evaluate(
 ) -> Comparison:  # fmt: skip
     """Evaluate models: language models on lm-eval tasks, image classifiers, image pipelines, video pipelines.
 
+    On several processes, all must call this. Scores may be missing in the results of all but the main process.
+
     Args:
         models: Folder, Hub id, or loaded model or pipeline; or a list of them, or a dict from names to them.
         tasks: Names of lm-eval tasks, groups or tags, or patterns with *; a list, or one string with commas. With a recipe,
@@ -191,7 +197,12 @@ def evaluate(
 
 
 def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, Any] | None) -> ScoreRecipe:
-    """Return the recipe with `settings` and `tasks` applied; without a recipe, a new one for the lm-eval `tasks`."""
+    """Return the recipe with `settings` and `tasks` applied; without a recipe, a new one for the lm-eval `tasks`.
+
+    Raises:
+        TypeError: `tasks` is neither a list of names nor a string.
+        ValueError: The recipe is not valid or lacks a task, or there are neither tasks nor a recipe.
+    """
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
     if tasks is not None:
         if not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in tasks)):
@@ -228,7 +239,7 @@ class SpeedProtocol:
     rounds: int = at_least(1, 3)
 
     def validate_lengths(self) -> None:
-        """Make `lengths` a list, and raise ValueError if it is empty or has a length below 1."""
+        """Make `lengths` a list in place. Raise ValueError if it is empty or has a length below 1."""
         self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
         if min(self.lengths, default=0) < 1:
             raise ValueError(f"lengths: got {self.lengths!r}, expected whole numbers of tokens.")
@@ -237,19 +248,20 @@ class SpeedProtocol:
 def judge_speed(models: object, args: Any) -> dict[str, Results]:
     """Time language models, reusing known times.
 
-    Times are comparable only if they were measured together. Therefore the models of one call are timed in turns, and all
-    of their records have the same hash of these models. A card shows models side by side only if that hash is equal.
+    Times are comparable only if they were measured together. Therefore all models are loaded at once and timed in turns,
+    and all of their records have the same hash of these models. A card shows models side by side only if that hash is
+    equal.
 
     Args:
         models: See `evaluate`.
-        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
+        args: The checked arguments of `evaluate`, an `EvaluationArgs`. If its `command` is None, it is set.
 
     Returns:
         A dict from the name of each model to its times.
     """
     protocol = read_settings(SpeedProtocol, args.recipe.settings)
     subjects = find_subjects(models, args)
-    args.command = args.command or command_of(subjects)
+    args.command = args.command or format_command(subjects)
     fingerprints = sorted(subject.fingerprint for subject in subjects)
     task_hash = hash_json([fingerprints, *vars(protocol).values(), args.device])
     lengths = cast(list[int], protocol.lengths)  # a list since `validate_lengths`

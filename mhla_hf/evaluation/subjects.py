@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from ..checkpoints.file_io import atomic_file, can_resume, write_json
 from ..checkpoints.fingerprint import PIPELINE_INDEX, fingerprint_folder, fingerprint_model
-from ..checkpoints.load import choose_device, load_pipeline, resolve_model_name, stored_dtype, wrap_errors
+from ..checkpoints.load import choose_device, load_pipeline, read_stored_dtype, resolve_model_name, wrap_errors
 from ..checkpoints.provenance import describe_run
-from .records import Result, Results, measured_here, note_measured, results_path
+from .records import Result, Results, results_path, select_measured_here, store_digests
 
 logger = logging.getLogger("mhla_hf")
 VERSION = "1"  # of our own metrics; part of every task hash
@@ -69,9 +69,12 @@ class Subject:
 
     @functools.cached_property
     def kept(self) -> Results:
-        """The stored scores that can be reused: those measured on this machine or, with `trust_scores`, all of them."""
+        """The stored scores that can be reused: those measured on this machine or, with `trust_scores`, all of them.
+
+        They are read on first use, and a message is logged.
+        """
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
-        local = measured_here(stored)
+        local = select_measured_here(stored)
         num_foreign = len(stored) - len(local)
         if local and not self.args.force:
             logger.info("%s: the scores in %s are read, not run again", self.name, self.target)
@@ -88,24 +91,27 @@ class Subject:
         return not self.args.force and key in kept_keys
 
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
-        """Add newly measured records to the known scores and to the results file; see `Results.merge`."""
+        """Add newly measured records to the known scores and, if there is one, to the results file; see `Results.merge`.
+
+        Records in the file count as measured on this machine. Those of other weights are removed from it.
+        """
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             stored = Results.read(self.target).of(self.fingerprint)
             stored.merge(records, keep_other_sample_counts).write(self.target)
-            note_measured(records)
+            store_digests(records)
 
     def facts(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
         """Return the fields of a `Result` that do not depend on the score.
 
         Args:
             device: The device of the model.
-            task: The only task that the command repeats; None for all tasks of the recipe.
+            task: Name of the task that the recorded command is to repeat; None for all tasks of the recipe.
         """
         return {
-            **describe_run(self.args.command or command_of([self], task), device),
-            "model": self.name if self.loaded else shown_path(self.source),
+            **describe_run(self.args.command or format_command([self], task), device),
+            "model": self.name if self.loaded else shorten_path(self.source),
             "revision": self.load_options["revision"],
             "fingerprint": self.fingerprint,
             "dtype": self.dtype,
@@ -146,27 +152,32 @@ class Subject:
         self.store(records, keep_other_sample_counts)
 
 
-def command_of(subjects: Sequence[Subject], task: str | None = None) -> str:
-    """Return the shell command that repeats an evaluation, or one of its tasks."""
+def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
+    """Return the shell command that repeats an evaluation.
+
+    Args:
+        subjects: The evaluated models.
+        task: The only task to repeat, if the recipe has a task of that name; else all tasks are repeated.
+    """
     args = subjects[0].args
     recipe = subjects[0].args.recipe
-    models = [subject.name if subject.loaded else shown_path(subject.source) for subject in subjects]
-    words = ["mhla-hf", "evaluate", *models, *(["--recipe", shown_path(recipe.name)] if recipe.name else [])]
+    models = [subject.name if subject.loaded else shorten_path(subject.source) for subject in subjects]
+    words = ["mhla-hf", "evaluate", *models, *(["--recipe", shorten_path(recipe.name)] if recipe.name else [])]
     for name, value in recipe.changed.items():
         value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else getattr(value, "name", value)
-        words += ["--set", f"{name}={shown_path(value) if isinstance(value, str) else value}"]
+        words += ["--set", f"{name}={shorten_path(value) if isinstance(value, str) else value}"]
     words += ["--tasks", str(task) if task in recipe.tasks else ",".join(recipe.tasks)]
-    for path in paths_of(args.include_path):
-        words += ["--include-path", shown_path(path)]
+    for path in list_paths(args.include_path):
+        words += ["--include-path", shorten_path(path)]
     if args.data_files is not None:
-        words += ["--data-files", shown_path(args.data_files)]
+        words += ["--data-files", shorten_path(args.data_files)]
     for name in ("num_fewshot", "limit", "batch_size", "seed", "dtype", "max_length", "revision"):
         if (value := getattr(args, name)) is not None and (name, value) != ("dtype", "auto"):
             words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words + ["--trust-remote-code"] * args.trust_remote_code)
 
 
-def paths_of(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
+def list_paths(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
     """Return a path, a sequence of paths or None as a list of strings."""
     return [str(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths or [])]
 
@@ -179,30 +190,33 @@ def find_subjects(models: object, args: Any, pipeline: bool = False) -> list[Sub
         args: The checked arguments of `evaluate`.
         pipeline: Whether the models must be diffusers pipelines.
 
+    Returns:
+        One `Subject` per model.
+
     Raises:
-        ValueError, TypeError: A model or `output` is not valid.
+        ValueError, TypeError: A model, `output` or an existing results file is not valid.
     """
-    models = named_models(models)
+    models = name_models(models)
     output = args.output and Path(args.output)
     files = dict.fromkeys(models, output)
     if output and output.suffix != ".json":
         files = {name: output / f"{name.replace('/', '--')}.json" for name in models}
     elif output and len(models) > 1:
         raise ValueError(f"output: got {str(output)!r} for {len(models)} models, expected a folder.")
-    return [_subject(name, model, files[name], args, pipeline) for name, model in models.items()]
+    return [_make_subject(name, model, files[name], args, pipeline) for name, model in models.items()]
 
 
-def named_models(models: Any) -> dict[str, Any]:
+def name_models(models: Any) -> dict[str, Any]:
     """Return a dict from name to model.
 
-    The name of a folder is its last component, or its last two if others have the same. The name of a Hub id is the id, and
-    that of a loaded model is its class name.
+    A folder is named after its last component, or after the last two if several folders have the same last one. A Hub id is
+    its own name, and a loaded model is named after its class.
 
     Args:
         models: A folder, Hub id or object; a list of them; or a dict from names to them.
 
     Raises:
-        ValueError: There is no model, or two have the same name.
+        ValueError: There is no model, or two models have the same name.
     """
     if not isinstance(models, dict):
         model_list = models if isinstance(models, (list, tuple)) else [models]
@@ -222,8 +236,19 @@ def named_models(models: Any) -> dict[str, Any]:
     return {str(name): model for name, model in models.items()}
 
 
-def _subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
-    """Check a model, and return it with its fingerprint, dtype and results file."""
+def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
+    """Check a model and its results file, and return a `Subject`.
+
+    Args:
+        name: Name in tables.
+        model: Folder, Hub id or loaded object.
+        target: The results file; None means the one in the model's folder, or none if it has no folder.
+        args: The checked arguments of `evaluate`.
+        pipeline: Whether the model must be a diffusers pipeline.
+
+    Raises:
+        ValueError, TypeError: The model is not valid, or the results file cannot be read or written.
+    """
     dtype = args.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
@@ -235,7 +260,7 @@ def _subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bo
             fingerprint = fingerprint_folder(source)
             target = target or results_path(source)
             if dtype == "auto":
-                dtype = "float32" if pipeline else stored_dtype(source)
+                dtype = "float32" if pipeline else read_stored_dtype(source)
         else:
             with wrap_errors(f"models: got {source!r}, expected a folder or a model on the Hub"):
                 fingerprint = f"hub:{HfApi().model_info(source, revision=args.revision).sha}"
@@ -262,7 +287,7 @@ def check_writable(target: Path, argument: str = "output") -> None:
         raise ValueError(f"{argument}: got {str(target)!r}, which cannot be written, expected another file or folder.")
 
 
-def shown_path(path: Any) -> str:
+def shorten_path(path: Any) -> str:
     """Return a path for records and cards: relative to the working folder, or only its last component if outside."""
     path = Path(path)
     if not path.exists():
@@ -276,8 +301,8 @@ def shown_path(path: Any) -> str:
 def joined_processes() -> Iterator[Any]:
     """Context manager that yields Accelerate's `PartialState`, and waits for all processes at the end.
 
-    A single process resets the state at the end. Otherwise processes that are forked later would inherit it, and each would
-    act as the only process.
+    If there is only one process, and no state existed before, the state is reset at the end. Otherwise processes that are
+    forked later would inherit it, and each would act as the only process.
     """
     from accelerate import PartialState
 
@@ -292,7 +317,7 @@ def joined_processes() -> Iterator[Any]:
 
 
 def broadcast_scores(subject: Subject, state: Any) -> None:
-    """Send the known scores of the main process to all processes."""
+    """Set `subject.kept` in all processes to its value in the main process. All processes must call this."""
     from accelerate.utils import broadcast_object_list
 
     subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
@@ -314,12 +339,17 @@ class Sample:
 
 
 def seed_of_sample(seed: int, index: int) -> int:
-    """Return the seed of sample `index` in a run with `seed`, below 2**63 and different for every (seed, index)."""
+    """Return the seed of sample `index` in a run with `seed`, an integer below 2**63.
+
+    It is different for every pair of a seed below 2**31 and an index below 2**32.
+    """
     return (seed % 2**31) * 2**32 + index
 
 
 class PipelineJudge:
     """Generates and scores the samples of one pipeline under a protocol.
+
+    All processes must create it, since it sends the known scores of the main process to the others.
 
     Args:
         subject: The pipeline.
@@ -362,10 +392,13 @@ class PipelineJudge:
     ) -> None:
         """Generate the samples of a plan whose files do not exist yet.
 
+        All processes must call this. It seeds torch's global random generator for each batch.
+
         Args:
             folder: Folder of the samples.
             plan: All samples.
-            identity: Everything that determines the samples except weights, dtype and `sampling`, as JSON values.
+            identity: JSON-serializable dict of everything that determines the samples except weights, dtype and
+                `sampling`.
             sampling: Further arguments of the pipeline.
             save: Called as `save(image_or_frames, path)` to write a file.
             batch_size: Samples per call of the pipeline.

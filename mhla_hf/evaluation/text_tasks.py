@@ -162,7 +162,10 @@ def make_tasks(
 
 
 def split_text(text: str, tokens: int, count: Callable[[str], int]) -> list[str]:
-    """Split a text into parts of at most `tokens` tokens, at line ends if possible, without dropping any character."""
+    """Split a text into parts of at most `tokens` tokens, at line ends if possible, without dropping any character.
+
+    `count` returns the number of tokens of a text.
+    """
     parts = []
     current = ""
     for line in text.splitlines(keepends=True):
@@ -182,7 +185,10 @@ def split_text(text: str, tokens: int, count: Callable[[str], int]) -> list[str]
 
 
 def find_sentences(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of sentences of prose that have at least 8 words and at most 300 characters in one paragraph."""
+    """Return (start, end), in characters, of the sentences of prose in a text.
+
+    They have at least 8 words and at most 300 characters, and do not extend over several paragraphs.
+    """
     sentences = []
     for paragraph in re.finditer(r"\S(?:.|\n(?![ \t]*\n))*", text):
         body, offset = paragraph.group(), paragraph.start()
@@ -197,7 +203,7 @@ def find_sentences(text: str) -> list[tuple[int, int]]:
 
 
 def _context_before(text: str, end: int, tokens: int, count: Callable[[str], int]) -> str:
-    """Return the last lines of `text[:end]` that fit in `tokens` tokens; the first of them is a complete line."""
+    """Return the last lines of `text[:end]`, as many as fit in `tokens` tokens, without leading blank lines."""
     start = max(0, end - 12 * tokens)
     lines = text[start:end].splitlines(keepends=True)
     context = ""
@@ -211,8 +217,8 @@ def _context_before(text: str, end: int, tokens: int, count: Callable[[str], int
 def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: int, seed: int) -> list[dict[str, Any]]:
     """Generate cloze questions: given the text up to the middle of a sentence, which of four endings follows?
 
-    The other three are endings of other sentences of the text with nearly the same number of characters, with line breaks
-    where the true ending has them, so that neither length nor layout reveals the answer.
+    The three wrong endings come from other sentences of the text. They have nearly as many characters as the true ending,
+    and line breaks at similar positions, so that neither length nor layout reveals the answer.
 
     Args:
         text: The text.
@@ -239,15 +245,15 @@ def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: i
     for gap, true_ending in rng.sample(endings, len(endings)):
         length = len(true_ending)
         similar = {
-            _flat(ending)
+            _flatten(ending)
             for other_gap, ending in endings
             if other_gap != gap and abs(len(ending) - length) <= length // 8 + 1
         }
-        wrong_endings = sorted(similar - {_flat(true_ending)})
+        wrong_endings = sorted(similar - {_flatten(true_ending)})
         before = _context_before(text, gap, context, count)
         if len(wrong_endings) < NUM_CHOICES - 1 or not before:
             continue
-        choices = [_broken_like(ending, true_ending) for ending in rng.sample(wrong_endings, NUM_CHOICES - 1)]
+        choices = [_insert_line_breaks(ending, true_ending) for ending in rng.sample(wrong_endings, NUM_CHOICES - 1)]
         answer = rng.randrange(NUM_CHOICES)
         choices.insert(answer, true_ending)
         rows.append({"context": before, "choices": choices, "answer": answer})
@@ -256,13 +262,13 @@ def make_cloze(text: str, count: Callable[[str], int], *, context: int, items: i
     return rows
 
 
-def _flat(ending: str) -> str:
+def _flatten(ending: str) -> str:
     """Return `ending` on one line, with single spaces and a leading space."""
     return " " + " ".join(ending.split())
 
 
-def _broken_like(ending: str, true_ending: str) -> str:
-    """Insert the line breaks and indentation of `true_ending` into `ending`, which is one line, at similar positions."""
+def _insert_line_breaks(ending: str, true_ending: str) -> str:
+    """Return `ending`, a single line, with the line breaks and indentation of `true_ending` at similar positions."""
     for match in re.finditer(r"[ \t]*\n[ \t]*", true_ending):
         gaps = [
             position
@@ -276,7 +282,7 @@ def _broken_like(ending: str, true_ending: str) -> str:
 
 
 def _context_after(text: str, start: int, tokens: int, count: Callable[[str], int]) -> str:
-    """Return the text from `start` on, up to the line at which it has `tokens` tokens or the text ends."""
+    """Return the lines of the text from `start` on, until they have `tokens` tokens or the text ends."""
     context = ""
     for line in text[start : start + 12 * tokens].splitlines(keepends=True):
         context += line
@@ -326,7 +332,10 @@ def write_tasks(
     Args:
         folder: The folder to create, or to replace if this function wrote it.
         documents: Dict from task to (one of `KINDS`, documents).
-        arguments: Further entries of the manifest.
+        arguments: Further keys of the manifest.
+
+    Returns:
+        The folder with the names and sizes of the tasks.
     """
     sizes = {name: len(rows) for name, (_, rows) in documents.items()}
     with atomic_folder(folder, replace=True) as temporary:
@@ -341,7 +350,7 @@ def write_tasks(
 
 
 def _task_yaml(name: str, kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return lm-eval's YAML for one task, which names fields of documents instead of using templates."""
+    """Return the YAML file of one task for lm-eval. It refers to fields of the documents and uses no templates."""
     kind_settings, scoring, metrics = KINDS[kind]
     functions = {"custom_dataset": "load"}
     if scoring:

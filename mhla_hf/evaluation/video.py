@@ -92,8 +92,8 @@ class VideoProtocol:
             raise ValueError(f"videos: got {self.videos}, expected 1 to 5, of which 5 is VBench's protocol.")
 
 
-def vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
-    """Compute VBench's totals, as its cal_final_score.py does.
+def compute_vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
+    """Compute VBench's totals by the formulas of its cal_final_score.py.
 
     Args:
         averages: Dict from each of the sixteen dimensions to its average over videos, 0 to 1.
@@ -114,12 +114,17 @@ def vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
 def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
     """Score video pipelines, reusing known scores.
 
+    All processes must call this. Videos are stored in the protocol's folder `samples`.
+
     Args:
         models: See `evaluate`.
         args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
         A dict from the name of each model to the requested scores, and the totals if all dimensions are known.
+
+    Raises:
+        ValueError, TypeError: A model, a dimension or a setting is not valid, or vbench fails.
     """
     protocol = read_settings(VideoProtocol, args.recipe.settings)
     if unknown := sorted(set(args.recipe.tasks) - set(DIMENSIONS)):
@@ -138,7 +143,7 @@ class Bench:
 
     Attributes:
         version: Version of vbench.
-        prompts: Vbench's list of prompts, as dicts.
+        prompts: VBench's prompts, a list of dicts with "prompt_en" and "dimension" (a list).
         sha256: Hash of the file with the prompts.
 
     Raises:
@@ -155,7 +160,10 @@ class Bench:
         self.sha256 = hash_file(path)
 
     def _run(self, source: str, *arguments: object) -> str:
-        """Run Python source in the interpreter, without the PYTHON* environment variables, and return its stdout."""
+        """Run Python source in the interpreter, without the PYTHON* environment variables, and return its stdout.
+
+        Raise ValueError if the exit code is not 0.
+        """
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [self.python, "-c", source, *map(str, arguments)]
         with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as folder:
@@ -172,12 +180,15 @@ class Bench:
 
         Args:
             dimension: One of `DIMENSIONS`.
-            entries: The prompts, as in `prompts`.
+            entries: Some of `prompts`.
             videos: The videos of these prompts.
             device: Device on which vbench runs.
 
         Returns:
             (average, scores of the videos).
+
+        Raises:
+            ValueError: vbench fails, or its results cannot be read.
         """
         with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as workspace:
             # A folder with links to these videos alone, because vbench assumes that all files in it have the same suffix.
@@ -211,7 +222,10 @@ class _Judge(PipelineJudge):
         return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.args.limit]
 
     def run(self) -> Results:
-        """Compute the scores that are not known yet, and return all requested scores and the totals."""
+        """Compute the scores that are not known yet, and return all requested scores and the totals.
+
+        All processes must call this.
+        """
         dimensions = self.args.recipe.tasks
         missing = [name for name in dimensions if not self.subject.knows(TASK, name, self.hash)]
         if missing:
@@ -225,7 +239,7 @@ class _Judge(PipelineJudge):
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.limit) in requested)
 
     def _make(self, dimensions: Sequence[str]) -> None:
-        """Generate the videos of all prompts of these dimensions."""
+        """Generate the videos of all prompts of these dimensions. All processes must call this."""
         needed = {entry["prompt_en"] for dimension in dimensions for entry in self.entries(dimension)}
         prompts = dict.fromkeys(entry["prompt_en"] for entry in self.bench.prompts)
         plan = [
@@ -242,7 +256,7 @@ class _Judge(PipelineJudge):
         self.make(self.folder / TASK, plan, identity, sampling, save, batch_size=1, label=label)
 
     def _judge(self, dimension: str) -> None:
-        """Score the videos in one dimension, and store the score."""
+        """Score the videos in one dimension, and store the score. Raise ValueError if a video has no score."""
         started = time.perf_counter()
         entries = self.entries(dimension)
         names = [f"{entry['prompt_en']}-{i}.mp4" for entry in entries for i in range(self.protocol.videos)]
@@ -250,7 +264,7 @@ class _Judge(PipelineJudge):
         average, values = self.bench.judge(dimension, entries, videos, self.device)
         if len(values) < len(names):
             raise ValueError(f"vbench: got {len(values)} scores for {dimension}, expected {len(names)}, one per video.")
-        scores = {dimension: (average, _spread(average, values), True, len(values))}
+        scores = {dimension: (average, _standard_error(average, values), True, len(values))}
         self.subject.keep(TASK, scores, self.hash, started, self.device)
 
     def _keep_totals(self) -> None:
@@ -264,7 +278,7 @@ class _Judge(PipelineJudge):
         }
         if self.args.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
             logger.info("%s: no totals without all of VBench's videos and dimensions", self.subject.name)
-        elif (totals := vbench_totals(averages)) != {
+        elif (totals := compute_vbench_totals(averages)) != {
             name: by_metric[name].value for name in TOTALS if name in by_metric
         }:
             samples = sum(by_metric[name].samples for name in DIMENSIONS)
@@ -272,7 +286,7 @@ class _Judge(PipelineJudge):
             self.subject.keep(TASK, scores, self.hash, time.perf_counter(), self.device)
 
 
-def _spread(average: float, values: Sequence[Any]) -> float | None:
+def _standard_error(average: float, values: Sequence[Any]) -> float | None:
     """Return the standard error of the mean of the videos' scores; None if `average` is not the mean of `values`."""
     numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
     if len(numbers) < 2 or len(numbers) != len(values) or abs(statistics.fmean(numbers) - average) > 1e-6:
@@ -284,7 +298,7 @@ def save_video(frames: Any, path: str | Path, fps: int) -> None:
     """Save frames as an MP4 file (H.264), whatever the suffix of `path`.
 
     Args:
-        frames: An array [F, H, W, 3] with values from 0 to 1, or PIL images.
+        frames: An array [frames, rows, columns, 3] with values from 0 to 1, or PIL images.
         path: File to write.
         fps: Frames per second.
 

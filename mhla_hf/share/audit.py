@@ -18,8 +18,8 @@ from ..checkpoints.file_io import PathLike, resolve_model_name, summarize_error,
 from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.load import (
     choose_device,
+    find_class_kind,
     is_pipeline,
-    kind_of_class,
     load_config,
     load_language_model,
     load_tokenizer,
@@ -27,7 +27,7 @@ from ..checkpoints.load import (
 from ..checkpoints.provenance import describe_run
 from ..data import check_data_path, read_text_file
 from ..evaluation.records import finite, render_rows
-from ..evaluation.subjects import check_writable, shown_path
+from ..evaluation.subjects import check_writable, shorten_path
 from ..nn.settings import is_whole
 from .audit_checks import CHECKS, MAX_TOKENS, AuditSubject, NotApplicable
 
@@ -84,15 +84,15 @@ def audit(
     loaded = subject.loaded
     record = {
         "format_version": FORMAT_VERSION,
-        "model": shown_path(folder),
+        "model": shorten_path(folder),
         "class": subject.config.architectures[0],
         "fingerprint": fingerprint_folder(folder),
         "mhla": getattr(subject.config, "mhla", None),
         "dtype": loaded and str(loaded.dtype).removeprefix("torch."),
         "tokens": loaded and subject.long,
         "rounding": loaded and finite(subject.rounding),
-        "text": "the Python language reference" if text is None else shown_path(text),
-        "teacher": teacher and shown_path(teacher),
+        "text": "the Python language reference" if text is None else shorten_path(text),
+        "teacher": teacher and shorten_path(teacher),
         "findings": sum(row["verdict"] == FINDING for row in rows),
         "checks": rows,
         **describe_run(command, subject.device),
@@ -106,7 +106,10 @@ def audit(
 def _open_subject(
     folder: PathLike, text: PathLike | None, tokens: int, device: torch.device, trust_remote_code: bool
 ) -> AuditSubject:
-    """Load everything but the weights. Raise `ValueError` if there is no language model or the text is too short."""
+    """Return an `AuditSubject` without the model, that is, load everything but the weights.
+
+    Raise ValueError if the folder has no language model with a tokenizer, or the text is too short.
+    """
     path = Path(folder)
     expected = "expected the folder of a causal language model"
     if not path.is_dir():
@@ -116,7 +119,7 @@ def _open_subject(
     resolve_model_name(path)
     config = load_config(path, trust_remote_code=trust_remote_code)
     class_name = (config.architectures or ["model of unknown class"])[0]
-    if kind_of_class(class_name) != "language":
+    if find_class_kind(class_name) != "language":
         raise ValueError(f"folder: got {str(folder)!r}, a {class_name}, {expected}.")
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     content = default_text() if text is None else read_text_file(check_data_path(text, "text"), "text")
@@ -127,7 +130,7 @@ def _open_subject(
 
 
 def _load_teacher(teacher: PathLike, subject: AuditSubject) -> Any:
-    """Load the teacher on the device of the subject. Raise `ValueError` if it has another vocabulary."""
+    """Return the teacher, loaded on the device of the subject. Raise ValueError if it has another vocabulary."""
     trust_remote_code = subject.trust_remote_code
     vocabulary = load_tokenizer(teacher, trust_remote_code=trust_remote_code).get_vocab()
     size = load_config(teacher, trust_remote_code=trust_remote_code).get_text_config().vocab_size
@@ -141,7 +144,7 @@ def _load_teacher(teacher: PathLike, subject: AuditSubject) -> Any:
 def run_check(
     name: str, measured: str, check: Callable[[AuditSubject], dict[str, Any]], subject: AuditSubject
 ) -> dict[str, Any]:
-    """Run one check and return its entry of "checks" in the record of `audit`.
+    """Run one check, and catch every exception that it raises.
 
     An exception becomes a finding, except `NotApplicable`, which becomes the verdict "not applicable". A number above its
     tolerance, NaN or infinity is a finding, too.
@@ -151,6 +154,9 @@ def run_check(
         measured: Description of what it measures.
         check: Function that returns a dict with "value" and optionally "stderr", "tolerance", "details" and "measured".
         subject: The audited model.
+
+    Returns:
+        The dict of this check in "checks" of `audit`.
     """
     row: dict[str, Any] = {
         "name": name, "measured": measured, "value": None, "stderr": None, "tolerance": None, "verdict": OK, "reason": "",
@@ -178,7 +184,7 @@ def run_check(
 
 
 def render_audit(record: dict[str, Any]) -> str:
-    """Render what `audit` returns as text: a table of the checks, details, checks that do not apply, and findings."""
+    """Render the result of `audit` as text: a table of the checks, details, checks that do not apply, and findings."""
     lines = [f"{record['model']}: {record['class']}, {record['dtype'] or 'not loaded'}, {record['fingerprint']}"]
     if record["mhla"]:
         window = f", with softmax over the last {2 * record['mhla']['block_size']} tokens at most"
@@ -213,8 +219,10 @@ def render_audit(record: dict[str, Any]) -> str:
 
 
 def _value_with_error(row: dict[str, Any]) -> str:
+    """Format the value of a check, with its standard error if there is one."""
     return _format(row["value"]) + ("" if row["stderr"] is None else f" ± {row['stderr']:.2g}")
 
 
 def _format(value: float | str | None) -> str:
+    """Format a float with three significant digits, and anything else as text; None becomes ""."""
     return f"{value:.3g}" if isinstance(value, float) else str(value or "")

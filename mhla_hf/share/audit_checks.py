@@ -63,17 +63,17 @@ class NotApplicable(Exception):
 
 @dataclasses.dataclass
 class AuditSubject:
-    """The audited model, and the text it is run on.
+    """The model that an audit checks, and the text on which it runs.
 
     Attributes:
         folder: The model's folder.
         config, tokenizer: The model's configuration and tokenizer.
-        ids: Token ids of the text, [N].
-        tokens: Longest context that the user allows.
+        ids: Token ids of the text, [number of tokens].
+        tokens: Longest context that the user allows, in tokens.
         device: Device on which the model runs.
         trust_remote_code: Whether to run source code that this mhla_hf did not generate.
         teacher: The teacher model, or None.
-        loaded: The model after the check "loads", or None.
+        loaded: The model; None until the check "loads" has loaded it.
         progress: Whether to show progress bars.
     """
 
@@ -105,7 +105,10 @@ class AuditSubject:
 
     @property
     def source(self) -> str:
-        """The source code in an MHLA model's folder."""
+        """The source code in the folder of an MHLA model.
+
+        Raises `NotApplicable` if the model has no MHLA, and ValueError if the folder has no source code.
+        """
         file = self.folder / FILE_NAME
         if self.mhla and not file.is_file():
             raise ValueError(f"there is no {FILE_NAME}, so the model cannot be loaded without mhla_hf")
@@ -113,47 +116,53 @@ class AuditSubject:
 
     @functools.cached_property
     def exact(self) -> Any:
-        """The model in float32."""
+        """The model itself if it is in float32, else a copy in float32. Raises `NotApplicable` if it is not loaded."""
         return self.model if self.model.dtype == torch.float32 else copy.deepcopy(self.model).float()
 
     @functools.cached_property
     def rounding(self) -> float:
-        """Difference of the logits from those of the same weights in float32, which is due to rounding."""
+        """The `difference` between the model's logits and the float32 model's logits on a short text."""
         ids = self.text(self.short)[None]
         return difference(whole_logits(self.model, ids), whole_logits(self.exact, ids))
 
     @property
     def tolerance(self) -> float:
-        """Tolerance of a difference of logits. In half precision, rounding may affect both of them."""
+        """Largest `difference` of logits that a check allows.
+
+        In half precision it is at least twice `rounding`, because rounding affects both logits.
+        """
         return FLOAT32_TOLERANCE if self.model.dtype == torch.float32 else max(HALF_TOLERANCE, 2 * self.rounding)
 
     @property
     def trained(self) -> int:
-        """Context length for which the model was trained, in tokens."""
+        """Context length in tokens for which the model was trained; `MAX_TOKENS` if the configuration has none."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None) or MAX_TOKENS
 
     @property
     def long(self) -> int:
-        """Number of tokens of a long text: the trained length, or four times as many with RoPE."""
+        """Number of tokens of a long text: the trained length, or four times as many with RoPE, but at most `tokens`."""
         rotary = getattr(self.config.get_text_config(), "rope_parameters", None)
         return min(self.tokens, self.trained * (4 if rotary else 1))
 
     @property
     def short(self) -> int:
-        """Number of tokens of a short text, which is still longer than the window."""
+        """Number of tokens of a short text: four blocks but at least 192 tokens, and at most `long`."""
         return min(self.long, max(192, 4 * (getattr(self.config, "mhla", None) or {}).get("block_size", 0)))
 
     def text(self, length: int, number: int = 0) -> torch.Tensor:
-        """Return token ids `[length]` of the text, which is repeated at its end. `number` selects the start."""
+        """Return token ids [length] of the text. After its end it starts again; `number` selects where to begin."""
         return self.ids[(number * 9973 + torch.arange(length)) % len(self.ids)]
 
     def watch(self, steps: Sequence[Any]) -> Iterable[Any]:
-        """Wrap the steps of a check in a progress bar, which appears if they take more than three seconds."""
+        """Return an iterable over the steps of a check that shows a progress bar after three seconds."""
         return tqdm(steps, desc="  this check", unit="step", leave=False, delay=3, disable=not self.progress)
 
     @functools.cached_property
     def teacher_comparison(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """KL from the teacher (nats per token) and share of equal next tokens for each text, [TEACHER_ROWS] each."""
+        """KL from the teacher (nats per token) and share of equal next tokens for each text, [TEACHER_ROWS] each.
+
+        Raises `NotApplicable` if there is no teacher.
+        """
         if self.teacher is None:
             raise NotApplicable("no teacher was given")
         measured = []
@@ -167,7 +176,7 @@ class AuditSubject:
 
 
 def mean_and_error(values: torch.Tensor) -> dict[str, float]:
-    """Return the mean and the standard error of `values` [N] as the "value" and "stderr" of a check."""
+    """Return the mean and the standard error of a vector as the "value" and "stderr" of a check."""
     return {"value": float(values.mean()), "stderr": float(values.std() / len(values) ** 0.5)}
 
 
@@ -175,23 +184,24 @@ def check_all_weights(subject: AuditSubject) -> dict[str, Any]:
     return {"value": f"finite, {check_weights(subject.folder)}"}
 
 
-def foreign_version(subject: AuditSubject) -> str | None:
-    """Return the mhla_hf version that generated the source in the folder; None if this installation generates the same.
+def find_foreign_version(subject: AuditSubject) -> str | None:
+    """Return the version of mhla_hf that generated the source in the folder; None if this installation generates the same.
 
     Raises:
-        ValueError: The source was edited.
+        ValueError: The source is missing or was edited.
+        NotApplicable: The model has no MHLA.
     """
     header = check_bundle(subject.source)
     return None if build_bundle(header["entry"]) == subject.source else header["version"]
 
 
 def check_source(subject: AuditSubject) -> dict[str, Any]:
-    version = foreign_version(subject)
+    version = find_foreign_version(subject)
     return {"value": "what this mhla_hf makes" if version is None else f"intact, of another mhla_hf ({version})"}
 
 
 def check_loads_elsewhere(subject: AuditSubject) -> dict[str, Any]:
-    if foreign_version(subject) is not None and not subject.trust_remote_code:
+    if find_foreign_version(subject) is not None and not subject.trust_remote_code:
         raise NotApplicable("its source is not what this mhla_hf makes, and is not run without --trust-remote-code")
     return {"value": check_isolated_load(subject.folder, "language").rpartition(".")[2]}
 
@@ -242,7 +252,7 @@ def check_packing(subject: AuditSubject) -> dict[str, Any]:
     if not has_argument(subject.model, "position_ids"):
         raise NotApplicable("the model takes no position_ids")
     rows = [subject.text(length, length) for length in (subject.short // 2, subject.short // 2 - 7, 20)]
-    stock = None if keeps_rows_apart(subject, subject.model, rows) else stock_model(subject)
+    stock = None if keeps_rows_apart(subject, subject.model, rows) else find_stock_model(subject)
     if stock is not None and not keeps_rows_apart(subject, stock, rows):
         raise NotApplicable(f"{type(stock).__name__} of transformers does not keep packed sequences apart either")
     return {"value": packed_difference(subject.model, rows), "tolerance": subject.tolerance}
@@ -256,10 +266,11 @@ def keeps_rows_apart(subject: AuditSubject, model: Any, rows: Sequence[torch.Ten
         return False
 
 
-def stock_model(subject: AuditSubject) -> Any:
-    """Return a transformers model of the same type without MHLA: the model itself, the teacher, or one with random weights.
+def find_stock_model(subject: AuditSubject) -> Any:
+    """Return a softmax model of transformers with the architecture of the audited model.
 
-    Return None for an MHLA model from scratch.
+    This is the audited model or the teacher if its class is one of transformers, else a new model with random weights. The
+    result is None for an MHLA model from scratch, which has no such architecture.
     """
     for model in (subject.model, subject.teacher):
         if type(model).__module__.startswith("transformers."):
@@ -285,16 +296,18 @@ def check_far_part(subject: AuditSubject) -> dict[str, Any]:
     return {"value": min(shares.values()), "tolerance": "above 0", "details": shares}
 
 
-def long_logits(subject: AuditSubject, cached_model: Any, one_pass_model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits at some positions of a long text, read with a cache by one model and in one pass by another.
+def compute_long_logits(
+    subject: AuditSubject, cached_model: Any, one_pass_model: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of two models at some positions of a long text.
 
     Args:
         subject: The subject, which provides the text.
-        cached_model: The model that reads the text in chunks, and its last tokens one by one.
+        cached_model: The model that reads the text with a cache, in chunks and at the end token by token.
         one_pass_model: The model that reads the text in one pass.
 
     Returns:
-        The logits of both, fp32 [1, positions, vocabulary].
+        (logits of `cached_model`, logits of `one_pass_model`), each fp32 [1, number of positions, vocabulary size].
     """
     length = subject.long
     ids = subject.text(length)[None]
@@ -306,13 +319,15 @@ def long_logits(subject: AuditSubject, cached_model: Any, one_pass_model: Any) -
 
 
 def check_long_text(subject: AuditSubject) -> dict[str, Any]:
-    value = difference(*long_logits(subject, subject.model, subject.model))
+    value = difference(*compute_long_logits(subject, subject.model, subject.model))
     return {"value": value, "tolerance": subject.tolerance, "details": {"tokens": subject.long}}
 
 
 def check_drift(subject: AuditSubject) -> dict[str, Any]:
     half = copy.deepcopy(subject.model).bfloat16() if subject.model.dtype == torch.float32 else subject.model
-    half_quarters, exact_quarters = (logits.tensor_split(4, 1) for logits in long_logits(subject, half, subject.exact))
+    half_quarters, exact_quarters = (
+        logits.tensor_split(4, 1) for logits in compute_long_logits(subject, half, subject.exact)
+    )
     errors = [
         float((actual - expected).norm() / expected.norm())
         for actual, expected in zip(half_quarters, exact_quarters, strict=True)

@@ -30,7 +30,7 @@ TAGS = ["mhla", "linear-attention", "custom_code"]
 
 
 class _Optional(dict[str, Any]):
-    """A configuration that returns None for missing entries, for the template."""
+    """A dict that returns None for missing keys, for configurations in the template."""
 
     def __missing__(self, key: str) -> None:
         return None
@@ -75,23 +75,23 @@ def write_card(
 
 
 def render_folder_card(folder: PathLike, weights: bool = True) -> str:
-    """Render the card from the files in `folder`; for `weights` see `facts.measure`."""
+    """Render the card from the files in `folder`. See `facts.read_folder` for `weights` and the errors."""
     return render_card(make_facts(*read_folder(folder, weights)))
 
 
 def check_card(folder: PathLike) -> None:
-    """Raise `ValueError` unless README.md is, byte for byte, the card rendered from the files in `folder`."""
+    """Raise ValueError unless README.md is, byte for byte, the card rendered from the files in `folder`."""
     compare_card(Path(folder, CARD_FILE), render_folder_card(folder))
 
 
 def compare_card(path: Path, text: str) -> None:
-    """Raise `ValueError` unless the content of the file `path` is `text`, byte for byte."""
+    """Raise ValueError unless the file `path` exists and its content is `text`, byte for byte."""
     if not path.is_file() or path.read_bytes() != text.encode():
         raise ValueError(f"{path}: got other text, expected what the files beside it render to; write the card again.")
 
 
-def shelf_facts(root: PathLike, name: str) -> Facts:
-    """Read the facts of the card `name` in the folder of cards `root`."""
+def read_shelf_facts(root: PathLike, name: str) -> Facts:
+    """Return the facts of the card `name` in the folder of cards `root`. Raise ValueError if a file is missing."""
     path = Path(root, RESULTS, f"{name}.json")
     if (measured := read_json(path)) is None:
         raise ValueError(f"{path}: got no such file, expected what was measured of {name!r}.")
@@ -103,13 +103,16 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
 
     Args:
         root: A folder such as `model_cards`.
-        check: Whether to write nothing, and raise `ValueError` if a card would change.
+        check: Whether to compare the cards with the files instead of writing them.
+
+    Raises:
+        ValueError: The facts of a card are missing or not valid, or with `check` a card would change.
     """
     patterns = ("*.yaml", "*.md", f"{RESULTS}/*.json")
     names = {path.stem for pattern in patterns for path in Path(root).glob(pattern)}
     paths = [Path(root, f"{name}.md") for name in sorted(names)]
     for path in paths:
-        text = render_card(shelf_facts(root, path.stem))
+        text = render_card(read_shelf_facts(root, path.stem))
         if check:
             compare_card(path, text)
         else:
@@ -140,19 +143,22 @@ def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | N
     return write_text(Path(root, f"{name}.md"), text)
 
 
-def plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mapping[str, Any]) -> str:
+def render_plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mapping[str, Any]) -> str:
     """Render the card of a saved model that was not evaluated, with the measurements of its conversion.
 
     Args:
         folder: The model's folder.
         name, base_model: See `Person`.
-        terms: The license, as `find_license` returns it.
+        terms: The result of `find_license`.
     """
     return render_card(Facts(*facts_module.read_model(folder), Person(name, base_model, **terms)))
 
 
 def render_card(facts: Facts) -> str:
-    """Render README.md: the YAML metadata and the card's sections."""
+    """Return the text of README.md, the YAML metadata and the card's sections.
+
+    Raise ValueError if the configuration or the records lack something that the card shows.
+    """
     person = facts.person
     scores = _metadata_scores(facts)
     fields: dict[str, Any] = {key: getattr(person, key) or None for key in facts_module.METADATA_FIELDS}
@@ -186,7 +192,7 @@ def render_card(facts: Facts) -> str:
             columns={label: {record.identity: record for record in records} for label, records in columns.items()},
             section_of=section_of,
             score=format_score,
-            absent=facts_module.not_measured(facts.records),
+            absent=facts_module.list_unmeasured(facts.records),
             measured=_group_by_origin(columns),
             draw_heads=draw_heads,
         )
@@ -211,7 +217,7 @@ def _metadata_scores(facts: Facts) -> list[EvalResult]:
 
 
 def round_digits(value: float | None) -> float | None:
-    """Round to six significant digits, which is more precise than any standard error."""
+    """Return a number rounded to six significant digits, more than any standard error warrants; None stays None."""
     return None if value is None else float(f"{value:.6g}")
 
 

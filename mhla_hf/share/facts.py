@@ -19,7 +19,7 @@ from ..checkpoints.file_io import PIPELINE_INDEX, PathLike, read_json
 from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings
-from ..evaluation.records import SPEED, Result, Results, speed_of_records
+from ..evaluation.records import SPEED, Result, Results, collect_speed
 from ..models.families import ENCODERS, Family, auto_class_of
 from ..models.transformers_api import config_class_of, family_of_class
 from ..nn.settings import MHLASettings
@@ -60,7 +60,7 @@ class Person:
     Attributes:
         name: Hub id or plain name of the model, for the title of the card and the code that loads it.
         base_model: Hub id of the softmax original; None if it is not published or there is none.
-        license, license_name, license_link: As in the Hub's metadata.
+        license, license_name, license_link: The license, in the terms of the Hub's metadata.
         datasets: Hub ids of the training data.
         language: Language codes.
         about: Text below the title.
@@ -78,7 +78,7 @@ class Person:
     limits: list[str] = dataclasses.field(default_factory=list)
 
     def validate_ids(self) -> None:
-        """Raise `ValueError` unless `name` and `base_model` are valid Hub ids and `base_model` is not a local path."""
+        """Raise ValueError unless `name` and `base_model` are valid Hub ids and `base_model` is not a local path."""
         validate_repo_id(self.name)
         validate_repo_id(self.base_model or self.name)
         if self.base_model is not None and Path(self.base_model).exists():
@@ -99,7 +99,7 @@ class Facts:
         person: The author's part.
         models: Label -> scores. "MHLA" is the model itself (absent if nothing was measured), "teacher" its original.
         train: The training record, if there is one.
-        speed: Times by sequence length, as `speed_of_records` returns them, if they were measured.
+        speed: The result of `collect_speed`; None if the models were not timed together.
     """
 
     kind: str
@@ -186,21 +186,29 @@ def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
 
 
 def _class_name(config: dict[str, Any]) -> str:
+    """Return the class name in a configuration of diffusers or transformers; "" if it has none."""
     return config.get("_class_name") or (config.get("architectures") or [""])[0]
 
 
 def _count_layers(config: dict[str, Any]) -> int | None:
+    """Return the number of layers in a configuration or its vision configuration; None if it has none."""
     merged = {**(config.get("vision_config") or {}), **config}
     return merged.get("num_hidden_layers") or merged.get("num_layers")
 
 
 def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
-    """Collect the measurements of the model in `folder`, in the form of model_cards/results/<name>.json.
+    """Collect the measurements of the model in `folder`.
 
     Args:
         folder: A saved and evaluated model.
         compared: Label -> score records, as dicts, of the models to compare it with.
         weights: Whether to check that the scores were measured with the weights in the folder.
+
+    Returns:
+        A dict in the form of model_cards/results/<name>.json.
+
+    Raises:
+        ValueError: The folder has no MHLA model or no scores, or `weights` is true and scores are of other weights.
     """
     kind, class_name, config = read_model(folder)
     return {
@@ -215,7 +223,10 @@ def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True)
 
 
 def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any], Person]:
-    """Return the measurements and the author's part from a folder with a card.json; for `weights` see `measure`."""
+    """Return the result of `measure` for a folder, and the author's part from its card.json.
+
+    Raise ValueError if card.json is missing or not valid. See `measure` for `weights` and for further errors.
+    """
     path = Path(folder, PERSON_FILE)
     content = read_json(path) or {}
     version = content.pop("format_version", None)
@@ -228,7 +239,14 @@ def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any],
 
 
 def make_facts(measured: dict[str, Any], person: Person) -> Facts:
-    """Combine the measurements with the author's part.
+    """Combine measurements and the author's part into the facts of a card.
+
+    Args:
+        measured: The result of `measure`.
+        person: The author's part.
+
+    Returns:
+        The facts. If `measured` has no times, they are taken from the records of the teacher and the model.
 
     Raises:
         ValueError: A score record is incomplete, or a compared model has the label of the model itself.
@@ -237,7 +255,7 @@ def make_facts(measured: dict[str, Any], person: Person) -> Facts:
         raise ValueError(f"compared: got the label {MODEL_LABEL!r}, which is the model itself, expected another.")
     records = {MODEL_LABEL: measured["results"], **measured["compared"]}
     models = {label: [Result.from_dict(record) for record in stored] for label, stored in records.items()}
-    speed = measured.get("speed") or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": models[MODEL_LABEL]})
+    speed = measured.get("speed") or collect_speed({"softmax": models.get(TEACHER, ()), "mhla": models[MODEL_LABEL]})
     return Facts(measured["kind"], measured["class_name"], measured["config"], person, models, measured["train"], speed)
 
 
@@ -245,7 +263,7 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
     """Return the score records in a model's folder, as dicts.
 
     Raises:
-        ValueError: There are none, or `weights` is true and a score was measured with other weights than the folder's.
+        ValueError: There are no scores, or `weights` is true and a score was measured with other weights.
     """
     records = Results.read(folder)
     if not records:
@@ -269,8 +287,8 @@ def section_of(record: Result) -> str:
     return "Recall" if RECALL_TASKS.match(name) else "Generation" if GENERATION_TASKS.search(name) else "Quality"
 
 
-def not_measured(records: Iterable[Result]) -> list[str]:
-    """Return those of "recall" and "generation" for which there is no score on a whole task."""
+def list_unmeasured(records: Iterable[Result]) -> list[str]:
+    """Return which of "recall" and "generation" have no score on a whole task."""
     measured = {section_of(record).lower() for record in records if record.value is not None and record.limit is None}
     return [name for name in ("recall", "generation") if name not in measured]
 
@@ -282,12 +300,14 @@ def find_license(
     license_name: str | None = None,
     license_link: str | None = None,
 ) -> dict[str, str | None]:
-    """Return the license of the weights: that of the base model's card or, if the card states none, the user's.
+    """Return the license in the card of the base model or, if the card states none, the license that the user passed.
+
+    A card that cannot be read counts as one that states none.
 
     Args:
         base_model: Hub id of the base model.
         teacher: Local folder of the base model, whose README.md takes precedence.
-        license, license_name, license_link: Passed by the user.
+        license, license_name, license_link: The user's license, in the terms of the Hub's metadata.
 
     Returns:
         A dict with "license", "license_name" and "license_link".

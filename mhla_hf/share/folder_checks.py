@@ -1,7 +1,7 @@
 """Check a model's folder before it is pushed, on a copy with exactly the files that will be sent.
 
-Only the files that `checkpoints.save.saved_files` lists are shared; the names of all others are returned and logged. The
-last check loads the copy offline in a process that cannot import mhla_hf.
+Only the files that `checkpoints.save.list_saved_files` returns are shared; the names of all others are returned and logged.
+The last check loads the copy offline in a process that cannot import mhla_hf.
 """
 
 import json
@@ -28,12 +28,12 @@ from ..checkpoints.save import (
     RECORDS,
     SENTENCE_MODULES,
     SENTENCE_SETTINGS,
+    list_saved_files,
     read_sentence_files,
-    saved_files,
 )
 from ..evaluation.records import Results
 from .card import check_card, render_folder_card
-from .facts import PERSON_FILE, not_measured, read_model
+from .facts import PERSON_FILE, list_unmeasured, read_model
 
 logger = logging.getLogger("mhla_hf")
 HUB_TOKEN = re.compile(r"\bhf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.-]{16,})")
@@ -71,7 +71,7 @@ def stage_folder(
     folder, staging = Path(folder), Path(staging)
     if not folder.is_dir():
         raise ValueError(f"folder: got {str(folder)!r}, expected the folder of a saved model.")
-    files = saved_files(folder)
+    files = list_saved_files(folder)
     for file in files:
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{file}: got a link or a folder, expected a regular file inside the model's folder.")
@@ -101,7 +101,10 @@ def stage_folder(
 
 
 def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bool) -> None:
-    """Run all checks on the staged copy, and remove local paths from its records and card."""
+    """Run all checks on the staged copy, shorten local paths in its records, and write its card.
+
+    See `stage_folder` for the arguments. Raise ValueError for the first problem found.
+    """
     kind, _, config = read_model(folder)
     for source in folder.rglob("*.py"):
         with wrap_errors(f"{source}: got unknown code, expected the source of a model"):
@@ -130,7 +133,7 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
         write_text(readme, render_folder_card(folder, weights=False))
     _check_texts(folder)
     needs_scores = kind == "language" and config["model_type"] != "mhla" and not draft
-    if needs_scores and (missing := not_measured(Results.read(folder) if is_measured else [])):
+    if needs_scores and (missing := list_unmeasured(Results.read(folder) if is_measured else [])):
         raise ValueError(
             f"{folder}: got no result for {' and '.join(missing)}, expected both in the card of a converted language "
             f"model; run mhla-hf evaluate {folder} --recipe recall and write the card again, or give --draft."
@@ -139,7 +142,7 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
 
 
 def _check_texts(folder: Path) -> None:
-    """Raise `ValueError` if a card, record or configuration contains a Hub token or a path on the author's machine."""
+    """Raise ValueError if a card, record or configuration contains a Hub token or a path on the author's machine."""
     names = (CARD_FILE, *RECORDS, *CONFIG_FILES, SENTENCE_MODULES, *SENTENCE_SETTINGS)
     for file in (file for file in folder.rglob("*") if file.name in names):
         content = file.read_text(encoding="utf-8")
@@ -169,7 +172,7 @@ def shorten_paths(text: str) -> str:
 
 
 def _check_code_names(file: Path) -> None:
-    """Raise `ValueError` if a configuration refers to code other than the model's own source file."""
+    """Raise ValueError if a configuration refers to code other than the model's own source file."""
     content = read_json(file) or {}
     auto_map = content.get("auto_map") if file.name == "config.json" else None
     for auto_class, reference in auto_map.items() if isinstance(auto_map, dict) else ():
@@ -187,7 +190,7 @@ def check_weights(folder: Path) -> str:
         The dtype of most parameters, e.g. "float32".
 
     Raises:
-        ValueError: A file does not pass.
+        ValueError: A file is damaged or has NaN or infinity in it, or an index names a shard outside its folder.
     """
     counts: Counter[str] = Counter()
     for index in folder.rglob("*.safetensors.index.json"):
@@ -208,7 +211,11 @@ def check_weights(folder: Path) -> str:
 
 
 def _check_readme(file: Path, repo_id: str | None, is_measured: bool) -> None:
-    """Check the metadata of README.md and, if mhla_hf rendered it from scores, that it is up to date and for `repo_id`."""
+    """Raise ValueError if README.md is missing or states no license.
+
+    If `is_measured`, mhla_hf rendered it from scores. Then also raise ValueError if it is not up to date, or if it is the
+    card of another Hub id than `repo_id`.
+    """
     if not file.exists():
         raise ValueError(
             f"{file}: got no card, expected one; run mhla-hf card {file.parent} --name NAME, or give license (--license)."

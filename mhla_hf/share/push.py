@@ -19,7 +19,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from ..checkpoints.file_io import SHARD_SIZE, PathLike, temporary_folder
 from ..checkpoints.save import CARD_FILE
-from .card import plain_card
+from .card import render_plain_card
 from .facts import find_license
 from .folder_checks import stage_folder
 
@@ -59,8 +59,8 @@ def push(
     """Check a model and upload it to the Hub in one commit.
 
     Args:
-        what: Folder of a saved MHLA model or of a pipeline with one, of which only the model's own files are sent; or the
-            model or pipeline itself.
+        what: Folder of a saved MHLA model or of a pipeline with one; or the model or pipeline itself. Of a folder, only the
+            files of the model are sent.
         repo_id: "user/name"; created if it does not exist.
         private: Whether to create a private repository. An existing one must already be private.
         create_pr: Whether to open a pull request instead of committing. The repository must exist.
@@ -95,7 +95,7 @@ def push(
         )
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(temporary_folder(tempfile.gettempdir(), "mhla_hf-push-"))
-        folder = _as_folder(what, tokenizer, temporary / "saved")
+        folder = _save_to_folder(what, tokenizer, temporary / "saved")
         card = None
         logger.info("push: checking %s", what if isinstance(what, str | Path) else type(what).__name__)
         if (license is not None or base_model is not None) and folder.is_dir():
@@ -118,9 +118,21 @@ def send(
     folder: Path, repo_id: str, *, private: bool = False, create_pr: bool = False, tags: Sequence[str] = (),
     revision: str | None = None, message: str | None = None, token: str | bool | None = None,
 ) -> Pushed:  # fmt: skip
-    """Commit all files of a checked folder to a repository; for the other arguments see `push`.
+    """Commit all files of a checked folder to a repository. The repository is created if it does not exist.
 
-    It can be repeated after an interruption: nothing is created or sent twice.
+    Weights and settings of an older model that the folder does not have are deleted in the same commit. It can be repeated
+    after an interruption: nothing is created or sent twice.
+
+    Args:
+        folder: The folder, whose files are all sent.
+        repo_id, private, create_pr, tags, revision, message, token: See `push`.
+
+    Returns:
+        The commit; see `Pushed`.
+
+    Raises:
+        ValueError: The repository is public although `private`, or a tag belongs to another commit.
+        OSError: The Hub refused or could not be reached.
     """
     additions = [CommitOperationAdd(file.relative_to(folder).as_posix(), file) for file in list_files(folder)]
     paths = {addition.path_in_repo for addition in additions}
@@ -170,12 +182,15 @@ def send(
 
 
 def list_files(folder: PathLike) -> list[Path]:
-    """List all files in a folder and below it, sorted."""
+    """Return all files in a folder and its subfolders, sorted."""
     return sorted(file for file in Path(folder).rglob("*") if file.is_file())
 
 
 def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> str:
-    """Render a card without scores for a folder that has no card."""
+    """Render a card without scores for a folder that has no card.
+
+    Raise ValueError if the folder has a card, or the license is neither given nor stated by the card of `base_model`.
+    """
     if (folder / CARD_FILE).is_file():
         raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")
     if dry_run and license is None:
@@ -183,11 +198,14 @@ def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str 
             f"license: got none in a dry run, which does not ask the Hub for that of {base_model!r}, expected it."
         )
     terms = find_license(None if dry_run else base_model, None, license)
-    return plain_card(folder, repo_id, base_model, terms)
+    return render_plain_card(folder, repo_id, base_model, terms)
 
 
-def _as_folder(what: object, tokenizer: Any, target: Path) -> Path:
-    """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`."""
+def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:
+    """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`.
+
+    Raise TypeError if `what` is neither, and ValueError if there is a tokenizer but `what` is a folder.
+    """
     if isinstance(what, str | Path):
         if tokenizer is not None:
             raise ValueError("tokenizer: got one with a folder, expected None; a folder holds its own.")

@@ -31,7 +31,7 @@ SETTINGS_FILE = "mhla.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 FILES = (SETTINGS_FILE, "adapter_config.json", WEIGHTS_FILE)
 NO_LORA = "dummy-target-modules"  # PEFT's placeholder for an adapter without LoRA layers
-# Config entries that tell apart models of one type but different sizes.
+# Configuration fields that differ between models of one type and different sizes.
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -39,7 +39,8 @@ def import_peft(model: Any = None) -> Any:
     """Import and return the `peft` module.
 
     Args:
-        model: A converted model, for which PEFT's default LoRA targets are registered. None registers nothing.
+        model: A converted model, whose classes and default LoRA targets are registered; see `register_family`. None
+            registers nothing.
 
     Raises:
         ImportError: PEFT is not installed.
@@ -57,7 +58,8 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
 
     Args:
         model: A converted language model.
-        **lora: Arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: PEFT's for the base).
+        **lora: Arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: the modules that PEFT selects
+            for the base model).
 
     Raises:
         TypeError: The model has no MHLA layers.
@@ -72,8 +74,8 @@ def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> No
     """Save a conversion without its base: the settings, the MHLA modules, and LoRA if the model has it.
 
     Args:
-        model: A converted language model, whose MHLA modules are saved; or the `PeftModel` that
-            `get_peft_model(model, adapter_config(model))` returned, whose active adapters are saved.
+        model: A converted language model, or the result of `get_peft_model(model, adapter_config(model))`. The MHLA modules
+            of the former, or the active adapters of the latter, are saved.
         folder: Where to write the files of a PEFT adapter and mhla.json.
 
     Raises:
@@ -106,7 +108,7 @@ def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> No
 
 
 def get_sizes(config: Any) -> dict[str, int]:
-    """Return the sizes by which an adapter recognizes its base among others of the same model type."""
+    """Return the `SIZES` of a configuration by name. They are compared when an adapter is loaded onto a base model."""
     return {name: size for name in SIZES if (size := getattr(config, name, None)) is not None}
 
 
@@ -118,7 +120,7 @@ def load_adapter(
 
     Args:
         model: A softmax language model, which is converted in place; a model that was converted with the same settings; or a
-            `PeftModel` of one, which gets one more adapter.
+            `PeftModel` of one, to which the adapter is added.
         source: Folder or Hub id of an adapter that `save_adapter` wrote.
         adapter_name: Name of the adapter in PEFT.
         revision: Branch, tag or commit on the Hub.
@@ -162,7 +164,7 @@ def load_adapter(
 
 
 def _fetch_adapter(source: str | Path, revision: str | None) -> Path:
-    """Return the folder of an adapter, downloading it if it is on the Hub. Raise `ValueError` if a file is missing."""
+    """Return the folder of an adapter, downloading it if it is on the Hub. Raise ValueError if a file is missing."""
     folder = Path(source)
     if not folder.is_dir():
         with wrap_errors(f"source: got {str(source)!r}, expected a folder or an adapter on the Hub"):
@@ -176,7 +178,7 @@ def _fetch_adapter(source: str | Path, revision: str | None) -> Path:
 
 
 def _check_base(config: Any, record: dict[str, Any], source: str | Path) -> None:
-    """Raise `ValueError` unless a model's configuration matches the base of the adapter, converted or not."""
+    """Raise ValueError unless model type and sizes of a configuration, converted or not, fit the adapter's base model."""
     model_type = getattr(config, "base_model_type", config.model_type)
     if model_type != record["base_model_type"]:
         raise ValueError(

@@ -11,16 +11,18 @@ from .trainable import set_trainable
 FP32_BYTES = 4
 
 
-def active_parameters(model: Any) -> int:
-    """Return the number of parameters that each token uses: all of them, or in a mixture of experts, those it is routed to.
+def count_active_parameters(model: Any) -> int:
+    """Return the number of parameters that each token uses.
+
+    In a mixture of experts, only as many experts count as a token is routed to.
 
     Args:
         model: A transformers model, which may be on the meta device.
     """
     config = model.config
     experts_per_token = getattr(config, "num_experts_per_tok", None)
-    count_entries = ("num_local_experts", "num_experts", "n_routed_experts")
-    expert_counts = {getattr(config, entry, None) for entry in count_entries if experts_per_token}
+    count_fields = ("num_local_experts", "num_experts", "n_routed_experts")
+    expert_counts = {getattr(config, field, None) for field in count_fields if experts_per_token}
     active = 0
     for parameter in model.parameters():
         if parameter.ndim == 3 and parameter.shape[0] in expert_counts:  # the stacked matrices of all experts
@@ -37,7 +39,7 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
         student: The converted language model, on the meta device. Its `requires_grad` flags are changed.
         recipe: A recipe whose stages have `seq_len`.
         parameters: Number of parameters of the softmax original.
-        active: Number of these that one token uses, as `active_parameters` returns it.
+        active: Number of these that one token uses; see `count_active_parameters`.
         tflops: Speed of the machine in TFLOP/s, or None.
 
     Returns:
@@ -59,7 +61,7 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
         set_trainable(student, stage, {})
         trained = sum(x.numel() for x in student.parameters() if x.requires_grad)
         tokens = stage.steps * stage.batch_size * stage.seq_len
-        activations = activation_bytes(student, stage, element_size, checkpointed)
+        activations = estimate_activation_bytes(student, stage, element_size, checkpointed)
         if element_size == 2:  # autocast keeps bfloat16 copies of the trained weights
             activations += 2 * trained
         memory = {
@@ -68,7 +70,7 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
             "moments": 2 * FP32_BYTES * trained,
             "teacher": element_size * parameters * stage.needs_teacher,
             "activations": activations,
-            "logits": logit_bytes(student, stage, element_size),
+            "logits": estimate_logit_bytes(student, stage, element_size),
         }
         # Multiply and add per weight and token: once in the forward pass, twice in the backward pass.
         if stage.loss == "transfer":
@@ -84,7 +86,7 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
     return {"stages": stages, "memory": peak_memory, "flops": total_flops, "tflops": tflops, "hours": hours}
 
 
-def activation_bytes(student: Any, stage: Any, element_size: int, checkpointed: bool) -> int:
+def estimate_activation_bytes(student: Any, stage: Any, element_size: int, checkpointed: bool) -> int:
     """Return the bytes of activations that the student's layers keep for the backward pass of one micro-batch.
 
     The estimate is for PyTorch's own operators, not for MHLA's Triton kernels.
@@ -103,20 +105,20 @@ def activation_bytes(student: Any, stage: Any, element_size: int, checkpointed: 
     layers = config.num_hidden_layers
     qkv_width = core.num_heads * core.q_map.head_dim + core.num_kv_heads * (core.k_map.head_dim + core.value_dim)
     if stage.loss == "transfer":  # attention alone: q, k and v, and the error of each output
-        score_gradients = 3 * FP32_BYTES * window_scores(core)  # only of the core that runs backward
-        per_core = (mhla_activation_bytes(core) + element_size * qkv_width + 12 * width for core in cores)
+        score_gradients = 3 * FP32_BYTES * count_window_scores(core)  # only of the core that runs backward
+        per_core = (estimate_mhla_activation_bytes(core) + element_size * qkv_width + 12 * width for core in cores)
         return tokens * (score_gradients + sum(per_core))
     mlp_width = getattr(config, "intermediate_size", None) or 4 * width
     mlp_width *= getattr(config, "num_experts_per_tok", None) or 1
     # The inputs of two norms and of the projections behind them; an MLP's gate, up, activation and product; q, k and v.
     layer = 28 * width + element_size * (4 * mlp_width + qkv_width)
     if checkpointed:  # the input of each layer, and all of the one layer that is recomputed
-        return tokens * (FP32_BYTES * width * layers + layer + max(map(mhla_activation_bytes, cores)))
-    return tokens * (layer * layers + sum(map(mhla_activation_bytes, cores)))
+        return tokens * (FP32_BYTES * width * layers + layer + max(map(estimate_mhla_activation_bytes, cores)))
+    return tokens * (layer * layers + sum(map(estimate_mhla_activation_bytes, cores)))
 
 
-def mhla_activation_bytes(core: Any) -> int:
-    """Return the bytes per token that an MHLA core keeps for the backward pass, in fp32, in addition to q, k and v."""
+def estimate_mhla_activation_bytes(core: Any) -> int:
+    """Return the bytes per token that an MHLA core stores for the backward pass, in fp32, in addition to q, k and v."""
     heads = core.num_heads
     kv_heads = core.num_kv_heads
     features = core.k_map.num_features
@@ -125,22 +127,25 @@ def mhla_activation_bytes(core: Any) -> int:
     numbers = (2 + decays) * heads * features + 2 * kv_heads * features + (3 * heads + kv_heads) * value_dim
     numbers += 4.5 * decays * kv_heads * features * (value_dim + 1) / block_size  # states at the ends of blocks
     if hasattr(core, "form"):  # scores within the window and their mask, and its keys and values
-        scores = window_scores(core)
+        scores = count_window_scores(core)
         numbers += 1.25 * scores + scores * 2 * kv_heads * value_dim / block_size / heads
     return round(FP32_BYTES * numbers)
 
 
-def window_scores(core: Any) -> int:
+def count_window_scores(core: Any) -> int:
     """Return the number of attention scores per token in a core's softmax window, over all heads; 0 without a window."""
     form = getattr(core, "form", None)
     return 0 if form is None else core.num_heads * (form.lag * form.block_size + form.sinks)
 
 
-def logit_bytes(student: Any, stage: Any, element_size: int) -> int:
+def estimate_logit_bytes(student: Any, stage: Any, element_size: int) -> int:
     """Return the peak bytes of logits and of the tensors that the loss computes from them.
 
-    With a linear output head, only the logits of one chunk exist at a time, in fp32 (see `output_head`); otherwise those
-    of a whole micro-batch do. The loss "transfer" computes no logits.
+    With a linear output head, only the logits of one chunk exist at a time, in fp32 (see `output_head`). Otherwise all
+    logits of a micro-batch exist at once. The loss "transfer" computes no logits.
+
+    Args:
+        student, stage, element_size: See `estimate_activation_bytes`.
     """
     if stage.loss == "transfer":
         return 0

@@ -13,11 +13,13 @@ import torch
 
 PIXELS_PER_LATENT = 8  # for PixArt, which is conditioned on the size of the image in pixels
 
-Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, `[B, ...]` each
+Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, [B, ...] each
 
 
 def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Return what a diffusion transformer was trained to predict: the velocity, the noise or the clean sample.
+    """Return the prediction of a diffusion transformer: the velocity, the noise or the clean sample.
+
+    B is the batch size; the latents of a sample have C channels, h rows, w columns and, for video, F frames.
 
     Args:
         transformer: A diffusers transformer.
@@ -46,11 +48,11 @@ def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditio
 
 
 class NoiseProcess:
-    """The noise process of a scheduler: how clean latents become noisy, and what the transformer predicts from them.
+    """The noise process of a scheduler. It adds noise to clean latents, and computes the target of the transformer.
 
     In flow matching, with s = time / 1,000: x_t = (1 - s) x_0 + s noise, and the prediction is the velocity noise - x_0. In
-    DDPM: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction is the noise, the sample or the velocity, by the
-    scheduler's `prediction_type`.
+    DDPM: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction is the noise, the sample or the velocity, depending
+    on the `prediction_type` of the scheduler.
 
     Args:
         scheduler: A diffusers scheduler.
@@ -78,7 +80,7 @@ class NoiseProcess:
 
     @property
     def is_flow(self) -> bool:
-        """Whether the process is that of flow matching rather than DDPM."""
+        """Whether the process is flow matching; else it is DDPM."""
         return self.prediction == "flow_prediction"
 
     def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
@@ -88,6 +90,9 @@ class NoiseProcess:
             generator: Random number generator.
             distribution: "logit-normal" or "uniform".
             shift: Shift toward noise, for flow matching only; None means the scheduler's.
+
+        Returns:
+            The time: from 0 to `num_times` for flow matching, and a whole number below it for DDPM.
         """
         if distribution == "logit-normal":
             fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
@@ -126,12 +131,12 @@ def sample_latents(
     steps: int, guidance: float, generators: Sequence[torch.Generator] | None = None,
     on_step: Callable[[torch.Tensor, float], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sample clean latents from noise, as the pipeline does.
+    """Sample clean latents from noise with classifier-free guidance, in the same way as a diffusers pipeline.
 
     Args:
         transformer: A diffusers transformer.
-        scheduler: A diffusers scheduler, which is copied.
-        noise: [B, C, (F,) h, w], fp32.
+        scheduler: A diffusers scheduler. A copy of it is used.
+        noise: Gaussian noise, fp32 [B, C, (F,) h, w]; see `predict` for the letters.
         conditions: Keyword arguments of the transformer, [B, ...] each.
         unconditional: The conditions without text or class, for guidance; not used if `guidance` is 1.
         steps: Number of sampling steps.

@@ -34,13 +34,14 @@ def distill(
 ) -> Student:  # fmt: skip
     """Train a model, by distillation from a teacher or on data alone, and save it to `out`.
 
-    Calling it again with the same arguments resumes an interrupted run, or loads the result of a finished one.
+    Calling it again with the same arguments resumes an interrupted run, or loads the result of a finished one. If an error
+    is raised during training, the student keeps the weights of the last step. With several processes, all must call it.
 
     Args:
         student: A causal language model, text encoder or image model of transformers, or a transformer or pipeline of
             diffusers. It is trained in place, in float32. A pipeline is saved whole.
         teacher: The softmax original, with the same layer names and vocabulary, in any dtype; never changed. Required by
-            losses that compare with it. For diffusion, student or teacher has to be a pipeline, for its scheduler.
+            losses that compare with it. For diffusion, student or teacher must be a pipeline, because its scheduler is used.
         out: Folder to create. Until the run is finished, its state is in `<out>.state`.
         data: Text (see `mhla_hf.data.open_text`), labeled images (see `open_images`) or latents (see `open_latents`); None:
             the recipe's. A diffusion model without latents is trained on trajectories that the teacher samples, for prompts
@@ -70,8 +71,6 @@ def distill(
         ValueError, TypeError, ImportError: An argument is not valid; raised before anything is written.
         OSError: A file cannot be written.
         KeyboardInterrupt: On Ctrl-C, after the current step is done and the state is saved.
-
-    If an error is raised during training, the student keeps the weights of the last step.
     """
     run_arguments = {
         "mixed_precision": mixed_precision,
@@ -90,7 +89,10 @@ def distill(
 def _resolve(
     task: Task, stages: Any, recipe: Any, data: Any, seed: Any, run_arguments: Mapping[str, Any]
 ) -> tuple[tuple[CommonStage, ...], Any, Options]:
-    """Return the checked stages, data and options; arguments override the recipe, which overrides the defaults."""
+    """Return the checked stages, data and options. Arguments override the recipe, which overrides the defaults.
+
+    Raise ValueError if an argument or the recipe is not valid, or there are both or neither of stages and recipe.
+    """
     if (stages is None) == (recipe is None):
         passed = "None and no recipe" if recipe is None else "stages and a recipe"
         raise ValueError(f"stages: got {passed}, expected one of the two.")
@@ -114,7 +116,10 @@ def _train(
     task: Task, stages: Sequence[CommonStage], data: Any, options: Options, seed: int, folder: RunFolder, progress: bool,
     command: str | None,
 ) -> Any:  # fmt: skip
-    """Create an `Accelerator` and train with it. Reset Accelerate's global state at the end."""
+    """Create an `Accelerator`, open the data, train, and return the result of `Run.execute`.
+
+    At the end, Accelerate's global state is reset if it did not exist before; of several processes, only its main part.
+    """
     with require_extra("distill", "accelerate", "train"):
         import accelerate
     trackers = [str(tracker.value) for tracker in accelerate.tracking.get_available_trackers()]
@@ -140,7 +145,7 @@ def _train(
 
 
 def _check_launch(accelerator: Any, stages: Sequence[CommonStage]) -> None:
-    """Raise `ValueError` for an unsupported precision, or a batch that the processes cannot split evenly."""
+    """Raise ValueError if the launcher set an unsupported precision, or the processes cannot split a batch evenly."""
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"mixed_precision: got {accelerator.mixed_precision!r} from the launcher, expected 'no' or 'bf16'."

@@ -1,4 +1,4 @@
-"""Separate the output head of a causal language model from its body, so that a loss never needs all logits of a batch.
+"""Separate the output head of a causal language model from its other layers, to compute a loss in chunks of tokens.
 
 The logits of a batch are often the largest tensor of a training step. Where the head is a linear layer, the loss and its
 gradients are computed here chunk by chunk from the hidden states, and only the logits of one chunk exist at a time.
@@ -20,7 +20,7 @@ ChunkLoss = Callable[..., torch.Tensor]
 
 
 class OutputHead(NamedTuple):
-    """A linear output head whose logits may be scaled and soft-capped.
+    """A linear output head with an optional scale and soft cap of its logits.
 
     The logits of hidden states x are cap * tanh(scale * layer(x) / cap), or scale * layer(x) without a cap.
     """
@@ -30,7 +30,7 @@ class OutputHead(NamedTuple):
     cap: float | None
 
     def transform(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and soft-cap the output of the linear layer, as the model does."""
+        """Return the logits [..., vocab], scaled and soft-capped, for the output of the linear layer, of the same shape."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -41,14 +41,14 @@ class OutputHead(NamedTuple):
 
 @torch.no_grad()
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
-    """Return the output head of a model if it can be separated from the body.
+    """Return the output head of a model if it can be separated from the rest of the model.
 
-    To verify that it can, the model runs on a few tokens with probe logits in place of the output of its linear layer, and
-    has to return what `OutputHead.transform` makes of them. Random generators are left as they were.
+    To verify this, the model runs on a few tokens while the output of its linear layer is replaced by fixed logits. It must
+    return the result of `OutputHead.transform` for these logits. The states of random generators are restored.
 
     Args:
         model: A transformers causal language model.
-        ids: Token ids, int64 [B, L], of which a few are used.
+        ids: Token ids, int64 [B, L], of B rows of L tokens; only the first few of the first row are used.
 
     Returns:
         The head, or a string with the reason why it cannot be separated.
@@ -79,16 +79,16 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     return head
 
 
-def run_body(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
+def run_without_head(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Run a model without its output head.
 
     Args:
         model: A transformers causal language model.
-        head: Its output head, as `find_head` returned it.
-        ids: Token ids, int64 [B, L].
+        head: The output head that `find_head` returned for it.
+        ids: Token ids, int64 [B, L], of B sequences of L tokens.
 
     Returns:
-        The model's output, whose logits are meaningless, and the inputs of the head, hidden states [B, L, width].
+        The model's output, whose logits must not be used, and the inputs of the head, hidden states [B, L, width].
     """
     inputs: list[torch.Tensor] = []
 
@@ -103,7 +103,7 @@ def run_body(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torc
 
 @contextlib.contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Context manager that replaces the `forward` of `module`."""
+    """Context manager that replaces the `forward` of `module`, and restores it at the end."""
     instance: Any = module
     previous = vars(module).get("forward")  # Accelerate sets one on the instance
     instance.forward = forward
@@ -116,9 +116,9 @@ def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch
 
 
 class _SumInChunks(torch.autograd.Function):
-    """Sum a loss over tokens, chunk by chunk.
+    """Autograd function behind `sum_in_chunks`.
 
-    The forward pass also computes the gradients, so that the logits of a chunk can be freed before the next one.
+    The forward pass also computes the gradients, so that the logits of a chunk can be freed before the next chunk.
     """
 
     @staticmethod
@@ -126,7 +126,10 @@ class _SumInChunks(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
         loss: ChunkLoss, token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute the sums of `sum_in_chunks`. `weight` and `bias` are the head's, passed so that autograd sees them."""
+        """Return the sums of `sum_in_chunks`, and compute the gradients of the first of them.
+
+        `weight` and `bias` are those of the head; they are arguments so that autograd tracks them.
+        """
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
         need_hidden, need_weight, need_bias = (needs and grad_enabled for needs in ctx.needs_input_grad[:3])
@@ -158,7 +161,7 @@ class _SumInChunks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_sums: torch.Tensor) -> Any:
-        """Scale the gradients that `forward` computed."""
+        """Return the gradients that `forward` computed, multiplied by the gradient of the first sum."""
         gradients = (x if x is None else d_sums[0].to(x.dtype) * x for x in ctx.saved_tensors)
         return *gradients, None, None, None, None
 
@@ -166,13 +169,13 @@ class _SumInChunks(torch.autograd.Function):
 def sum_in_chunks(
     hidden: torch.Tensor, head: OutputHead | None, loss: ChunkLoss, token_tensors: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """Sum a loss over tokens without ever holding the logits of all tokens.
+    """Sum a loss over N tokens without ever storing the logits of all tokens.
 
     Args:
         hidden: Inputs of the head, hidden states [N, width]; without a head, the logits [N, vocab].
         head: The output head, or None.
-        loss: Called as `loss(logits, *rows)` with the logits of a chunk and the same rows of `token_tensors`; returns one
-            or several sums over the chunk's tokens, [S].
+        loss: Called as `loss(logits, *rows)` with the logits of a chunk and the same rows of `token_tensors`; returns S sums
+            over the chunk's tokens, [S].
         token_tensors: Further inputs of the loss, [N, ...] each.
 
     Returns:

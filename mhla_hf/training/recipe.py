@@ -88,17 +88,18 @@ class Stage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
-              from the teacher's hidden states;
+            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
+              original, both computed from the teacher's hidden states;
             - "logits": KL divergence from the teacher's next-token distribution, plus `ce_weight` times cross-entropy;
-            - "stored": the same from the teacher's most likely tokens, stored by `mhla-hf teach`, without the teacher;
+            - "stored": the loss "logits", computed from the teacher's most likely tokens that `mhla-hf teach` stored; it
+              needs no teacher;
             - "lm": cross-entropy.
         seq_len: Tokens per sequence.
         ce_weight: Weight of the cross-entropy in "logits" and "stored".
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
             Must be 1 with `top_k` or "stored".
-        top_k: Compute the KL divergence over this many of the teacher's most likely tokens and the sum of all others, which
-            takes less memory; 0 means over the whole vocabulary.
+        top_k: Number of the teacher's most likely tokens over which the KL divergence is computed; all others count as one
+            token. This takes less memory. 0 means the whole vocabulary.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("lm", "stored")
@@ -110,7 +111,7 @@ class Stage(CommonStage):
     top_k: int = values.at_least(0, 0)
 
     def validate_top_k(self) -> None:
-        """Reject a temperature other than 1 if only the probabilities of the most likely tokens are known."""
+        """Raise ValueError if the temperature is not 1 and only the probabilities of the most likely tokens are known."""
         if (self.top_k or self.loss == "stored") and self.temperature != 1:
             raise ValueError(
                 f"temperature: got {self.temperature} with a KL divergence over the most likely tokens, expected 1."
@@ -123,8 +124,8 @@ class DiffusionStage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": L1 error of each MHLA layer's attention output against the softmax original's, both computed from
-              the teacher's hidden states;
+            - "transfer": relative L1 error between the attention outputs of each MHLA layer and of the softmax original,
+              both computed from the teacher's hidden states;
             - "prediction": squared error against the teacher's prediction (velocity, noise or clean sample), plus
               `data_weight` times the loss "denoising";
             - "denoising": the usual flow-matching or DDPM loss on data.
@@ -171,8 +172,8 @@ class ImageStage(CommonStage):
             - "labels": cross-entropy;
             - "logits": KL divergence from the teacher's class distribution, plus `ce_weight` times cross-entropy;
             - "features": relative squared error against the teacher's last hidden state;
-            - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
-              from the teacher's hidden states.
+            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
+              original, both computed from the teacher's hidden states.
         ce_weight: Weight of the cross-entropy in "logits".
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
         smoothing: Label smoothing, from 0 to 1.
@@ -181,7 +182,8 @@ class ImageStage(CommonStage):
         shift: Largest distance in pixels by which images are moved, wrapping around at the edges.
         erase: Fraction of images in which a random box is replaced by noise.
         mixup: Parameter a of the distribution Beta(a, a) of mixup's weights; 0 disables mixup.
-        cutmix: The same parameter of CutMix; 0 disables it. With both, each batch uses one of them at random.
+        cutmix: Parameter a of the distribution Beta(a, a) of CutMix's weights; 0 disables CutMix. With both, each batch uses
+            one of them at random.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("labels",)
@@ -210,10 +212,10 @@ class EncoderStage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": squared error of each MHLA layer's attention output against the softmax original's, both computed
-              from the teacher's hidden states;
-            - "embeddings": sum of three cosine distances from the teacher's last hidden states: that of the tokens,
-              averaged; that of the first token; and that of the mean over tokens.
+            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
+              original, both computed from the teacher's hidden states;
+            - "embeddings": sum of three cosine distances between the last hidden states of student and teacher: the average
+              over tokens, the distance of the first token, and the distance of the means over tokens.
         seq_len: Tokens per sequence, including special tokens.
     """
 
@@ -279,9 +281,12 @@ def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = N
     """Read one of the package's recipes, or a YAML file.
 
     Args:
-        name: One of `recipe_names()`, or the path of a YAML file. A `Recipe` is returned as it is.
+        name: One of `recipe_names()`, or the path of a YAML file. A `Recipe` is returned unchanged.
         changes: Values that override those of the recipe. Keys are "STAGE.FIELD", "*.FIELD" (in every stage),
             "settings.FIELD", "run.FIELD", or the name of a field of `Recipe`.
+
+    Returns:
+        The checked recipe.
 
     Raises:
         ValueError: There is no such recipe, or anything in it is not valid.
@@ -299,7 +304,7 @@ def apply_changes(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[s
 
     Args:
         content: The recipe as read from YAML, before validation.
-        changes: As for `read_recipe`.
+        changes: See `read_recipe`.
 
     Raises:
         ValueError: The recipe has no stage of that name.
@@ -331,6 +336,9 @@ def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[Com
     Args:
         stages: A list of stages, or of dicts with their fields.
         stage_type: The class of all stages.
+
+    Returns:
+        The stages as objects of `stage_type`.
 
     Raises:
         ValueError: There is no stage, a field is unknown or not valid, or names are missing or not unique.

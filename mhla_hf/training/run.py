@@ -29,7 +29,7 @@ from .trainable import (
     find_direct_mixings,
     get_dtypes,
     get_saved_dtypes,
-    parameter_groups,
+    make_parameter_groups,
     set_dtypes,
     set_trainable,
 )
@@ -39,7 +39,7 @@ Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the devi
 
 
 class Run:
-    """One training run, as `distill` starts it.
+    """One training run of `distill`. Sets `show_bars` and `has_weights` of the task.
 
     Args:
         accelerator: Accelerate's `Accelerator`.
@@ -100,13 +100,26 @@ class Run:
         }
 
     def execute(self) -> Any:
-        """Check or resume the run's folder, train, and save the result. Return the student, or its pipeline."""
+        """Train the student and save it to the output folder; resume an interrupted run, and load a finished one.
+
+        All processes must call this. The student is changed in place. At the end its parameters have the dtypes that were
+        saved; `requires_grad` and the training mode are as before.
+
+        Returns:
+            The student, or the pipeline that contains it.
+
+        Raises:
+            ValueError: The output folder belongs to another run, a saved state is damaged, or a loss is not finite.
+            OSError: A folder of the run cannot be written.
+            KeyboardInterrupt: Ctrl-C was pressed. A state is saved first, unless it was pressed twice.
+        """
         from accelerate.utils import broadcast_object_list
 
         dtypes = get_dtypes(self.student)
         save_dtype = self.options.save_dtype
         saved_dtypes = get_saved_dtypes(self.student, getattr(torch, save_dtype) if save_dtype else None)
-        identity = broadcast_object_list([self._identity() if self.is_main else None])[0]  # others may lack the weights
+        # Other processes than the main one may lack the weights.
+        (identity,) = broadcast_object_list([self._describe_identity() if self.is_main else None])
         latest = self.folder.find(identity, self.student)
         self.accelerator.wait_for_everyone()
         if self.is_main:
@@ -139,7 +152,7 @@ class Run:
         return self.task.returned
 
     def _train(self, latest: Path | None, requires_grad: Mapping[nn.Parameter, bool]) -> None:
-        """Train all stages, or resume from the saved state `latest`."""
+        """Train all stages, from the saved state `latest` if it is not None. Raise ValueError if that state is damaged."""
         import accelerate
 
         if latest is not None:
@@ -171,12 +184,16 @@ class Run:
                 self.task.set_gradient_checkpointing(False)
 
     def _train_stage(self, number: int, latest: Path | None) -> None:
-        """Train one stage from its start, or from the saved state `latest`, and save a state at its end."""
+        """Train one stage, from the saved state `latest` if it is not None.
+
+        A state is saved every `save_every` steps, at the end of the stage, and before KeyboardInterrupt is raised because a
+        process was interrupted. At the end, averaged weights replace the trained ones in a stage with `ema`.
+        """
         stage = self.stages[number]
         accelerator = self.accelerator
         progress = self.progress
         accelerator.free_memory()
-        groups = parameter_groups(self.task.student, stage)
+        groups = make_parameter_groups(self.task.student, stage)
         betas = (stage.beta1, stage.beta2)
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
         objective = self.task.objective(stage)
@@ -224,6 +241,7 @@ class Run:
             reader.close()
 
     def _make_average(self, trained: Sequence[nn.Parameter], stage: CommonStage) -> Any:
+        """Return an `EMAModel` of diffusers for the trained parameters, or None if the stage has no `ema`."""
         if not stage.ema:
             return None
         from diffusers.training_utils import EMAModel
@@ -233,7 +251,8 @@ class Run:
     def _restore(self, latest: Path) -> None:
         """Load the weights, optimizer, average and random generators from a saved state.
 
-        With another number of processes, the random generators are not restored.
+        The random generators are not restored if the number of processes has changed. Raise ValueError if a file cannot be
+        read.
         """
         from accelerate.utils import load
 
@@ -250,23 +269,17 @@ class Run:
             raise unreadable_state(latest, summarize_error(error)) from error
 
     def _step(
-        self,
-        objective: Any,
-        optimizer: Any,
-        trained: Sequence[nn.Parameter],
-        reader: Any,
-        stage: CommonStage,
-        sums: Sums,
-    ) -> torch.Tensor | None:
+        self, objective: Any, optimizer: Any, trained: Sequence[nn.Parameter], reader: Any, stage: CommonStage, sums: Sums,
+    ) -> torch.Tensor | None:  # fmt: skip
         """Run one optimizer step.
 
         Args:
             objective: The prepared `Objective`.
             optimizer: The prepared optimizer of `trained`.
             trained: All trained parameters.
-            reader: Reads the stage's batches.
+            reader: The reader of the stage's batches.
             stage: The current stage.
-            sums: The quantities that the objective logs are added to it in place.
+            sums: Sums of the logged quantities, changed in place: those of this step are added.
 
         Returns:
             The norm of the gradient before clipping, or None without clipping.
@@ -309,7 +322,13 @@ class Run:
         return now
 
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
-        """Log an entry of the history, and return whether any process was interrupted. This waits for the device."""
+        """Evaluate the student, add the scores and the means of `sums` to the history, and update trackers and `bar`.
+
+        All processes must call this; it waits for the device. Raise ValueError if the loss or gradient norm is not finite.
+
+        Returns:
+            Whether any process was interrupted.
+        """
         progress = self.progress
         unit = self.task.unit
         device = self.accelerator.device
@@ -342,6 +361,7 @@ class Run:
         return num_interrupted > 0
 
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
+        """Raise ValueError if the loss or the gradient norm is not finite."""
         norm = 0.0 if grad_norm is None else float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise ValueError(
@@ -350,7 +370,10 @@ class Run:
             )
 
     def _save_state(self, reader: Any, sums: Sums, grad_norm: torch.Tensor | None, stage: CommonStage) -> None:
-        """Write a state from which the run can resume."""
+        """Save a state from which the run can resume. All processes must call this.
+
+        Raise ValueError if the loss or the gradient norm is not finite, so that such a state is never saved.
+        """
         from accelerate.utils import broadcast_object_list
 
         progress, accelerator = self.progress, self.accelerator
@@ -369,17 +392,17 @@ class Run:
         accelerator.wait_for_everyone()
 
     def _save_result(self) -> None:
-        """Write the trained model with its tokenizer or processor, and the record."""
+        """Save the trained model with its tokenizer or processor, and the record. All processes must call this."""
         self.accelerator.wait_for_everyone()
         if self.is_main:
             with self.folder.result() as temporary:
                 self.task.save(temporary)
-                write_json(temporary / RECORD, self._record())
+                write_json(temporary / RECORD, self._make_record())
             steps, seconds = self.progress["total"], self.progress["seconds"]
             self._report(f"{self.folder.out} is finished: {steps} steps in {seconds:.0f} s")
         self.accelerator.wait_for_everyone()
 
-    def _record(self) -> dict[str, Any]:
+    def _make_record(self) -> dict[str, Any]:
         """Return the content of train.json."""
         progress = self.progress
         unit = self.task.unit
@@ -392,7 +415,7 @@ class Run:
             "student": type(self.student).__name__,
             "parameters": self.student.num_parameters(),
             "teacher": self.teacher and _public_name(getattr(self.teacher.config, "_name_or_path", None)),
-            "stages": self._stage_records(),
+            "stages": self._make_stage_records(),
             "steps": progress["total"],
             unit: progress[unit],
             "resumed": progress["resumed"],
@@ -404,7 +427,8 @@ class Run:
             "fingerprint": self.folder.identity,
         }
 
-    def _stage_records(self) -> list[dict[str, Any]]:
+    def _make_stage_records(self) -> list[dict[str, Any]]:
+        """Return the settings, units processed, seconds, and first and last loss of each stage, for train.json."""
         records = []
         previous_seconds = 0.0
         for stage in self.stages:
@@ -418,8 +442,11 @@ class Run:
             previous_seconds = entries[-1]["seconds"]
         return records
 
-    def _identity(self) -> dict[str, Any]:
-        """Return everything that determines the trained weights. Errors name the first entry that differs."""
+    def _describe_identity(self) -> dict[str, Any]:
+        """Return a JSON-serializable dict of everything that determines the trained weights.
+
+        If a run cannot resume, the error names the first key whose value differs.
+        """
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
         frozen = [name for name, parameter in self.student.named_parameters() if not parameter.requires_grad]
         return {
@@ -434,7 +461,7 @@ class Run:
         }
 
     def _report(self, text: str) -> None:
-        """Report a message from the main process: log it if INFO is enabled, else print it to stderr."""
+        """Log a message in the main process if INFO is enabled, else print it to stderr if progress is shown."""
         if self.is_main and logger.isEnabledFor(logging.INFO):
             logger.info(text)
         elif self.reports:
@@ -444,8 +471,8 @@ class Run:
 class Interrupt:
     """Context manager that defers Ctrl-C: the first one only sets `requested`, so that the current step can finish.
 
-    It raises KeyboardInterrupt at the second Ctrl-C, and on leaving the block without an error after the first one. Outside
-    the main thread, Ctrl-C is not handled.
+    The second Ctrl-C raises KeyboardInterrupt at once. If the block ends without an error after the first Ctrl-C,
+    KeyboardInterrupt is raised then. Outside the main thread, Ctrl-C is not handled.
     """
 
     requested = False
@@ -467,5 +494,5 @@ class Interrupt:
 
 
 def _public_name(name: str | None) -> str | None:
-    """Return a Hub id as it is, and only the last component of a local path, since records are published."""
+    """Return only the last component of a path that exists, since records are published; return other names unchanged."""
     return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name

@@ -1,12 +1,12 @@
 """The folders of a training run, which survive a killed process.
 
-During a run, its state is in `<out>.state/`, beside the output folder:
+During a run, its state is in `<out>.state/`, next to the output folder:
 
     step-N/                the latest saved states, from which the run resumes
     runs/                  files of trackers
     unfinished/            files that are being written
     lock                   locked by the process that trains
-    of_a_run_of_mhla_hf    marks the folder as that of a run; no other folder is written to or cleared
+    of_a_run_of_mhla_hf    marks the folder as one of this package; no other folder is written to or cleared
 
 In each state, `run.json` identifies the run and holds a checksum of every file. A different run cannot resume from it; the
 error names what differs. `<out>` is created by one rename when everything in it is complete.
@@ -33,14 +33,14 @@ IDENTITY = "run.json"
 MARKER = "of_a_run_of_mhla_hf"
 STATE_PATTERN = "step-" + 9 * "[0-9]"
 NUM_KEPT_STATES = 2
-# How error messages name entries of a run's identity, where the key alone would not help.
+# Names in error messages for those keys of a run's identity that would not be understood.
 IDENTITY_NAMES = {
     "student": "student (its configuration or weights; one from scratch needs torch.manual_seed)",
     "data": "data or tokenizer",
     "stages": "recipe (its stages)",
     "sharded": "kind of launch (with or without FSDP)",
 }
-# Entries of a configuration that do not change what a model computes.
+# Fields of a configuration that do not change what a model computes.
 VOLATILE_ENTRIES = {
     "_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map",
     "_class_name", "_diffusers_version", "_use_default_values",
@@ -51,9 +51,9 @@ INITIAL_HASHES: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKe
 
 
 def identify(model: Any, frozen: Sequence[str] = ()) -> str:
-    """Return a hash of a model's configuration, weights, and frozen parameters.
+    """Return a hash, 32 hex digits, of a model's weights, its configuration, and the names of its frozen parameters.
 
-    Reading all weights takes about a second per gigabyte.
+    `VOLATILE_ENTRIES` of the configuration are left out. Reading all weights takes about a second per gigabyte.
 
     Args:
         model: A transformers or diffusers model.
@@ -84,7 +84,10 @@ class RunFolder:
         self.identity: dict[str, Any] = {}
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
-        """Find the result or the newest state of an earlier call of this run.
+        """Find the result or the newest state of an earlier call of this run, and set `self.identity`.
+
+        Training changes the weights of the student. If an earlier call in this process began to train the same object into
+        this folder, the identity therefore contains the hash of the student from before that call.
 
         Args:
             identity: JSON-serializable values that make this run different from others.
@@ -106,6 +109,7 @@ class RunFolder:
         return latest
 
     def _find_latest(self) -> Path | Literal["finished"] | None:
+        """Return the result of `find`, after comparing the stored identity with `self.identity`."""
         if (self.out / RECORD).is_file():
             self._check_identity((read_json(self.out / RECORD) or {}).get("fingerprint", {}))
             return "finished"
@@ -118,7 +122,7 @@ class RunFolder:
                 f"out: got {str(self.out)!r}, but {str(self.state)!r}, for the run's state, holds other files, "
                 "expected no such folder."
             )
-        state = max(self._states(), default=None)
+        state = max(self._list_states(), default=None)
         if state is not None:
             stored_identity = read_json(state / IDENTITY)
             if stored_identity is None:
@@ -148,22 +152,28 @@ class RunFolder:
     def new_state(self, step: int) -> Iterator[Path]:
         """Context manager that yields an empty folder, which becomes the newest state at the end.
 
+        The identity and checksums of all files are added to it, and all but the newest `NUM_KEPT_STATES` states are
+        removed.
+
         Args:
             step: Number of optimizer steps that the whole run has done.
+
+        Raises:
+            OSError: The state cannot be written.
         """
         target = self.state / f"step-{step:09d}"
         with self._explain_errors("a state"), atomic_folder(target, parent=self.unfinished) as temporary:
             yield temporary
-            write_json(temporary / IDENTITY, {**self.identity, "files": _checksums(temporary)})
-        for old_state in sorted(self._states())[:-NUM_KEPT_STATES]:
+            write_json(temporary / IDENTITY, {**self.identity, "files": _compute_checksums(temporary)})
+        for old_state in sorted(self._list_states())[:-NUM_KEPT_STATES]:
             shutil.rmtree(old_state.rename(self.unfinished / old_state.name))
 
     def find_damage(self, state: Path) -> str:
-        """Compare a state with its checksums, and return a description of the first difference; "" if it is intact."""
+        """Compare a state with its checksums. Return a description of the first difference, or "" if there is none."""
         expected = (read_json(state / IDENTITY) or {}).get("files") or {}
         if not expected:
             return f"{IDENTITY} has no checksums"
-        checksums = _checksums(state)
+        checksums = _compute_checksums(state)
         for name, checksum in expected.items():
             if name not in checksums:
                 return f"{name} is missing"
@@ -173,7 +183,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def result(self) -> Iterator[Path]:
-        """Context manager that yields an empty folder, which becomes `out` at the end; the state is then removed."""
+        """Context manager that yields an empty folder, which becomes `out` at the end.
+
+        The files of trackers are moved into it, and the state is removed. Raise OSError if it cannot be written.
+        """
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
             if (self.state / "runs").exists():
@@ -181,11 +194,11 @@ class RunFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the state of a finished run. If its folder holds files of other programs, these are kept."""
+        """Release the lock, and remove the state of a finished run, but not files of other programs in its folder."""
         self.lock.release()
         if not (self.state / MARKER).is_file():
             return
-        for folder in (self.unfinished, self.state / "runs", *self._states()):
+        for folder in (self.unfinished, self.state / "runs", *self._list_states()):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.lock.lock_file, self.state / MARKER):
             Path(file).unlink(missing_ok=True)
@@ -194,23 +207,25 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _explain_errors(self, content: str) -> Iterator[None]:
-        """Context manager that turns errors in writing `content` into an `OSError` that names the output folder."""
+        """Context manager that turns an error while writing `content` into an OSError that names the output folder."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or summarize_error(error)
             if "inline_container" in reason or "unexpected pos" in reason:  # torch.save does not say why
                 reason = "the disk is full, or a file exceeds its limit"
-            intact = "; earlier states are intact" if any(self._states()) else ""
+            intact = "; earlier states are intact" if any(self._list_states()) else ""
             raise OSError(
                 f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact}), "
                 "expected a place with room to write."
             ) from error
 
-    def _states(self) -> list[Path]:
+    def _list_states(self) -> list[Path]:
+        """Return the folders of all saved states, in any order."""
         return list(self.state.glob(STATE_PATTERN))
 
     def _check_identity(self, earlier: dict[str, Any]) -> None:
+        """Raise ValueError if the identity of an earlier call differs from `self.identity`."""
         if changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
             name = IDENTITY_NAMES.get(changed[0], changed[0])
             raise ValueError(
@@ -219,14 +234,14 @@ class RunFolder:
 
 
 def unreadable_state(state: Path, reason: str) -> ValueError:
-    """Return the `ValueError` to raise for a state from which a run cannot resume."""
+    """Return the ValueError to raise for a saved state that cannot be read."""
     return ValueError(
         f"out: got the state {str(state)!r}, which cannot be read ({reason}), "
         "expected an intact one: delete it to resume from the state before it."
     )
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file in a state except `IDENTITY`, by relative path."""
+def _compute_checksums(folder: Path) -> dict[str, str]:
+    """Return a dict from relative path to SHA-256 of every file in a state except `IDENTITY`."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / IDENTITY)
     return {file.relative_to(folder).as_posix(): hash_file(file) for file in files}

@@ -36,7 +36,9 @@ UNSUPPORTED_ROPE = ("dynamic", "longrope")
 
 
 def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> dict[str, Any]:
-    """Return the arguments with which this process calls `model` inside `sequence_parallel`.
+    """Return this process's share of a batch, the arguments for calling `model` inside `sequence_parallel`.
+
+    All processes of the group must call this.
 
     Args:
         batch: The whole batch, the same in all processes: `input_ids` [B, T] without padding and, for training, `labels`
@@ -64,7 +66,7 @@ def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> d
     borders = packed_borders(batch, len(ids), 0)
     if borders is None:
         borders = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
-    shards = RowShards(borders, block_size(model), dist.get_world_size(group))
+    shards = RowShards(borders, get_block_size(model), dist.get_world_size(group))
     tokens = slice(*shards.token_borders[rank : rank + 2].tolist())
     positions = batch.get("position_ids")
     if positions is None:
@@ -79,7 +81,7 @@ def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> d
 
 
 def _check_same_batch(ids: torch.Tensor, group: Any) -> None:
-    """Raise `ValueError` in all processes if the shapes or the sums of their ids differ."""
+    """Raise ValueError in all processes if the shapes or the sums of their ids differ. All processes must call this."""
     summary = torch.tensor([*ids.shape, int(ids.sum())], device=ids.device)
     maxima = torch.stack([summary, -summary])  # the second row: minima, negated
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
@@ -89,12 +91,12 @@ def _check_same_batch(ids: torch.Tensor, group: Any) -> None:
         )
 
 
-def block_size(model: nn.Module) -> int:
+def get_block_size(model: nn.Module) -> int:
     """Return the number of tokens per block of a model's MHLA layers; 1 if it has none."""
-    return max((core.settings.block_size for core in mhla_cores(model)), default=1)
+    return max((core.settings.block_size for core in find_mhla_cores(model)), default=1)
 
 
-def mhla_cores(model: nn.Module) -> list[Any]:
+def find_mhla_cores(model: nn.Module) -> list[Any]:
     """Return the causal MHLA cores of a model."""
     return [module for module in model.modules() if isinstance(module, (MHLA, DecayMHLA))]
 
@@ -103,8 +105,9 @@ def mhla_cores(model: nn.Module) -> list[Any]:
 def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
     """Context manager in which each process runs `model` on its shard of every sequence (see `share_of_sequence`).
 
-    In the backward pass, each process computes the gradients of the weights from its own tokens only; sum them over the
-    group. Call the model with `use_cache=False`.
+    All processes of the group must call the model together, with `use_cache=False`. In the backward pass, each process
+    computes the gradients of the weights from its own tokens only, so they have to be summed over the group. The attention
+    of the model is replaced within the block and restored at the end.
 
     Args:
         model: A converted language model, the same in every process of the group.
@@ -114,7 +117,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
         ValueError: The model is called with a cache, or has one of these: a layer that is neither MHLA nor softmax;
             `window_dropout`; a RoPE type that depends on the sequence length; a load-balancing loss of experts.
     """
-    cores: list[Any] = mhla_cores(model)
+    cores: list[Any] = find_mhla_cores(model)
     attentions: dict[int, Any] = find_causal_attentions(model)
     _check_model(model, cores, len(attentions))
     softmax_layers = [attention for attention in attentions.values() if not hasattr(attention, "mhla")]
@@ -122,10 +125,10 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
     hooks = [core.register_forward_pre_hook(refuse_cache, with_kwargs=True) for core in cores]
     try:
         for core in cores:
-            core.attend = sharded_attend(core, group)
+            core.attend = make_sharded_attend(core, group)
         for layer in softmax_layers:
             set_attention_function(layer.config, GATHERED)
-            layer.mhla_shards = block_size(model), group
+            layer.mhla_shards = get_block_size(model), group
         yield
     finally:
         for hook in hooks:
@@ -139,7 +142,7 @@ def sequence_parallel(model: Any, group: Any = None) -> Iterator[None]:
 
 
 def _check_model(model: Any, cores: list[Any], num_layers: int) -> None:
-    """Raise `ValueError` if the model has a layer or a loss that cannot be computed from shards of sequences."""
+    """Raise ValueError if the model has a layer or a loss that cannot be computed from shards of sequences."""
     config = model.config.get_text_config()
     if num_layers != config.num_hidden_layers:
         raise ValueError(
@@ -166,13 +169,16 @@ def _check_model(model: Any, cores: list[Any], num_layers: int) -> None:
 
 
 def refuse_cache(core: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook that raises `ValueError` for a cache, with which a shard would be read as a whole sequence."""
+    """Forward pre-hook that raises ValueError if there is a cache, because it would treat a shard as a whole sequence."""
     if kwargs.get("cache") is not None:
         raise ValueError("use_cache: got a cache with a share of a sequence, expected False.")
 
 
-def sharded_attend(core: Any, group: Any) -> Callable[..., torch.Tensor]:
-    """Return a function that replaces `core.attend` and attends for this process's shard of the sequences."""
+def make_sharded_attend(core: Any, group: Any) -> Callable[..., torch.Tensor]:
+    """Return a function to replace `core.attend`. It computes the outputs of this process's shard of the sequences.
+
+    All processes of `group` must call the returned function.
+    """
     if isinstance(core, DecayMHLA):
         return lambda *inputs, **padding: sharded_local_attention(*inputs, group=group, **padding)
 
@@ -188,9 +194,12 @@ def gathered_attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute causal softmax attention of this process's queries to the keys and values of all processes.
 
+    All processes of the group must call this. B is the batch size, H and G are the numbers of query and KV heads, K and V
+    the widths of a key and of a value, and t is the number of tokens in the shard.
+
     Args:
-        module: The attention module.
-        query: [B, H, t, K], with t tokens in the shard.
+        module: The attention module, with the attribute `mhla_shards` that `sequence_parallel` sets.
+        query: [B, H, t, K].
         key: [B, G, t, K].
         value: [B, G, t, V].
         attention_mask: Ignored, since there is no padding.

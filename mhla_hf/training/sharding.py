@@ -34,7 +34,7 @@ def launched_with(engine: str) -> bool:
 
 
 def make_accelerator(**options: Any) -> Any:
-    """Create an `accelerate.Accelerator` for the launched processes, on GPUs or, with gloo, on CPUs.
+    """Create an `accelerate.Accelerator` for the launched processes, on GPUs or, without one, on CPUs with gloo.
 
     Args:
         **options: Arguments of `Accelerator`.
@@ -90,7 +90,7 @@ def share_state_names(accelerator: Any) -> Any:
 
 
 def evaluate_sharded(accelerator: Any, task: Task) -> dict[str, float]:
-    """Run `task.evaluate()` in all processes with the student unsharded, and return its scores."""
+    """Return the scores of `task.evaluate()`, called with the student unsharded. All processes must call this."""
     (root,) = accelerator._models
     root.unshard()
     scores = task.evaluate()
@@ -99,7 +99,10 @@ def evaluate_sharded(accelerator: Any, task: Task) -> dict[str, float]:
 
 
 def save_average(accelerator: Any, average: Any, folder: Path) -> None:
-    """Save an `EMAModel` in the folder of a state, from the main process or, with FSDP, one shard per process."""
+    """Save an `EMAModel` in the folder of a state. All processes must call this.
+
+    Without FSDP, the main process writes a file; with FSDP, each process writes its shard.
+    """
     if accelerator.is_fsdp2:
         save_shards(average.state_dict(), checkpoint_id=folder / AVERAGE_FOLDER)
     elif accelerator.is_main_process:
@@ -107,7 +110,7 @@ def save_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 
 def load_average(accelerator: Any, average: Any, folder: Path) -> None:
-    """Load the state that `save_average` wrote into `average`, an `EMAModel`."""
+    """Load into the `EMAModel` `average`, in place, the state that `save_average` wrote. All processes must call this."""
     if accelerator.is_fsdp2:
         state = average.state_dict()
         load_shards(state, checkpoint_id=folder / AVERAGE_FOLDER)
@@ -119,12 +122,15 @@ def load_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """Context manager that, with FSDP, replaces the models of `task` by copies to be sharded.
+    """Context manager that, with FSDP, replaces the models of `task` by copies, and restores them at the end.
+
+    The student is replaced by a copy that `Accelerator.prepare` will shard, the teacher by a sharded copy. Without FSDP,
+    the teacher is only moved to the device and put in eval mode. All processes must enter it.
 
     Args:
-        accelerator: An `Accelerator`. Without FSDP, the teacher is only moved to its device.
-        task: Its student becomes a copy that `Accelerator.prepare` will shard, its teacher a sharded copy.
-        needs_teacher: Whether the stage uses the teacher.
+        accelerator: An `Accelerator`.
+        task: The task, whose `student` and `teacher` are set.
+        needs_teacher: Whether the stage uses the teacher. Otherwise, the teacher is left alone.
     """
     student, teacher = task.student, task.teacher
     if not accelerator.is_fsdp2:
@@ -142,14 +148,14 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
 
 
 def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
-    """Tell Accelerate how to shard `root`: which modules are FSDP units, and where its embeddings and tied weights are.
+    """Set the attributes that Accelerate reads to shard `root`: the classes of FSDP units, and methods for tied weights.
 
-    Attention modules that are MHLA in the student are units of their own, also in the teacher: the loss "transfer" needs a
-    layer of the teacher without its attention and the student's attention at the same time.
+    Attention modules that are MHLA in the student are units of their own in both models, because the loss "transfer" calls
+    them while the rest of their layer is not gathered.
 
     Args:
-        accelerator: The `Accelerator` whose FSDP plugin gets the names of the units' classes.
-        root: Module around `model`, which gets the methods of `model` that Accelerate looks for.
+        accelerator: The `Accelerator`. The classes of the units are set in its FSDP plugin.
+        root: Module that contains `model`. The methods of `model` that Accelerate looks for are set on it.
         model: Student or teacher.
         student: The student, which determines the attention modules that are MHLA.
     """
@@ -166,24 +172,28 @@ def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, s
 
 @torch.no_grad()
 def gather_weights(accelerator: Any, root: nn.Module, student: nn.Module) -> None:
-    """Copy the weights of the sharded student in `root` into the main process's `student`."""
+    """Copy the weights of the sharded student in `root` into the main process's `student`, in place.
+
+    All processes must call this.
+    """
     state_dict = accelerator.get_state_dict(root)
     for name, value in state_dict.items():
         student.get_parameter(name.removeprefix("student.")).copy_(value)
 
 
 class _Root(nn.Module):
-    """Root module of a sharded model, which lets any submodule of the model be called, not only the whole model."""
+    """Wraps a model for FSDP, so that any submodule of the model can be called, not only the whole model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self) -> None:
-        """Gather the parameters that belong to no unit, which FSDP's hooks around this call do."""
+        """Do nothing. FSDP's hooks around this call gather the parameters that belong to no unit."""
 
 
 def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> nn.Module:
+    """Return a frozen copy of the teacher in eval mode, sharded over all processes. All processes must call this."""
     from accelerate.utils import fsdp2_prepare_model
 
     root = _Root(_copy_model(teacher, accelerator.is_main_process, frozen=True)).eval()
@@ -199,10 +209,13 @@ def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> 
 
 
 def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:
-    """Return a copy that shares its weights with `model` in the main process, and has uninitialized ones elsewhere.
+    """Return a copy of a model to be sharded. Its buffers are non-persistent, because FSDP does not shard them.
 
-    Uninitialized memory that is never written takes no space. Buffers become non-persistent, because FSDP does not shard
-    them.
+    Args:
+        model: The model.
+        is_main: Whether this is the main process, in which the copy shares the weights of `model`. In other processes its
+            weights are uninitialized; memory that is never written takes no space.
+        frozen: Whether no parameter of the copy requires a gradient.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():

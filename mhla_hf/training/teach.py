@@ -49,7 +49,7 @@ class Record:
     done: int = at_least(0)
 
     def shape(self, array: str) -> tuple[int, ...]:
-        """Return the shape of one of `ARRAYS`."""
+        """Return the shape of one of `ARRAYS`: [N, L] for "ids", else [N, L, k]."""
         return (self.rows, self.seq_len) if array == "ids" else (self.rows, self.seq_len, self.top_k)
 
 
@@ -60,11 +60,11 @@ def teach(
 ) -> dict[str, Any]:  # fmt: skip
     """Store a teacher's most likely next tokens at every position of a text.
 
-    Calling it again with the same arguments resumes it after an interruption.
+    After an interruption, calling it again with the same arguments resumes it.
 
     Args:
-        teacher: A transformers causal language model, which is switched to eval mode.
-        text: A file, folder, list of texts or token ids [N], as for `open_text`, but no stream.
+        teacher: A transformers causal language model. It is put in eval mode.
+        text: A file, a folder, a list of texts or token ids [number of tokens]; see `open_text`. Streams are not supported.
         tokenizer: A transformers tokenizer; None for token ids.
         out: Folder to create.
         seq_len: Tokens per sequence. The text is cut into sequences from its beginning; an incomplete last one is dropped.
@@ -123,7 +123,11 @@ def teach(
 
 
 def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` most likely tokens of logits [..., vocab].
+    """Select the most likely tokens.
+
+    Args:
+        logits: Logits [..., vocab] for a vocabulary of `vocab` tokens.
+        count: Number of tokens to select.
 
     Returns:
         The tokens, int64 [..., k], and their log-probabilities, fp32 [..., k], where k = min(count, vocab).
@@ -133,7 +137,7 @@ def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, 
 
 
 def read_record(folder: str | Path) -> Record:
-    """Return the `Record` in a folder that `teach` wrote. Raise `ValueError` if it is not valid."""
+    """Return the `Record` in a folder that `teach` wrote. Raise ValueError if it is missing or not valid."""
     file = Path(folder) / RECORD
     return read_settings(Record, read_json(file), f"{file}: ")
 
@@ -142,6 +146,10 @@ def create_arrays(folder: Path, record: Record) -> None:
     """Create arrays of zeros, and reserve their space on the disk.
 
     Without the reservation, writing to a memory-mapped file on a full disk would kill the process.
+
+    Args:
+        folder: An existing folder.
+        record: Determines the shapes.
 
     Raises:
         OSError: There is not enough space.
@@ -224,25 +232,28 @@ class TaughtText:
         return {"kind": "taught", "rows": self.record.rows, "sha256": hash_json(dataclasses.asdict(self.record), 32)}
 
     def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
-        """Return a reader of the sequences for one stage. Raise `ValueError` unless `length` is the stored length."""
+        """Return a reader of the sequences for one stage. Raise ValueError unless `length` is the stored length."""
         if length != self.record.seq_len:
             raise ValueError(f"seq_len: got {length}, expected the {self.record.seq_len} of {self.name!r}.")
         return TaughtReader(self, (seed, stage), state)
 
 
 class TaughtReader(Reader):
-    """Reads all sequences in every epoch, each time in a new random order."""
+    """Reads the sequences of a `TaughtText`. Every epoch reads all of them in a new random order."""
 
     def __init__(self, source: TaughtText, key: tuple[int, int], state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
         self.source = source
 
     def take(self, count: int) -> tuple[torch.Tensor, ...]:
-        """Return the next `count` sequences.
+        """Return the next `count` sequences, of L tokens with k most likely tokens each (see `Record`).
 
         Returns:
-            Ids and labels, int64 `[count, L]`; the teacher's most likely tokens, int64 `[count, L, k]`; and their
-            log-probabilities, fp16 `[count, L, k]`.
+            Ids and labels, int64 [count, L]; the teacher's most likely tokens, int64 [count, L, k]; and their
+            log-probabilities, fp16 [count, L, k].
+
+        Raises:
+            ValueError: A token is not in the student's vocabulary.
         """
         arrays = self.source.arrays
         rows = [self.shuffled(sample, len(arrays["ids"])) for sample in range(self.next, self.next + count)]

@@ -129,7 +129,14 @@ def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights
 
 
 def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowed: bool) -> bool:
-    """Return whether `stage` trains the parameter `name`; always False if it is not `allowed`, that is, frozen."""
+    """Return whether `stage` trains the parameter `name`.
+
+    Args:
+        name: Name of the parameter.
+        attentions: Names of the attention modules with an MHLA core.
+        stage: The stage.
+        allowed: Whether the parameter may be trained; False if it was frozen before the run.
+    """
     if not allowed:
         return False
     trainable: str = stage.trainable
@@ -154,11 +161,12 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
         parameter.requires_grad_(_is_trained(name, attentions, stage, allowed.get(parameter, True)))
 
 
-def parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups for the parameters that `stage` trains.
+def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
+    """Return AdamW's parameter groups for the parameters that require gradients.
 
-    Parameters under `.mhla.` have the learning rate `lr_mhla` and no weight decay; elsewhere it applies to matrices only. A
-    group's `top_lr` is its peak learning rate, from which the loop sets `lr` at every step.
+    Parameters under `.mhla.` have the peak learning rate `stage.lr_mhla` and no weight decay. The others have `stage.lr`,
+    and weight decay if they are matrices. The peak learning rate of a group is its `top_lr`; its `lr` is 0 until the loop
+    sets it at each step.
     """
     lr_mhla = stage.lr if stage.lr_mhla is None else stage.lr_mhla
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -179,9 +187,10 @@ def parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, A
 
 
 def find_direct_mixings(student: nn.Module) -> list[nn.Parameter]:
-    """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative after each step.
+    """Return the trained mixing matrices of the form "direct".
 
-    All other forms are nonnegative by their parametrization, or may have any sign.
+    The loop clamps them to be nonnegative after each step. All other forms are nonnegative by their parametrization, or may
+    have any sign.
     """
     mixings: list[Any] = [module for name, module in student.named_modules() if name.endswith(".mhla.mixing")]
     return [

@@ -8,7 +8,7 @@ from small_encoders import converted_encoder
 from small_models import MODELS, scratch_model, softmax_model, tokens
 from torch import nn
 
-from mhla_hf.analysis.attention import is_uniform, recorded_attention
+from mhla_hf.analysis.attention import is_uniform, record_attention
 from mhla_hf.analysis.measures import (
     count_rank,
     describe_mixing,
@@ -43,7 +43,7 @@ def measured(model, inputs, **options):
 
 
 def seen(model, *args, **kwargs):
-    with recorded_attention(model) as found, torch.no_grad():
+    with record_attention(model) as found, torch.no_grad():
         output = model(*args, **kwargs)
     return found, output
 

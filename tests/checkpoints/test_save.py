@@ -14,7 +14,7 @@ from small_scores import small_tokenizer
 from small_towers import converted_tower, images, output_of, small_classifier
 from transformers import ByT5Tokenizer
 
-from mhla_hf.checkpoints.save import read_sentence_files, save_model, saved_files
+from mhla_hf.checkpoints.save import list_saved_files, read_sentence_files, save_model
 from mhla_hf.cli import main
 from mhla_hf.share.folder_checks import stage_folder
 
@@ -152,7 +152,7 @@ def test_an_encoder_keeps_the_modules_of_sentence_transformers_and_is_shared_wit
     assert load_file(out / "2_Dense/model.safetensors")["linear.weight"].shape == (2, 32)
     assert not [*out.rglob("pooling.py")] and "sentence" not in caplog.text
     assert main(["info", str(out)]) == 0 and capsys.readouterr().out.endswith("\nscore:      none\n")
-    assert {*saved_files(out)} == {file for file in out.rglob("*") if file.is_file()}
+    assert {*list_saved_files(out)} == {file for file in out.rglob("*") if file.is_file()}
     monkeypatch.setattr("mhla_hf.share.folder_checks.check_isolated_load", lambda *given: None)
     assert stage_folder(out, tmp_path / "staged", card="---\nlicense: mit\n---\n") == ()
     assert (tmp_path / "staged/1_Pooling/config.json").is_file()

@@ -28,8 +28,8 @@ from mhla_hf.evaluation.image_scores import (
     Moments,
     find_extractor,
     frechet_distance,
-    inception,
     inception_score,
+    load_inception,
     precision_recall,
 )
 
@@ -151,7 +151,7 @@ def test_every_part_is_torch_fidelitys_and_spatial_features_have_adms_order(weig
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3 as Network
 
     images = torch.randint(256, (2, 3, 40, 50), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    extractor = inception(str(weights))
+    extractor = load_inception(str(weights))
     found = extractor(images)
     assert extractor.label("FID") == "Fréchet distance (Inception, other weights)"
     network = Network("its own", ["2048", "logits_unbiased"], feature_extractor_weights_path=str(weights))
@@ -204,5 +204,5 @@ def test_weights_that_would_run_code_are_refused(fidelity, tmp_path):
     torch.save({"fc.weight": Hostile()}, tmp_path / "weights.pth")
     for name in ("weights.pth", "absent.pth"):
         with pytest.raises(ValueError, match=r"weights: got .*, expected a file of Inception's weights"):
-            inception(str(tmp_path / name))
+            load_inception(str(tmp_path / name))
     assert not (tmp_path / "it-ran").exists()

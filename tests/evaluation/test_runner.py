@@ -24,7 +24,7 @@ from experiments.demo.text import make_tokenizer
 from mhla_hf.evaluation import language
 from mhla_hf.evaluation.language import load_tasks
 from mhla_hf.evaluation.needles import NOISE
-from mhla_hf.evaluation.records import Comparison, Results, paper_values, speed_of_records
+from mhla_hf.evaluation.records import Comparison, Results, collect_speed, compute_paper_values
 from mhla_hf.evaluation.runner import read_score_recipe
 from mhla_hf.share.card import check_card, write_card
 from mhla_hf.speed import cache_bytes, measure_speed
@@ -91,7 +91,7 @@ def test_the_papers_rows_come_out_of_their_parts(name):
             for label, c in recipe.columns.items()
             if "mean_of" not in c
         ]
-        found = paper_values(records, recipe.columns)
+        found = compute_paper_values(records, recipe.columns)
         for label, value in cells.items():
             assert found[label][0] == pytest.approx(value, abs=0.0501 if name[6] == "6" else 0.00501)
 
@@ -247,8 +247,8 @@ def test_the_bar_of_times_counts_the_tokens_that_are_read(capsys):
 def test_times_that_were_not_measured_together_are_not_compared(folders):
     one, two = judge_speed(folders[:1]), judge_speed(folders[1:])
     columns = {"softmax": one["teacher"], "mhla": two["mhla"]}
-    assert speed_of_records(columns) is None
-    assert speed_of_records({**columns, "mhla": [make_result()]}) is None
+    assert collect_speed(columns) is None
+    assert collect_speed({**columns, "mhla": [make_result()]}) is None
     assert len(Results.read(folders[1])) == 6
 
 

@@ -15,7 +15,7 @@ from small_vbench import PROMPTS, make_python
 
 import mhla_hf
 from mhla_hf.evaluation.records import Results
-from mhla_hf.evaluation.video import DIMENSIONS, vbench_totals
+from mhla_hf.evaluation.video import DIMENSIONS, compute_vbench_totals
 
 # averages, and what upstream's scripts/cal_final_score.py (commit 45e79ec) prints for them
 AVERAGES = (
@@ -56,7 +56,7 @@ def judge(camera, tmp_path, python, tasks=("temporal_flickering",), **changes):
 
 def test_totals_are_upstreams_to_the_last_digit():
     averages = dict(zip(DIMENSIONS, map(float, AVERAGES.split()), strict=True))
-    assert tuple(vbench_totals(averages).values()) == PRINTED
+    assert tuple(compute_vbench_totals(averages).values()) == PRINTED
 
 
 def test_videos_are_named_by_the_protocol_judged_and_resumed(tmp_path, python):
@@ -94,7 +94,7 @@ def test_the_totals_come_when_all_dimensions_are_there_and_go_into_the_same_tabl
         info.write_text(json.dumps(PROMPTS))
     values = {record.metric: record.value for record in compared["wan"]}
     assert len(values) == 19
-    assert {name: values[name] for name in ("quality", "semantic", "total")} == vbench_totals(values)
+    assert {name: values[name] for name in ("quality", "semantic", "total")} == compute_vbench_totals(values)
     row = compared.paper_table("markdown").splitlines()[2]
     assert f"| {100 * values['total']:.2f} |" in row
     assert "| vbench | total ↑ | 0 | 80 |" in compared.table("markdown")

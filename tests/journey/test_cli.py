@@ -32,7 +32,7 @@ from mhla_hf.cli import main
 from mhla_hf.commands.values import parse_layers, parse_settings
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.text_tasks import make_tasks
-from mhla_hf.planning import cache_of_saved
+from mhla_hf.planning import compare_saved_caches
 from mhla_hf.speed import cache_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -392,7 +392,7 @@ def test_info_counts_the_cache_that_the_model_fills(shelf, capsys):
         model = AutoModelForCausalLM.from_pretrained(shelf / folder)
         with torch.no_grad():
             filled = model(torch.zeros(1, 128, dtype=torch.long), use_cache=True)[CACHE]
-        at_128 = cache_of_saved(AutoConfig.from_pretrained(shelf / "mhla"), 128)
+        at_128 = compare_saved_caches(AutoConfig.from_pretrained(shelf / "mhla"), 128)
         assert at_128[name] == pytest.approx(cache_bytes(filled), rel=0.02), name
     assert told["mhla"] < told["softmax"]
 

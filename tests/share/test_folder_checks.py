@@ -18,7 +18,7 @@ import mhla_hf
 from mhla_hf.evaluation.records import Results
 from mhla_hf.share import folder_checks
 from mhla_hf.share.card import check_card, write_card
-from mhla_hf.share.facts import not_measured, read_model
+from mhla_hf.share.facts import list_unmeasured, read_model
 from mhla_hf.share.folder_checks import stage_folder
 
 TOKEN = "hf_" + "aB3" * 12
@@ -182,8 +182,8 @@ MEASURED = {
 
 def test_which_scores_tell_of_recall_and_generation():
     for tasks, absent in MEASURED.items():
-        assert not_measured([make_result(task=task) for task in tasks]) == absent, tasks
-        assert not_measured([make_result(task=task, limit=1) for task in tasks]) == ["recall", "generation"]
+        assert list_unmeasured([make_result(task=task) for task in tasks]) == absent, tasks
+        assert list_unmeasured([make_result(task=task, limit=1) for task in tasks]) == ["recall", "generation"]
 
 
 def test_recall_and_generation_are_asked_of_converted_language_models(folder, tmp_path):

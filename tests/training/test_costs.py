@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mhla_hf.training.costs import active_parameters, estimate_costs
+from mhla_hf.training.costs import count_active_parameters, estimate_costs
 from mhla_hf.training.recipe import Recipe
 from mhla_hf.training.tasks.language import LanguageObjective
 from mhla_hf.training.trainable import set_trainable
@@ -39,7 +39,9 @@ def test_a_step_takes_the_memory_that_is_told(lab, loss):
     part = {"name": "s", "loss": loss, "steps": 1, "lr": 1e-3, "seq_len": LENGTH, "batch_size": BATCH}
     part |= {"trainable": "mhla"} if loss == "transfer" else {}
     recipe = Recipe([part])
-    (told,) = estimate_costs(student, recipe, teacher.num_parameters(), active_parameters(teacher), None)["stages"]
+    (told,) = estimate_costs(student, recipe, teacher.num_parameters(), count_active_parameters(teacher), None)[
+        "stages"
+    ]
     set_trainable(student, recipe.stages[0], {})
     step, ids = LanguageObjective(student, teacher, recipe.stages[0]), torch.zeros(BATCH, LENGTH, dtype=torch.long)
     taken = []
@@ -68,7 +70,7 @@ def test_a_step_takes_the_memory_that_is_told(lab, loss):
 )
 def test_what_a_stage_saves(lab, change, name, factor):
     teacher = lab.teacher()
-    sizes, student = (teacher.num_parameters(), active_parameters(teacher), None), lab.student(teacher)
+    sizes, student = (teacher.num_parameters(), count_active_parameters(teacher), None), lab.student(teacher)
     part = {"name": "s", "loss": "logits", "steps": 1, "lr": 1e-3}
     one, other = (estimate_costs(student, Recipe([part | more]), *sizes) for more in ({}, change))
     assert other["stages"][0]["memory"][name] == factor * one["stages"][0]["memory"][name]

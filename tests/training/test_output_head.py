@@ -14,7 +14,7 @@ from mhla_hf.models.transformers_api import set_gradient_checkpointing
 from mhla_hf.training import output_head
 from mhla_hf.training.adapters import adapter_config
 from mhla_hf.training.loop import Stage
-from mhla_hf.training.output_head import find_head, run_body
+from mhla_hf.training.output_head import find_head, run_without_head
 from mhla_hf.training.tasks.language import LanguageObjective
 from mhla_hf.training.teach import most_likely_tokens
 
@@ -151,4 +151,4 @@ def test_finding_a_head_leaves_random_generators_and_the_model(lab):
     head = find_head(student, ids)
     assert torch.equal(torch.get_rng_state(), before) and "forward" not in vars(student.lm_head)
     student.eval()
-    torch.testing.assert_close(head(run_body(student, head, ids)[1]), student(input_ids=ids).logits)
+    torch.testing.assert_close(head(run_without_head(student, head, ids)[1]), student(input_ids=ids).logits)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import mhla_hf
-from mhla_hf.training.sequence_parallel import mhla_cores, sequence_parallel, share_of_sequence
+from mhla_hf.training.sequence_parallel import find_mhla_cores, sequence_parallel, share_of_sequence
 
 LOCAL = {"mixing_form": "decay", "local": "softmax"}
 
@@ -186,7 +186,7 @@ def test_what_shares_would_get_wrong(make, words):
     model = make()
     with refused(*words), sequence_parallel(model):
         model(IDS)
-    assert all(not core._forward_pre_hooks and "attend" not in vars(core) for core in mhla_cores(model))
+    assert all(not core._forward_pre_hooks and "attend" not in vars(core) for core in find_mhla_cores(model))
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -25,12 +25,12 @@ NUM_THREADS = 4
 MAX_ASPECT = 4 / 3  # largest aspect ratio of random boxes; the smallest is its inverse
 ERASED_AREA = (0.02, 1 / 3)  # smallest and largest fraction of an image that `erase` replaces
 
-Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 `[C, H, W]`, class probabilities fp32 `[classes]`
+Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 [C, H, W], class probabilities fp32 [classes]
 Box = tuple[float, float, float, float]  # left, top, right, bottom, as fractions of an image
 
 
 class LabeledImages:
-    """Images with labels.
+    """Images with labels: N images with C channels, H rows and W columns.
 
     Args:
         items: Images as a tensor, uint8 [N, C, H, W], or as a sequence of paths or PIL images.
@@ -68,7 +68,7 @@ class LabeledImages:
         return {"kind": "images", "images": len(self), "sha256": self.identity}
 
     def classes(self) -> dict[str, Any]:
-        """Return the config entries "num_labels", "id2label" and "label2id" for a model from scratch."""
+        """Return the configuration fields "num_labels", "id2label" and "label2id" for a model from scratch."""
         names = self.class_names or [str(label) for label in range(int(self.labels.max()) + 1)]
         label2id = {name: label for label, name in enumerate(names)}
         return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": label2id}
@@ -124,13 +124,13 @@ class LabeledImages:
         return images
 
     def _renumber(self, numbers: Sequence[int], class_names: Sequence[str] | None = None) -> "LabeledImages":
-        """Return these images with every label i replaced by numbers[i]."""
+        """Return these images with every label i replaced by numbers[i]. Raise ValueError if a label is out of range."""
         self.check_labels(len(numbers))
         labels = torch.tensor(numbers)[self.labels]
         return LabeledImages(self.items, labels, self.name, class_names, self.describe()["sha256"])
 
     def check_labels(self, num_classes: int, argument: str = "data") -> None:
-        """Raise `ValueError` for a label out of range, such as -1, with which test splits on the Hub hide their labels."""
+        """Raise ValueError unless all labels are from 0 to `num_classes` - 1. Test splits on the Hub hide theirs as -1."""
         lowest, highest = int(self.labels.min()), int(self.labels.max())
         if lowest < 0 or highest >= num_classes:
             raise ValueError(
@@ -138,7 +138,7 @@ class LabeledImages:
             )
 
     def image(self, index: int, channels: int) -> Image.Image:
-        """Return one image in RGB, or in grayscale if `channels` is 1."""
+        """Return one image in RGB, or in grayscale if `channels` is 1. Raise ValueError if it cannot be read."""
         item = self.items[index]
         if isinstance(item, torch.Tensor):
             item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
@@ -148,7 +148,7 @@ class LabeledImages:
 
 
 def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) -> torch.Tensor:
-    """Apply an image processor to PIL images, and return the pixels, fp32 [N, C, H, W].
+    """Apply an image processor to N images, and return the pixels, fp32 [N, C, H, W]; see `LabeledImages`.
 
     Args:
         processor: A transformers image processor.
@@ -158,7 +158,7 @@ def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) ->
     return processor(images=images, return_tensors="pt", **changes)["pixel_values"].float()
 
 
-def output_size(processor: Any, channels: int) -> tuple[int, int]:
+def find_output_size(processor: Any, channels: int) -> tuple[int, int]:
     """Return the height and width of an image processor's output.
 
     Raises:
@@ -172,14 +172,15 @@ def output_size(processor: Any, channels: int) -> tuple[int, int]:
 
 
 def open_images(data: Any, split: str = "train") -> LabeledImages:
-    """Open labeled images from a folder, a dataset or tensors.
+    """Open labeled images from a folder, a dataset or tensors. See `LabeledImages` for the letters in shapes.
 
     Args:
         data: One of
             - a pair of tensors, images uint8 [N, C, H, W] and labels [N];
             - a folder with one folder of images per class, optionally inside a folder named after the split;
             - the id of a dataset on the Hub, "id" or "id:configuration", or a `datasets.Dataset`, with columns of images and
-              class labels.
+              class labels;
+            - `LabeledImages`, which are returned unchanged.
         split: "train" or "test". The folder of "test" may also be called "val" or "validation".
 
     Raises:
@@ -206,6 +207,7 @@ def open_images(data: Any, split: str = "train") -> LabeledImages:
 
 
 def _open_folder(folder: Path, split: str) -> LabeledImages:
+    """Open a folder with one folder of images per class; see `open_images`. Images are identified by path and size."""
     split_folders = (folder / name for name in SPLIT_FOLDERS[split])
     root = next((path for path in split_folders if path.is_dir()), folder)
     if root is folder:
@@ -230,6 +232,7 @@ def _open_folder(folder: Path, split: str) -> LabeledImages:
 
 
 def _open_table(table: Any, name: str) -> LabeledImages:
+    """Open a `datasets.Dataset`. Raise ValueError if it has no column of images or none of labels."""
     types = {column: type(feature).__name__ for column, feature in table.features.items()}
     image_columns = [column for column, type_name in types.items() if type_name == "Image"]
     label_columns = [
@@ -248,6 +251,8 @@ def _open_table(table: Any, name: str) -> LabeledImages:
 class ImageReader(Reader):
     """Reads and augments the batches of an `ImageStage`. Every epoch reads all images in a new random order.
 
+    The images are prepared in threads, which run until `close` is called.
+
     Args:
         images: Labeled images, with the model's class numbers.
         stage: The stage, which sets the augmentation.
@@ -255,7 +260,7 @@ class ImageReader(Reader):
         processor: The model's image processor.
         channels: Number of channels of the model's input.
         num_classes: Number of classes of the model.
-        state: The state from which to resume, as `state()` returned it.
+        state: A result of `state()` from which to resume; None starts at the beginning.
     """
 
     def __init__(
@@ -268,19 +273,20 @@ class ImageReader(Reader):
         self.processor = processor
         self.channels = channels
         self.num_classes = num_classes
-        self.size = output_size(processor, channels)
+        self.size = find_output_size(processor, channels)
         self.pool = ThreadPoolExecutor(NUM_THREADS)
         self.next_samples: Iterator[Sample] | None = None  # samples of the next batch, which the pool is computing
 
     def take_rows(self, count: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the next batch, and return this process's rows of it.
+        """Read the next batch, return this process's rows of it, and start to compute the batch after it.
 
         Args:
             count: Number of images in the batch.
             rows: The rows to return.
 
         Returns:
-            Pixels, fp32 `[rows, C, H, W]`, and class probabilities, fp32 `[rows, classes]`.
+            Pixels, fp32 [number of rows, C, H, W] (see `LabeledImages`), and class probabilities, fp32 [number of rows,
+            number of classes].
         """
         row_numbers = list(range(count))[rows]
         is_mixed = bool(self.stage.mixup or self.stage.cutmix)
@@ -296,14 +302,14 @@ class ImageReader(Reader):
         return pixels, targets
 
     def _make_sample(self, number: int) -> Sample:
-        """Return one augmented image and its smoothed label."""
+        """Return the augmented image that is read at position `number` of the stage, and its smoothed label."""
         stage = self.stage
         index = self.shuffled(number, len(self.images))
         random = numpy.random.default_rng((*self.key, number, 1))
         image = self.images.image(index, self.channels)
         changes: dict[str, Any] = {}
         if stage.crop < 1:
-            box = _scale_box(random_box(random, stage.crop), *image.size)
+            box = _scale_box(draw_random_box(random, stage.crop), *image.size)
             image = image.resize(self.size[::-1], self.processor.resample, box=box)
             changes = {"do_resize": False, "do_center_crop": False}
         pixels = preprocess(self.processor, [image], **changes)[0]
@@ -312,7 +318,7 @@ class ImageReader(Reader):
         if stage.shift:
             pixels = pixels.roll(tuple(random.integers(-stage.shift, stage.shift + 1, 2).tolist()), (1, 2))
         if stage.erase and random.random() < stage.erase:
-            box = _scale_box(random_box(random, *ERASED_AREA), *self.size[::-1])
+            box = _scale_box(draw_random_box(random, *ERASED_AREA), *self.size[::-1])
             left, top, right, bottom = map(round, box)
             erased = pixels[:, top:bottom, left:right]
             erased.copy_(torch.from_numpy(random.standard_normal(erased.shape)))
@@ -323,7 +329,17 @@ class ImageReader(Reader):
     def _mix(
         self, pixels: torch.Tensor, targets: torch.Tensor, other_pixels: torch.Tensor, other_targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply mixup or CutMix to each image and its neighbor in the batch, with one proportion for the whole batch."""
+        """Apply mixup or CutMix to each image and its neighbor in the batch, with one proportion for the whole batch.
+
+        CutMix changes `pixels` in place.
+
+        Args:
+            pixels, targets: The results of `take_rows` before mixing.
+            other_pixels, other_targets: The same of the neighbors.
+
+        Returns:
+            The mixed pixels and targets.
+        """
         random = numpy.random.default_rng((*self.key, self.next, 2))
         height, width = self.size
         use_cutmix = bool(self.stage.cutmix)
@@ -350,12 +366,13 @@ class ImageReader(Reader):
 
 
 def _stack(samples: Iterable[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stack the pixels and the class probabilities of samples along a new first axis."""
     pixels, targets = zip(*samples, strict=True)
     return torch.stack(pixels), torch.stack(targets)
 
 
-def random_box(random: numpy.random.Generator, min_area: float, max_area: float = 1.0) -> Box:
-    """Return a random box with an aspect ratio between 3/4 and 4/3, clipped to the width and height of the image.
+def draw_random_box(random: numpy.random.Generator, min_area: float, max_area: float = 1.0) -> Box:
+    """Return a random box inside an image, with an aspect ratio between 3/4 and 4/3 before it is cut to the image.
 
     Args:
         random: NumPy random generator.

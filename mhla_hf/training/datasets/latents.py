@@ -37,17 +37,19 @@ Trajectory = tuple[int, list[tuple[torch.Tensor, float]], Condition]
 
 
 class ConditionEncoder(Protocol):
-    """Interface of `ClassConditions` and `TextConditions`, which collate the conditions of samples into a batch."""
+    """Interface for collating the conditions of samples into a batch; see `ClassConditions` and `TextConditions`."""
 
     def draw(self, generator: torch.Generator) -> Condition:
         """Return a random condition."""
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions of a batch, [B, ...] each."""
+        """Return the conditions of B samples, [B, ...] each."""
 
 
 class Latents:
     """A dataset of latents with their conditions.
+
+    The latents of a sample have C channels, h rows, w columns and, for video, F frames.
 
     Args:
         rows: Map-style dataset whose rows are dicts with `latents` [C, (F,) h, w] and either some of `CONDITION_COLUMNS`
@@ -93,7 +95,7 @@ class LatentReader(Reader):
         process: Adds the noise.
         stage: The stage, which sets the distribution of times and the fraction of dropped conditions.
         key: (seed, number of the stage).
-        state: The state from which to resume, as `state()` returned it.
+        state: A result of `state()` from which to resume; None starts at the beginning.
     """
 
     def __init__(
@@ -111,11 +113,11 @@ class LatentReader(Reader):
 
         Args:
             count: Number of samples in the batch.
-            rows: The rows to return.
+            rows: The rows to return; R of them.
 
         Returns:
-            A dict with "noisy" and "target", `[rows, C, (F,) h, w]`, "times" `[rows]`, and the conditions, `[rows, ...]`
-            each.
+            A dict with "noisy" and "target", [R, C, (F,) h, w] each (see `Latents`), "times" [R], and the conditions,
+            [R, ...] each.
         """
         samples = [self._make_sample(self.next + row) for row in range(*rows.indices(count))]
         self.next += count
@@ -123,6 +125,7 @@ class LatentReader(Reader):
         return {**_collate(noisy, times, conditions, self.conditions), "target": torch.stack(targets)}
 
     def _make_sample(self, number: int) -> tuple[torch.Tensor, float, Condition, torch.Tensor]:
+        """Return the noisy latents, time, condition and target of the sample read at position `number` of the stage."""
         latents, condition = self.source.sample(self.shuffled(number, len(self.source.rows)))
         generator = make_generator(*self.key, number)
         noise = torch.randn(latents.shape, generator=generator)
@@ -143,11 +146,11 @@ class TrajectoryReader(Reader):
 
     Args:
         teacher: (transformer, scheduler).
-        shape: Shape of the latents of one sample, `(C, (F,) h, w)`.
+        shape: Shape of the latents of one sample, [C, (F,) h, w]; see `Latents`.
         conditions: Draws and encodes the conditions of the trajectories.
         stage: The stage, which sets the sampling steps, guidance and fraction of dropped conditions.
         key: (seed, number of the stage).
-        state: The state from which to resume, as `state()` returned it.
+        state: A result of `state()` from which to resume; None starts at the beginning.
         show_bar: Whether to show a progress bar while trajectories are sampled.
     """
 
@@ -165,7 +168,10 @@ class TrajectoryReader(Reader):
         self.trajectories: list[Trajectory] = []
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Read the next batch, and return this process's rows as `LatentReader.take_rows` does, without "target"."""
+        """Read the next batch, and return this process's rows; sample new trajectories first if all points were read.
+
+        See `LatentReader.take_rows` for the arguments and the result, which has no "target" here.
+        """
         current_round, position = divmod(self.next, self.stage.sampling_steps)
         if current_round != self.round:
             numbers = [current_round * count + row for row in range(*rows.indices(count))]
@@ -225,11 +231,12 @@ class TrajectoryReader(Reader):
 def _collate(
     noisy: Sequence[torch.Tensor], times: Sequence[float], conditions: Sequence[Condition], encoder: ConditionEncoder
 ) -> Batch:
+    """Return a dict with "noisy" [B, ...], "times" [B] and the conditions [B, ...] of B samples."""
     return {"noisy": torch.stack(list(noisy)), "times": torch.tensor(times), **encoder.batch(conditions)}
 
 
 class ClassConditions:
-    """Class labels as conditions. `num_classes` is the label of an unconditional sample.
+    """Collates class labels. The label of an unconditional sample is `num_classes`.
 
     Args:
         num_classes: Number of classes.
@@ -243,7 +250,7 @@ class ClassConditions:
         return {"class_labels": torch.randint(self.num_classes, (), generator=generator)}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the labels of a batch, int64 [B]. Raise `ValueError` for labels that the model does not have."""
+        """Return the labels of B samples, int64 [B]. Raise ValueError for labels that the model does not have."""
         labels = torch.tensor([self.num_classes if row is None else int(row["class_labels"]) for row in samples])
         if not 0 <= labels.min() <= labels.max() <= self.num_classes:
             raise ValueError(
@@ -253,10 +260,11 @@ class ClassConditions:
 
 
 class TextConditions:
-    """Texts as conditions, which the pipeline encodes per batch. The empty prompt is that of an unconditional sample.
+    """Encodes and collates texts. An unconditional sample has the empty prompt.
 
     Args:
-        encode: Function that returns the conditions of texts, [B, ...] each, and those of the empty prompt, [1, ...].
+        encode: Function of B texts that returns their conditions, [B, ...] each, and the conditions of the empty prompt,
+            [1, ...] each.
         prompts: Texts for which trajectories are sampled.
     """
 
@@ -272,10 +280,13 @@ class TextConditions:
         return self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions of a batch, [B, ...] each.
+        """Return the conditions of a batch. The conditions of the empty prompt are stored for later batches.
 
         Args:
-            samples: Texts, dicts of encoded conditions, or None for the empty prompt.
+            samples: B texts, dicts of encoded conditions, or None for the empty prompt.
+
+        Returns:
+            The conditions that all samples have, [B, ...] each, on the CPU.
         """
         texts = [sample for sample in samples if isinstance(sample, str)]
         encoded: Conditions = {}
@@ -311,6 +322,8 @@ def open_latents(data: Any) -> Latents:
             - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), or a Dataset of `datasets`, with
               such columns, or with texts in the column `prompt`.
 
+            N is the number of samples, L that of tokens and D the width of an embedding; see `Latents` for the others.
+
     Raises:
         ValueError, TypeError, ImportError: The data cannot be opened.
     """
@@ -329,7 +342,7 @@ def open_latents(data: Any) -> Latents:
 
 
 def _open_folder(path: Path, name: str) -> Latents:
-    """Open a folder of safetensors files, which are memory-mapped."""
+    """Open a folder of safetensors files. Raise ValueError if the folder has no such file, or one cannot be read."""
     files = sorted(path.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"data: got the folder {name!r} without latents, expected .safetensors files.")
@@ -341,7 +354,7 @@ def _open_folder(path: Path, name: str) -> Latents:
     return Latents(ConcatDataset(datasets), name, identify_files(files))
 
 
-def prompt_lines(path: Path) -> list[str]:
+def read_prompt_lines(path: Path) -> list[str]:
     """Return the lines of a text file that are not empty."""
     return [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
 
@@ -356,7 +369,7 @@ def read_prompts(data: Any) -> list[str] | None:
         path = check_data_path(data)
         if not path.is_file():
             raise ValueError(f"data: got {str(data)!r}, which does not exist, expected a file of prompts.")
-        data = prompt_lines(path)
+        data = read_prompt_lines(path)
     if not isinstance(data, (list, tuple)):
         return None
     if not data or any(not isinstance(prompt, str) for prompt in data):

@@ -23,10 +23,11 @@ def find_task(student: Any, teacher: Any, options: Mapping[str, Any]) -> Task:
     Raises:
         TypeError: The task has no such option.
     """
-    return _task_type(student)(student, teacher, **options)
+    return _find_task_type(student)(student, teacher, **options)
 
 
-def _task_type(student: Any) -> type[Task]:
+def _find_task_type(student: Any) -> type[Task]:
+    """Return the class of the task that trains `student`. For an unknown model this is `LanguageTask`, which rejects it."""
     if is_of_diffusers(student):
         return DiffusionTask
     if getattr(student, "main_input_name", None) == "pixel_values":

@@ -29,7 +29,7 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 class DataSource(Protocol):
-    """Opened training data, as `Task.open` returns it."""
+    """Interface of opened training data, the result of `Task.open`."""
 
     name: str
 
@@ -38,14 +38,14 @@ class DataSource(Protocol):
 
 
 class Task(abc.ABC, Generic[StageT]):
-    """Base class of tasks, each of which implements the training of one kind of model.
+    """Base class for the training of one kind of model: its data, batches, losses and files.
 
     Args:
         student: The student passed to `distill`: a transformers model, or a transformer or pipeline of diffusers.
         teacher: The softmax original, or None.
 
     Attributes:
-        returned: The object that `distill` saves and returns: the student, or the pipeline that holds it.
+        returned: The object that `distill` saves and returns: the student, or the pipeline that contains it.
         student: The module that is trained.
         teacher: The module that computes targets, or None. The loop moves it to the device and never trains it.
     """
@@ -54,7 +54,7 @@ class Task(abc.ABC, Generic[StageT]):
     objective_type: type["Objective"]
     unit: str  # what the record counts: "tokens", "images" or "samples"
     expected_model: str  # what student and teacher have to be, for error messages
-    # (loss, config entry that has to be equal in student and teacher for this loss)
+    # (loss, configuration field that has to be equal in student and teacher for this loss)
     equal_sizes: tuple[tuple[str, str], ...] = ()
     trains_without_data = False  # whether `data=None` is allowed
 
@@ -78,17 +78,18 @@ class Task(abc.ABC, Generic[StageT]):
             if not hasattr(model, "num_parameters") and (argument == "student" or model is not None):
                 raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         if self.teacher is not None:
-            for loss, entry in self.equal_sizes:
+            for loss, field in self.equal_sizes:
                 if any(stage.loss == loss for stage in stages):
-                    self._check_equal_size(entry)
+                    self._check_equal_size(field)
         check_student(self.student, stages)
         check_teacher(self.student, self.teacher, stages)
 
-    def _check_equal_size(self, entry: str) -> None:
-        student_size = getattr(self.student.config, entry, None)
-        teacher_size = getattr(self.teacher.config, entry, None)
+    def _check_equal_size(self, field: str) -> None:
+        """Raise ValueError if a configuration field differs between student and teacher."""
+        student_size = getattr(self.student.config, field, None)
+        teacher_size = getattr(self.teacher.config, field, None)
         if student_size != teacher_size:
-            raise ValueError(f"teacher: got {entry} {teacher_size}, expected {student_size} as the student has.")
+            raise ValueError(f"teacher: got {field} {teacher_size}, expected {student_size} as the student has.")
 
     @abc.abstractmethod
     def open(self, data: Any, stages: Sequence[StageT]) -> Any:
@@ -124,9 +125,9 @@ class Task(abc.ABC, Generic[StageT]):
             rows: The rows of the batch that belong to this process.
 
         Returns:
-            The arguments of the objective: tensors `[rows, ...]`, which the loop splits into `grad_accum` micro-batches,
-            and weights such as 1 / batch size, which turn sums over samples into means over the batch. The loop multiplies
-            the weights by the number of processes, because gradients are averaged over processes.
+            The arguments of the objective: tensors [number of rows, ...], which the loop splits into `grad_accum`
+            micro-batches, and weights such as 1 / batch size, which turn sums over samples into means over the batch. The
+            loop multiplies the weights by the number of processes, because gradients are averaged over processes.
         """
         return reader.take_rows(stage.batch_size, rows), (1 / stage.batch_size,)
 
@@ -158,7 +159,7 @@ class Task(abc.ABC, Generic[StageT]):
             self.preprocessor.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
-        """Load the weights that `save` wrote into the student."""
+        """Load into the student, in place, the weights that `save` wrote to `folder`."""
         subfolder = "" if self.returned is self.student else "transformer"  # the pipeline's component
         trained = type(self.student).from_pretrained(folder, subfolder=subfolder, dtype=self.student.dtype)
         self.student.load_state_dict(trained.state_dict())
@@ -194,14 +195,15 @@ class Objective(nn.Module):
     ) -> torch.Tensor:
         """Return the relative error of the student's attention outputs on the teacher's hidden states.
 
-        Forward hooks run the student's attention modules on the inputs of the teacher's during the teacher's forward pass;
-        no other part of the student runs. Every layer is thus trained on its own, without the errors of earlier layers.
+        The teacher runs with temporary forward hooks on its attention modules. Each hook calls the student's attention
+        module of the same layer with the same inputs. No other part of the student runs, so every layer is trained without
+        the errors of earlier layers.
 
         Args:
             run_teacher: Runs the teacher on the batch.
             call_attention: Called as `call_attention(attention, *args, **kwargs)` with the student's attention module and
-                the arguments of the teacher's (default: call the module).
-            magnitude: Elementwise measure of errors and outputs.
+                the inputs of the teacher's module (default: call the module).
+            magnitude: Elementwise function applied to errors and to outputs before they are summed.
 
         Returns:
             The sum of `relative_error` over MHLA layers and samples, a scalar in fp32.
@@ -230,6 +232,7 @@ class Objective(nn.Module):
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return the output of a module."""
     return module(*args, **kwargs)
 
 
@@ -239,7 +242,7 @@ def _first(output: Any) -> torch.Tensor:
 
 
 def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments with `requires_grad` set on the first floating-point tensor.
+    """Return the arguments with the first floating-point tensor detached and requiring a gradient.
 
     In the backward pass, FSDP reshards a module's weights once the gradient of its input is computed. Without that
     gradient, every layer would stay unsharded.
@@ -252,10 +255,13 @@ def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def relative_error(output: torch.Tensor, target: torch.Tensor, magnitude: Elementwise = torch.square) -> torch.Tensor:
-    """Return the sum over samples of magnitude(output - target) / magnitude(target), each summed over a sample's elements.
+    """Return the relative error of each sample, summed over samples.
+
+    The error of a sample is magnitude(output - target) / magnitude(target), where both magnitudes are summed over the
+    elements of the sample.
 
     Args:
-        output: [B, ...], any floating dtype.
+        output: [B, ...] for B samples, any floating dtype.
         target: Tensor of the same shape.
         magnitude: `torch.square` or `torch.abs`.
 

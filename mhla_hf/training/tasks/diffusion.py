@@ -45,8 +45,8 @@ class DiffusionObjective(Objective):
         student: See `Objective`.
         teacher: See `Objective`.
         stage: See `Objective`.
-        get_names: Returns the names of the tensors of the current batch, in order: "noisy", "times", the names of the
-            conditions, and with data "target".
+        get_names: Function that returns the names of the tensors of the current batch, in order: "noisy", "times", the
+            names of the conditions, and with data "target".
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DiffusionObjective(Objective):
         """Return the loss of a micro-batch, and the values to log.
 
         Args:
-            *tensors_and_weight: The tensors that `get_names` names, then 1 / number of samples in the whole batch.
+            *tensors_and_weight: The tensors in the order of `get_names()`, then 1 / number of samples in the whole batch.
         """
         tensors = tensors_and_weight[:-1]
         sample_weight = tensors_and_weight[-1]
@@ -85,7 +85,10 @@ class DiffusionObjective(Objective):
         return total, {"loss": total.detach(), **logs}
 
     def _transfer_loss(self, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-        """Return the relative L1 error of attention outputs. The student's attention also gets the grid of tokens."""
+        """Return the relative L1 error of attention outputs, summed over layers and samples; see `Objective`.
+
+        The student's attention modules are called with the size of the grid that the tokens form.
+        """
         grid = self.student.token_grid(noisy)
         state = self.student.mhla_state
 
@@ -105,11 +108,11 @@ def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 class DiffusionTask(Task[DiffusionStage]):
-    """The task of a diffusers transformer, or of a pipeline with one, which is then saved as a whole.
+    """The task of a diffusers transformer, or of a pipeline with one. A pipeline is saved as a whole.
 
     Args:
         student: A transformer or a pipeline.
-        teacher: A transformer or a pipeline, or None. One of student and teacher has to be a pipeline, for its scheduler.
+        teacher: A transformer or a pipeline, or None. Student or teacher must be a pipeline, because its scheduler is used.
     """
 
     name = "diffusion"
@@ -126,8 +129,8 @@ class DiffusionTask(Task[DiffusionStage]):
     def check(self, stages: Sequence[DiffusionStage]) -> None:
         """Check student, teacher and stages; see `Task.check`.
 
-        Also check that families and channels match, and that the teacher is a pipeline with one transformer. Sets
-        `condition_names` and `process`, which the other methods use.
+        Also check that families and channels match, that the student or the teacher is a pipeline, and that this pipeline
+        has one transformer. Set `condition_names` and `process`, which the other methods use.
         """
         family = self._check_model("student", self.student)
         models = [self.student] if self.teacher is None else [self.student, self.teacher]
@@ -150,13 +153,17 @@ class DiffusionTask(Task[DiffusionStage]):
             import_peft()
 
     def _check_model(self, argument: str, model: Any) -> Family:
+        """Return the family of a model. Raise TypeError if it cannot be trained."""
         family = _trainable_family(model)
         if family is None:
             raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         return family
 
     def open(self, data: Any, stages: Sequence[DiffusionStage]) -> Any:
-        """Open latents (see `open_latents`) or prompts (see `read_prompts`); None means random classes."""
+        """Open latents (see `open_latents`) or prompts (see `read_prompts`); None means random classes.
+
+        See `Task.open` for the arguments, the result and the errors.
+        """
         prompts = read_prompts(data)
         takes_text = "encoder_hidden_states" in self.condition_names
         latents = open_latents(data) if data is not None and prompts is None else None
@@ -205,9 +212,10 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @contextlib.contextmanager
     def prepare(self, stage: DiffusionStage) -> Iterator[None]:
-        """Context manager that puts the student in eval mode and, if `stage` trains LoRA, adds it and merges it at the end.
+        """Context manager that adds LoRA to the student if `stage` trains it, and merges it at the end.
 
-        In training mode, DiT would randomly drop labels that the teacher sees.
+        It also puts the student in eval mode, because in training mode DiT would randomly drop labels that the teacher
+        sees. The mode is not restored.
         """
         self.student.eval()
         if stage.trainable != "lora":
@@ -236,7 +244,7 @@ class DiffusionTask(Task[DiffusionStage]):
     def _check_data(
         self, stages: Sequence[DiffusionStage], prompts: list[str] | None, latents: Latents | None, takes_text: bool
     ) -> None:
-        """Raise `ValueError` if the data lack the model's conditions, or latents that a loss needs."""
+        """Raise ValueError if the data lack the model's conditions or latents for a loss, or texts cannot be encoded."""
         columns = () if latents is None else latents.columns
         condition_columns = ("prompt_embeds", "prompt") if takes_text else ("class_labels", "label")
         if latents is not None and not set(condition_columns) & set(columns):
@@ -259,7 +267,11 @@ class DiffusionTask(Task[DiffusionStage]):
             )
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
-        """Return the shape `(C, (F,) h, w)` of a sample's latents for the stage's size in pixels, or for the model's own."""
+        """Return the shape of a sample's latents, channels, rows and columns, with frames before the rows for video.
+
+        It is computed from the stage's size in pixels or, without one, the model's `sample_size`. Raise ValueError if the
+        size does not have as many axes as the model.
+        """
         config = self.student.config
         pipeline = self.pipeline
         num_axes = len(_patch_size(self.student))
@@ -278,7 +290,7 @@ class DiffusionTask(Task[DiffusionStage]):
         return (config.in_channels, *latent_frames, rows // scale, columns // scale)
 
     def _check_shape(self, shape: tuple[int, ...], stage: DiffusionStage, latents: Latents | None) -> None:
-        """Raise `ValueError` for latents of another VAE, or of a size that does not fit the model or the stage."""
+        """Raise ValueError if the shape of the latents does not fit the model or the stage."""
         config = self.student.config
         patch_size = _patch_size(self.student)
         sample_size = config.get("sample_size")
@@ -298,7 +310,11 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> tuple[Conditions, Conditions]:
-        """Encode texts with the pipeline. Return their conditions, [B, ...] each, and the empty prompt's, [1, ...]."""
+        """Encode B texts with the pipeline. Its text encoder is moved to the student's device.
+
+        Returns:
+            The conditions of the texts, [B, ...] each, and those of the empty prompt, [1, ...] each.
+        """
         pipeline = self.pipeline
         pipeline.text_encoder.to(self.student.device)
         arguments = {"prompt": texts, "do_classifier_free_guidance": True, "device": self.student.device}

@@ -20,7 +20,7 @@ class EncoderObjective(Objective):
         """Return the loss of a micro-batch, and the values to log.
 
         Args:
-            ids: Token ids, int64 [B, L].
+            ids: Token ids, int64 [B, L], of B sequences of L tokens.
             sequence_weight: 1 / number of sequences in the whole batch.
         """
         if self.stage.loss == "transfer":
@@ -37,14 +37,14 @@ class EncoderObjective(Objective):
 
 
 class EncoderTask(Task[EncoderStage]):
-    """The task of a transformers text encoder. Only its body is trained, whatever head it has.
+    """The task of a transformers text encoder. A head on the encoder is not trained.
 
     Args:
         student: See `Task`.
         teacher: See `Task`.
         tokenizer: A transformers tokenizer, required if the data are text, and saved with the model.
         text_field: The column of a dataset that holds the text.
-        files: Further files to save with the model, as `checkpoints.save.read_sentence_files` returns them.
+        files: Further files to save with the model, a result of `checkpoints.save.read_sentence_files`.
     """
 
     name = "encoders"
@@ -62,7 +62,11 @@ class EncoderTask(Task[EncoderStage]):
         self.files = files
 
     def open(self, data: Any, stages: Sequence[EncoderStage]) -> Any:
-        """Open text with `open_text`, for sequences that leave room for the tokenizer's special tokens."""
+        """Open text with `open_text`, and set `special_tokens`.
+
+        Raise ValueError if a stage's sequences have no room for more than the special tokens, are longer than the model's
+        positions, or longer than the text.
+        """
         tokenizer = self.preprocessor
         self.special_tokens = special_tokens(tokenizer)
         num_special = sum(map(len, self.special_tokens))

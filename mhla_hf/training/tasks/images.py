@@ -10,7 +10,7 @@ from transformers import ViTImageProcessorPil
 
 from ...data import Reader
 from ...models.grid_attention import pass_grid
-from ..datasets.images import ImageReader, LabeledImages, open_images, output_size, top1_accuracy
+from ..datasets.images import ImageReader, LabeledImages, find_output_size, open_images, top1_accuracy
 from ..recipe import ImageStage
 from .base import LossAndLogs, Objective, Task, relative_error
 
@@ -21,7 +21,7 @@ def is_classifier(model: Any) -> bool:
 
 
 def get_tower(model: Any) -> Any:
-    """Return the body of a classifier, and any other model as it is.
+    """Return the model below the head of a classifier, and any other model unchanged.
 
     `base_model` is not used for vision towers, because for some of them it lacks the embeddings.
     """
@@ -35,8 +35,8 @@ class ImageObjective(Objective):
         """Return the loss of a micro-batch, and the values to log.
 
         Args:
-            pixels: [B, C, H, W].
-            targets: Class probabilities [B, classes].
+            pixels: Pixels [B, C, H, W] of B images with C channels, H rows and W columns.
+            targets: Class probabilities [B, number of classes].
             image_weight: 1 / number of images in the whole batch.
         """
         teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
@@ -69,7 +69,10 @@ class ImageObjective(Objective):
         return total, {"loss": total.detach(), **logs}
 
     def _attention_caller(self, pixels: torch.Tensor) -> Callable[..., Any]:
-        """Return a function that calls the student's attention with the grid of tokens, which the teacher lacks."""
+        """Return a function that calls an attention module of the student.
+
+        It also passes the size of the grid of tokens if the module takes it, which the teacher's modules do not.
+        """
         grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
 
         def call_attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +107,10 @@ class ImageTask(Task[ImageStage]):
         self.test_images: LabeledImages | None = None
 
     def check(self, stages: Sequence[ImageStage]) -> None:
-        """Check as `Task.check` does, and that losses on logits get classifiers and the processor fits the student."""
+        """Check student, teacher and stages; see `Task.check`. Set `processor` and `channels`.
+
+        Also check that losses on logits or labels have classifiers, and that the processor fits the student.
+        """
         super().check(stages)
         losses = {stage.loss for stage in stages}
         if losses & {"logits", "labels"} or self.test is not None:
@@ -116,14 +122,19 @@ class ImageTask(Task[ImageStage]):
             raise ValueError(f"processor: got None for {type(self.student).__name__}, expected its image processor.")
         self.processor = self.preprocessor or ViTImageProcessorPil.from_dict(config.preprocessing())
         self.channels = getattr(config, "num_channels", 3)
-        output_size(self.processor, self.channels)
+        find_output_size(self.processor, self.channels)
 
     def _check_classifier(self, argument: str, model: Any) -> None:
+        """Raise ValueError unless a model is an image classifier."""
         if not is_classifier(model):
             raise ValueError(f"{argument}: got {type(model).__name__}, expected an image classifier.")
 
     def open(self, data: Any, stages: Sequence[ImageStage]) -> LabeledImages:
-        """Open labeled images with `open_images`. If a loss reads labels, convert them to the student's class numbers."""
+        """Open labeled images with `open_images`, and set `test_images` and `num_classes`.
+
+        If a loss reads labels, they are converted to the student's class numbers; otherwise they are all 0. See `Task.open`
+        for the errors.
+        """
         config = self.student.config
         reads_labels = any(stage.reads_labels for stage in stages)
         images = open_images(data)
@@ -143,7 +154,7 @@ class ImageTask(Task[ImageStage]):
         return ImageReader(source, stage, (seed, number), self.processor, self.channels, self.num_classes, state)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the accuracy on the test images, if there are any."""
+        """Return {"test_accuracy": accuracy from 0 to 1} on the test images, or {} without them."""
         if self.test_images is None:
             return {}
         return {"test_accuracy": top1_accuracy(self.student, self.test_images, self.processor)}

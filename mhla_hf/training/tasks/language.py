@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ...data import Reader, max_positions, open_text
-from ..output_head import OutputHead, find_head, run_body, sum_in_chunks
+from ..output_head import OutputHead, find_head, run_without_head, sum_in_chunks
 from ..recipe import Stage
 from ..teach import RECORD, TaughtText, most_likely_tokens
 from .base import LossAndLogs, Objective, Task
@@ -28,12 +28,12 @@ class LanguageObjective(Objective):
     heads: Heads | None = None  # output heads of student and teacher, after the first call of `_find_heads`
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor, *stored_and_weights: Any) -> LossAndLogs:
-        """Return the loss of a micro-batch, and the values to log.
+        """Return the loss of a micro-batch of B sequences of L tokens, and the values to log.
 
         Args:
             ids: Token ids, int64 [B, L].
             labels: int64 [B, L], not shifted; -100 marks tokens without a loss.
-            *stored_and_weights: With "stored", the teacher's most likely tokens, int64 [B, L, k], and their
+            *stored_and_weights: With "stored", the teacher's k most likely tokens, int64 [B, L, k], and their
                 log-probabilities [B, L, k]; then 1 / number of predicted tokens and 1 / number of sequences in the whole
                 batch.
         """
@@ -71,7 +71,10 @@ class LanguageObjective(Objective):
         return loss, {"loss": loss.detach(), **logs}
 
     def _teacher_targets(self, head: OutputHead | None) -> Callable[[torch.Tensor], Tensors]:
-        """Return a function that turns the teacher's hidden states, or without `head` its logits, into targets."""
+        """Return the argument `to_teacher_targets` of `next_token_loss`.
+
+        It is a function of the teacher's hidden states or, if `head` is None, of its logits.
+        """
         top_k = self.stage.top_k
 
         def to_targets(x: torch.Tensor) -> Tensors:
@@ -83,7 +86,7 @@ class LanguageObjective(Objective):
     def _find_heads(self, ids: torch.Tensor) -> Heads:
         """Return the output heads of student and teacher, or (None, None) if one of them cannot be separated.
 
-        The choice is logged at the first call.
+        The first call runs the models on a few of the token ids, logs the result and keeps it.
         """
         if self.heads is None:
             models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
@@ -102,18 +105,19 @@ class LanguageObjective(Objective):
 
 
 def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call MHLA attention without the mask of the teacher's attention. Sequences have no padding, so none is needed."""
+    """Return the output of MHLA attention without the teacher's mask, which it does not need, as there is no padding."""
     return attention(*args, **{**kwargs, "attention_mask": None})
 
 
 def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Run a model on token ids [B, L].
+    """Run a model on the token ids [B, L] of B sequences of L tokens.
 
     Returns:
-        The model's output, and the inputs of `head`, hidden states [B, L, width]; without a head, the logits.
+        The model's output, and the inputs of `head`, hidden states [B, L, width], or if `head` is None the logits
+        [B, L, vocab].
     """
     if head is not None:
-        return run_body(model, head, ids)
+        return run_without_head(model, head, ids)
     output = model(input_ids=ids, use_cache=False)
     return output, output.logits
 
@@ -126,18 +130,19 @@ def next_token_loss(
     """Return the sums over tokens of the distillation loss, its KL divergence and its cross-entropy.
 
     The loss is T^2 * KL(teacher / T || student / T) + ce_weight * cross-entropy. It is computed in chunks of tokens, so that
-    no tensor of the size of all logits is allocated, apart from the logits themselves if there is no `head`.
+    no tensor of the size of all logits is allocated, apart from the logits themselves if there is no `head`. N is the
+    number of tokens.
 
     Args:
         student: Inputs of `head`, hidden states [N, width]; without a head, the logits [N, vocab].
         targets: int64 [N]; -100 marks tokens without a loss.
-        teacher: The teacher's logits [N, vocab]; or its most likely tokens, int64 [N, k], and their log-probabilities
+        teacher: The teacher's logits [N, vocab]; or its k most likely tokens, int64 [N, k], and their log-probabilities
             [N, k], where all other tokens are merged into one; or an empty sequence, for a KL divergence of 0.
         temperature: T.
         ce_weight: Weight of the cross-entropy.
         head: The student's output head, or None.
-        to_teacher_targets: Function that computes these targets from the rows of a chunk of `teacher`, if `teacher` holds
-            something else, such as hidden states.
+        to_teacher_targets: Function applied to the tensors of `teacher`, chunk by chunk, if these are something else, such
+            as hidden states. It returns the logits, or the most likely tokens and their log-probabilities.
 
     Returns:
         Loss, KL divergence and cross-entropy, fp32 [3]. Only the loss has a gradient.
@@ -155,7 +160,12 @@ def next_token_loss(
 def _kl_and_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, teacher: Tensors, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return T^2 * KL and the cross-entropy, summed over the tokens with a target; for arguments see `next_token_loss`."""
+    """Return T^2 * KL and the cross-entropy, two scalars, summed over the tokens with a target.
+
+    Args:
+        logits: The student's logits for N tokens, [N, vocab].
+        targets, teacher, temperature: See `next_token_loss`.
+    """
     log_q = logits.float().log_softmax(-1)
     ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=IGNORED_LABEL)
     if len(teacher) == 1:
@@ -196,14 +206,17 @@ class LanguageTask(Task[Stage]):
         self.text_field = text_field
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Check as `Task.check` does, and that the student has an output head."""
+        """Check student, teacher and stages; see `Task.check`. Raise TypeError if the student has no output head."""
         head = getattr(self.student, "get_output_embeddings", lambda: self)()
         if head is None:
             raise TypeError(f"student: got {type(self.student).__name__}, expected {self.expected_model}.")
         super().check(stages)
 
     def open(self, data: Any, stages: Sequence[Stage]) -> Any:
-        """Open text with `open_text` or, for the loss "stored", a folder that `teach` wrote."""
+        """Open text with `open_text` or, for the loss "stored", a folder that `teach` wrote.
+
+        See `Task.open` for the arguments, the result and the errors.
+        """
         need_stored = [stage.loss == "stored" for stage in stages]
         is_path = isinstance(data, (str, Path))
         is_stored = is_path and (Path(data) / RECORD).is_file()

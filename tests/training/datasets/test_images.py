@@ -11,7 +11,7 @@ from small_towers import softmax_tower
 from transformers import CLIPImageProcessorPil, ViTImageProcessorPil
 
 import mhla_hf
-from mhla_hf.training.datasets.images import ImageReader, LabeledImages, open_images, output_size
+from mhla_hf.training.datasets.images import ImageReader, LabeledImages, find_output_size, open_images
 from mhla_hf.training.recipe import ImageStage
 from mhla_hf.training.tasks.images import ImageTask
 
@@ -61,7 +61,7 @@ def test_tensors_a_folder_and_a_dataset_are_the_same_images(tmp_path, monkeypatc
 def test_whole_images_are_what_the_processor_makes_of_them(processor, tmp_path):
     pictures = open_images(photos(tmp_path, {"a": 3, "b": 2}))
     wanted = processor(images=[Image.open(path) for path in pictures.items], return_tensors="pt")["pixel_values"]
-    assert output_size(processor, 3) == wanted.shape[2:]
+    assert find_output_size(processor, 3) == wanted.shape[2:]
     for changes in ({}, {"crop": 0.3}):
         reader = ImageReader(pictures, stage(**changes), (0, 0), processor, 3, 2)
         order = [reader.shuffled(number, 5) for number in range(5)]
@@ -74,7 +74,7 @@ def test_what_is_refused_of_files_and_processors(tmp_path):
     with pytest.raises(
         ValueError, match=r"processor: got CLIP.*, expected one that makes images of one height and width"
     ):
-        output_size(CLIPImageProcessorPil(size={"shortest_edge": 32}, do_center_crop=False), 3)
+        find_output_size(CLIPImageProcessorPil(size={"shortest_edge": 32}, do_center_crop=False), 3)
     with pytest.raises(ValueError, match="which holds no folders of images, expected one"):
         open_images(tmp_path)
     data = photos(tmp_path / "pets", {"a": 1, "b": 1}, "test")
