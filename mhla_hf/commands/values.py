@@ -45,7 +45,10 @@ def parse_layers(text: str | None) -> str | list[int] | None:
 
 
 def parse_keep(text: str) -> Any:
-    """Parse the KV heads that keep softmax: "1/6" or "0.25" is a fraction, "15" a number; return other text unchanged."""
+    """Parse how many KV heads keep softmax: "15" is a number of heads; "1/6" and "0.25" are fractions of them.
+
+    Other text, such as "17%" or "64MiB", is left to `parse_value`.
+    """
     numerator, slash, denominator = text.partition("/")
     if slash and numerator.isdecimal() and denominator.isdecimal() and int(denominator):
         return int(numerator) / int(denominator)

@@ -61,7 +61,7 @@ def convert(
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; takes precedence over
             `settings`. Default: those of `settings`; without `settings`, "all" with `text`, else those of the model's
             family, such as "2/3" for language models and encoders.
-        effort: Factor of the number of rows and steps, with `text`: 0.5 takes half of the time and is less accurate.
+        effort: Multiplier for the number of rows and steps, with `text`: 0.5 takes half of the time and is less accurate.
         seed: Decides which passages of `text` are read, and what the model samples.
         checkpoint: File for the progress of a conversion with text, from which the same call resumes.
         progress: Whether to show progress bars on stderr.

@@ -27,7 +27,7 @@ def read_encoder_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress
         text: As in `data.open_text`.
         seed: Decides which passages are read.
         progress: Ignored; `language.read_rows` has the same arguments.
-        effort: Factor of the number of batches for fitting outputs.
+        effort: Multiplier for the number of batches for fitting outputs.
 
     Returns:
         Batches of token ids, int64 [N, T] each.

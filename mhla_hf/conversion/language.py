@@ -125,7 +125,7 @@ def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, 
         text: As in `data.open_text`, or "self" for text that the model samples.
         seed: Decides which passages are read, and what the model samples.
         progress: Whether to show a progress bar.
-        effort: Factor of the number of rows for fitting outputs.
+        effort: Multiplier for the number of rows for fitting outputs.
 
     Returns:
         Rows of token ids, int64 [1, T] each.

@@ -1,4 +1,4 @@
-"""Steps that all conversions share: to resolve the settings, and to put new weights where their layer is."""
+"""Steps that all conversions share: resolving the settings, and matching the device and dtype of new weights to a layer."""
 
 import difflib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Lookups: lines such as "- method string" among the lines of a text, where a repeated name has the same value again.
+"""Lookups: lines of a name and a value, such as "- method string", within a text; a repeated name keeps its value.
 
 Only the earlier line determines the value, so a model can predict it only by attending to that line. `make_recall` asks
 for values at several distances.

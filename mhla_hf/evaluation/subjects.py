@@ -288,7 +288,10 @@ def check_writable(target: Path, argument: str = "output") -> None:
 
 
 def shorten_path(path: Any) -> str:
-    """Return a path for records and cards: relative to the working folder, or only its last component if outside."""
+    """Return a path for records and cards: relative to the working folder, or only its last component if outside.
+
+    Anything that does not exist on disk, such as a Hub id, is returned unchanged.
+    """
     path = Path(path)
     if not path.exists():
         return str(path)

@@ -81,7 +81,7 @@ def find_encoder_attentions(model: nn.Module) -> dict[int, Any]:
 
 
 def encoder_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
-    """Return the arguments of a core of an encoder other than the settings."""
+    """Return the keyword arguments of an encoder's MHLA core, except for `settings`."""
     return {**attention_sizes(attention, config), "hidden_size": config.hidden_size}
 
 

@@ -111,7 +111,7 @@ def prefix_tokens(config: Any) -> int:
 
 
 def grid_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
-    """Return the arguments of a core of a vision tower other than the settings."""
+    """Return the keyword arguments of a vision tower's MHLA core, except for `settings`."""
     return {
         "num_heads": config.num_attention_heads,
         "hidden_size": config.hidden_size,

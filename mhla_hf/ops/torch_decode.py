@@ -155,7 +155,8 @@ def write_own_positions(
         offset: int64 [B], number of tokens that the open block of each row already has.
 
     Returns:
-        open_tokens: Copies of the half of the window that holds the open block of each row, [B, C, G, K or V] each.
+        open_tokens: Copies of the half of the window that holds the open block of each row, [B, C, G, K or V] each, with C
+            places per block.
         visible: bool [B, 1, 1, T, C], which new token sees which place of the open block.
     """
     device = state.window_k.device

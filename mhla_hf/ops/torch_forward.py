@@ -3,9 +3,10 @@
 Letters in shapes: R heads, M query blocks of C tokens, N key blocks of D tokens; q [R, M, C, K], k [R, N, D, K],
 v [R, N, D, V], and the mixing matrix m [R or 1, M, N]. Blocks with fewer keys than the largest are padded with zeros.
 
-Without a causal mask o = q P_i with P_i = sum_b m_ib S_b. With one, earlier blocks act through P_i = sum_{b<i} m_ib S_b, and
-a block acts on itself through m_ii tril(q k^T). The weight m_ii is the same within a block, so a long block is cut into
-n chunks of c tokens with running sums of their summaries: the cost of a token does not grow with the block size.
+Without a causal mask, o_i = q_i P_i with P_i = sum_b m_ib S_b, where S_b = k_b^T v_b is the summary of block b. With one,
+earlier blocks act through P_i = sum_{b<i} m_ib S_b, and a block acts on itself through m_ii tril(q_i k_i^T). The weight m_ii
+is the same within a block, so a long block is cut into n chunks of c tokens with running sums of their summaries: the cost
+of a token does not grow with the block size.
 """
 
 from typing import NamedTuple

@@ -38,7 +38,7 @@ def kernel_kind(
 ) -> tuple:
     """Return the kind of a call of `mhla`: its device, dtypes, sizes, and options, as the arguments of `small_call`.
 
-    The kernels are verified once per kind. Grids, left padding, and packed sequences only move tokens, and are of one kind.
+    The kernels are verified once per kind. Grids, left padding, and packing only move tokens, so they do not affect it.
 
     Args:
         q, k, v, q_den, normalize, causal, blocks, unrounded: As in `mhla`.

@@ -1,4 +1,4 @@
-"""The task of diffusion transformers: every `Family` that has `conditions`, alone or in a pipeline.
+"""The task of diffusion transformers, alone or in a pipeline. Their `Family` must have `conditions`.
 
 Without latents, the teacher samples trajectories for given prompts or random classes, and the student is trained on their
 points.
