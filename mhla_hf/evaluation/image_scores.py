@@ -50,7 +50,11 @@ class Extractor:
     genuine: bool = False
 
     def label(self, metric: str) -> str:
-        """Return the name of a metric in tables. "FID" is called so only with FID's published weights."""
+        """Return the name of a metric in tables.
+
+        Names such as "FID" are used only with FID's published weights. For other extractors, the name is a generic one, if
+        there is one, followed by the name of the extractor.
+        """
         return metric if self.genuine else f"{OTHER_NAMES.get(metric, metric)} ({self.name})"
 
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -279,7 +279,7 @@ def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, local: 
 
 
 def task_hash(task: Any) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a task's settings and documents."""
+    """Return the first 16 hex digits of the SHA-256 of a task's settings, except `UNHASHED_SETTINGS`, and documents."""
     settings = {key: value for key, value in dict(task.dump_config()).items() if key not in UNHASHED_SETTINGS}
     digest = hashlib.sha256()
     for content in (settings, *task.eval_docs):

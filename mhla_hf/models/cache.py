@@ -23,9 +23,10 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     Attributes:
         state: The `MHLAState` or `LocalState`, None until the first forward pass.
-        seen_tokens: Number of columns, including padding, as transformers counts.
+        seen_tokens: Number of tokens per row, including padding, as transformers counts them.
         mixing: The mixing weights with which the state is read: a matrix, or packed decays.
-        padded: For the last call with padding: its mask bool [B, T], and the number of columns after it.
+        padded: The mask of the last call with padding, bool [B, T], and the value of `seen_tokens` after that call;
+            None if no call had padding.
     """
 
     # False would make transformers drop the mask that a hybrid's static softmax layers need.
@@ -81,7 +82,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.padded = key_mask, self.seen_tokens + key_mask.shape[1]
 
     def get_seq_length(self) -> Any:
-        """Return the number of columns, padding included: an integer, or a tensor in a static cache."""
+        """Return the number of tokens per row, padding included: an integer, or a tensor in a static cache."""
         return self.seen_tokens
 
     def get_max_length(self) -> int:

@@ -57,11 +57,11 @@ class MHLALanguageMixer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
     ) -> torch.Tensor:
-        """Attend to all tokens at and before each one's position.
+        """Apply causal attention: each token attends to itself and to all earlier tokens.
 
         Args:
             hidden_states: [B, T, C].
-            position_embeddings: Cosines and sines of RoPE.
+            position_embeddings: Cosines and sines of RoPE, [B or 1, T, K] each.
             **kwargs: The KV cache, if there is one, which is updated in place, and further arguments of `mhla_attention`.
 
         Returns:

@@ -2,7 +2,7 @@
 
 One class serves both. Without `stages` the model is one stage of `num_hidden_layers` equal layers. With `stages`,
 `hidden_size` and `num_attention_heads` are those of the last stage, and `num_hidden_layers` is the sum over all stages.
-`attention` replaces MHLA by plain linear or softmax attention, everything else equal, to compare MHLA with.
+For comparison with MHLA, `attention` can select plain linear or softmax attention, with everything else unchanged.
 """
 
 import math

@@ -256,7 +256,7 @@ class MHLA(MHLACore):
         cache: Any = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Attend to all tokens at and before each one's position.
+        """Apply causal attention: each token attends to itself and to all earlier tokens.
 
         Args:
             q: [B, T, H, K].

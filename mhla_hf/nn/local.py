@@ -108,7 +108,7 @@ class DecayMHLA(DecayCore):
         scale: float | None = None,
         cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to all tokens at and before each one's position.
+        """Apply causal attention: each token attends to itself and to all earlier tokens.
 
         Args:
             q, k, v, hidden_states, starts, key_mask, cu_seqlens, cache: As in `MHLA.forward`, for the MHLA heads only.

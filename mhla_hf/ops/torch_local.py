@@ -199,7 +199,8 @@ def combine(
         visible: bool [.., N, L], which query sees which key.
         v: [.., L, V], values of the near keys.
         far: [.., N, V + 1], the far part: its sum of weight * value and, in the last column, of the weights.
-        total_weight: [.., N, 1], the sum of the decays' weights, which is the weight of near keys without a softmax.
+        total_weight: [.., N, 1], the sum of the decays' weights. Without a softmax, the weight of a near key is its score
+            times this sum.
         balance: [.., N, 1], the log of the factor of the far part relative to a softmax score; None without a softmax.
         has_far: bool [.., 1, 1], whether a query has far blocks at all.
         form: The options.

@@ -1,6 +1,7 @@
 """The checks of an audit, each of which measures one property of a saved language model.
 
-A check returns a number or a text. If it finds a problem, it raises an exception or returns a value above its tolerance.
+A check returns a dict with "value", a number or a text, and optionally "stderr", "tolerance", "details" and "measured".
+If it finds a problem, it raises an exception or returns a value above its tolerance.
 `CHECKS` lists all checks in the order of the report, with descriptions.
 """
 

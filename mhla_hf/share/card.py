@@ -155,7 +155,7 @@ def render_plain_card(folder: PathLike, name: str, base_model: str | None, terms
 
 
 def render_card(facts: Facts) -> str:
-    """Return the text of README.md, the YAML metadata and the card's sections.
+    """Return the text of README.md, which consists of YAML metadata and the card's sections.
 
     Raise ValueError if the configuration or the records lack something that the card shows.
     """

@@ -312,7 +312,7 @@ def save_for_local_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> No
 
 
 def local_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Compute the gradients of `local_forward`, its autograd formula, by differentiating `near_and_far`.
+    """Compute the gradients of `local_forward` by differentiating `near_and_far`, as the operator's autograd formula.
 
     Returns:
         One gradient per argument of `local_forward`; None for those that have none or need none.

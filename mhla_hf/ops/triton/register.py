@@ -446,7 +446,7 @@ def save_for_triton_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor
 
 
 def triton_gradients(ctx: Any, do: torch.Tensor, inv_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Compute the gradients of `triton_forward`, its autograd formula.
+    """Compute the gradients of `triton_forward`, as the operator's autograd formula.
 
     Args:
         ctx: The context in which `save_for_triton_backward` saved tensors and options.
