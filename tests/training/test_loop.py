@@ -85,8 +85,8 @@ def test_what_the_caller_does_at_ctrl_c_is_put_back():
 
 
 def test_ctrl_c_at_the_last_step_still_stops_the_caller_and_a_second_one_at_once(lab, tmp_path, monkeypatch):
-    real = Run._record
-    monkeypatch.setattr(Run, "_record", lambda run: (os.kill(os.getpid(), signal.SIGINT), real(run))[1])
+    real = Run._make_record
+    monkeypatch.setattr(Run, "_make_record", lambda run: (os.kill(os.getpid(), signal.SIGINT), real(run))[1])
     with pytest.raises(KeyboardInterrupt, match="had just finished"):
         lab.train(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists()
