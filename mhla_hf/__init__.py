@@ -44,7 +44,7 @@ __all__ = sorted([*_PUBLIC, *(f"MHLA{name}" for family in DIFFUSION for name in 
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name, or an MHLA class of a family, on first use."""
+    """Import a public name, or an MHLA class of a model family, when it is first used."""
     if name in _PUBLIC:
         return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
     if name.startswith("MHLA"):
@@ -58,7 +58,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List the public names, imported or not."""
+    """List the names in this module, including the public ones that are not imported yet."""
     return sorted({*globals(), *__all__})
 
 

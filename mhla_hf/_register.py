@@ -15,11 +15,11 @@ COMMON = ("llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "smollm3")
 
 
 def register() -> None:
-    """Register the models from scratch, and those converted from the most common base models, with the Auto classes.
+    """Register MHLA's own model types, and the types converted from the most common base models, with the Auto classes.
 
     Other types are registered when a model of theirs is converted or loaded, because it would take seconds to import the
     modeling files of all base models. This also calls `set_source_maker` with the function that makes the source file of a
-    checkpoint, because `models` cannot import that function: imports only point down.
+    checkpoint, because `models` may not import from `checkpoints`.
     """
     set_source_maker(make_source)
     register_classes(MHLAConfig, HEADS_FROM_SCRATCH)

@@ -225,7 +225,7 @@ class Operator:
         return {compared: relative_error(x, y) for compared, x, y in zip(names, actual, expected, strict=True)}
 
     def work(self, prepared: Prepared, mode: str, name: str) -> Callable[[], Any]:
-        """Return a function that runs a forward pass, or for `TRAINING` also computes the gradients of all inputs."""
+        """Return a function that runs a forward pass and, for `TRAINING`, also computes the gradients of all inputs."""
         tensors, output_gradient = prepared
         inputs = tensors if name.startswith("mhla") else tensors[:3]
         if mode == FORWARD:
@@ -278,7 +278,7 @@ def run_bench(
         threads: Number of CPU threads during the benchmark.
         seed: Seed of the random inputs.
         rounds: Number of rounds, of which the fastest counts.
-        out: JSON file, rewritten after each case, so that an interruption loses only the current one.
+        out: JSON file, rewritten after each case, so that an interruption loses only the current one (default: none).
         progress: Whether to show a progress bar.
         command: The shell command that repeats the benchmark, for the record.
 
@@ -347,7 +347,7 @@ def time_case(case: Case, device: Device, seed: int = 0, rounds: int = 5) -> lis
 
 @contextlib.contextmanager
 def record_failure(failed: dict[str, str], name: str) -> Iterator[None]:
-    """Context manager that stores an exception in `failed[name]` instead of raising it."""
+    """Context manager that stores the description of an exception in `failed[name]` instead of raising it."""
     try:
         yield
     except Exception as error:  # Triton's errors are not RuntimeErrors

@@ -46,7 +46,7 @@ class Reader:
         raise NotImplementedError
 
     def shuffled(self, number: int, count: int) -> int:
-        """Return the index of the `number`-th sample to read. Every epoch reads all `count` samples in a new order."""
+        """Return the index of the sample to read after `number` others. Every epoch reads all `count` in a new order."""
         epoch, position = divmod(number, count)
         return int(_permutation((*self.key, epoch), count)[position])
 
@@ -71,7 +71,7 @@ def _permutation(key: Key, count: int) -> numpy.ndarray:
 def max_positions(config: Any) -> float:
     """Return the largest number of tokens that a language model can read.
 
-    It is infinite with RoPE, and if the configuration has no `max_position_embeddings`.
+    It is infinite with RoPE, or if the configuration has no `max_position_embeddings`.
     """
     has_rope = getattr(config, "rope_parameters", None) is not None
     return inf if has_rope else getattr(config, "max_position_embeddings", inf)
@@ -286,7 +286,7 @@ class _StreamReader(Reader):
     handover = state
 
     def _go_to(self, epoch: int, position: Any) -> None:
-        """Continue reading at `position` in an epoch, a state dict of the dataset; None means the epoch's start."""
+        """Continue reading an epoch at `position`, which is a state dict of the dataset, or None for the epoch's start."""
         self.epoch = epoch
         self.position = position
         self.stream.dataset.set_epoch(epoch)

@@ -24,7 +24,7 @@ def analyze(
     samples: int = 8, length: int = 256, device: torch.device | str | None = None, trust_remote_code: bool = False,
     progress: bool = True, command: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure rank and entropy of the attention of each model by layer, and plot maps and mixing (figures 3 and 4b).
+    """Measure rank and entropy of each model's attention by layer and, with `out`, plot maps and mixing weights.
 
     Args:
         models: A folder, a Hub id, a model or a diffusers pipeline; a list of them; or a dict from label to one of them.
@@ -43,7 +43,7 @@ def analyze(
 
     Returns:
         The content of analysis.json: a dict with "models" (label -> the result of `measure_calls`), "inputs" (label -> a
-        description of the inputs), and hardware, versions and command.
+        description of the inputs), and the results of `describe_run`.
 
     Raises:
         ValueError: An argument is not valid, or a model has no attention that can be recorded.

@@ -34,8 +34,8 @@ class Attention:
         q: Queries [B, T, H, K]; in MHLA layers, after feature map and RoPE.
         k: Keys [B, S, G, K]; in MHLA layers, after feature map and RoPE.
         options: Arguments of `scaled_dot_product_attention`; or of `mhla`, including "mixing" [H or 1, M, M] and
-            "blocks". A layer with a softmax window also has "form", "balance" and "near", the q and k before the feature
-            map; see `local_reference`.
+            "blocks". A layer that mixes by decays also has "form", "balance" and "near", a tuple of q and k for the softmax
+            window; see `local_reference`. Without such a window, "balance" is None.
         grid: Size of the grid that the tokens form; None for a sequence.
     """
 
@@ -47,7 +47,7 @@ class Attention:
     grid: tuple[int, ...] | None = None
 
     def matrix(self, sample: int = 0, head: int = 0) -> torch.Tensor:
-        """Return the attention weights that multiply the values, for all queries and keys of a head, fp64 [T, S]."""
+        """Return the attention weights of one head in one sample, by which the values are multiplied, fp64 [T, S]."""
         heads = self.q.shape[2]
         options = dict(self.options)
 
@@ -82,7 +82,8 @@ class Attention:
     def far_share(self, sample: int = 0, head: int = 0) -> float:
         """Return the share of the weights on tokens outside the window, from 0 to 1.
 
-        It is averaged over the queries that see such tokens, and 0 if there are none. The layer must have a window.
+        It is averaged over the queries that see such tokens, and 0 if there are none. The layer must mix by decays. If it
+        has no softmax window, the query's own block counts as the window.
         """
         form = self.options["form"]
         blocks = self.options["blocks"].index()
@@ -134,7 +135,7 @@ def record_attention(model: nn.Module) -> Iterator[list[Attention]]:
 
 
 def is_core(module: nn.Module) -> bool:
-    """Return whether a module is the core of an MHLA layer, defined in this package or in the source of a checkpoint."""
+    """Return whether a module is the core of an MHLA layer, of this package or from the source in a checkpoint."""
     return all(getattr(module, name, None) is not None for name in ("mixing", "settings", "q_map", "k_map"))
 
 
@@ -144,7 +145,7 @@ def layer_of(core_name: str) -> str:
 
 
 class _SoftmaxRecorder(TorchFunctionMode):
-    """Mode that records each call of `scaled_dot_product_attention` as self-attention of a module.
+    """Torch function mode that records the calls of `scaled_dot_product_attention` for self-attention.
 
     Args:
         calls: List to which the calls are appended.

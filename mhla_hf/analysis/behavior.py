@@ -1,7 +1,7 @@
 """Measure the behavior of a language model: whether all ways to run it agree, how far back it recalls, what it generates.
 
-All functions take token ids and run on the model's device without gradients. Differences of logits are the largest absolute
-difference relative to the largest absolute logit.
+Functions that take a model and token ids run on the model's device without gradients. Differences of logits are the largest
+absolute difference relative to the largest absolute logit.
 """
 
 import inspect
@@ -52,10 +52,10 @@ def cached_logits(
     model: Any, ids: torch.Tensor, sizes: int | list[int], at: torch.Tensor | None = None,
     on_cache: Callable[[Any], None] | None = None, watch: Watch = iter, **inputs: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the logits of a text that is read in chunks with a cache.
+    """Return the logits of texts that are read in chunks with a cache.
 
     Args:
-        model, ids, at, **inputs: See `whole_logits`.
+        model, ids, at, **inputs: See `whole_logits`. The positions `at` must be in ascending order.
         sizes: Number of tokens in each chunk; see `torch.split`.
         on_cache: Called with the cache after each chunk.
         watch: Wraps the list of chunks, e.g. `tqdm`.
@@ -89,9 +89,9 @@ def has_argument(model: Any, name: str) -> bool:
 
 
 def causality_difference(model: Any, ids: torch.Tensor) -> float:
-    """Return the `difference` of the logits before the last token of a text when that token is replaced.
+    """Return how much the logits before the last token of a text change if that token is replaced (`difference`).
 
-    It is 0 in a causal model. The ids [1, number of tokens] must contain at least two different tokens.
+    This is 0 for a causal model. The ids [1, number of tokens] must contain at least two different tokens.
     """
     changed = ids.clone()
     changed[:, -1] = ids[0, ids[0] != ids[0, -1]][0]
@@ -99,14 +99,15 @@ def causality_difference(model: Any, ids: torch.Tensor) -> float:
 
 
 def batch_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
-    """Return the largest difference of logits between rows alone and in a batch, in one pass and with a cache.
+    """Return the largest difference between the logits of rows alone and in a batch.
 
-    Shorter rows are padded on the left as in `generate`: with a mask, and positions that start at 0 if the model takes
-    positions. The padding token is an ordinary token, so that a model that reads it returns other logits.
+    The batch is read twice: in one pass, and in chunks with a cache. Shorter rows are padded on the left as in `generate`:
+    with a mask, and positions that start at 0 if the model takes positions. The padding token is an ordinary token, so that
+    a model that reads it returns other logits.
 
     Args:
         model: A causal language model.
-        rows: Token ids of each row, [number of tokens], of any lengths.
+        rows: Token ids of each row, [number of tokens]. The longest row must have more than `CUE_TOKENS` tokens.
     """
     longest = max(map(len, rows))
     ids = torch.stack([torch.cat([rows[0][:1].expand(longest - len(row)), row]) for row in rows])
@@ -137,7 +138,7 @@ def packed_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
 
 
 def layer_bytes(model: Any, ids: torch.Tensor, sizes: int | list[int], layers: Iterable[int]) -> list[int]:
-    """Return the size in bytes of the cache of some layers after each chunk of a text.
+    """Return the total size in bytes of the caches of some layers, after each chunk of a text.
 
     Args:
         model: A causal language model.
@@ -188,7 +189,7 @@ def next_token_log_probs(model: Any, ids: torch.Tensor, at: torch.Tensor) -> tor
     Args:
         model: A causal language model.
         ids: Token ids [B, T], of B rows of T tokens.
-        at: Positions of N tokens, at least 1, [N].
+        at: Positions [N] of the N tokens, each at least 1.
 
     Returns:
         Log-probabilities, fp32 [B, N], on the model's device.

@@ -13,7 +13,7 @@ MAX_LAYERS = 6  # in a figure of maps or mixing
 
 
 def plot_layers(path: PathLike, models: Mapping[str, list[dict[str, Any]]], note: str) -> None:
-    """Plot rank and entropy per layer, for all models in the same axes (figure 3b).
+    """Plot rank and entropy per layer, for all models in the same axes (like figure 3b of the paper).
 
     Args:
         path: PNG file to write.
@@ -43,7 +43,7 @@ def pick_evenly(items: Iterable[Any]) -> list[Any]:
 
 
 def plot_maps(path: PathLike, models: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Plot the attention weights of up to `MAX_LAYERS` layers per model (figure 3a).
+    """Plot the attention weights of up to `MAX_LAYERS` layers per model (like figure 3a of the paper).
 
     If the tokens form a grid, the weights of the middle token are drawn as a map below. Each matrix has its own color scale.
 
@@ -122,7 +122,7 @@ def draw_matrix(axes: Any, values: Any, power: float, top: float | None = None) 
     """Draw an array as an image without ticks.
 
     Args:
-        axes: Axes of matplotlib.
+        axes: The matplotlib axes.
         values: Array [rows, columns] of nonnegative numbers.
         power: Exponent of the color scale; see `PowerNorm` of matplotlib.
         top: Value at the end of the scale, which begins at 0 (default: the largest value).

@@ -21,7 +21,7 @@ def load_any(name: PathLike, device: torch.device | str | None, trust_remote_cod
     """Load a language model with its tokenizer, or an image classifier with its image processor, in float32.
 
     Raises:
-        ValueError: `name` is another kind of model.
+        ValueError: `name` is another kind of model, or cannot be loaded.
     """
     config = load_config(name, trust_remote_code=trust_remote_code)
     class_name = (config.architectures or ["model of unknown class"])[0]

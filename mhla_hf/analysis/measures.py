@@ -22,19 +22,23 @@ Calls = dict[str, list[Attention]]  # layer -> its recorded calls
 
 
 def count_rank(values: torch.Tensor, tolerance: float) -> int:
-    """Return the number of singular values above `tolerance` times the largest; `values` is in descending order."""
+    """Count the singular values, given in descending order, that exceed `tolerance` times the largest one."""
     return int((values > tolerance * values[0]).sum()) if values[0] > 0 else 0
 
 
 def effective_rank(values: torch.Tensor) -> float:
-    """Return the effective rank (Roy and Vetterli 2007): exp of the entropy of the normalized singular values."""
+    """Return the effective rank (Roy and Vetterli 2007), exp(entropy of the singular values divided by their sum)."""
     return row_entropy(values).exp().item() if values[0] > 0 else 0.0
 
 
 def row_entropy(rows: torch.Tensor) -> torch.Tensor:
-    """Return the entropy [...] in nats of rows of S weights, [..., S]; a row of zeros gives NaN.
+    """Return the entropy of each row in nats; NaN for a row of zeros.
 
-    The absolute weights of a row are divided by their sum first.
+    Args:
+        rows: Rows of S weights, [..., S]. The absolute weights of each row are divided by their sum first.
+
+    Returns:
+        The entropies, [...].
     """
     weight = rows.abs()
     share = weight / weight.sum(-1, keepdim=True)
@@ -45,7 +49,7 @@ def rank_bound(sizes: Iterable[int], width: int) -> int:
     """Return min(N, sum over blocks of min(n_b, d)), the largest rank that MHLA can have (section 4.3, table 1).
 
     Args:
-        sizes: Tokens per block, n_b.
+        sizes: Tokens per block, n_b. Their sum is N.
         width: Width of the keys, d.
     """
     sizes = list(sizes)
@@ -65,7 +69,8 @@ def record_model(model: nn.Module, batch: Mapping[str, Any], run: Callable[..., 
         A dict from layer to its calls, in the order of the forward pass.
 
     Raises:
-        ValueError: No layer is MHLA or calls torch's `scaled_dot_product_attention`.
+        ValueError: No layer is MHLA or calls torch's `scaled_dot_product_attention`, or the inputs cannot be recorded; see
+            `record_attention`.
     """
     was_training = model.training
     model.eval()
@@ -95,15 +100,15 @@ def measure_calls(layers: Calls, *, tolerance: float | None = None, progress: bo
         progress: Whether to show a progress bar.
 
     Returns:
-        A dict with "layers", a list of dicts in the order of the forward pass, and "mean", the means of rank, effective
-        rank and entropy over layers. The keys of a layer are
+        A dict with "layers", a list of dicts in the order of the forward pass, and "mean", a dict with the means of
+        "rank", "effective_rank" and "entropy" over layers. The keys of a layer are
             - "layer" (module), "kind" ("softmax", "linear", "mhla"), "tokens", "heads", "key_width" (d);
             - "part": the part of the matrix whose rank is measured, "whole" or "second half on first half";
             - "rank" (mean over samples and heads), "rank_min", "rank_max", "effective_rank";
-            - "bound": the largest possible rank (table 1: N, d or sum of min(n_b, d)); "tolerance";
+            - "bound": the largest possible rank of that part (see `rank_bound` for MHLA); "tolerance";
             - "entropy": mean over rows, in nats; "uniform_entropy": the same for equal weights on the tokens that each row
               sees;
-            - with a softmax window, "far_share": the share of the weights outside it.
+            - in layers that mix by decays, "far_share": the share of the weights outside the window (`Attention.far_share`).
 
     Raises:
         ValueError: The calls of a layer have different numbers of tokens, or a single one.
@@ -166,7 +171,7 @@ def _measure_matrix(
 
     Returns:
         Rank, effective rank, mean entropy of the rows in nats, and mean entropy of rows with equal weights on all tokens
-        that the row sees. Rows of zeros are left out of the means.
+        that each row sees. Rows of zeros are left out of the means.
     """
     values = torch.linalg.svdvals(matrix[part])
     nonzero_rows = matrix[(matrix != 0).any(-1)]

@@ -244,10 +244,10 @@ def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument
         argument: Name of the argument in error messages.
 
     Returns:
-        True if `record` equals `identity`, False if `folder` does not exist or is empty.
+        True if the content of `record` equals `identity`, False if `folder` does not exist or is empty.
 
     Raises:
-        ValueError: The folder belongs to something else.
+        ValueError: The folder contains other work or other files, or `folder` is a file.
     """
     folder = Path(folder)
     expected = json.loads(json.dumps(identity))

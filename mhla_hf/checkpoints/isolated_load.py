@@ -42,7 +42,7 @@ def load_isolated(
         "largest_difference"; and with a prompt, "continuation".
 
     Raises:
-        ValueError: The model does not load there; the message gives the reason.
+        ValueError: The model does not load or run there; the message gives the reason.
     """
     source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
     request = {
@@ -73,7 +73,9 @@ def load_isolated(
 
 
 def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str:
-    """Check that a model loads without mhla_hf, from its own source and with all weights, and that its logits are finite.
+    """Check that a model loads without mhla_hf, from its own source and with all weights.
+
+    The logits of a causal language model must also be finite.
 
     Returns:
         The module and name of its class.

@@ -68,7 +68,7 @@ def load_and_run_language_model(folder: str) -> tuple[Any, dict[str, Any]]:
 def load_diffusers_model(folder: str) -> tuple[Any, dict[str, Any]]:
     """Load a diffusers model or pipeline, and compare the weights of its MHLA models with the safetensors files.
 
-    Return the model, of several the last one, and a report of missing and unexpected weights.
+    Return its MHLA model (the last one if there are several) and a report of missing and unexpected weights.
     """
     import diffusers
 

@@ -66,7 +66,7 @@ def register_classes(config: Any, classes: Sequence[type]) -> None:
 
 
 def register_family(family: Family) -> None:
-    """Register the configuration and all model classes of a converted transformers family with the Auto classes.
+    """Register the MHLA configuration and all MHLA models of a transformers family with the Auto classes.
 
     If PEFT is imported already, its default LoRA targets for the base model type are also added for the converted one.
     """
@@ -218,7 +218,7 @@ def load_language_model(
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         device: Where the model goes (default: CUDA if there is a GPU, else the CPU).
         revision: Branch, tag or commit on the Hub.
-        trust_remote_code: Run the model's own source; not needed for models of this package.
+        trust_remote_code: Whether to run the model's own source; not needed for models of this package.
         weights: If False, allocate uninitialized parameters on the CPU instead of reading the weights. This is for a
             process that will receive its shards of the weights from another process.
         tokenizer: Folder or Hub id of the tokenizer (default: the model's own).

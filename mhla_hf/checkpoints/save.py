@@ -62,7 +62,7 @@ def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str
         there is no modules.json.
 
     Raises:
-        ValueError: A module is not one of the known types, which may mean that it runs code.
+        ValueError: A file cannot be read, or a module is not one of the known types, which may mean that it runs code.
     """
     from transformers.utils import cached_file
 
@@ -135,7 +135,8 @@ def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
         overwrite: Whether to allow a folder that contains a model saved by this package and nothing else.
 
     Raises:
-        ValueError: `folder` contains other files, is or contains the working or home folder, or cannot be written.
+        ValueError: `folder` contains other files or is a file, is or contains the working or home folder, or cannot be
+            written.
     """
     path = Path(folder).expanduser().resolve()
     start = f"output: got {str(folder)!r}"

@@ -71,7 +71,7 @@ else:
 
 
 def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
-    """Create a checked dataclass from a dict of its fields.
+    """Create an instance of a checked dataclass from a dict of its fields.
 
     Args:
         cls: A class decorated with `checked`.
@@ -79,7 +79,7 @@ def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
         prefix: Beginning of error messages, such as `"recipe 'x': "`.
 
     Returns:
-        The `cls`.
+        The instance of `cls`.
 
     Raises:
         ValueError: `values` is not a dict, a field is unknown or missing, or a value is not valid.

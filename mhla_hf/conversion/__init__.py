@@ -42,7 +42,7 @@ def convert(
 
     With `text`, a causal language model or text encoder is ready for use afterwards: its MHLA heads learn the outputs of
     their softmax originals, without labels, and the KV heads whose softmax a language model needs most keep it, along with
-    the query heads that read them. Without `text`, such a model starts close to its softmax window alone. It then needs
+    the query heads that read them. Without `text`, such a model at first reads little beyond its softmax window, and needs
     training (`mhla_hf.distill`), as does every other model except Sana, whose attention is linear before the conversion.
 
     Args:
@@ -57,7 +57,7 @@ def convert(
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
             percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". 0: none.
             Default: 1/6. Not for encoders, which have no cache.
-        context: Number of tokens for which `keep` is a size. Default: the model's positions.
+        context: Number of tokens at which a cache has the size `keep`. Default: the model's positions.
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; takes precedence over
             `settings`. Default: those of `settings`; without `settings`, "all" with `text`, else those of the model's
             family, such as "2/3" for language models and encoders.

@@ -30,7 +30,7 @@ def read_encoder_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress
         effort: Multiplier for the number of batches for fitting outputs.
 
     Returns:
-        Batches of token ids, int64 [N, T] each.
+        A `Rows` with batches of token ids, int64 [N, T] each, for N inputs of T tokens. There are none for gates.
 
     Raises:
         ValueError: `text` is "self".
@@ -82,7 +82,7 @@ class EmbeddingScores:
         rows: Batches of token ids, int64 [N, T] each, with different numbers of tokens T.
 
     Attributes:
-        scores: Scores of the softmax original: {"cosine": {number of tokens: 1.0}}.
+        scores: Scores of the softmax original: {"cosine": {number of tokens as a string: 1.0}}.
     """
 
     def __init__(self, model: Any, rows: list[torch.Tensor]) -> None:
@@ -92,7 +92,7 @@ class EmbeddingScores:
         self.scores = {"cosine": {str(ids.shape[1]): 1.0 for ids in rows}}
 
     def compare(self, model: Any) -> dict[str, dict[str, float]]:
-        """Return {"cosine": {number of tokens: mean cosine similarity of the model as it is now}}."""
+        """Return the scores of the model as it is now: {"cosine": {number of tokens as a string: mean similarity}}."""
         cosines = {}
         for ids, expected in zip(self.rows, self.expected, strict=True):
             cosines[str(ids.shape[1])] = round(float((embed(model, ids) * expected).sum(-1).mean()), 4)

@@ -169,7 +169,7 @@ def balance_masses(
     Args:
         core: A `DecayMHLA` or `TwoWayMHLA` with a local softmax.
         q, k: Rotated queries [B, T, H, K] and keys [B, T, G, K].
-        q_features, k_features: Features of queries and keys for the far part, [B, T, H, F] and [B, T, G, F].
+        q_features, k_features: The F features of queries and keys for the far part, [B, T, H, F] and [B, T, G, F].
         scale: Factor of q k^T in the softmax; None takes that of the core.
     """
     form, balance = core.form, core.mixing.balance

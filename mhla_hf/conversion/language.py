@@ -128,7 +128,7 @@ def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, 
         effort: Multiplier for the number of rows for fitting outputs.
 
     Returns:
-        Rows of token ids, int64 [1, T] each.
+        A `Rows` whose batches are single rows of token ids, int64 [1, T] each.
 
     Raises:
         TypeError, ValueError, ImportError: The text cannot be opened, see `data.open_text`.
@@ -313,7 +313,7 @@ def learn_from_rows(
 
     Returns:
         A JSON-serializable dict for `model.config.mhla_measured`: the text, the seed, the scores of the original and after
-        each step, the gates, and the heads that keep softmax.
+        each stage, the gates, and the heads that keep softmax.
     """
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report: dict[str, Any] = {
@@ -403,7 +403,7 @@ def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
         chosen: {layer: [KV head, ...]}.
 
     Raises:
-        ValueError: `chosen` has all KV heads of the model.
+        ValueError: `chosen` has all KV heads of all MHLA layers.
     """
     layers = mhla_layers(model)
     settings = MHLASettings.from_dict(model.config.mhla)

@@ -92,7 +92,7 @@ def sizes_of_layers(model: Any) -> dict[int, LayerSizes]:
 
 
 def sizes_of_conversion(model: Any, settings: MHLASettings) -> dict[int, LayerSizes]:
-    """Compute `sizes_of_layers` for a softmax language model as converted with these settings; it is not changed."""
+    """Compute `sizes_of_layers` for a softmax language model as converted with these settings, without changing it."""
     with torch.device("meta"):
         config = copy.deepcopy(model.config)
         student = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()

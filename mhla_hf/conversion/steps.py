@@ -25,7 +25,8 @@ def choose_settings(
         overrides: Single fields, which take precedence over `settings`.
 
     Returns:
-        The settings. If they have no window (`local`), options that need one are turned off, unless an override sets them.
+        The settings. Unless an override sets them, mixing without decays turns off the window (`local`), and a missing
+        window turns off the options that need one.
 
     Raises:
         TypeError: `settings` is not `MHLASettings`, or a field does not exist.

@@ -171,7 +171,7 @@ def extract_features(
         On the main process, a dict from name to features, [N, ...], in the order of the images; None on others.
 
     Raises:
-        ValueError: The images have different sizes, or a file cannot be read.
+        ValueError: The images of a batch have different sizes, or a file cannot be read.
     """
     cache.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(images), IMAGES_PER_FILE)
@@ -229,7 +229,10 @@ class Moments(NamedTuple):
 
 
 def frechet_distance(sample: Moments, reference: Moments) -> float:
-    """Compute the Fréchet distance |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) between two `Moments`."""
+    """Compute the Fréchet distance between two normal distributions with these `Moments`.
+
+    It is |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), where m1 and m2 are the means, and C1 and C2 the covariances.
+    """
     sample_cov = sample.covariance.double()
     reference_cov = reference.covariance.double()
     values, vectors = torch.linalg.eigh(sample_cov)
@@ -243,6 +246,8 @@ def frechet_distance(sample: Moments, reference: Moments) -> float:
 
 def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float | None]:
     """Compute the inception score: exp of the mean KL divergence of p(y|x) from p(y), averaged over splits of the images.
+
+    p(y|x) is the distribution of classes that the logits give for an image x, and p(y) is its mean over the split.
 
     Args:
         logits: [N, C], for N images and C classes.

@@ -190,7 +190,7 @@ class _Judge(PipelineJudge):
 
         Returns:
             The features, [number of images, width], and a dict from name of features to moments. The features are None if
-            no metric in `missing` needs them, and except on the main process.
+            the moments in the file suffice. What is computed from images is returned on the main process only.
 
         Raises:
             ValueError: The reference cannot be read, or has no images although they are needed.
@@ -219,7 +219,10 @@ class _Judge(PipelineJudge):
         return features.get("features"), {**computed_moments, **moments}
 
     def _plan(self) -> list[Sample]:
-        """Return one `Sample` per image. Class labels are drawn independently and uniformly, as by ADM and DiT."""
+        """Return one `Sample` per image. Class labels are drawn independently and uniformly, as by ADM and DiT.
+
+        Raise ValueError if the file of prompts cannot be read or is empty.
+        """
         protocol, count = self.protocol, self.count
         conditions: list[Any] = [None] * count
         if protocol.classes is not None:
@@ -362,7 +365,7 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
 def _read_examples(protocol: ClassificationProtocol, args: Any) -> tuple[LabeledImages, list[str], Any]:
     """Return the images to classify, the names of the classes, and a value that identifies the data.
 
-    With `args.limit`, these are only so many images, at equal distances in the data. Raise ValueError if there is no data.
+    With `args.limit`, at most that many are taken, at equal distances in the data. Raise ValueError if there is no data.
     """
     if not protocol.data:
         raise ValueError(
