@@ -29,7 +29,7 @@ STYLE: dict[str, Any] = {
 
 
 def draw_heads(measured: Mapping[str, Any]) -> str:
-    """Draw the KV heads that keep softmax as text, with one line per KV head and one column per layer.
+    """Return a text map of the KV heads that keep softmax, with one line per KV head and one column per layer.
 
     A head that keeps softmax is "#", one that became MHLA is ".", and a head that the layer does not have is a space.
 
@@ -66,7 +66,7 @@ def drawing(
         figsize: Width and height in inches.
         style: Matplotlib's rc parameters.
         note: A line of small text below the axes.
-        **options: Arguments of `Figure.subplots`.
+        **options: Further arguments of `Figure.subplots`.
 
     Raises:
         ImportError: Matplotlib is not installed.

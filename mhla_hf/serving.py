@@ -34,8 +34,8 @@ class Request:
         tokens: Token ids generated so far.
         finished: Whether generation has ended.
         slot: Slot in which the request is decoded; None before and after.
-        num_cached: Number of tokens in `cache`.
-        cache: Cache of the prompt during prefill.
+        num_cached: Number of tokens prefilled so far.
+        cache: Cache of the prompt during prefill; None before and after.
         processors: Logits processors, as in `generate`.
     """
 
@@ -140,10 +140,10 @@ class ContinuousBatch:
         model: A converted causal language model whose MHLA layers mix by decays (the default), so that their state has a
             fixed size.
         slots: Number of requests decoded together.
-        max_length: Maximum length of prompt and answer in tokens, for which softmax layers of a hybrid allocate memory.
-            Models without softmax layers have no limit.
+        max_length: Maximum number of tokens of prompt and answer together, for which softmax layers and heads allocate
+            memory. Models without softmax have no limit.
         chunk_size: Number of prompt tokens read in one step, so that a long prompt does not block the other requests.
-        generation_config: Greedy decoding or sampling of one sequence, as for `generate` (default: the model's own).
+        generation_config: Settings of greedy decoding or sampling, with one sequence per request (default: the model's own).
         compile: Whether to compile the decoding step; a string names the backend.
 
     Raises:
@@ -203,7 +203,8 @@ class ContinuousBatch:
             The request, whose `tokens` grow with every step.
 
         Raises:
-            ValueError: The prompt is empty, a softmax model's `max_length` is exceeded, or the name is in use.
+            ValueError: The prompt is empty, the maximum number of tokens is less than 1, prompt and answer could exceed
+                `max_length` (only with softmax layers or heads), or an unfinished request has the same name.
         """
         new_tokens = max_new_tokens if max_new_tokens is not None else self.config.max_new_tokens
         if new_tokens is None:
@@ -361,7 +362,7 @@ def make_slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[Cac
         position: See `SoftmaxSlots`.
 
     Raises:
-        ValueError: The state of a layer grows with the length, or it is neither MHLA nor softmax attention with a mask.
+        ValueError: A layer's state grows with the length, or the layer is neither MHLA nor softmax attention with a mask.
     """
     config = model.config.get_text_config()
     attentions = find_causal_attentions(model)
@@ -388,7 +389,7 @@ def make_slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[Cac
 def generate_batch(
     model: PreTrainedModel, prompts: list[list[int]], *, max_new_tokens: int | None = None, **options: Any
 ) -> list[list[int]]:
-    """Generate for several prompts of any lengths by continuous batching.
+    """Continue several prompts of any lengths by continuous batching.
 
     Args:
         model: See `ContinuousBatch`.

@@ -91,7 +91,7 @@ def _time_once(model: Any, ids: torch.Tensor, decode_tokens: int, bar: Any) -> t
         bar: A progress bar, which is not updated while time is measured.
 
     Returns:
-        (seconds of the forward pass and of one decoded token, bytes in the cache after the context).
+        (dict with "forward" and "decode, per token", both in seconds; bytes in the cache after the context).
     """
     ids = ids.to(model.device)
     start = clock(model.device)

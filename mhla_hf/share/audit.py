@@ -47,7 +47,8 @@ def audit(
         folder: The model's folder, with its tokenizer.
         teacher: Folder or Hub id of the softmax original, or of another model with the same vocabulary.
         text: Text file to run the model on (default: the end of the Python language reference).
-        tokens: Longest context, at least 64 (default: four times the trained length, but at most 8,192).
+        tokens: Longest context, at least 64 (default: 8,192). Contexts are never longer than the trained length, or four
+            times that with RoPE.
         out: JSON file to write; its folder is created.
         device: Device on which the model runs (default: CUDA if there is a GPU, else the CPU).
         trust_remote_code: Whether to run source code, of the model or the teacher, that this mhla_hf did not generate.
@@ -56,9 +57,9 @@ def audit(
 
     Returns:
         The content of `out`, a dict with
-            - "checks": a list of dicts with "name", "measured" (a description), "value" (number or text), "stderr",
-              "tolerance", "verdict" ("ok", "FINDING", "measured" for a number without a bound, or "not applicable"),
-              "reason" and "details";
+            - "checks": a list of dicts with "name", "measured" (a description), "value" (number or text), "stderr" (its
+              standard error), "tolerance", "verdict" ("ok", "FINDING", "measured" for a number without a tolerance, or
+              "not applicable"), "reason" and "details"; what a check does not have is None or empty;
             - "findings": the number of findings;
             - keys that describe the model, teacher, text, hardware, versions and command.
 

@@ -160,7 +160,7 @@ class AuditSubject:
 
     @functools.cached_property
     def teacher_comparison(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """KL from the teacher (nats per token) and share of equal next tokens for each text, [TEACHER_ROWS] each.
+        """KL from the teacher (nats per token) and share of equal next-token predictions for each text, [TEACHER_ROWS] each.
 
         Raises `NotApplicable` if there is no teacher.
         """

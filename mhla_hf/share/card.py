@@ -91,7 +91,7 @@ def compare_card(path: Path, text: str) -> None:
 
 
 def read_shelf_facts(root: PathLike, name: str) -> Facts:
-    """Return the facts of the card `name` in the folder of cards `root`. Raise ValueError if a file is missing."""
+    """Return the facts of a card in a folder of cards. Raise ValueError if a file is missing or not valid."""
     path = Path(root, RESULTS, f"{name}.json")
     if (measured := read_json(path)) is None:
         raise ValueError(f"{path}: got no such file, expected what was measured of {name!r}.")
@@ -131,6 +131,9 @@ def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | N
 
     Returns:
         The path of the card.
+
+    Raises:
+        ValueError: See `facts.read_folder`.
     """
     measured, person = read_folder(folder)
     text = render_card(make_facts(measured, person))

@@ -127,7 +127,7 @@ class Facts:
 
     @property
     def task(self) -> str | None:
-        """The Hub's name of the model's task."""
+        """The Hub's name of the model's task; None for a diffusion model without a `Family`."""
         task = dict((*KINDS.values(), BODY)).get(self.kind)
         return task or (self.family.task if self.family else None)
 
@@ -140,11 +140,11 @@ class Facts:
 
     @property
     def kept(self) -> list[int]:
-        """The layers without MHLA."""
+        """The indices of the layers without MHLA."""
         return [i for i in range(_count_layers(self.config) or 0) if i not in self.config["mhla"]["layers"]]
 
     def timed(self, unit: str) -> dict[str, list[dict[str, Any]]]:
-        """Return the rows of `speed` that have a value in `unit` ("ms" or "mib"), sorted by length and grouped by "what"."""
+        """Return a dict from "what" to the rows of `speed` with a value in `unit` ("ms" or "mib"), sorted by length."""
         rows = self.speed["rows"] if self.speed else []
         rows = sorted((row for row in rows if row.get(f"mhla_{unit}") is not None), key=lambda row: row["length"])
         by_phase: dict[str, list[dict[str, Any]]] = {}
@@ -159,7 +159,7 @@ def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
     In the configuration, the indices of MHLA layers are resolved.
 
     Raises:
-        ValueError: `folder` contains no saved MHLA model.
+        ValueError: `folder` contains no saved MHLA model, or its config.json lacks `auto_map`.
     """
     index = read_json(Path(folder, PIPELINE_INDEX))
     files = [Path(folder, "config.json")] if index is None else sorted(Path(folder).glob("*/config.json"))
@@ -280,7 +280,7 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
 
 
 def section_of(record: Result) -> str:
-    """Return the section of the card to which a record belongs, one of `SECTIONS`, or "" for a time."""
+    """Return the section of the card to which a record belongs, one of `SECTIONS`, or "" if it is a measurement of speed."""
     if record.task == SPEED or "_back_" in record.metric:
         return "" if record.task == SPEED else "Recall by depth"
     name = re.sub(r"[^a-z0-9]+", "_", f"_{record.task.lower()}_")

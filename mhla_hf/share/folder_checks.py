@@ -63,7 +63,7 @@ def stage_folder(
         draft: Whether to accept a converted language model without scores for recall and generation.
 
     Returns:
-        The files and folders that are not part of the model and therefore not shared.
+        Paths, relative to `folder`, of the files and folders that are not part of the model and therefore not shared.
 
     Raises:
         ValueError: The first problem found; the message names the file.

@@ -120,8 +120,8 @@ def send(
 ) -> Pushed:  # fmt: skip
     """Commit all files of a checked folder to a repository. The repository is created if it does not exist.
 
-    Weights and settings of an older model that the folder does not have are deleted in the same commit. It can be repeated
-    after an interruption: nothing is created or sent twice.
+    Weights and settings of an older model that the folder does not have are deleted in the same commit. After an
+    interruption, call it again: nothing is created or sent twice.
 
     Args:
         folder: The folder, whose files are all sent.
@@ -189,7 +189,8 @@ def list_files(folder: PathLike) -> list[Path]:
 def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> str:
     """Render a card without scores for a folder that has no card.
 
-    Raise ValueError if the folder has a card, or the license is neither given nor stated by the card of `base_model`.
+    Raise ValueError if the folder has a card, or the license is neither given nor stated by the card of `base_model`, which
+    is not read if `dry_run`.
     """
     if (folder / CARD_FILE).is_file():
         raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")

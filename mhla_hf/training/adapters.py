@@ -54,7 +54,7 @@ def import_peft(model: Any = None) -> Any:
 
 
 def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
-    """Return a `peft.LoraConfig` for a converted language model: LoRA, and every MHLA module trained and saved in full.
+    """Return a `peft.LoraConfig` that adds LoRA to a converted language model, and trains and saves all MHLA modules.
 
     Args:
         model: A converted language model.
@@ -75,11 +75,12 @@ def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> No
 
     Args:
         model: A converted language model, or the result of `get_peft_model(model, adapter_config(model))`. The MHLA modules
-            of the former, or the active adapters of the latter, are saved.
+            of the former, or all adapters of the latter, are saved.
         folder: Where to write the files of a PEFT adapter and mhla.json.
 
     Raises:
         TypeError: The model is neither.
+        ImportError: PEFT is not installed.
     """
     untyped_model: Any = model
     is_peft_model = hasattr(model, "peft_config")
@@ -116,7 +117,7 @@ def load_adapter(
     model: "torch.nn.Module | PeftModel", source: str | Path, adapter_name: str = "default", *,
     revision: str | None = None, is_trainable: bool = False,
 ) -> "PeftModel":  # fmt: skip
-    """Load a saved adapter onto its base, or a fine-tune of it.
+    """Load a saved adapter onto its base model or a fine-tune of that model.
 
     Args:
         model: A softmax language model, which is converted in place; a model that was converted with the same settings; or a

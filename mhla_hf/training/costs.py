@@ -14,7 +14,7 @@ FP32_BYTES = 4
 def count_active_parameters(model: Any) -> int:
     """Return the number of parameters that each token uses.
 
-    In a mixture of experts, only as many experts count as a token is routed to.
+    In a mixture of experts, only the experts that a token is routed to are counted.
 
     Args:
         model: A transformers model, which may be on the meta device.

@@ -50,9 +50,10 @@ def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditio
 class NoiseProcess:
     """The noise process of a scheduler. It adds noise to clean latents, and computes the target of the transformer.
 
-    In flow matching, with s = time / 1,000: x_t = (1 - s) x_0 + s noise, and the prediction is the velocity noise - x_0. In
-    DDPM: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction is the noise, the sample or the velocity, depending
-    on the `prediction_type` of the scheduler.
+    x_0 stands for the clean latents, x_t for the noisy ones at time t. In flow matching, with s = t / `num_times`:
+    x_t = (1 - s) x_0 + s noise, and the prediction is the velocity noise - x_0. In DDPM, with a_t = `alphas_cumprod[t]`:
+    x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction is the noise, the sample or the velocity, depending on the
+    `prediction_type` of the scheduler.
 
     Args:
         scheduler: A diffusers scheduler.

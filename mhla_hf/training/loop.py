@@ -118,7 +118,7 @@ def _train(
 ) -> Any:  # fmt: skip
     """Create an `Accelerator`, open the data, train, and return the result of `Run.execute`.
 
-    At the end, Accelerate's global state is reset if it did not exist before; of several processes, only its main part.
+    At the end, Accelerate's global state is reset if it did not exist before; with several processes, `PartialState` stays.
     """
     with require_extra("distill", "accelerate", "train"):
         import accelerate

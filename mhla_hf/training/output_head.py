@@ -30,7 +30,7 @@ class OutputHead(NamedTuple):
     cap: float | None
 
     def transform(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits [..., vocab], scaled and soft-capped, for the output of the linear layer, of the same shape."""
+        """Scale and soft-cap the outputs of the linear layer, [..., vocab], and return the logits, of the same shape."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 

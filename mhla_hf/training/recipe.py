@@ -31,7 +31,7 @@ class CommonStage:
         lr_mhla: Peak learning rate of the parameters under `.mhla.`; None means `lr`.
         warmup: Number of steps of linear warmup.
         schedule: Learning-rate schedule after the warmup: "cosine", "linear" or "constant".
-        lr_end: Final learning rate, as a fraction of `lr`. Not used by the constant schedule.
+        lr_end: Final learning rates, as a fraction of the peak learning rates. Not used by the constant schedule.
         weight_decay: AdamW's weight decay, applied only to matrices outside of `.mhla.`.
         beta1: AdamW's beta1.
         beta2: AdamW's beta2.
@@ -68,11 +68,11 @@ class CommonStage:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the loss compares the student with a teacher."""
+        """Whether the loss needs the teacher model."""
         return self.loss not in self.WITHOUT_TEACHER
 
     def lr_factor(self, step: int) -> float:
-        """Return the factor by which the peak learning rates are multiplied at `step` (0-based)."""
+        """Return the multiplier of the peak learning rates at `step` (0-based)."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.schedule == "constant":

@@ -251,8 +251,8 @@ class Run:
     def _restore(self, latest: Path) -> None:
         """Load the weights, optimizer, average and random generators from a saved state.
 
-        The random generators are not restored if the number of processes has changed. Raise ValueError if a file cannot be
-        read.
+        If the number of processes has changed, a process without saved random generators keeps its own. Raise ValueError if
+        a file cannot be read.
         """
         from accelerate.utils import load
 

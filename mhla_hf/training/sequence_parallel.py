@@ -41,8 +41,8 @@ def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> d
     All processes of the group must call this.
 
     Args:
-        batch: The whole batch, the same in all processes: `input_ids` [B, T] without padding and, for training, `labels`
-            [B, T]. Sequences that are packed into one row (B = 1) come with `position_ids`, `seq_idx` or
+        batch: The whole batch, the same in all processes: `input_ids` [B, T], B rows of T tokens without padding, and for
+            training `labels` [B, T]. Sequences that are packed into one row (B = 1) come with `position_ids`, `seq_idx` or
             `cu_seq_lens_q`, as on a single process.
         model: A converted language model.
         group: Process group of the P processes that share sequences; None means all processes.
@@ -81,7 +81,7 @@ def share_of_sequence(batch: dict[str, Any], model: Any, group: Any = None) -> d
 
 
 def _check_same_batch(ids: torch.Tensor, group: Any) -> None:
-    """Raise ValueError in all processes if the shapes or the sums of their ids differ. All processes must call this."""
+    """Raise ValueError in all processes if their `ids` differ in shape or sum. All processes must call this."""
     summary = torch.tensor([*ids.shape, int(ids.sum())], device=ids.device)
     maxima = torch.stack([summary, -summary])  # the second row: minima, negated
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
@@ -203,7 +203,7 @@ def gathered_attention(
         key: [B, G, t, K].
         value: [B, G, t, V].
         attention_mask: Ignored, since there is no padding.
-        scaling: Factor of the scores.
+        scaling: Multiplier of the scores; None means 1 / sqrt(K).
         dropout: Dropout probability.
         **kwargs: `cu_seq_lens_q`, the borders of the sequences in the whole row, and optionally `sliding_window`.
 

@@ -1,7 +1,8 @@
 """Store a teacher's most likely next tokens on a text, for stages with the loss "stored".
 
-The folder holds ids.npy, int32 [N, L]; tokens.npy, int32 [N, L, k]; log_p.npy, fp16 [N, L, k]; and taught.json. A
-student is trained from this folder, without loading or running the teacher.
+For N sequences of L tokens and k stored tokens at each position, the folder holds ids.npy, int32 [N, L]; tokens.npy, int32
+[N, L, k]; log_p.npy, fp16 [N, L, k]; and taught.json. A student is trained from this folder, without loading or running the
+teacher.
 """
 
 import dataclasses
@@ -203,7 +204,7 @@ class TaughtText:
     """Training data from a folder that `teach` wrote.
 
     Args:
-        folder: A complete folder.
+        folder: A folder that `teach` has completed.
         vocab_size: Size of the student's vocabulary.
 
     Raises:

@@ -81,7 +81,7 @@ class LabeledImages:
             training_name: Name of the training data in error messages.
 
         Raises:
-            ValueError: The training data lack a class.
+            ValueError: The training data lack a class, or a label has no name.
         """
         names = self.class_names or ()
         for name in names:
@@ -161,8 +161,12 @@ def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) ->
 def find_output_size(processor: Any, channels: int) -> tuple[int, int]:
     """Return the height and width of an image processor's output.
 
+    Args:
+        processor: A transformers image processor.
+        channels: 1 for grayscale images, any other number for RGB images.
+
     Raises:
-        ValueError: They depend on the input, or the output does not have `channels` channels.
+        ValueError: They depend on the input, or the processor does not accept such images.
     """
     blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
     expected = f"one that makes images of one height and width and {channels} channels"

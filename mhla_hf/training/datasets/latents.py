@@ -246,11 +246,11 @@ class ClassConditions:
         self.num_classes = num_classes
 
     def draw(self, generator: torch.Generator) -> Condition:
-        """Return a random class."""
+        """Return {"class_labels": a random class, an int64 scalar}."""
         return {"class_labels": torch.randint(self.num_classes, (), generator=generator)}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the labels of B samples, int64 [B]. Raise ValueError for labels that the model does not have."""
+        """Return {"class_labels": int64 [B]} for B samples. Raise ValueError for labels that the model does not have."""
         labels = torch.tensor([self.num_classes if row is None else int(row["class_labels"]) for row in samples])
         if not 0 <= labels.min() <= labels.max() <= self.num_classes:
             raise ValueError(
@@ -355,7 +355,7 @@ def _open_folder(path: Path, name: str) -> Latents:
 
 
 def read_prompt_lines(path: Path) -> list[str]:
-    """Return the lines of a text file that are not empty."""
+    """Return the nonempty lines of a text file, without surrounding whitespace."""
     return [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
 
 

@@ -244,7 +244,7 @@ class DiffusionTask(Task[DiffusionStage]):
     def _check_data(
         self, stages: Sequence[DiffusionStage], prompts: list[str] | None, latents: Latents | None, takes_text: bool
     ) -> None:
-        """Raise ValueError if the data lack the model's conditions or latents for a loss, or texts cannot be encoded."""
+        """Raise ValueError if the data do not suit the model, a loss needs latents instead, or texts cannot be encoded."""
         columns = () if latents is None else latents.columns
         condition_columns = ("prompt_embeds", "prompt") if takes_text else ("class_labels", "label")
         if latents is not None and not set(condition_columns) & set(columns):
@@ -267,7 +267,7 @@ class DiffusionTask(Task[DiffusionStage]):
             )
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
-        """Return the shape of a sample's latents, channels, rows and columns, with frames before the rows for video.
+        """Return the shape of a sample's latents: (channels, rows, columns), for video (channels, frames, rows, columns).
 
         It is computed from the stage's size in pixels or, without one, the model's `sample_size`. Raise ValueError if the
         size does not have as many axes as the model.

@@ -138,7 +138,7 @@ def next_token_loss(
         targets: int64 [N]; -100 marks tokens without a loss.
         teacher: The teacher's logits [N, vocab]; or its k most likely tokens, int64 [N, k], and their log-probabilities
             [N, k], where all other tokens are merged into one; or an empty sequence, for a KL divergence of 0.
-        temperature: T.
+        temperature: T. Used only with the teacher's logits.
         ce_weight: Weight of the cross-entropy.
         head: The student's output head, or None.
         to_teacher_targets: Function applied to the tensors of `teacher`, chunk by chunk, if these are something else, such
