@@ -35,7 +35,7 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
-    """Divide an axis into `num_new` and into `num_old` equal parts; compute the share of each new part in each old one.
+    """Compute which share of each of `num_new` equal parts of an axis lies in each of its `num_old` equal parts.
 
     Returns:
         fp32 [num_new, num_old]; rows sum to 1.

@@ -123,7 +123,7 @@ class MHLASettings:
             one). "direct" learns the weights themselves, as released checkpoints do; negative weights are refused on
             loading. "free" is "direct" with weights of any sign (the released video checkpoints). "decay" makes each head's
             weight a sum of `num_decays` exponentials of the distance: there is no matrix, cost is linear in length, the
-            decoder state has constant size, and the initial weights are close to plain linear attention.
+            decoder state has constant size, and the initial weights are nearly those of plain linear attention.
         num_decays: Number of exponentials R of the "decay" form. The first one is constant (decay factor 1) unless
             `free_decay`.
         free_decay: Whether the decay factor of the first exponential is learned, too, instead of fixed at 1.

@@ -67,7 +67,7 @@ def mhla(
             call agreed with fp64, else PyTorch, and logs its choice once.
 
     Returns:
-        o [B, T, H, V] in v's dtype; with `return_state`, the pair (o, MHLAState).
+        o [B, T, H, V] in v's dtype (with `unrounded`, that of the sums); with `return_state`, the pair (o, MHLAState).
 
     Raises:
         TypeError, ValueError: If an argument is invalid; the message names it.
@@ -146,7 +146,7 @@ def mhla_step(
         normalize, scale, q_den, k_den, unrounded, impl: As in `mhla`.
 
     Returns:
-        o [B, T, H, V] in v's dtype, and the state.
+        o [B, T, H, V] in v's dtype (with `unrounded`, that of the sums), and `state`.
 
     Raises:
         TypeError, ValueError: If an argument is invalid; the state is then unchanged.

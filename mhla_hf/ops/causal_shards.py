@@ -138,7 +138,7 @@ def gather_parts(x: torch.Tensor, borders: torch.Tensor, axis: int, group: "dist
     Args:
         x: The part of this process.
         borders: int64 [P + 1] on the CPU; process p has the elements from `borders[p]` to `borders[p + 1]` along `axis`.
-        axis: The axis along which x is a part and the result is whole.
+        axis: The axis that is divided among the processes.
         group: The processes.
     """
     lengths = borders.diff().tolist()
@@ -344,7 +344,7 @@ def sharded_sum(
     group: "dist.ProcessGroup | None",
     impl: str,
 ) -> torch.Tensor:
-    """Compute the sum of weight * v for the queries of this shard, over the keys at and before each, of all shards.
+    """Compute the sum of weight * v over all keys of the row up to each query of this shard.
 
     This is a collective: every process of `group` must call it.
 

@@ -253,7 +253,7 @@ def advance(
     block_index: torch.Tensor,
     end_block: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the running sums of a later block.
+    """Compute the running sums that the queries of a later block read.
 
     Args:
         past: The sums so far, which already contain the blocks up to `past.block - lag`; None if there are none.

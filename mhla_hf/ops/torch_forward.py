@@ -88,7 +88,7 @@ class HeadWork:
 def full_sums(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor, with_den: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the sums over all keys: of weight * v, [R, M, C, V], and of the weights, [R, M, C], None unless `with_den`."""
+    """Compute two sums over all keys: of weight * v, [R, M, C, V], and of weights, [R, M, C] (None unless `with_den`)."""
     num = q @ mix_blocks(m, k.mT @ v)
     den = (q @ mix_blocks(m, k.sum(2)[..., None])).squeeze(3) if with_den else None
     return num, den

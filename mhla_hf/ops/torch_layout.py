@@ -125,7 +125,7 @@ class Heads:
             target.add_(x.unflatten(1, (target.shape[2], -1)).sum(2).transpose(1, 2))
 
     def take_mixing(self, mixing: torch.Tensor, scale: float) -> torch.Tensor:
-        """Scale the mixing matrix of the selected heads: [Mq, Mk] or [H, Mq, Mk] -> [R or 1, Mq, Mk]."""
+        """Multiply the mixing matrix of the selected heads by `scale`: [Mq, Mk] or [H, Mq, Mk] -> [R or 1, Mq, Mk]."""
         mixing = mixing.to(self.sum_dtype) * scale
         return mixing[None] if mixing.dim() == 2 else mixing[self.heads].repeat(self.num_rows, 1, 1)
 
