@@ -15,7 +15,7 @@ FROZEN_DECAY_WEIGHT = 1e-30  # practically zero, but with a finite logarithm
 
 
 class DecayMixing(nn.Module):
-    """Learns the weights and rates of `Decays`, and the balance of the far part relative to a local softmax, in fp32.
+    """Learns the weights and rates of `Decays`, and the balance of the far part relative to a local softmax.
 
     Attributes:
         weight: [H, R], logits; their softmax over R gives the weights of the decays.

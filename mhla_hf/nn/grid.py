@@ -61,7 +61,7 @@ def grid_distances(layout: Sequence[int]) -> torch.Tensor:
 
 
 class GridMixing(Mixing):
-    """A learned mixing matrix over the blocks of a grid, fp32 whatever the model's dtype (paper section 4.2).
+    """A learned mixing matrix over the blocks of a grid, computed in fp32 whatever the model's dtype (paper section 4.2).
 
     The parameter `weight` is [M, M], or [H, M, M] with one matrix per head. M is the product of `layout`, plus one if there
     are prefix tokens.

@@ -25,8 +25,9 @@ KeyMap = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class LocalState(RowState):
     """The decoder state of near and far attention, for B rows.
 
-    It is changed in place, and its tensors keep their addresses. Nothing has a gradient. S is the number of sinks and
-    W = (lag + 1) * C the size of the ring; `ring_slot` says which token is in which slot.
+    It is changed in place, and its tensors keep their addresses while the number of rows stays the same. Nothing has a
+    gradient. S is the number of sinks and W = (lag + 1) * C the size of the ring; `ring_slot` says which token is in which
+    slot.
 
     Args:
         block_size: Tokens per block, C.
@@ -92,7 +93,7 @@ class LocalState(RowState):
         )
 
     def crop(self, count: int) -> None:
-        """Remove the last `count` tokens of every row, in place. `continue_local` calls `rewind` to correct the sums.
+        """Remove the last `count` tokens of every row, in place. The next `continue_local` corrects the sums.
 
         Raises:
             ValueError: If a row has fewer tokens, or if the ring has already overwritten tokens that would be needed.
