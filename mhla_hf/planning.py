@@ -72,7 +72,8 @@ def plan(
         command: The shell command that repeats the estimate, for the record.
 
     Returns:
-        A JSON-serializable dict, which `render_plan` renders as text. Cache sizes are in bytes per sequence.
+        A JSON-serializable dict, which `render_plan` renders as text. Among its keys are "mhla_layers", "kept_layers" (by
+        reason), "parameters", "cache" (bytes per sequence), "timing" (None if not requested), "distillation", and "advice".
 
     Raises:
         NotConvertible: Nothing in this model type can be converted; the message gives the reason.
@@ -167,12 +168,13 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
 
     Args:
         model: Folder or Hub id of a softmax language model. The costs of the recipes that convert a language model are
-            estimated for it. Without it, only the costs of recipes that train one from scratch are estimated.
+            estimated for it. Without it, only the costs of recipes that train a language model from scratch are.
         tflops: See `plan`.
 
     Returns:
         A list of dicts, one per recipe, with "name", "task", "base", "about", "stages", "memory", "flops" and "hours". The
-        last three are values of `estimate_costs`, or None if they are not estimated.
+        last three are values of `estimate_costs`, or None if they are not estimated ("hours" also without
+        `tflops`).
     """
     check_tflops(tflops)
     config = None if model is None else load_config(model)
@@ -264,7 +266,7 @@ def time_lengths(
 
     Returns:
         A list of dicts with "tokens", "softmax_ms" and "mhla_ms", one per length. Both functions are timed in turns, for at
-        most `ROUNDS` rounds; the times are those of the fastest round.
+        most `ROUNDS` rounds; each time is the shortest of the function in any round.
     """
     rows = []
     spent = 0.0
@@ -440,7 +442,7 @@ def format_three_digits(number: float | None) -> str:
 
 
 def format_hours(hours: float) -> str:
-    """Format a duration in hours, minutes or seconds, whichever is the largest unit of at least 1."""
+    """Format a duration in the largest of hours, minutes, and seconds that gives at least 1, else in seconds."""
     unit, size = ("hours", 1) if hours >= 1 else ("minutes", 60) if 60 * hours >= 1 else ("seconds", 3600)
     return f"{hours * size:,.1f} {unit}"
 

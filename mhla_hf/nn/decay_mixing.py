@@ -15,12 +15,12 @@ FROZEN_DECAY_WEIGHT = 1e-30  # practically zero, but with a finite logarithm
 
 
 class DecayMixing(nn.Module):
-    """Learns the weights and rates of `Decays`, and the balance of the far part relative to a local softmax, in fp32.
+    """Learns the weights and rates of `Decays`, and the balance of the far part relative to a local softmax.
 
     Attributes:
         weight: [H, R], logits; their softmax over R gives the weights of the decays.
-        rate: [G, R - 1], logits of the decay factors: lambda = sigmoid(rate). The first lambda is fixed at 1. With
-            `free_decay` [G, R], and the first is learned, too. Absent if there is nothing to learn.
+        rate: [G, R - 1], logits of the decay factors lambda = sigmoid(rate) of all decays but the first, whose lambda is
+            fixed at 1. With `free_decay`, [G, R], for all decays. Absent if it would be empty.
         balance: [H], see `local_attention`; only with an initial balance.
         power: [H], see `Decays`; only with `length_power`.
 
@@ -29,8 +29,8 @@ class DecayMixing(nn.Module):
         num_kv_heads: Number of KV heads, G.
         num_decays: Number of decays, R.
         balance: Initial balance; None without a local softmax.
-        learn: Whether weights and rates are trained. Otherwise they stay at plain linear attention; the balance is always
-            trained.
+        learn: Whether weights, rates, and power are trained. Otherwise they keep their initial values, and all decays but
+            the first have practically no weight. The balance is always trained.
         free_decay: Whether lambda of the first decay is learned, too.
         length_power: Whether the far part is scaled by a learned power of the number of far blocks.
     """
@@ -66,7 +66,7 @@ class DecayMixing(nn.Module):
             self.get_parameter(name).data.copy_(value)
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
+        """Return the initial values of the parameters by name, for models built on the meta device and filled later."""
         num_others = self.num_decays - 1
         other_weight = INITIAL_DECAY_WEIGHT if self.learn else FROZEN_DECAY_WEIGHT
         weight = torch.tensor([1.0 - other_weight * num_others, *[other_weight] * num_others])
@@ -87,7 +87,7 @@ class DecayMixing(nn.Module):
         """Return the decays, and the balance [H] (None without a local softmax), in fp32.
 
         Args:
-            heads: Which heads are MHLA, to return only these; None for all heads.
+            heads: Which heads are MHLA, to return the values of only these; None for all heads.
         """
         if self.num_decays > self.num_fixed:
             log_rate = F.pad(F.logsigmoid(self.rate.float()), (self.num_fixed, 0))
@@ -110,14 +110,14 @@ class DecayMixing(nn.Module):
 
         Returns:
             fp32 [H, 2 * R + (0 to 2)]: weights, log rates repeated for query heads, then power and balance if they exist. H
-            is the number of query heads that `forward` returned.
+            is the number of query heads in the result of `forward`.
         """
         log_rate = decays.log_rate.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
         columns = [x[:, None] for x in (decays.power, balance) if x is not None]
         return torch.cat([decays.weight, log_rate, *columns], 1).detach()
 
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
-        """Split a tensor from `pack` into (decays, balance)."""
+        """Undo `pack`: return the decays and the balance (None without a local softmax)."""
         count = self.num_decays
         share = self.num_heads // self.num_kv_heads
         weight = packed[:, :count]

@@ -16,11 +16,11 @@ MAX_EXPONENT = 6.0  # of the "exp" map
 
 
 class FeatureMap(nn.Module):
-    """Maps queries or keys [B, T, H, K] to features [B, T, H, F].
+    """Maps queries or keys [B, T, H, K] to features [B, T, H, F]; F is 2 * K for "hedgehog" and K for the other kinds.
 
     Args:
         kind: "relu", "plain_relu", "elu", "identity", "hedgehog", "softmax" or "exp"; see `MHLASettings.feature_map`.
-        num_heads: Number of heads, H; learned maps have one W per head.
+        num_heads: Number of heads, H; learned maps have a weight matrix W for each.
         head_dim: Width of the input, K.
     """
 
@@ -43,7 +43,7 @@ class FeatureMap(nn.Module):
         return 2 * self.head_dim if self.kind == "hedgehog" else self.head_dim
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
+        """Return the initial values of the parameters by name, for models built on the meta device and filled later."""
         values = {}
         if self.kind in INITIAL_WEIGHT_SCALE:
             identity = torch.eye(self.head_dim).expand(self.weight.shape)

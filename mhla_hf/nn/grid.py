@@ -21,7 +21,7 @@ from .settings import MHLASettings
 
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply a rotary embedding to neighboring pairs of channels, in fp32.
+    """Apply a rotary embedding to pairs of neighboring channels, in fp32.
 
     Args:
         x: [B, T, H, K].
@@ -35,7 +35,7 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
-    """Compute which share of each of `num_new` equal parts of an axis overlaps each of `num_old` equal parts.
+    """Compute which share of each of `num_new` equal parts of an axis lies in each of its `num_old` equal parts.
 
     Returns:
         fp32 [num_new, num_old]; rows sum to 1.
@@ -61,7 +61,7 @@ def grid_distances(layout: Sequence[int]) -> torch.Tensor:
 
 
 class GridMixing(Mixing):
-    """A learned mixing matrix over the blocks of a grid, fp32 whatever the model's dtype (paper section 4.2).
+    """A learned mixing matrix over the blocks of a grid, computed in fp32 whatever the model's dtype (paper section 4.2).
 
     The parameter `weight` is [M, M], or [H, M, M] with one matrix per head. M is the product of `layout`, plus one if there
     are prefix tokens.
@@ -81,7 +81,7 @@ class GridMixing(Mixing):
         super().__init__(prod(self.layout) + prefix, num_heads, **choices)
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of `weight`, for models that are built on the meta device and filled later."""
+        """Return {"weight": its initial value}, for models that are built on the meta device and filled later."""
         count = prod(self.layout)
         start = torch.ones(count, count)
         if self.start == "locality" and count > 1:
@@ -103,7 +103,7 @@ class GridMixing(Mixing):
             counts: Number of blocks along each axis of the input.
 
         Returns:
-            fp32 [M', M'] or [H, M', M'].
+            fp32 [M', M'] or [H, M', M'], where M' is the number of blocks of the input, the prefix block included.
         """
         weight = self.weight.float()
         weight = weight.softmax(-1) if self.form == "softmax" else weight * 1.0
@@ -138,7 +138,7 @@ class GridConv(nn.Module):
         """Convolve the tokens of a grid.
 
         Args:
-            x: [B, T, C] or [B, T, H, V], tokens in row-major order.
+            x: [B, T, C] or [B, T, H, V] with C = H * V channels; tokens in row-major order.
             grid: Number of tokens along each axis.
 
         Returns:
@@ -158,7 +158,7 @@ class PositionConv(GridConv):
             value.data.zero_()
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
+        """Return the initial values of the parameters by name, for models built on the meta device and filled later."""
         return {f"conv.{name}": torch.zeros(value.shape) for name, value in self.conv.named_parameters()}
 
 
@@ -204,7 +204,7 @@ class GridMHLA(MHLACore):
             v: [B, T, H, V].
             grid: Number of tokens along each axis, with as many axes as `settings.layout`.
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
-            rotate: Rotary embedding of q and k or, with `rope="after"`, of their features.
+            rotate: Rotary embedding of q and k or, with `rope="after"`, of their features; None if there is none.
             key_mask: bool [B, T], False for padding.
             shard: If tokens are spread over processes, the arguments `rank`, `edges`, and `add_up` of `sharded_mhla`; q, k,
                 v, and hidden_states are then those of this process.
@@ -213,7 +213,8 @@ class GridMHLA(MHLACore):
             [B, T, H, V] in v's dtype.
 
         Raises:
-            ValueError: If the grid does not have T tokens, or `shard` is given along with prefix tokens, a key_mask, or cpe.
+            ValueError: If grid and prefix do not make T tokens, or `shard` is given along with prefix tokens, a key_mask, or
+                cpe.
         """
         blocks = Blocks.grid(tuple(grid), self.mixing.layout, prefix=self.prefix)
         if shard is not None and (self.prefix or self.settings.cpe or key_mask is not None):

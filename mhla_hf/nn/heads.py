@@ -16,8 +16,9 @@ class HeadSplit:
         num_kv_heads: The number of KV heads of the layer, G.
 
     Attributes:
-        counts: The number of KV heads that keep softmax (key True) and of MHLA KV heads (key False).
-        runs: Consecutive heads of one kind, each as (first KV head, one past the last, whether they are softmax).
+        counts: The number of KV heads that keep softmax (key True) and that are MHLA (key False).
+        runs: Runs of consecutive KV heads that all keep softmax or are all MHLA, each as (first KV head, one past the last,
+            whether they keep softmax).
     """
 
     def __init__(self, softmax_heads: Sequence[int], num_kv_heads: int):
@@ -61,6 +62,6 @@ class HeadSplit:
         return torch.cat(pieces, dim)
 
     def of_rank(self, rank: int, size: int) -> "HeadSplit":
-        """Return the split for process `rank` of `size` tensor-parallel ones, with its KV heads renumbered from 0."""
+        """Return the split of the KV heads of process `rank`, renumbered from 0, under `size`-way tensor parallelism."""
         count = self.num_kv_heads // size
         return HeadSplit([head - rank * count for head in self.softmax_heads if head // count == rank], count)

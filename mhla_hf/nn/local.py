@@ -1,4 +1,4 @@
-"""Cores of converted models of text that mix by decays, with a local softmax: causal (`DecayMHLA`) and two-way."""
+"""MHLA cores that mix by decays, for converted models of text: causal (`DecayMHLA`) and bidirectional (`TwoWayMHLA`)."""
 
 from dataclasses import replace
 from math import log
@@ -22,9 +22,9 @@ HARMLESS_BALANCE = -4.0
 def start_balance(settings: MHLASettings, key_dim: int, causal: bool) -> float:
     """Compute the initial balance of the far part (see `local_attention`).
 
-    For random keys, <fq, fk> is about 2 / K with Hedgehog features and of the order of K with features that do not sum to
-    one; the balance compensates for that. Features of real keys saturate: with `rope="near"`, and in encoders, the far part
-    starts so small that a converted model is not worse than its window alone.
+    For random keys, the product of a query's and a key's features is about 2 / K with Hedgehog, and is taken to be of the
+    order of K with all other maps; the balance compensates for that. Features of real keys saturate: with `rope="near"`,
+    and in encoders, the far part starts so small that a converted model is not worse than its window alone.
     """
     if settings.rope == "near" or not causal:
         sums_to_one = settings.feature_map in ("hedgehog", "softmax")
@@ -112,8 +112,9 @@ class DecayMHLA(DecayCore):
 
         Args:
             q, k, v, hidden_states, starts, key_mask, cu_seqlens, cache: As in `MHLA.forward`, for the MHLA heads only.
-            scale: Factor of q k^T in the softmax of the base model; None is K**-0.5.
-            cos_sin: [B or 1, T, 1, A], cosines and sines of the rotation of q and k; None if they were not rotated.
+            scale: Multiplier of q k^T in the softmax of the base model; None is K**-0.5.
+            cos_sin: [B or 1, T, 1, A], cosines and sines of the rotation of q and k, where A is the number of rotated
+                dimensions of a head; None if q and k were not rotated.
 
         Returns:
             [B, T, H, V] in v's dtype.
@@ -169,11 +170,11 @@ class DecayMHLA(DecayCore):
     attend = staticmethod(local_attention)
 
     def map_keys(self, k: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """Compute the features of keys for the far part, of the MHLA heads only; see `KeyMap` for the arguments."""
+        """Compute the features with which the MHLA heads' keys enter the far part. See `KeyMap` for arguments and result."""
         return self.k_map(self.unrotate(k, cos_sin), self.heads)
 
     def read_mixing(self, cache: Any) -> tuple[Decays, torch.Tensor | None]:
-        """Return the decays and the balance of the MHLA heads.
+        """Return the decays and the balance (None without a local softmax) of the MHLA heads.
 
         They are stored in a new cache (`cache.mixing`), and read from a cache that holds tokens. They are packed into one
         tensor there, because every tensor that a compiled step reads costs time.
@@ -211,8 +212,8 @@ class DecayMHLA(DecayCore):
     ) -> torch.Tensor:
         """Compute the outputs of new tokens, and add the tokens to `cache.state`, which is created if it is None.
 
-        See `continue_local` for the other arguments and the result. If the cache holds tokens, raise ValueError in training
-        mode, or warn in eval mode, if gradients are required.
+        See `continue_local` for the other arguments and the result. If the cache holds tokens and gradients are required,
+        this raises ValueError in training mode and warns in eval mode.
         """
         fresh = cache.state is None
         if fresh:
@@ -238,7 +239,7 @@ class DecayMHLA(DecayCore):
 
 
 class TwoWayMHLA(DecayCore):
-    """Bidirectional MHLA by decays with a local softmax, for encoders: every token attends to all tokens of its row.
+    """Bidirectional MHLA by decays with a local softmax, for encoders: every token attends to all real tokens of its row.
 
     The window has `window - 1` blocks on either side of a token's own. Blocks are counted from a row's first real token.
     """
@@ -260,7 +261,7 @@ class TwoWayMHLA(DecayCore):
 
         Args:
             q, k, v, hidden_states, starts, key_mask: As in `SequenceMHLA.forward`, for any number of tokens T.
-            scale: Factor of q k^T in the softmax of the base model; None is K**-0.5.
+            scale: Multiplier of q k^T in the softmax of the base model; None is K**-0.5.
 
         Returns:
             [B, T, H, V] in v's dtype.

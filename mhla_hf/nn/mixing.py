@@ -97,7 +97,7 @@ class Mixing(nn.Module):
         self.weight.data.copy_(self.initial_values()["weight"])
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of `weight`, for models that are built on the meta device and filled later."""
+        """Return {"weight": its initial value}, for models that are built on the meta device and filled later."""
         if self.start == "uniform":
             start = torch.ones(self.num_blocks, self.num_blocks)
         else:

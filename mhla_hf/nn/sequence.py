@@ -20,7 +20,7 @@ class SequenceMHLA(MHLACore):
     """Bidirectional multi-head linear attention over sequences (paper sections 4.1 and 4.2).
 
     Args:
-        settings: The settings. The core makes its own `GridMixing` of `settings.num_blocks` blocks in a row.
+        settings: The settings. The core makes its own `GridMixing`, over `settings.num_blocks` blocks along one axis.
         num_heads: Number of query heads, H.
         **widths: The other arguments of `MHLACore`.
     """
@@ -50,10 +50,11 @@ class SequenceMHLA(MHLACore):
             k: [B, T, G, K].
             v: [B, T, G, V].
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
-            starts: int64 [B], first real token of each row, along with key_mask; None if rows begin with a real token.
+            starts: int64 [B], index of the first real token of each row; needs key_mask, too. None if rows begin with a real
+                token.
             key_mask: bool [B, T], False for padding.
-            scale: The factor of q k^T in the base model. Ignored: a constant factor cancels in the normalized form, and the
-                other form always takes K**-0.5.
+            scale: The multiplier of q k^T in the base model. Ignored: it would cancel in the normalized form, and the other
+                form always takes K**-0.5.
 
         Returns:
             [B, T, H, V] in v's dtype.

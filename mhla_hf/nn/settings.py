@@ -27,7 +27,7 @@ def is_whole(value: object, minimum: int, maximum: int = sys.maxsize) -> bool:
 
 
 def is_layout(layout: object) -> bool:
-    """Return whether `layout` is None or a list with the number of blocks along each of 1 to 3 axes."""
+    """Return whether `layout` is None or a list of the numbers of blocks along 1 to 3 axes, at most `MAX_BLOCKS` in all."""
     if layout is None:
         return True
     if not isinstance(layout, list) or not 1 <= len(layout) <= 3:
@@ -36,14 +36,14 @@ def is_layout(layout: object) -> bool:
 
 
 def is_choice_of_layers(layers: object) -> bool:
-    """Return whether `layers` is "all", "2/3", or a list of different layer indices."""
+    """Return whether `layers` is "all", "2/3", or a nonempty list of different layer indices."""
     if not isinstance(layers, list):
         return layers in ("all", "2/3")
     return len(layers) > 0 and all(is_whole(index, 0) for index in layers) and len(set(layers)) == len(layers)
 
 
 def is_choice_of_heads(heads: object) -> bool:
-    """Return whether `heads` is None, or a dictionary from layer indices (strings of digits) to lists of KV heads."""
+    """Return whether `heads` is None, or a dict from layer indices (strings of digits) to nonempty lists of KV heads."""
     if not isinstance(heads, dict):
         return heads is None
     for layer, kv_heads in heads.items():
@@ -123,7 +123,7 @@ class MHLASettings:
             one). "direct" learns the weights themselves, as released checkpoints do; negative weights are refused on
             loading. "free" is "direct" with weights of any sign (the released video checkpoints). "decay" makes each head's
             weight a sum of `num_decays` exponentials of the distance: there is no matrix, cost is linear in length, the
-            decoder state has constant size, and the initial weights are those of plain linear attention.
+            decoder state has constant size, and the initial weights are nearly those of plain linear attention.
         num_decays: Number of exponentials R of the "decay" form. The first one is constant (decay factor 1) unless
             `free_decay`.
         free_decay: Whether the decay factor of the first exponential is learned, too, instead of fixed at 1.
@@ -138,7 +138,7 @@ class MHLASettings:
             that the far part covers all blocks before it.
         per_head: Whether every query head has its own mixing matrix, instead of one per layer.
         output_norm: Whether RMSNorm is applied to each head's output (section 4.1 for language and video).
-        gate: Whether the output is multiplied by silu(W x + b), initialized so that the factor is one.
+        gate: Whether the output is multiplied by silu(W x + b), where x is the input of the layer; initially, this is 1.
         cpe: Kernel size of a depthwise convolution of v over the grid, which is added to the output and initialized to zero
             (the paper's CPE, appendix F.2); 0 for none. Grids only.
         rope: Where the rotary embedding is applied. "before": to q and k before the feature map (converted models).
@@ -250,7 +250,8 @@ class MHLASettings:
         """Create settings from a dictionary as `to_dict` returns it; settings that it lacks have their defaults.
 
         Raises:
-            ValueError: If the format is newer than this version reads, or a setting is unknown or invalid.
+            ValueError: If `values` is not a mapping, its format version is not one that this code reads, or a setting is
+                unknown or invalid.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"mhla: got {type(values).__name__}, expected a dictionary of settings.")

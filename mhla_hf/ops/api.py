@@ -51,14 +51,14 @@ def mhla(
         causal: Whether a query sees only the keys at and before its own position.
         normalize: True, False, or "official": the denominator of the authors' vision code, which differs from the paper's
             (not causal, equal blocks).
-        scale: Factor of the products; None is K**-0.5. It cancels in the normalized form.
+        scale: Multiplier of the products; None is K**-0.5. It cancels in the normalized form.
         q_den: [B, T, H, L], features of the queries for the denominator if they differ from q.
         k_den: [B, S, G, L], likewise for the keys.
         key_mask: bool [B, S], True for real keys. Masked keys weigh nothing but still count as positions.
         cu_seqlens: int32 or int64 [N + 1], borders of packed sequences (causal, B = 1). Each sequence has its own
             blocks, so `mixing` only needs rows for the longest one.
-        starts: int64 [B], first real token of each left-padded row (causal). Block 0 of the row begins there, tokens before
-            it weigh nothing, and their outputs are 0.
+        starts: int64 [B], index of the first real token of each left-padded row (causal). Block 0 of the row begins there,
+            tokens before it weigh nothing, and their outputs are 0.
         unrounded: Whether to return outputs in the dtype of the sums, for a norm that follows: unnormalized outputs may
             overflow fp16.
         return_state: Whether to return the state from which `mhla_step` continues, too (causal, no cu_seqlens). It has no
@@ -67,7 +67,7 @@ def mhla(
             call agreed with fp64, else PyTorch, and logs its choice once.
 
     Returns:
-        o [B, T, H, V] in v's dtype; with `return_state`, the pair (o, MHLAState).
+        o [B, T, H, V] in v's dtype (with `unrounded`, that of the sums); with `return_state`, the pair (o, MHLAState).
 
     Raises:
         TypeError, ValueError: If an argument is invalid; the message names it.
@@ -146,7 +146,7 @@ def mhla_step(
         normalize, scale, q_den, k_den, unrounded, impl: As in `mhla`.
 
     Returns:
-        o [B, T, H, V] in v's dtype, and the state.
+        o [B, T, H, V] in v's dtype (with `unrounded`, that of the sums), and `state`.
 
     Raises:
         TypeError, ValueError: If an argument is invalid; the state is then unchanged.

@@ -57,7 +57,8 @@ class Blocks:
             prefix: Number of tokens before the grid, which form one extra block.
 
         Raises:
-            ValueError: If `shape` and `counts` differ in length, or hold anything but positive integers.
+            ValueError: If `shape` does not have 1 to 3 axes, `counts` differs from it in length, either holds anything but
+                positive integers, or `prefix` is not an integer of at least 0.
         """
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         counts = (counts,) if isinstance(counts, int) else tuple(counts)
@@ -84,7 +85,7 @@ class Blocks:
         return math.prod(self.counts) + (self.prefix > 0)
 
     def axis_sizes(self, axis: int) -> tuple[int, ...]:
-        """Return the tokens per block along one axis; they sum to `shape[axis]`."""
+        """Return the size of each block along one axis, in tokens; the sizes sum to `shape[axis]`."""
         length, count = self.shape[axis], self.counts[axis]
         if self.block_size is not None:
             return (self.block_size,) * (count - 1) + (length - self.block_size * (count - 1),)

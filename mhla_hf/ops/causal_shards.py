@@ -105,7 +105,7 @@ class BlockMover:
 def shards_of(
     cu_seqlens: torch.Tensor | None, block_size: int, group: "dist.ProcessGroup | None"
 ) -> tuple[RowShards, int]:
-    """Return the shards of the row with these borders, and the rank of this process in `group`.
+    """Return the `RowShards` of the row with these sequence borders, and the rank of this process in `group`.
 
     Raises:
         ValueError: If `cu_seqlens` is None.
@@ -138,7 +138,7 @@ def gather_parts(x: torch.Tensor, borders: torch.Tensor, axis: int, group: "dist
     Args:
         x: The part of this process.
         borders: int64 [P + 1] on the CPU; process p has the elements from `borders[p]` to `borders[p + 1]` along `axis`.
-        axis: The axis.
+        axis: The axis that is divided among the processes.
         group: The processes.
     """
     lengths = borders.diff().tolist()
@@ -344,7 +344,7 @@ def sharded_sum(
     group: "dist.ProcessGroup | None",
     impl: str,
 ) -> torch.Tensor:
-    """Compute the sum of weight * v over the keys of this shard and of all earlier ones.
+    """Compute the sum of weight * v over all keys of the row up to each query of this shard.
 
     This is a collective: every process of `group` must call it.
 

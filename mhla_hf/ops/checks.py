@@ -133,7 +133,7 @@ def check_padding(
     cu_seqlens: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> None:
-    """Raise TypeError or ValueError unless the arguments that say which tokens are real are valid, also together."""
+    """Raise TypeError or ValueError unless `key_mask`, `cu_seqlens`, and `starts` are valid, alone and together."""
     if key_mask is not None:
         check_tensor("key_mask", key_mask, q, "a bool tensor, True for real keys", (torch.bool,))
         if key_mask.shape != k.shape[:2]:
@@ -164,7 +164,7 @@ def check_starts(starts: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless `cu_seqlens` is int32 or int64 [N + 1] and does not fall, from 0 to T."""
+    """Raise TypeError or ValueError unless `cu_seqlens` is int32 or int64 [N + 1], nondecreasing from 0 to T."""
     check_tensor("cu_seqlens", cu_seqlens, q, "an int32 or int64 tensor", (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens: got shape {list(cu_seqlens.shape)}, expected one axis, [sequences + 1].")
@@ -201,7 +201,7 @@ def check_mixing(
 
 
 def check_mixing_shape(mixing: torch.Tensor, q: torch.Tensor, num_blocks: int = 0) -> None:
-    """Raise TypeError or ValueError unless `mixing` is [Mq, Mk] or [H, Mq, Mk], Mq and Mk at least `num_blocks`.
+    """Raise TypeError or ValueError unless `mixing` is [Mq, Mk] or [H, Mq, Mk] with Mq and Mk at least `num_blocks`.
 
     It must be floating point, on the device of q.
     """
@@ -248,7 +248,7 @@ def check_step(
     state: MHLAState,
     starts: torch.Tensor | None,
 ) -> None:
-    """Raise TypeError or ValueError unless q, k, and `starts` agree and `mixing` has a row for every block they reach."""
+    """Raise TypeError or ValueError unless q, k, and `starts` agree, and `mixing` has a row for every block so far."""
     if k.shape[1] != q.shape[1]:
         raise ValueError(f"k: got {k.shape[1]} tokens, expected {q.shape[1]}, as in q.")
     if starts is not None:

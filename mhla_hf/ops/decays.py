@@ -44,7 +44,7 @@ class Decays:
             both_ways: Whether later blocks have weights, too, by their distance |i - j|.
 
         Returns:
-            [H, M, M], lower triangular, or with `both_ways` symmetric.
+            [H, M, M], lower triangular unless `both_ways`.
         """
         log_rate = self.log_rate.repeat_interleave(len(self.weight) // len(self.log_rate), 0)
         power = powers(log_rate, block_distances(num_blocks, log_rate).abs())  # [H, R, M, M]
@@ -75,9 +75,9 @@ class LocalForm:
 
     Args:
         block_size: Tokens per block, C.
-        lag: Number of blocks in the window, the open block included. Block i - lag is the nearest far block of block i.
+        lag: Number of blocks in the window, the query's own included. Block i - lag is the nearest far block of block i.
         sinks: Number of tokens at the start of a sequence that are always near; 0 without a softmax.
-        scale: Factor of q k^T.
+        scale: Multiplier of q k^T.
         normalize: Whether outputs are divided by the sum of the weights.
         impl: "auto", "torch" or "triton", as in `mhla`. A single token after a state always takes "torch".
         unrounded: Whether outputs stay in the dtype of the sums. Otherwise the Triton kernel writes them in v's dtype.
@@ -133,7 +133,8 @@ def decayed_sums(
         summaries: [B, G, M, X], the flattened summary S of each block.
         log_rate: [G, R], log(lambda).
         lag: The smallest distance between a block and the blocks it sums.
-        sequence_id: Int [M], the packed sequence that each block belongs to; a sum never crosses sequences.
+        sequence_id: Int [M], the packed sequence that each block belongs to, whose borders no sum crosses; None if there is
+            only one sequence.
 
     Returns:
         [B, G, M, R, X].

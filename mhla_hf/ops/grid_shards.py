@@ -61,14 +61,14 @@ def sharded_mhla(
     order, inverse = order.to(q.device), inverse.to(q.device)
 
     def by_block(x: torch.Tensor) -> torch.Tensor:
-        """Gather all heads by block: [B, T, H or G, K] -> [R, M, C, K]."""
+        """Gather all heads by block: [B, T, H or G, K] -> [B * H, M, C, K], with M local blocks of at most C tokens."""
         x = torch.nn.functional.pad(heads.take(x), (0, 0, 0, 1))  # a row of zeros, which fills short blocks
         return x.index_select(1, order).unflatten(1, (len(local), -1))
 
     with torch.autocast(q.device.type, enabled=False):
         summary = by_block(k).mT @ by_block(v)
         m = heads.take_mixing(mixing, q.shape[3] ** -0.5)
-        sums = summary.flatten(2)  # [R, M, K * V], with normalize [R, M, K * V + L]
+        sums = summary.flatten(2)  # [B * H, M, K * V], with normalize [B * H, M, K * V + L]
         if normalize:
             sums = torch.cat([sums, by_block(k if k_den is None else k_den).sum(2)], 2)
         sums = mix_blocks(m[:, rows, local.start : local.stop], sums[..., None])[..., 0]

@@ -51,7 +51,7 @@ def local_attention(
         q_features: [B, T, H, K], queries of the far part.
         k_features: [B, T, G, K], its keys.
         decays: The mixing of the far part.
-        balance: [H], the log of the factor of the far part relative to e^score; None without a softmax.
+        balance: [H], the log of the multiplier that brings far weights to the scale of e^score; None without a softmax.
         form: The options.
         key_mask: bool [B, T], as in `mhla`.
         starts: int64 [B], as in `mhla`; not along with cu_seqlens.
@@ -200,7 +200,7 @@ def attend_local(
 
     Returns:
         o: [B, T, H, V].
-        sums: [B, G, R, K, V + 1], see `PastSums`. Without `end_block` they are unspecified, and None for short sequences.
+        sums: [B, G, R, K, V + 1], see `PastSums`. Without `end_block`, unspecified or None.
 
     Raises:
         ValueError: If `form.impl` is "triton" and the kernel cannot run.
@@ -253,7 +253,7 @@ def advance(
     block_index: torch.Tensor,
     end_block: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the running sums of a later block.
+    """Compute the running sums that the queries of a later block read.
 
     Args:
         past: The sums so far, which already contain the blocks up to `past.block - lag`; None if there are none.
@@ -352,7 +352,7 @@ def block_summaries(
 
 
 def is_sink(block_index: torch.Tensor, form: LocalForm) -> torch.Tensor:
-    """Return which tokens of blocks with indices [B or 1, M] are sinks, and therefore never far: bool [B or 1, M * C]."""
+    """Return which tokens of the blocks `block_index` [B or 1, M] are sinks, and so never far: bool [B or 1, M * C]."""
     place_in_block = torch.arange(form.block_size, device=block_index.device)
     position = (block_index[:, :, None] * form.block_size + place_in_block).flatten(1)
     return position < form.sinks

@@ -25,8 +25,9 @@ KeyMap = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class LocalState(RowState):
     """The decoder state of near and far attention, for B rows.
 
-    It is changed in place, and its tensors keep their addresses. Nothing has a gradient. S is the number of sinks and
-    W = (lag + 1) * C the size of the ring; `ring_slot` says which token is in which slot.
+    It is changed in place, and its tensors keep their addresses while the number of rows stays the same. Nothing has a
+    gradient. S is the number of sinks and W = (lag + 1) * C the size of the ring; `ring_slot` says which token is in which
+    slot.
 
     Args:
         block_size: Tokens per block, C.
@@ -34,7 +35,7 @@ class LocalState(RowState):
         v: [B, S + W, G, V], values.
         valid: bool [B, S + W], the slots that hold a real token.
         cos_sin: [B, S + W, 1, A], cosines and sines with which each key was rotated, from `rotation_cos_sin`. The far part
-            reads keys before their rotation and undoes it. A is 0 if there is no rotation to undo.
+            reads keys before their rotation and undoes it. A is the number of rotated dimensions; 0 if there are none.
         running: [B, G, R, V + 1, K], the sums of `PastSums` at the block of the last token, transposed because V + 1 is an
             awkward width for the vector units that decode. At least fp32.
         pending: [B, G, V + 1, K], the incomplete summary of the block that will be added to `running` next, to which every
@@ -92,7 +93,7 @@ class LocalState(RowState):
         )
 
     def crop(self, count: int) -> None:
-        """Remove the last `count` tokens of every row, in place. `continue_local` calls `rewind` to correct the sums.
+        """Remove the last `count` tokens of every row, in place. The next `continue_local` corrects the sums.
 
         Raises:
             ValueError: If a row has fewer tokens, or if the ring has already overwritten tokens that would be needed.
@@ -179,7 +180,7 @@ def continue_local(
 ) -> torch.Tensor:
     """Compute `local_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
 
-    Gradients flow among the new tokens, but not through the state.
+    Gradients flow among new tokens, but not through the state; a single token after earlier ones gets none.
 
     Args:
         q, k, v, q_features, decays, balance, form, key_mask, starts: As in `local_attention`.

@@ -97,7 +97,7 @@ def token_relations(
 
 
 def inner_products(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compute <q[t], k[s]> of each query head with its KV head: q [B, T, H, K], k [B, S, G, K] -> [B, H, T, S]."""
+    """Compute <q[t], k[s]> of each query head with its KV head: q [B, T, H, K], k [B, S, G, K] -> `dtype` [B, H, T, S]."""
     k = k.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], 2)
     return torch.einsum("bthk,bshk->bhts", q.to(dtype), k)
 
@@ -116,7 +116,7 @@ def official_denominator(
         k: [B, T, G, K], zero where keys are masked.
         mixing: [M, M] or [H, M, M].
         blocks: The blocks, of equal size.
-        scale: Factor of the result.
+        scale: Multiplier of the result.
 
     Returns:
         [B, T, H] in the dtype of `mixing`.
@@ -130,7 +130,7 @@ def official_denominator(
 
 
 def divide_or_zero(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-    """Divide [.., V] by [..], with 0 where the denominator is below the smallest normal number; gradients stay finite."""
+    """Divide [.., V] by [..], with 0 where |denominator| is below the smallest normal number; gradients stay finite."""
     vanishes = denominator.abs() < torch.finfo(denominator.dtype).tiny
     quotient = numerator / torch.where(vanishes, 1, denominator)[..., None]
     return torch.where(vanishes[..., None], 0, quotient)

@@ -64,15 +64,16 @@ class RowState:
 class MHLAState(RowState):
     """The decoder state of dense causal mixing, for B rows.
 
-    C is the block size, N the capacity for closed blocks. Sums are in fp32, or in fp64 for fp64 inputs.
+    C is the block size, N the capacity for closed blocks, and L the width of the keys that the denominator reads (K unless
+    it has features of its own). Sums are in fp32, or in fp64 for fp64 inputs.
 
     Args:
         block_size: Tokens per block, C.
         normalize: Whether outputs are divided by the sum of the weights.
         summaries: [B, G, N, K, V], the summaries of closed blocks; N doubles when it is exhausted.
-        z: [B, G, N, K], the sums of their keys; None unless `normalize`.
+        z: [B, G, N, L], the sums of the denominator's keys in these blocks; None unless `normalize`.
         prefix: [B, H, K, V], the sum over closed blocks b of mixing[i, b] times summary b, for i = `prefix_block`.
-        prefix_z: [B, H, K], the same for `z`; None unless `normalize`.
+        prefix_z: [B, H, L], the same for `z`; None unless `normalize`.
         prefix_block: int64 [B] on the CPU, the query block that the prefix was mixed for; -1 if there is none yet.
         window_k: [B, 2 * C, G, K] in the dtype of the inputs. The token at position p is in slot p % (2 * C), masked
             tokens as zeros.
@@ -148,8 +149,8 @@ class MHLAState(RowState):
         """Remove the last `count` tokens of every row, in place and without rounding errors.
 
         Raises:
-            ValueError: If `count` is more than a block, more than the shortest row has, or reaches further back than the
-                window does after an earlier crop.
+            ValueError: If `count` is not an int from 0 to the block size, is more than the shortest row has, or reaches
+                further back than the window does after an earlier crop.
         """
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.block_size:
             raise ValueError(f"count: got {count!r}, expected 0 to {self.block_size}, the tokens of one block.")

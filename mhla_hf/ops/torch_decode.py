@@ -38,7 +38,7 @@ def torch_step(
     """Compute `mhla_step`, and update `state` in place. See `mhla_step` for the other arguments, which must be checked.
 
     Args:
-        scale: Factor of the products.
+        scale: Multiplier of the products.
         attend_one: Function that computes the attention of one new token per row within its open block; see
             `triton/decode.py`. None: PyTorch computes it.
 
@@ -127,8 +127,8 @@ def write_same_position(
         num_tokens: Number of new tokens, T.
 
     Returns:
-        open_tokens: Views of the window, [B, offset + T, G, K or V] each (see the top of this file).
-        visible: bool [T, offset + T], which new token sees which open token; None if T is 1, which sees all of them.
+        open_tokens: Views of the window, [B, offset + T, G, K or V or L] each (see the top of this file).
+        visible: bool [T, offset + T], which new token sees which open token; None if T is 1, because it sees all of them.
     """
     first = block % 2 * state.block_size
     for name, new in updates:
@@ -155,8 +155,8 @@ def write_own_positions(
         offset: int64 [B], number of tokens that the open block of each row already has.
 
     Returns:
-        open_tokens: Copies of the half of the window that holds the open block of each row, [B, C, G, K or V] each, with C
-            places per block.
+        open_tokens: Copies of the half of the window that holds the open block of each row, [B, C, G, K or V or L] each,
+            with C places per block.
         visible: bool [B, 1, 1, T, C], which new token sees which place of the open block.
     """
     device = state.window_k.device
@@ -224,7 +224,7 @@ def attend_blocks(
         prefix_z: [B, H, n, L], the prefix of the denominator; None if not normalized.
         visible: bool [.., T, C], which query sees which key; None if each sees all of them.
         diagonal: m_ii, [B, H or 1, n, 1, 1].
-        scale: Factor of the outputs if not normalized.
+        scale: Multiplier of the outputs if not normalized.
 
     Returns:
         [B, H, n, T, V].
@@ -244,7 +244,7 @@ def attend_blocks(
 def open_block_weight(
     query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor | None, diagonal: torch.Tensor
 ) -> torch.Tensor:
-    """Return m_ii tril(q k^T), [B, H, n, T, C]."""
+    """Compute m_ii q k^T, 0 where not `visible`: [B, H, n, T, C]. See `attend_blocks` for the arguments."""
     weight = query @ key.mT
     return (weight if visible is None else torch.where(visible, weight, 0)) * diagonal
 
@@ -315,7 +315,7 @@ def refresh_prefix(state: MHLAState, mixing: torch.Tensor, rows: torch.Tensor, b
 
 
 def diagonal_weight(mixing: torch.Tensor, blocks: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
-    """Return m_ii of blocks i.
+    """Return the weight m_ii of each block i for itself.
 
     Args:
         mixing: [Mq, Mk] or [H, Mq, Mk].

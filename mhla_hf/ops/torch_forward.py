@@ -88,7 +88,7 @@ class HeadWork:
 def full_sums(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor, with_den: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the sums over all keys: of weight * v, [R, M, C, V], and with `with_den` of the weights, [R, M, C]."""
+    """Compute two sums over all keys: of weight * v, [R, M, C, V], and of weights, [R, M, C] (None unless `with_den`)."""
     num = q @ mix_blocks(m, k.mT @ v)
     den = (q @ mix_blocks(m, k.sum(2)[..., None])).squeeze(3) if with_den else None
     return num, den
@@ -102,7 +102,7 @@ def mix_blocks(m: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
 def causal_sums(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor, with_den: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the sums over earlier keys: of weight * v, [R, M, C, V], and with `with_den` of the weights, [R, M, C]."""
+    """Compute the sums of `full_sums` over the keys at and before each query: [R, M, C, V], and [R, M, C] or None."""
     rows, count, size, _ = q.shape
     q, k, v = cut_chunks(q), cut_chunks(k), cut_chunks(v)
     weight = chunk_scores(q, k, rows, count)

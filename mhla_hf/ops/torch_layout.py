@@ -49,7 +49,7 @@ def gather_by_block(block: torch.Tensor, sizes: torch.Tensor, size: int) -> tupl
 
     Args:
         block: int64 [T], the block of each token.
-        sizes: int64 [M], the tokens of each block.
+        sizes: int64 [M], the number of tokens in each block.
         size: C, at least the size of the largest block.
 
     Returns:
@@ -88,7 +88,7 @@ class Heads:
 
     @staticmethod
     def groups(q: torch.Tensor, sum_dtype: torch.dtype, one_by_one: bool) -> list["Heads"]:
-        """Select all heads of q: `one_by_one`, with a selection for each head of each row, or all in a single selection."""
+        """Return selections that cover all heads of q: one for each head of each row if `one_by_one`, else a single one."""
         batch, num_heads = q.shape[0], q.shape[2]
         if not one_by_one:
             return [Heads(slice(None), slice(0, num_heads), q, sum_dtype)]
@@ -125,7 +125,7 @@ class Heads:
             target.add_(x.unflatten(1, (target.shape[2], -1)).sum(2).transpose(1, 2))
 
     def take_mixing(self, mixing: torch.Tensor, scale: float) -> torch.Tensor:
-        """Scale the mixing matrix of the selected heads: [Mq, Mk] or [H, Mq, Mk] -> [R or 1, Mq, Mk]."""
+        """Multiply the mixing matrix of the selected heads by `scale`: [Mq, Mk] or [H, Mq, Mk] -> [R or 1, Mq, Mk]."""
         mixing = mixing.to(self.sum_dtype) * scale
         return mixing[None] if mixing.dim() == 2 else mixing[self.heads].repeat(self.num_rows, 1, 1)
 
@@ -243,7 +243,7 @@ class TokenLayout:
     Args:
         before: int64 [B], number of old tokens in each row. The state holds the last of them in the slots of `ring_slot`.
         num_new: int64 [B], number of real new tokens in each row. These are the last ones, since padding is on the left.
-        num_columns: Number of new tokens with padding, T.
+        num_columns: Number of new tokens, padding included, T.
         first_block: int64 [B], the block of each row at which the layout begins.
         num_blocks: Number of blocks in the layout, M.
         block_size: Tokens per block, C.

@@ -201,7 +201,7 @@ def combine(
         far: [.., N, V + 1], the far part: its sum of weight * value and, in the last column, of the weights.
         total_weight: [.., N, 1], the sum of the decays' weights. Without a softmax, the weight of a near key is its score
             times this sum.
-        balance: [.., N, 1], the log of the factor of the far part relative to a softmax score; None without a softmax.
+        balance: [.., N, 1], as in `local_attention`, for each query; None without a softmax.
         has_far: bool [.., 1, 1], whether a query has far blocks at all.
         form: The options.
 

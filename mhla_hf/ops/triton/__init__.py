@@ -1,1 +1,1 @@
-"""The operator's kernels in Triton, which run on GPUs and, on CPU tensors, in triton's interpreter."""
+"""The operator's kernels in Triton, which run on GPUs and, on CPU tensors, in Triton's interpreter."""

@@ -29,7 +29,7 @@ def forward_kernel(
     sum is stored in inv [B, T, H].
 
     Args:
-        q, k, v: As in `mhla`.
+        q, k, v, key_mask: As in `mhla`.
         states: [B, H or G, M, K, V] or, if causal, one state per chunk (see `mix_states`).
         states_z: [B, H or G, M, K], likewise; None if not normalized.
         mixing: fp32 [Mq, Mk] or [H, Mq, Mk].
@@ -135,7 +135,8 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Compute dk [B, T, G, K] and dv [B, T, G, V]: each program computes BK and BV lanes of one tile of tokens.
 
-    If causal, both are summed over the `group` query heads of a KV head. See `forward_kernel` for the other arguments.
+    If causal, the parts from within a chunk are summed over the `group` query heads of the KV head. See `forward_kernel` for
+    the other arguments.
 
     Args:
         do, inv, r: As in `dq_kernel`.

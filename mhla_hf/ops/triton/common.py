@@ -24,7 +24,7 @@ UPCAST = INTERPRETED if tl is None else tl.constexpr(INTERPRETED)
 @kernel
 @no_type_check
 def as_tf32(x):
-    """Round fp32 numbers as a tf32 product reads them in the worst case: cut off their last 13 bits."""
+    """Truncate fp32 numbers as a tf32 product does in the worst case: cut off their last 13 bits."""
     return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
@@ -42,7 +42,7 @@ def cast(x, dtype: constexpr):
 @kernel
 @no_type_check
 def operand(x, DOT: constexpr):
-    """Cast a factor of a matrix product: to bf16 if DOT is "bf16", else to fp32."""
+    """Cast an operand of a matrix product: to bf16 if DOT is "bf16", else to fp32."""
     if DOT == "bf16":
         x = cast(x, tl.bfloat16)
     else:

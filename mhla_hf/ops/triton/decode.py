@@ -88,7 +88,7 @@ def attend_one(
         q_den: [B, 1, H, L]; None if the denominator reads q.
         mixing: [Mq, Mk] or [H, Mq, Mk].
         state: The state; only read.
-        scale: Factor of the outputs if not normalized.
+        scale: Multiplier of the outputs if not normalized.
 
     Returns:
         fp32 [B, 1, H, V].

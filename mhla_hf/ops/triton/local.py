@@ -48,9 +48,9 @@ def add_keys(
         row, head, token, inside: The batch row, the head, the tokens [BT], and which of them exist [BT], of the queries.
         key_token, real, kv_head: The tokens [BN], which of them are keys [BN], and the KV head, of the keys.
         visible: [BT or 1, BN], which query sees which key.
-        scale: Factor of the scores.
-        total_weight: Factor of the scores without SOFTMAX, where a weight is score * total_weight.
-        v_lanes: [BV], the columns of v.
+        scale: Multiplier of q k^T.
+        total_weight: Without SOFTMAX, the weight of a key is score * total_weight.
+        v_lanes: [BV], the lanes of v.
 
     Returns:
         The largest score so far, the sum of the weights, and the sum of weight * value, for each query.
@@ -221,7 +221,7 @@ def local_forward(
     normalize: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Launch `local_kernel`; the implementation of the custom operator `TRITON_LOCAL`.
+    """Implement the custom operator `TRITON_LOCAL` by launching `local_kernel`.
 
     See `near_and_far`, `SinkTokens`, and `LocalForm` for the arguments.
 
@@ -312,7 +312,7 @@ def save_for_local_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> No
 
 
 def local_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Compute the gradients of `local_forward` by differentiating `near_and_far`, as the operator's autograd formula.
+    """Autograd formula of `TRITON_LOCAL`: compute the gradients of `local_forward` by differentiating `near_and_far`.
 
     Returns:
         One gradient per argument of `local_forward`; None for those that have none or need none.

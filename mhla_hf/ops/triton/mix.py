@@ -31,8 +31,8 @@ def mix_kernel(
         mixing: m, fp32 [Mq, Mk] or [heads, Mq, Mk].
         s: [B, heads, num_columns, X].
         p: [B, num_heads, num_blocks, X], the result.
-        share: Number of heads of p that read the same heads of s.
-        group: Number of consecutive heads of s and m that each head of p is summed over.
+        share: Number of consecutive heads of p that read the same head of s; 1 if `group` is more than 1.
+        group: Number of consecutive heads of s and m over which each head of p is a sum.
         TRIANGLE: 0 to sum over all j, 1 over j < i, 2 over j > i.
     """
     num_x_tiles: tl.constexpr = (X + BX - 1) // BX
@@ -145,7 +145,8 @@ def mix_states(
 ) -> torch.Tensor:
     """Compute the state that the queries of each block or, if causal, of each chunk read.
 
-    A chunk reads the mixture of earlier blocks, and m_ii times the sum of the chunks before it in its own block.
+    A chunk reads the mixture of earlier blocks, and m_ii times the sum of the chunks before it in its own block. With
+    `transposed`, it reads later blocks and the chunks after it instead.
 
     Args:
         mixing, num_heads, transposed: As in `mix`.

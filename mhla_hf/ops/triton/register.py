@@ -163,7 +163,7 @@ class KernelCall:
             kernel: The kernel.
             blocks: The blocks of the tokens for which it computes outputs.
             outputs: Output tensors [B, T, heads, width] by parameter name.
-            **arguments: The kernel's arguments that this call does not hold.
+            **arguments: The kernel's arguments that this `KernelCall` does not hold.
         """
         batch, _, num_heads, _ = next(iter(outputs.values())).shape
 
@@ -206,12 +206,12 @@ class KernelCall:
         """Compute the gradient of the mixing matrix.
 
         Args:
-            s, z: Summaries of keys and values, from `summaries`.
-            dstates, dstates_z: The gradients of the mixed summaries, from `summaries`, too.
+            s, z: Summaries of keys and values, from `summaries`; z and dstates_z are None if not normalized.
+            dstates, dstates_z: The gradients of the mixed summaries, also from `summaries`.
             diagonal_grad: [B, H, M * chunks, K], written by `dq_kernel`; None if not causal.
 
         Returns:
-            fp32 [Mq, Mk] or [H, Mq, Mk].
+            fp32 [Mq, Mk] or [H, Mq, Mk], not yet multiplied by `scale`.
         """
         grad = mix_states_grads(dstates, s, self.mixing.dim(), self.num_chunks)
         if dstates_z is not None and z is not None:
@@ -237,7 +237,7 @@ def triton_forward(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the forward pass; the implementation of the custom operator `TRITON_FORWARD`.
+    """Implement the custom operator `TRITON_FORWARD`, which computes the forward pass.
 
     Args:
         q, k, v, mixing, key_mask, starts, causal: As in `mhla`, except that a causal mixing matrix has exactly M rows and
@@ -245,7 +245,7 @@ def triton_forward(
         edges: int32 [M, 2], the first token of each block and the one after its last, for packed sequences.
         blocks, key_blocks: From `blocks_as_numbers`.
         normalize: Whether to divide by the sum of the weights.
-        scale: Factor of the outputs.
+        scale: Multiplier of the outputs; must be 1 if `normalize`.
         dtype: Dtype of the outputs.
 
     Returns:
@@ -314,7 +314,7 @@ def triton_backward(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the backward pass; the implementation of the custom operator `TRITON_BACKWARD`.
+    """Implement the custom operator `TRITON_BACKWARD`, which computes the backward pass.
 
     See `triton_forward` for the other arguments.
 
@@ -446,7 +446,7 @@ def save_for_triton_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor
 
 
 def triton_gradients(ctx: Any, do: torch.Tensor, inv_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Compute the gradients of `triton_forward`, as the operator's autograd formula.
+    """Autograd formula of `TRITON_FORWARD`: compute the gradients of `triton_forward` by `TRITON_BACKWARD`.
 
     Args:
         ctx: The context in which `save_for_triton_backward` saved tensors and options.
@@ -474,10 +474,10 @@ def register_operator(
 
     Args:
         name: Name in the namespace `TRITON_SPACE`.
-        schema: Its schema, as `torch.library.custom_op` takes it.
+        schema: Schema of the operator, as `torch.library.custom_op` takes it.
         function: The implementation.
         fake: The implementation for tracing.
-        gradients: The autograd formula; None if it is not differentiable.
+        gradients: The autograd formula; None if the operator is not differentiable.
         setup_context: Saves what `gradients` reads.
 
     Returns:

@@ -34,7 +34,7 @@ def summaries_kernel(
     group,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """Compute s [B, num_heads, M * parts, K, V] and z [B, num_heads, M * parts, K]: a tile of one part per program.
+    """Compute s [B, num_heads, M * parts, K, V] and z [B, num_heads, M * parts, K]; each program computes a tile of a part.
 
     See `summaries` for the other arguments.
 
@@ -42,7 +42,7 @@ def summaries_kernel(
         tables, num_tokens, block_size, num_blocks: As in `KernelBlocks`.
         span: Number of tokens in a part.
         num_parts: Number of parts per block.
-        group: Number of neighboring heads of k and v that each head of the results is summed over.
+        group: Number of neighboring heads of k and v over which each head of the results is a sum.
     """
     num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     num_k_tiles: tl.constexpr = (K + BK - 1) // BK
@@ -144,7 +144,7 @@ def summaries(
 
 
 def part_span(span: int, num_sums: int) -> int:
-    """Choose the number of tokens per part for `num_sums` blocks of up to `span` tokens, a multiple of `CHUNK`.
+    """Choose the number of tokens per part, a multiple of `CHUNK`, for `num_sums` blocks of up to `span` tokens.
 
     Blocks are cut until there are `ENOUGH_PROGRAMS` parts, but not into parts of fewer than `MIN_PART_TOKENS`.
     """

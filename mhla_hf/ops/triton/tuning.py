@@ -83,7 +83,7 @@ class TunedKernel:
         """Return the launcher of the kernel. It takes all arguments and constants by keyword, except for the tile sizes.
 
         Args:
-            grid: Returns the number of programs, given a dictionary with the arguments, the constants, and the tile sizes.
+            grid: Returns the number of programs as a tuple (n,), given a dict with the arguments, constants, and tile sizes.
         """
         if self.tuner is not None:
             return partial(self.tuner[grid], enable_fp_fusion=True)
@@ -140,7 +140,8 @@ def shared_bytes(DOT: str, config: dict[str, int]) -> int:
 def dot_kind(*tensors: torch.Tensor) -> str:
     """Return the DOT constant (see `dot`) for products of these tensors.
 
-    fp16 inputs take tf32, which represents them exactly and has room for intermediate results beyond the range of fp16.
+    fp16 inputs take tf32, which represents them exactly and has room for intermediate results beyond the range of fp16. On
+    AMD GPUs, all inputs but bf16 take "ieee".
     """
     dtypes = {x.dtype for x in tensors}
     if dtypes == {torch.bfloat16}:
