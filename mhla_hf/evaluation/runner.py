@@ -41,8 +41,8 @@ class ScoreRecipe:
 
     Args:
         kind: Kind of evaluation; all except "speed" name the kind of model.
-        tasks: Dict from task to the number of examples in the prompt; None for the task's own number. For kinds other than
-            "language", from metric to None.
+        tasks: For "language", dict from task to the number of examples in the prompt, or to None for the task's own number.
+            For the other kinds, dict from metric to None.
         about: One sentence about the recipe.
         settings: The fields of this kind's protocol, such as `ImageProtocol`.
         columns: The columns of the paper's table; see `compute_paper_values`.
@@ -86,7 +86,7 @@ def recipe_names() -> list[str]:
 
 
 def read_score_recipe(name: str | Path) -> ScoreRecipe:
-    """Read one of the package's score recipes, or a YAML file. Raise ValueError if it is not valid."""
+    """Read one of the package's score recipes, or a YAML file. Raise ValueError if it does not exist or is not valid."""
     content = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe")
     prefix = f"recipe {str(name)!r}: "
     if isinstance(content, dict):
@@ -201,7 +201,8 @@ def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, A
 
     Raises:
         TypeError: `tasks` is neither a list of names nor a string.
-        ValueError: The recipe is not valid or lacks a task, or there are neither tasks nor a recipe.
+        ValueError: The recipe is not valid or lacks one of `tasks`; or without a recipe, there are no tasks, or there are
+            settings.
     """
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
     if tasks is not None:
@@ -249,15 +250,18 @@ def judge_speed(models: object, args: Any) -> dict[str, Results]:
     """Time language models, reusing known times.
 
     Times are comparable only if they were measured together. Therefore all models are loaded at once and timed in turns,
-    and all of their records have the same hash of these models. A card shows models side by side only if that hash is
-    equal.
+    and all of their records have the same `task_hash`, which covers the fingerprints of all of these models. A card shows
+    models side by side only if that hash is equal.
 
     Args:
         models: See `evaluate`.
         args: The checked arguments of `evaluate`, an `EvaluationArgs`. If its `command` is None, it is set.
 
     Returns:
-        A dict from the name of each model to its times.
+        A dict from the name of each model to `Results` with its times and cache sizes.
+
+    Raises:
+        ValueError, TypeError: A model or a setting is not valid.
     """
     protocol = read_settings(SpeedProtocol, args.recipe.settings)
     subjects = find_subjects(models, args)
