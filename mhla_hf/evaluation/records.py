@@ -71,7 +71,7 @@ class Result:
         command: Shell command that repeats the measurement.
         date: Date and time of the measurement in UTC, ISO 8601.
         seconds: Duration of the measurement of the task.
-        window: Context length in tokens, for language models.
+        window: Context length of the model in tokens, for lm-eval tasks; None for others.
     """
 
     task: str
@@ -207,7 +207,7 @@ def select_measured_here(records: Sequence[Result]) -> Results:
 
 
 def format_score(value: float | None, stderr: float | None = None, places: int = 4) -> str:
-    """Format a score as "1.9051 ± 0.0123", or "1.9051" without a standard error; None becomes "not finite"."""
+    """Format a score with `places` decimals: "1.9051 ± 0.0123", or "1.9051" without stderr; None gives "not finite"."""
     if value is None:
         return "not finite"
     return f"{value:.{places}f}" if stderr is None else f"{value:.{places}f} ± {stderr:.{places}f}"

@@ -47,7 +47,7 @@ class ScoreRecipe:
         settings: The fields of this kind's protocol, such as `ImageProtocol`.
         columns: The columns of the paper's table; see `compute_paper_values`.
         name: Name of the recipe, or path of its file.
-        changed: The settings that differ from the file.
+        changed: The settings that `with_settings` has replaced.
     """
 
     kind: Literal["language", "classification", "image", "video", "speed"]
@@ -144,7 +144,7 @@ def evaluate(
     max_length: int | None = None, revision: str | None = None, trust_remote_code: bool = False, force: bool = False,
     trust_scores: bool = False, progress: bool = True, command: str | None = None,
 ) -> Comparison:  # fmt: skip
-    """Evaluate models: language models on lm-eval tasks, image classifiers, image pipelines, video pipelines.
+    """Evaluate language models (by lm-eval tasks or speed), image classifiers, image pipelines, or video pipelines.
 
     On several processes, all must call this. Scores may be missing in the results of all but the main process.
 
@@ -161,7 +161,8 @@ def evaluate(
         include_path: Folder, or list of folders, with further lm-eval tasks, such as `make_tasks` writes.
         data_files: Folder from which lm-eval's tasks read their documents instead of the Hub: NAME.jsonl or NAME.jsonl.gz
             for each task, with the columns of its dataset; examples in the prompt come from NAME.train.jsonl if it exists.
-        num_fewshot: Examples in the prompt; None: the recipe's or the task's own. Tasks that demand 0 always get 0.
+        num_fewshot: Number of examples in the prompt; None means that of the recipe or the task. Tasks that demand 0 always
+            get 0.
         limit: Number of documents, images or prompts, or a fraction below 1 of an lm-eval task, for a quick test.
         batch_size: Int, or "auto" for language models.
         seed: Random seed; None means lm-eval's own seeds, and 0 for sampling.

@@ -24,7 +24,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     Attributes:
         state: The `MHLAState` or `LocalState`; None until the first forward pass.
         seen_tokens: Number of tokens per row, including padding, as transformers counts them.
-        mixing: The mixing weights with which the state is read: a matrix, or packed decays.
+        mixing: The mixing weights with which the state is read: a matrix, or packed decays; None until they are needed.
         padded: The mask of the last call with padding, bool [B, T], and the value of `seen_tokens` after that call;
             None if no call had padding.
     """
@@ -147,10 +147,10 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Remove the last tokens of every row, in place, for assisted generation.
 
         Args:
-            tokens_to_remove: Minus the number of tokens to remove, which is at most the number of tokens in a block.
+            tokens_to_remove: The number of tokens to remove, as a negative number or 0; at most as many as a block has.
 
         Raises:
-            ValueError: `tokens_to_remove` is positive or too low, or padding would be removed.
+            ValueError: `tokens_to_remove` is positive or removes more than a block, or padding would be removed.
         """
         if self.state is None or tokens_to_remove == 0:
             return
@@ -177,7 +177,7 @@ class MHLADynamicCache(DynamicCache):
         """Remove the last tokens, first from MHLA layers, so that an error in them leaves softmax layers unchanged.
 
         Args:
-            tokens_to_remove: Minus the number of tokens to remove.
+            tokens_to_remove: The number of tokens to remove, as a negative number or 0.
 
         Raises:
             ValueError: An MHLA layer cannot remove them; see `MHLACacheLayer.crop`.
@@ -189,7 +189,7 @@ class MHLADynamicCache(DynamicCache):
 def mhla_cache_layer(
     past_key_values: Cache | None, layer_idx: int, keeps_softmax: bool = False
 ) -> MHLACacheLayer | None:
-    """Return layer `layer_idx` of a KV cache as an MHLA layer; at first use, replace the layer that is there by one.
+    """Return layer `layer_idx` of a KV cache; on first use, replace it by an MHLA layer.
 
     The cache changes in place: missing layers are added, and a `DynamicCache` becomes an `MHLADynamicCache`.
 

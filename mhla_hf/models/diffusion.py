@@ -213,13 +213,13 @@ class MHLATransformerMixin:
     def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Call the base without the config's `auto_map`, which is not an argument and would cause a warning.
 
-        diffusers has found this class by `auto_map`, and needs it no more.
+        diffusers has already found this class by `auto_map`, and no longer needs it.
         """
         init_dict = {k: v for k, v in config_dict.items() if k != "auto_map"}
         return super().extract_init_dict(init_dict, **kwargs)  # type: ignore[misc]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Set MHLA processors in some layers, in place, and record the settings in the config.
+        """Set MHLA processors in the layers that `settings.layers` lists, in place, and record the settings in the config.
 
         Args:
             settings: The settings, with `layers` as a list of indices.

@@ -47,7 +47,7 @@ def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
 
 
 class TokenShares:
-    """Forward hooks that select the tokens of this process for the blocks of Wan, and restore the order of all tokens.
+    """Selects this process's tokens for the blocks of Wan and restores the order of all tokens at the end, by forward hooks.
 
     It is an object rather than closures so that a copy of the model gets hooks with the state of the copy.
 

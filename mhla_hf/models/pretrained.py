@@ -108,7 +108,7 @@ class MHLAPreTrainedMixin:
 
         Args:
             save_directory: Folder to write to.
-            push_to_hub: Whether to push the model afterwards, with the arguments in `HUB_ARGUMENTS`.
+            push_to_hub: Whether to push the model afterwards. The arguments that `HUB_ARGUMENTS` names are then for pushing.
             *args, **kwargs: As in transformers.
         """
         if kwargs.get("is_main_process", True):

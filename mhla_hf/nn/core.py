@@ -137,7 +137,7 @@ class MHLACore(nn.Module):
 
     Args:
         settings: The settings.
-        mixing: The module that holds the mixing.
+        mixing: The module that computes the mixing weights.
         num_heads: Number of query heads, H.
         num_kv_heads: Number of KV heads, G; query head h uses KV head h // (H // G).
         key_dim: Width K of q and k.
@@ -270,8 +270,8 @@ class MHLA(MHLACore):
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
             rotate: Rotary embedding of q and k or, with `rope="after"`, of their features.
             starts: int64 [B], first real token of each row of a left-padded batch; ignored if there is a key_mask.
-            key_mask: bool [B, T], False for padding, which does not count as a position wherever it is; not along with
-                cu_seqlens.
+            key_mask: bool [B, T], False for padding, which does not count as a position, wherever it is in a row. Not
+                allowed along with cu_seqlens.
             cu_seqlens: Int [N + 1], borders of N packed sequences (B = 1). Ignored if there is a cache.
             cache: This layer's `MHLACacheLayer`, read and changed in place; None to attend without one.
             scale: The scale of the base model's softmax. Ignored: a constant factor cancels in the normalized form, and the
