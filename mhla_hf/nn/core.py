@@ -281,8 +281,8 @@ class MHLA(MHLACore):
             [B, T, H, V] in v's dtype.
 
         Raises:
-            ValueError: If gradients are required in training and the cache holds tokens, or an argument is not valid (see
-                `mhla`).
+            ValueError: If gradients are required in training and the cache holds tokens.
+            ValueError, TypeError: If an argument is not valid (see `mhla`).
         """
         settings = self.settings
         q, k, v, options = self.prepare_operands(q, k, v, key_mask, rotate)
