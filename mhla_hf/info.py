@@ -30,12 +30,12 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
     """Describe a saved MHLA model or pipeline.
 
     Returns:
-        A JSON-serializable dict, which `render_info` renders as text. "base" is taken from the card or the training record.
-        "cache" contains the cache sizes in bytes for one sequence of 1,024 tokens; it is None except for converted decoders
-        whose state has a fixed size.
+        A JSON-serializable dict, which `render_info` renders as text. "base" is taken from `card.json`, else from the
+        training record, else from the model card. "cache" contains the cache sizes in bytes for a sequence of 1,024 tokens;
+        it is None except for converted decoders whose state has a fixed size.
 
     Raises:
-        ValueError: `folder` contains no saved MHLA model.
+        ValueError: `folder` contains no saved MHLA model, or one of its files is damaged.
     """
     folder = Path(folder)
     kind, class_name, config = read_model(folder)
@@ -65,7 +65,7 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
 
 
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `SHOWN_SETTINGS` that are not off and apply to the kind of attention, by name."""
+    """Return a dict of those `SHOWN_SETTINGS` that apply to the model's form of mixing and are not None, False, or 0."""
     unused: set[str] = set()
     if settings.get("layout"):
         unused.update(("block_size", "num_blocks"))
@@ -76,7 +76,14 @@ def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_weights(folder: Path) -> tuple[int, int]:
-    """Return the number of parameters in the safetensors files of a folder, from their headers, and their size in bytes."""
+    """Count the parameters in all safetensors files of a folder and its subfolders, by reading only the files' headers.
+
+    Returns:
+        The number of parameters, and the size of the files in bytes.
+
+    Raises:
+        ValueError: A file is damaged.
+    """
     parameters = 0
     size = 0
     for file in sorted(folder.rglob("*.safetensors")):

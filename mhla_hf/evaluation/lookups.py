@@ -21,13 +21,13 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.85)  # distances, as fractions of the window
 
 
 def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
-    """Choose names and values: words that are one token with the space before them, except the most frequent ones.
+    """Choose names and values: lowercase words that are one token with the space before them, but not the most frequent.
 
     Args:
         tokenizer: A transformers tokenizer.
 
     Returns:
-        (names, values).
+        (names, values), disjoint lists of words without the space, in an order that depends only on the tokenizer.
 
     Raises:
         ValueError: The tokenizer has too few such words.
@@ -59,7 +59,7 @@ class Lookups:
         self.live: dict[str, str] = {}  # name -> value, the oldest first
 
     def line(self) -> str:
-        """Return the next line, which introduces a name or repeats one that may be repeated."""
+        """Return the next line, with its newline. It introduces a new name or repeats one of the last few."""
         if not self.live or self.rng.random() < NEW_NAME_PROBABILITY:
             unused = [name for name in self.names if name != self.excluded and name not in self.live]
             name = self.rng.choice(unused)

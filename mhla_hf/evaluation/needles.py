@@ -57,7 +57,7 @@ def make_needles(
 def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: int, seed: int) -> list[dict[str, Any]]:
     """Generate the questions of one length, `items` for each depth.
 
-    All have the same haystack: as many filler sentences as fit in addition to the longest needles.
+    All questions have the same haystack: as many filler sentences as fit in addition to the longest needles.
 
     Args:
         tokenizer: See `make_needles`.
@@ -68,7 +68,7 @@ def make_questions(tokenizer: Any, length: int, depths: Sequence[int], items: in
 
     Returns:
         A list of dicts with "context", "choices", "answer" (index of the right choice), "target" (the right code) and
-        "back" (tokens from the code to the end).
+        "back" (approximate number of tokens from the code to the end, from `length` and the depth).
 
     Raises:
         ValueError: `length` is too short for the depths.
@@ -103,7 +103,8 @@ def _make_question(
 ) -> dict[str, Any]:
     """Generate a question. Its answer is the code at `depths[answer]`, and the other codes are the wrong choices.
 
-    The needles are inserted into the filler `sentences` in place. See `make_questions` for the result.
+    The needles are inserted into the filler `sentences` in place. The result is one dict of the list that `make_questions`
+    returns.
     """
     names = rng.sample(OBJECTS, len(depths))
     codes = [str(code) for code in rng.sample(range(1000, 10_000), len(depths))]

@@ -53,7 +53,7 @@ class Result:
         metric: Name of the metric, as the harness gives it. A filter other than "none" is appended
             ("exact_match,strict").
         value: The score; None if it was not finite.
-        stderr: Standard error of the score; None if the metric has none.
+        stderr: Standard error of the score; None if the metric has none or it was not finite.
         higher_is_better: Whether higher scores are better; None if the harness does not specify it.
         shots: Number of examples in the prompt.
         samples: Number of documents, images or videos scored.
@@ -71,7 +71,7 @@ class Result:
         command: Shell command that repeats the measurement.
         date: Date and time of the measurement in UTC, ISO 8601.
         seconds: Duration of the measurement of the task.
-        window: Context length in tokens, for language models.
+        window: Context length of the model in tokens, for lm-eval tasks; None for others.
     """
 
     task: str
@@ -99,7 +99,7 @@ class Result:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The key of the score, (task, metric, shots, limit, samples), equal for repeated measurements of it."""
+        """The tuple (task, metric, shots, limit, samples), which is the same when a score is measured again."""
         return (self.task, self.metric, self.shots, self.limit, self.samples)
 
     @classmethod
@@ -159,7 +159,10 @@ class Results(list[Result]):
         return Results(record for record in self if record.fingerprint == fingerprint)
 
     def find(self, task: str, metric: str, limit: float | None = None) -> Result | None:
-        """Return the record of a metric with this limit and the most samples, or None if there is none."""
+        """Return the record of a metric that was measured with this limit; of several, the one with the most samples.
+
+        Return None if there is none. A limit of None means the whole task.
+        """
         matches = [r for r in self if (r.task, r.metric, r.limit) == (task, metric, limit)]
         return max(matches, key=lambda record: record.samples, default=None)
 
@@ -204,7 +207,7 @@ def select_measured_here(records: Sequence[Result]) -> Results:
 
 
 def format_score(value: float | None, stderr: float | None = None, places: int = 4) -> str:
-    """Format a score as "1.9051 ± 0.0123", or "1.9051" without a standard error; None becomes "not finite"."""
+    """Format a score with `places` decimals: "1.9051 ± 0.0123", or "1.9051" without stderr; None gives "not finite"."""
     if value is None:
         return "not finite"
     return f"{value:.{places}f}" if stderr is None else f"{value:.{places}f} ± {stderr:.{places}f}"
@@ -216,8 +219,11 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
     Args:
         models: Dict from name to `Results` or list of `Result`, in the order of the columns.
         style: "text" or "markdown".
-        short: Whether to round to three decimals, and leave out standard errors of 0 and a column of shots that are all
-            0.
+        short: Whether to round to three decimals instead of four, and to omit standard errors of 0, and the column of shots
+            if all of them are 0.
+
+    Raises:
+        ValueError: `style` is neither "text" nor "markdown".
     """
     by_model = {name: {record.identity: record for record in records} for name, records in models.items()}
     by_identity = {identity: record for records in reversed(by_model.values()) for identity, record in records.items()}
@@ -250,6 +256,9 @@ def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], style: str
         rows: The cells of each row.
         style: "text" or "markdown".
         left: Number of columns, from the left, that are left-aligned; all others are right-aligned.
+
+    Raises:
+        ValueError: `style` is neither "text" nor "markdown".
     """
     if style not in ("text", "markdown"):
         raise ValueError(f'style: got {style!r}, expected "text" or "markdown".')
@@ -272,8 +281,9 @@ def compute_paper_values(
 
     Args:
         records: The records of the model.
-        columns: Dict from label to {"task", "metric", "percent", "higher_is_better"} or to {"mean_of": labels}. A mean is
-            computed only if all of its columns have a score; its standard error assumes that they are independent.
+        columns: Dict from label to {"task", "metric", "percent", "higher_is_better"} or to {"mean_of": labels}. If "percent"
+            is true, the score is multiplied by 100. A mean is computed only if all of its columns have a score; its standard
+            error assumes that they are independent, and is None if one of theirs is.
 
     Returns:
         A dict from label to (value, standard error or None), without columns that have no score.
@@ -324,8 +334,9 @@ class Comparison(dict[str, Results]):
     def plot(self, path: str | Path) -> Path:
         """Plot the scores to a PNG file.
 
-        There is one panel per column of the recipe, or per score if no column has a value. In it, each model is a point
-        with its standard error. Recall by depth and speed by length are plotted as curves.
+        There is one panel per column of the recipe, or per score if no column has a value. In each of these panels, every
+        model is a point with its standard error. Recall by depth and speed by length have their own panels, with one curve
+        per model.
 
         Args:
             path: The file to write.
@@ -373,12 +384,12 @@ class Comparison(dict[str, Results]):
 
 
 def _add_arrow(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the label of a column, with an arrow that points toward better values."""
+    """Return the label of a column with an arrow toward better values, or without one if "higher_is_better" is None."""
     return label + ARROWS[columns[label].get("higher_is_better", True)]
 
 
 def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | None:
-    """Return the times of the softmax and the MHLA model, for a model card.
+    """Return the times and cache sizes of the softmax model and the MHLA model, for a model card.
 
     Args:
         columns: Dict from "softmax" and "mhla" to the records of that model.

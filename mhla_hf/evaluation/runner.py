@@ -41,13 +41,13 @@ class ScoreRecipe:
 
     Args:
         kind: Kind of evaluation; all except "speed" name the kind of model.
-        tasks: Dict from task to the number of examples in the prompt; None for the task's own number. For kinds other than
-            "language", from metric to None.
+        tasks: For "language", dict from task to the number of examples in the prompt, or to None for the task's own number.
+            For the other kinds, dict from metric to None.
         about: One sentence about the recipe.
         settings: The fields of this kind's protocol, such as `ImageProtocol`.
         columns: The columns of the paper's table; see `compute_paper_values`.
         name: Name of the recipe, or path of its file.
-        changed: The settings that differ from the file.
+        changed: The settings that `with_settings` has replaced.
     """
 
     kind: Literal["language", "classification", "image", "video", "speed"]
@@ -86,7 +86,7 @@ def recipe_names() -> list[str]:
 
 
 def read_score_recipe(name: str | Path) -> ScoreRecipe:
-    """Read one of the package's score recipes, or a YAML file. Raise ValueError if it is not valid."""
+    """Read one of the package's score recipes, or a YAML file. Raise ValueError if it does not exist or is not valid."""
     content = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe")
     prefix = f"recipe {str(name)!r}: "
     if isinstance(content, dict):
@@ -144,7 +144,7 @@ def evaluate(
     max_length: int | None = None, revision: str | None = None, trust_remote_code: bool = False, force: bool = False,
     trust_scores: bool = False, progress: bool = True, command: str | None = None,
 ) -> Comparison:  # fmt: skip
-    """Evaluate models: language models on lm-eval tasks, image classifiers, image pipelines, video pipelines.
+    """Evaluate language models (by lm-eval tasks or speed), image classifiers, image pipelines, or video pipelines.
 
     On several processes, all must call this. Scores may be missing in the results of all but the main process.
 
@@ -161,7 +161,8 @@ def evaluate(
         include_path: Folder, or list of folders, with further lm-eval tasks, such as `make_tasks` writes.
         data_files: Folder from which lm-eval's tasks read their documents instead of the Hub: NAME.jsonl or NAME.jsonl.gz
             for each task, with the columns of its dataset; examples in the prompt come from NAME.train.jsonl if it exists.
-        num_fewshot: Examples in the prompt; None: the recipe's or the task's own. Tasks that demand 0 always get 0.
+        num_fewshot: Number of examples in the prompt; None means that of the recipe or the task. Tasks that demand 0 always
+            get 0.
         limit: Number of documents, images or prompts, or a fraction below 1 of an lm-eval task, for a quick test.
         batch_size: Int, or "auto" for language models.
         seed: Random seed; None means lm-eval's own seeds, and 0 for sampling.
@@ -201,7 +202,8 @@ def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, A
 
     Raises:
         TypeError: `tasks` is neither a list of names nor a string.
-        ValueError: The recipe is not valid or lacks a task, or there are neither tasks nor a recipe.
+        ValueError: The recipe is not valid or lacks one of `tasks`; or without a recipe, there are no tasks, or there are
+            settings.
     """
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
     if tasks is not None:
@@ -249,15 +251,18 @@ def judge_speed(models: object, args: Any) -> dict[str, Results]:
     """Time language models, reusing known times.
 
     Times are comparable only if they were measured together. Therefore all models are loaded at once and timed in turns,
-    and all of their records have the same hash of these models. A card shows models side by side only if that hash is
-    equal.
+    and all of their records have the same `task_hash`, which covers the fingerprints of all of these models. A card shows
+    models side by side only if that hash is equal.
 
     Args:
         models: See `evaluate`.
         args: The checked arguments of `evaluate`, an `EvaluationArgs`. If its `command` is None, it is set.
 
     Returns:
-        A dict from the name of each model to its times.
+        A dict from the name of each model to `Results` with its times and cache sizes.
+
+    Raises:
+        ValueError, TypeError: A model or a setting is not valid.
     """
     protocol = read_settings(SpeedProtocol, args.recipe.settings)
     subjects = find_subjects(models, args)

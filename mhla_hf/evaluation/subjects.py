@@ -4,9 +4,9 @@ A fingerprint covers everything that determines a model's outputs, so that score
 Scores are stored in the model's results file, and a score for the same task and protocol is not measured again.
 
 For pipelines, this module also generates the images and videos that are scored. Every sample has its own seed and file, and
-existing files are not generated again. Batches are cut from the whole plan, not from the missing samples, and the global
-random generator is seeded per batch (DDPM draws from it). Therefore a run that was interrupted gives the same files as one
-that was not, on any number of processes.
+batches whose files all exist are not generated again. Batches are cut from the whole plan, not from the missing samples, and
+the global random generator is seeded per batch (DDPM draws from it). Therefore a run that was interrupted gives the same
+files as one that was not, on any number of processes.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Subject:
         name: Name in tables.
         source: Folder, Hub id or loaded object.
         fingerprint: Fingerprint of the weights.
-        dtype: Dtype of the parameters, such as "float32"; "auto" for a model on the Hub.
+        dtype: Dtype of the parameters, such as "float32"; "auto" for a model on the Hub if `args.dtype` is "auto".
         target: The model's results file; None to write none.
         args: The checked arguments of `evaluate`, an `EvaluationArgs`.
     """
@@ -69,9 +69,9 @@ class Subject:
 
     @functools.cached_property
     def kept(self) -> Results:
-        """The stored scores that can be reused: those measured on this machine or, with `trust_scores`, all of them.
+        """The stored scores of these weights that were measured on this machine or, with `trust_scores`, all of them.
 
-        They are read on first use, and a message is logged.
+        They are read on first use, and a message is logged. `knows` decides whether a score can be reused.
         """
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
         local = select_measured_here(stored)
@@ -85,7 +85,7 @@ class Subject:
         return stored if trusted else local
 
     def knows(self, task: str, metric: str, task_hash: str) -> bool:
-        """Return whether a score for the same weights, protocol, limit, seed and dtype can be reused; never with `force`."""
+        """Return whether a score with the same protocol, limit, seed and dtype is in `kept`; with `force`, return False."""
         key = (task, metric, task_hash, self.args.limit, self.args.seed or 0, self.dtype)
         kept_keys = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
         return not self.args.force and key in kept_keys
@@ -93,7 +93,8 @@ class Subject:
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
         """Add newly measured records to the known scores and, if there is one, to the results file; see `Results.merge`.
 
-        Records in the file count as measured on this machine. Those of other weights are removed from it.
+        If there is a file, the new records count as measured on this machine, and records of other weights are removed from
+        the file.
         """
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
@@ -103,7 +104,7 @@ class Subject:
             store_digests(records)
 
     def facts(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
-        """Return the fields of a `Result` that do not depend on the score.
+        """Return the fields of a `Result` that do not depend on the task: about the run, the model, and the limit.
 
         Args:
             device: The device of the model.
@@ -302,7 +303,7 @@ def shorten_path(path: Any) -> str:
 
 @contextlib.contextmanager
 def joined_processes() -> Iterator[Any]:
-    """Context manager that yields Accelerate's `PartialState`, and waits for all processes at the end.
+    """Context manager that yields Accelerate's `PartialState`. If there is no error, it waits for all processes at the end.
 
     If there is only one process, and no state existed before, the state is reset at the end. Otherwise processes that are
     forked later would inherit it, and each would act as the only process.
@@ -342,17 +343,17 @@ class Sample:
 
 
 def seed_of_sample(seed: int, index: int) -> int:
-    """Return the seed of sample `index` in a run with `seed`, an integer below 2**63.
+    """Return the seed of sample `index` in a run with `seed`.
 
-    It is different for every pair of a seed below 2**31 and an index below 2**32.
+    For seeds below 2**31 and indices below 2**32, it is different for every pair, and below 2**63.
     """
     return (seed % 2**31) * 2**32 + index
 
 
 class PipelineJudge:
-    """Generates and scores the samples of one pipeline under a protocol.
+    """Generates the samples of one pipeline under a protocol; subclasses score them.
 
-    All processes must create it, since it sends the known scores of the main process to the others.
+    All processes must create it, since its constructor sends the known scores of the main process to the others.
 
     Args:
         subject: The pipeline.
@@ -393,7 +394,7 @@ class PipelineJudge:
         batch_size: int,
         label: str,
     ) -> None:
-        """Generate the samples of a plan whose files do not exist yet.
+        """Generate the samples of a plan, except for batches whose files all exist.
 
         All processes must call this. It seeds torch's global random generator for each batch.
 

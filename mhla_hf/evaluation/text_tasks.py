@@ -84,7 +84,7 @@ KINDS: dict[str, tuple[dict[str, Any], str | None, dict[str, str]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class LocalTasks:
-    """The tasks that `make_tasks` wrote.
+    """The tasks that `write_tasks` wrote.
 
     Args:
         folder: The folder, for `include_path`.
@@ -129,7 +129,8 @@ def make_tasks(
 
     Raises:
         ValueError: `items` is below 16, the text is too short for 16 questions, `window` is too short for a block and an
-            answer, or `folder` contains something that this function did not write.
+            answer, the tokenizer has too few words of one token, or `folder` contains something that this function did not
+            write.
     """
     if items < MIN_QUESTIONS:
         raise ValueError(f"items: got {items}, expected at least {MIN_QUESTIONS}.")
@@ -185,7 +186,7 @@ def split_text(text: str, tokens: int, count: Callable[[str], int]) -> list[str]
 
 
 def find_sentences(text: str) -> list[tuple[int, int]]:
-    """Return (start, end), in characters, of the sentences of prose in a text.
+    """Find the sentences of prose in a text, and return (start, end) of each, in characters.
 
     They have at least 8 words and at most 300 characters, and do not extend over several paragraphs.
     """
@@ -282,7 +283,7 @@ def _insert_line_breaks(ending: str, true_ending: str) -> str:
 
 
 def _context_after(text: str, start: int, tokens: int, count: Callable[[str], int]) -> str:
-    """Return the lines of the text from `start` on, until they have `tokens` tokens or the text ends."""
+    """Return the fewest lines of `text[start:]` with at least `tokens` tokens, cut off after `12 * tokens` characters."""
     context = ""
     for line in text[start : start + 12 * tokens].splitlines(keepends=True):
         context += line
@@ -330,9 +331,9 @@ def write_tasks(
     """Write tasks for lm-eval atomically.
 
     Args:
-        folder: The folder to create, or to replace if this function wrote it.
-        documents: Dict from task to (one of `KINDS`, documents).
-        arguments: Further keys of the manifest.
+        folder: The folder to create. If it exists, it is replaced, whatever it contains.
+        documents: Dict from the name of a task to (key of `KINDS`, documents of the task).
+        arguments: JSON-serializable values to store in the manifest, in addition to the tasks.
 
     Returns:
         The folder with the names and sizes of the tasks.

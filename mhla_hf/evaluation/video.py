@@ -121,10 +121,12 @@ def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
         args: The checked arguments of `evaluate`, an `EvaluationArgs`.
 
     Returns:
-        A dict from the name of each model to the requested scores, and the totals if all dimensions are known.
+        A dict from the name of each model to the requested scores and, if they can be computed, the totals. On processes
+        other than the main one, new scores are missing.
 
     Raises:
         ValueError, TypeError: A model, a dimension or a setting is not valid, or vbench fails.
+        ImportError: Imageio or imageio-ffmpeg is not installed.
     """
     protocol = read_settings(VideoProtocol, args.recipe.settings)
     if unknown := sorted(set(args.recipe.tasks) - set(DIMENSIONS)):
@@ -136,10 +138,10 @@ def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
 
 
 class Bench:
-    """vbench in another Python interpreter.
+    """Runs vbench in another Python interpreter.
 
     Args:
-        python: The interpreter, as a path or a command.
+        python: The interpreter, as a path or a command. None, the default of `VideoProtocol`, is an error.
 
     Attributes:
         version: Version of vbench.
@@ -147,7 +149,7 @@ class Bench:
         sha256: Hash of the file with the prompts.
 
     Raises:
-        ValueError: The interpreter does not exist, or vbench is not installed in it.
+        ValueError: There is no such interpreter, or vbench is not installed in it.
     """
 
     def __init__(self, python: str | Path | None) -> None:
@@ -222,9 +224,9 @@ class _Judge(PipelineJudge):
         return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.args.limit]
 
     def run(self) -> Results:
-        """Compute the scores that are not known yet, and return all requested scores and the totals.
+        """Compute the scores that are not known yet, and return all requested scores and, if there are any, the totals.
 
-        All processes must call this.
+        All processes must call this. On processes other than the main one, new scores are missing from the result.
         """
         dimensions = self.args.recipe.tasks
         missing = [name for name in dimensions if not self.subject.knows(TASK, name, self.hash)]
@@ -287,7 +289,10 @@ class _Judge(PipelineJudge):
 
 
 def _standard_error(average: float, values: Sequence[Any]) -> float | None:
-    """Return the standard error of the mean of the videos' scores; None if `average` is not the mean of `values`."""
+    """Return the standard error of the mean of the videos' scores.
+
+    Return None if there are fewer than two scores, a score is not a number, or `average` is not their mean.
+    """
     numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
     if len(numbers) < 2 or len(numbers) != len(values) or abs(statistics.fmean(numbers) - average) > 1e-6:
         return None
@@ -298,7 +303,7 @@ def save_video(frames: Any, path: str | Path, fps: int) -> None:
     """Save frames as an MP4 file (H.264), whatever the suffix of `path`.
 
     Args:
-        frames: An array [frames, rows, columns, 3] with values from 0 to 1, or PIL images.
+        frames: An array [frames, height, width, 3] with values from 0 to 1, or PIL images.
         path: File to write.
         fps: Frames per second.
 

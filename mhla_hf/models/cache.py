@@ -22,9 +22,9 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         softmax: Layer for the keys and values of the heads that keep softmax; None if there are none.
 
     Attributes:
-        state: The `MHLAState` or `LocalState`, None until the first forward pass.
+        state: The `MHLAState` or `LocalState`; None until the first forward pass.
         seen_tokens: Number of tokens per row, including padding, as transformers counts them.
-        mixing: The mixing weights with which the state is read: a matrix, or packed decays.
+        mixing: The mixing weights with which the state is read: a matrix, or packed decays; None until they are needed.
         padded: The mask of the last call with padding, bool [B, T], and the value of `seen_tokens` after that call;
             None if no call had padding.
     """
@@ -66,7 +66,8 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             block_size: Number of tokens in a block.
 
         Returns:
-            [n, n] or [H, n, n], where n is at least the number of blocks; exactly that number if it needs a gradient.
+            [n, n], or [H, n, n] with one matrix per head. n is at least the number of blocks, and exactly that number if the
+            matrix needs a gradient.
         """
         needed = -(-(int(self.seen_tokens) + new_tokens) // block_size)
         if torch.is_grad_enabled() and mixing.weight.requires_grad:
@@ -77,7 +78,10 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return self.mixing
 
     def note_padding(self, key_mask: torch.Tensor) -> None:
-        """Store the mask of a call with padding, bool [B, T], True for real tokens, for `crop`; not under torch.compile."""
+        """Store the mask of a call with padding, bool [B, T], True for real tokens, for `crop`.
+
+        Under torch.compile, do nothing.
+        """
         if not torch.compiler.is_compiling():
             self.padded = key_mask, self.seen_tokens + key_mask.shape[1]
 
@@ -143,10 +147,10 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Remove the last tokens of every row, in place, for assisted generation.
 
         Args:
-            tokens_to_remove: The negative number of tokens, of at most one block.
+            tokens_to_remove: The number of tokens to remove, as a negative number or 0; at most as many as a block has.
 
         Raises:
-            ValueError: There are too many of them, or padding is among them.
+            ValueError: `tokens_to_remove` is positive or removes more than a block, or padding would be removed.
         """
         if self.state is None or tokens_to_remove == 0:
             return
@@ -173,7 +177,10 @@ class MHLADynamicCache(DynamicCache):
         """Remove the last tokens, first from MHLA layers, so that an error in them leaves softmax layers unchanged.
 
         Args:
-            tokens_to_remove: The negative number of tokens.
+            tokens_to_remove: The number of tokens to remove, as a negative number or 0.
+
+        Raises:
+            ValueError: An MHLA layer cannot remove them; see `MHLACacheLayer.crop`.
         """
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, MHLACacheLayer)):
             layer.crop(tokens_to_remove)
@@ -182,7 +189,7 @@ class MHLADynamicCache(DynamicCache):
 def mhla_cache_layer(
     past_key_values: Cache | None, layer_idx: int, keeps_softmax: bool = False
 ) -> MHLACacheLayer | None:
-    """Return the MHLA layer of a cache with this index, which at first use replaces the layer that is there.
+    """Return layer `layer_idx` of a KV cache; on first use, replace it by an MHLA layer.
 
     The cache changes in place: missing layers are added, and a `DynamicCache` becomes an `MHLADynamicCache`.
 

@@ -44,12 +44,12 @@ def mhla_attention(
 
     Args:
         module: The attention module, with a child `mhla`.
-        query: [B, H, T, K].
-        key: [B, G, T, K].
+        query: [B, H, T, K], for H query heads.
+        key: [B, G, T, K], for G KV heads.
         value: [B, G, T, V].
-        attention_mask: Used by heads that keep softmax only; MHLA reads `mhla_padding`, which needs no T x T mask.
-        scaling: Factor of q k^T; None is K**-0.5.
-        dropout: Used by heads that keep softmax only.
+        attention_mask: Only for heads that keep softmax; MHLA reads `mhla_padding`, which needs no T x T mask.
+        scaling: Multiplier for q k^T in a softmax; None means K**-0.5. MHLA with mixing matrices ignores it.
+        dropout: Only for heads that keep softmax.
         **kwargs: The arguments `mhla_*` (see the module docstring), `cu_seq_lens_q`, and what else the base passes.
 
     Returns:
@@ -240,7 +240,8 @@ def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
         settings: The settings, with `layers` as a list of indices.
 
     Raises:
-        ValueError: A layer's rotary embedding cannot be undone, or there are no such heads.
+        ValueError: A layer's rotary embedding cannot be undone, or `softmax_heads` lists all heads of a layer or heads that
+            it does not have.
     """
     attentions = find_causal_attentions(model)
     layers: Any = settings.layers
@@ -336,7 +337,10 @@ def first_new_column(mask: torch.Tensor, length: int, seen: Any) -> Any:
 
 
 def new_columns(mask: torch.Tensor, length: int, seen: Any) -> torch.Tensor:
-    """Return the columns [B, T] of a mask [B, S] that belong to the T new tokens."""
+    """Return the columns [B, T] of a mask [B, S] that belong to the T new tokens.
+
+    See `first_new_column` for the arguments.
+    """
     if mask.shape[1] == length:
         return mask
     return mask[:, first_new_column(mask, length, seen) + torch.arange(length, device=mask.device)]
@@ -421,7 +425,7 @@ def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tenso
 
 @torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q with them.")
 def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | None:
-    """Find the borders of packed sequences: the tokens at which `ids` do not increase by `step`.
+    """Find the borders of packed sequences: 0, the tokens whose id is not the previous id plus `step`, and T.
 
     Args:
         ids: Int [B, T], positions or the index of each token's sequence.
@@ -452,10 +456,11 @@ def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int)
         length: Number of tokens, T.
 
     Returns:
-        `cu_seq_lens_q`, `position_ids` [1, T] that restart in each sequence, and `use_cache`, which is False.
+        A dict with `cu_seq_lens_q`; `position_ids` [1, T], those of the call or else positions that restart in each
+        sequence; and `use_cache`, which is False.
 
     Raises:
-        ValueError: The call has a mask or a cache, which packed sequences cannot have.
+        ValueError: The call has a mask, a cache, or `use_cache=True`, which packed sequences cannot have.
     """
     for name in ("attention_mask", find_cache(kwargs), "use_cache"):
         if name is not None and kwargs.get(name) is not None and kwargs[name] is not False:

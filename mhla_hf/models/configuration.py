@@ -17,13 +17,13 @@ MHLA_PRESETS: dict[str, dict[str, Any]] = {
 
 @strict
 class MHLAConfig(PreTrainedConfig):
-    """The paper's language model (sections 4, 5.4 and C); the defaults are its 340 M configuration.
+    """The configuration of the paper's language model (sections 4 and 5.4, appendix C), by default with 340 M parameters.
 
     Args:
         expand_k: Width of all q heads together, divided by `hidden_size` (0.5 gives heads of width 128).
         expand_v: Width of all v heads together, divided by `hidden_size` (1.0 gives heads of width 256).
-        head_dim: Width of a q head; None follows from `expand_k`.
-        value_dim: Width of a v head; None follows from `expand_v`.
+        head_dim: Width of a q head. Default: computed from `expand_k`, which is ignored otherwise.
+        value_dim: Width of a v head. Default: computed from `expand_v`, which is ignored otherwise.
         mhla: Settings as a dictionary (`MHLASettings`). Default: relu, RoPE after the map, an RMSNorm per head instead of a
             normalizer, output gate, 32 blocks of 64 tokens.
 

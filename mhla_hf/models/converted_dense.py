@@ -1,4 +1,4 @@
-"""The source of checkpoints of language models that mix by matrices: `converted.py` with this core alone."""
+"""Converted language models that mix by matrices: `converted.py` without the other core, for the source of checkpoints."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,6 @@
 """Converted vision towers and classifiers: `MHLAViTModel`, `MHLAViTForImageClassification`, ..., made on first use.
 
-A module of its own because it is the source of checkpoints: the bundler keeps what it refers to.
+The bundler makes the source file of a checkpoint from this module and what it refers to.
 """
 
 from typing import Any

@@ -40,8 +40,8 @@ class AttentionSwap:
         function_name: Name under which the attention function of MHLA is registered in transformers.
         mixin: First base of the MHLA attention classes.
         find_attentions: Returns the attention modules of a model, by layer index.
-        core_sizes: Called with an attention module and the model's configuration; returns the arguments of the core other
-            than the settings.
+        core_sizes: Called with an attention module and the model's configuration; returns the keyword arguments of the core
+            except for `settings`.
         matrix_core: Core that mixes blocks by a matrix; None if the module has none.
         decay_core: Core that mixes them by decays; None if the module has none.
         prepare: Called before each forward pass of the model without its head (see `prepare_inner_body`), or None.
@@ -81,7 +81,7 @@ class MHLAConfigMixin:
         """Call the base's `__post_init__`, check `mhla`, and resolve its layers to indices.
 
         Raises:
-            ValueError: A setting is not valid, or there are no such layers.
+            ValueError: A setting is not valid, or `layers` does not fit the number of layers.
         """
         values = kwargs.pop("mhla", None)
         if values is not None:
@@ -101,7 +101,8 @@ class MHLAConfigMixin:
 class MHLAHeadMixin(MHLAPreTrainedMixin):
     """Builds the base model, then replaces the layers that `config.mhla` lists by MHLA; a mixin for model classes.
 
-    It must come first among the bases of a class.
+    It must come first among the bases of a class. The constructor raises ValueError if `config` is not an MHLA configuration
+    of this family, or its settings do not fit the model.
 
     Attributes:
         family: The `Family` of the base model.
@@ -196,7 +197,7 @@ def model_name(family: Family) -> str:
 
 
 def base_classes(family: Family) -> dict[str, Any]:
-    """Return the softmax model classes of a family by name, as far as this release of transformers has them."""
+    """Return the softmax model classes of a family in this release of transformers, as a dict from name to class."""
     classes = {name: getattr(transformers, name, None) for name in class_names(family)}
     config = config_class_of(family.base)
     return {
@@ -249,7 +250,7 @@ def calls_interface(attention_class: Any) -> bool:
 
 
 def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
-    """Return the numbers of heads and the widths of an attention module, as arguments of an MHLA core.
+    """Return `num_heads`, `num_kv_heads`, `key_dim`, and `value_dim` for the MHLA core of an attention module.
 
     Args:
         attention: Attention module of transformers.

@@ -46,7 +46,7 @@ class GridState(threading.local):
         self.grid: tuple[int, ...] | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copy and pickle as a new state: a copied model is not in the middle of a forward pass."""
+        """Make copies and pickles start without a grid, because a copied model is not in the middle of a forward pass."""
         return type(self), ()
 
     def run(self, grid: tuple[int, ...] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ class GridState(threading.local):
 
 
 class GridCheckpoint:
-    """A gradient checkpointing function that runs a block with the same grid again in the backward pass.
+    """A gradient checkpointing function that recomputes each block with the grid of its forward pass.
 
     It is an object rather than a closure so that a copy of the model, such as EMA makes, refers to the state of the copy.
 
@@ -125,7 +125,7 @@ class MHLAAttnProcessor(nn.Module):
                 authors' DiT, that is applied first.
             hidden_states: [B, T, C]; T is the number of tokens of the grid or, with context parallelism, of this process.
             encoder_hidden_states, attention_mask: Must be None.
-            rotary_emb: Cosines and sines of the rotary embedding, or None.
+            rotary_emb: Cosines and sines of the rotary embedding, [.., T, 1, K] each (see `rotate_pairs`), or None.
 
         Returns:
             [B, T, C]; fp16 outputs are clipped to the finite range of fp16.
@@ -213,13 +213,13 @@ class MHLATransformerMixin:
     def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Call the base without the config's `auto_map`, which is not an argument and would cause a warning.
 
-        diffusers has found this class by `auto_map`, and needs it no more.
+        diffusers has already found this class by `auto_map`, and no longer needs it.
         """
         init_dict = {k: v for k, v in config_dict.items() if k != "auto_map"}
         return super().extract_init_dict(init_dict, **kwargs)  # type: ignore[misc]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Set MHLA processors in some layers, in place, and record the settings in the config.
+        """Set MHLA processors in the layers that `settings.layers` lists, in place, and record the settings in the config.
 
         Args:
             settings: The settings, with `layers` as a list of indices.
@@ -261,7 +261,8 @@ class MHLATransformerMixin:
             cp_plan: Must be None: MHLA defines the plan.
 
         Raises:
-            ValueError: `cp_plan` is given, or `ulysses_degree` does not divide the heads of a model with softmax layers.
+            ValueError: `cp_plan` is given, the base has no plan for context parallelism, or the model has softmax layers and
+                `ulysses_degree` does not divide their number of heads.
         """
         if cp_plan is not None:
             raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
@@ -425,8 +426,8 @@ def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings)
         A copy of the settings with `layers` as a list of indices.
 
     Raises:
-        ValueError: The settings do not fit the model, such as a layout with a wrong number of axes, or there are no such
-            layers.
+        ValueError: The settings do not fit the model, such as a layout with a wrong number of axes, or layers that it does
+            not have.
     """
     check_settings(settings, model_class.__name__, axes=model_class.family.kind.axes)
     return replace(settings, layers=settings.resolve_layers(len(find_self_attentions(model))))

@@ -71,7 +71,7 @@ def dit_preset(name: str) -> dict[str, Any]:
     """Return the arguments of `MHLADiTTransformer2DModel` for a preset.
 
     Args:
-        name: "DiT-" or "DiG-", a size (S, B, L, XL), and a patch size (/2, /4, /8), such as "DiT-S/2".
+        name: "DiT-" or "DiG-", followed by a size (S, B, L, XL) and a patch size (/2, /4, /8), such as "DiT-S/2".
 
     Raises:
         ValueError: There is no such preset.
@@ -109,7 +109,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
     _no_split_modules = ["BasicTransformerBlock", "DiGBlock"]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Set MHLA processors as in every model, and apply the further arguments of this model, in place.
+        """Set MHLA processors as the base does, and apply this model's additional constructor arguments, in place.
 
         With `shared_embeddings`, a `state_dict` hook is registered that copies the shared embedding for every block.
 

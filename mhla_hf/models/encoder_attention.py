@@ -36,7 +36,7 @@ def mhla_encoder_attention(
         query, key: [B, H, T, K].
         value: [B, H, T, V].
         attention_mask: Ignored; `mhla_rows` has the padding without a T x T mask.
-        scaling: Factor of q k^T; None is K**-0.5.
+        scaling: Multiplier for q k^T in a softmax; None means K**-0.5. MHLA with a mixing matrix ignores it.
         dropout: Ignored; it applies to softmax only.
         **kwargs: `mhla_rows` (see `pass_rows`), `mhla_hidden_states` [B, T, C], and what else the base passes.
 
@@ -103,7 +103,7 @@ def pass_rows(
         first real token of each row, or None if all rows begin with one; and bool [B, T], True for real tokens.
 
     Raises:
-        ValueError: The mask is not [B, T].
+        ValueError: The mask is not a tensor with two axes.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask = kwargs.get("attention_mask")
@@ -127,7 +127,7 @@ def pass_rows(
 
 
 def first_position(body: nn.Module) -> int:
-    """Return the position of the first token: 0, or in RoBERTa and its descendants the padding token's index plus one."""
+    """Return the position id of the first token: 0, or `padding_idx + 1` in RoBERTa and models derived from it."""
     embeddings: Any = getattr(body, "embeddings", None)
     return embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_input_ids") else 0
 

@@ -18,7 +18,8 @@ class AttentionKind:
         entry: Name of the module that creates the MHLA classes of these families. Classes for transformers have an attribute
             `swap` with the attention class and the cores that they install (`AttentionSwap`).
         defaults: Default settings of a conversion (`MHLASettings`).
-        auto_classes: Auto classes of transformers whose models convert; their mappings name the classes of each model type.
+        auto_classes: Auto classes of transformers whose models can be converted. Their mappings name the classes of each
+            model type.
         sources: Modules that the bundler starts from, by the mixing form of a model ("decay" or "matrix"); `entry` for
             forms that are not listed.
         noun: Name of a model of this kind in errors; models of diffusers are named by their class.
@@ -48,7 +49,7 @@ class Family:
         overrides: Default settings that differ from those of `kind`.
         conditions: Arguments of a diffusion model besides the latents and the time, in the order of the training data.
             Diffusion families without conditions cannot be trained.
-        prefix: Number of tokens before the grid of a vision tower, without the registers that follow these.
+        prefix: Number of tokens before the grid of a vision tower, not counting register tokens.
         fixed_size: Whether a diffusion model takes square latents of its `sample_size` only.
     """
 
@@ -212,12 +213,12 @@ FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
 
 
 def family_of_type(model_type: str | None) -> Family | None:
-    """Return the family of a model type of transformers, or None if it belongs to none."""
+    """Return the family whose base has this model type of transformers, such as "llama"; None if there is none."""
     return next((family for family in (*LANGUAGE, *ENCODERS, *VISION) if family.base == model_type), None)
 
 
 def auto_class_of(name: str) -> str:
-    """Return the name of the Auto class of transformers that loads a model class of this name."""
+    """Return the name of the Auto class of transformers that loads a model class, by the end of the class's name."""
     if name.endswith("LMHeadModel"):
         return "AutoModelForCausalLM"
     heads = (*CAUSAL.auto_classes, *ENCODER.auto_classes, "AutoModelForImageClassification")

@@ -27,7 +27,7 @@ class GridCall(NamedTuple):
     It takes the place of the attention mask, which is the only argument that every base passes to its attention function.
 
     Attributes:
-        grid: Rows and columns.
+        grid: Number of rows and columns of tokens.
         hidden_states: The layer's input, [B, T, C].
     """
 
@@ -81,7 +81,7 @@ class MHLAGridMixer:
         Args:
             hidden_states: [B, T, C].
             attention_mask: Must be None.
-            mhla_grid: Rows and columns, from `pass_grid`.
+            mhla_grid: Number of rows and columns of tokens, from `pass_grid`.
             **kwargs: Further arguments of the base.
 
         Returns:
@@ -138,7 +138,7 @@ def pass_grid(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         `args`, and `kwargs` with `mhla_grid`: the number of rows and columns of whole patches.
 
     Raises:
-        ValueError: There are no images of this shape.
+        ValueError: The call has no images, or they do not have four axes.
     """
     pixels, patch = args[0] if args else kwargs.get("pixel_values"), body.config.patch_size
     if pixels is None or pixels.ndim != 4:

@@ -1,7 +1,8 @@
 """Spreads the tokens of a video over processes, by diffusers' context parallelism (Wan).
 
 diffusers cuts the tokens row by row, so that nearly every process would have tokens of nearly every block. Here the tokens
-are brought into the order of their blocks first. An MHLA layer then exchanges less the fewer tokens a process has.
+are brought into the order of their blocks first. An MHLA layer then exchanges sums per block instead of tokens, and fewer of
+them if a process has fewer tokens.
 """
 
 import inspect
@@ -17,13 +18,16 @@ from ..ops.exchange import ReduceScatter
 
 
 def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `sharded_mhla` that say which tokens this process has.
+    """Return the keyword arguments of `sharded_mhla` that define which tokens this process has.
 
     Shards have equal length. With diffusers' `ulysses_anything` or `ring_anything`, the first ones may be longer by one.
 
     Args:
         config: Parallel configuration of diffusers.
         grid: Number of tokens per axis.
+
+    Returns:
+        A dict with "rank", "edges", and "add_up".
 
     Raises:
         ValueError: The number of processes does not divide the number of tokens, and unequal shards are not enabled.
@@ -43,7 +47,7 @@ def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
 
 
 class TokenShares:
-    """Forward hooks that select the tokens of this process for the blocks of Wan, and restore the order of all tokens.
+    """Selects this process's tokens for the blocks of Wan and restores the order of all tokens at the end, by forward hooks.
 
     It is an object rather than closures so that a copy of the model gets hooks with the state of the copy.
 
@@ -66,7 +70,7 @@ class TokenShares:
         return Blocks.grid(grid, self.layout).index(device).argsort(stable=True)
 
     def local_tokens(self, x: torch.Tensor, grid: Any) -> torch.Tensor:
-        """Select this process's tokens: x [B, T, ..] -> [B, T', ..]."""
+        """Select this process's T' of all T tokens: x [B, T, ..] -> [B, T', ..]."""
         share = share_of_grid(self.config, grid)
         first, end = share["edges"][share["rank"] :][:2]
         return x.index_select(1, self.order(grid, x.device)[first:end])

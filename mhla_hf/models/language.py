@@ -36,7 +36,7 @@ from .transformers_api import find_cache, set_attention_function
 
 
 class MHLALanguageMixer(nn.Module):
-    """Attention of a layer: the projections of q, k, v, and the output, and an MHLA core."""
+    """The attention of one layer: an MHLA core with projections for q, k, v, and the output."""
 
     def __init__(self, config: MHLAConfig, layer_idx: int):
         super().__init__()

@@ -45,7 +45,7 @@ class MHLAPreTrainedMixin:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does, check MHLA weights, and freeze the mixing if `learn_mixing` is False.
+        """Load as transformers does, check MHLA weights, and with `learn_mixing=False` freeze the mixing except `balance`.
 
         Args:
             *args, **kwargs: As in transformers.
@@ -73,7 +73,7 @@ class MHLAPreTrainedMixin:
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
-        """Distribute as transformers does, with the parameters of `mhla` split by head in layers whose projections are.
+        """Distribute as transformers does. Where projections are split by head, split the parameters of `mhla` by head, too.
 
         With tensor parallelism, the plan of the model is extended, and its `HeadSplit`s become those of this process.
 
@@ -108,7 +108,7 @@ class MHLAPreTrainedMixin:
 
         Args:
             save_directory: Folder to write to.
-            push_to_hub: Whether to push the model afterwards, with the arguments in `HUB_ARGUMENTS`.
+            push_to_hub: Whether to push the model afterwards. The arguments that `HUB_ARGUMENTS` names are then for pushing.
             *args, **kwargs: As in transformers.
         """
         if kwargs.get("is_main_process", True):
@@ -128,7 +128,7 @@ HUB_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "revision", "c
 
 
 def split_heads_plan(model: Any, size: int) -> dict[str, str]:
-    """Return the tensor-parallel plan of `mhla` in layers whose projections are split by head.
+    """Return the tensor-parallel plan for the `mhla` modules of layers whose projections are split by head.
 
     Parameters per head (feature maps, decays, matrices) are split on their first axis. Parameters that all heads share are
     replicated, and their gradients summed.
@@ -138,7 +138,7 @@ def split_heads_plan(model: Any, size: int) -> dict[str, str]:
         size: Number of processes.
 
     Returns:
-        Styles of transformers by the name of a module or parameter.
+        A dict from the name of a module or parameter, with * for indices, to its style in transformers' plans.
 
     Raises:
         ValueError: `size` does not divide the number of KV heads.

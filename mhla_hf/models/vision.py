@@ -97,7 +97,8 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
         """Encode images.
 
         Args:
-            pixel_values: [B, channels, height, width], of any size; without `pad_to_blocks`, of whole patches.
+            pixel_values: [B, channels, height, width]. With the "patch" stem and without `pad_to_blocks`, height and width
+                are multiples of the patch size; otherwise they may have any value.
             interpolate_pos_encoding: Whether to resize learned positions to other grids. If not, other grids raise an error.
             **kwargs: Further arguments of the blocks.
 
@@ -135,10 +136,11 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
             pixel_values: [B, channels, height, width].
 
         Returns:
-            [B, channels, height', width'].
+            [B, channels, height', width'], with the sides that `MHLAVisionConfig.padded_sides` returns.
 
         Raises:
-            ValueError: The images do not have this shape, or without padding are not whole patches.
+            ValueError: The images do not have this shape; or with the "patch" stem and without `pad_to_blocks`, their sides
+                are not multiples of the patch size.
         """
         if pixel_values.ndim != 4 or pixel_values.shape[1] != self.config.num_channels:
             expected = f"[B, {self.config.num_channels}, height, width]"
@@ -175,7 +177,7 @@ class MHLAForImageClassification(MHLAVisionPreTrainedModel):
 
         Args:
             pixel_values: [B, channels, height, width].
-            labels: Class indices [B], for the loss; or None.
+            labels: int64 [B], class indices for the loss; or None.
             **kwargs: Further arguments of `MHLAVisionModel.forward`.
 
         Returns:

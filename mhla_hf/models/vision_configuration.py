@@ -64,16 +64,16 @@ PAPER_VISION_SETTINGS = {"feature_map": "relu", "layout": [4, 4], "cpe": 3}
 
 @strict
 class MHLAVisionConfig(PreTrainedConfig):
-    """An image classifier from scratch (section 5.1, appendix E); the defaults are DeiT-T with MHLA.
+    """The configuration of an image classifier from scratch (section 5.1, appendix E); by default, DeiT-T with MHLA.
 
     Args:
         image_size: Size in pixels for which learned positions are created, one number or [height, width]. Other sizes work,
             too.
-        patch_size: Side of a token in pixels, after the stem.
+        patch_size: Side of the square that a token covers after the stem, in pixels; 4 with the stem "conv".
         num_channels: Number of channels of an image.
         hidden_size, num_hidden_layers, num_attention_heads: Sizes of a model without stages; `stages` overrides them.
-        stages: List of {"hidden_size", "depth", "num_heads", "layout"}, where "layout" may be left out. Between two stages a
-            3x3 convolution of stride 2 halves the grid.
+        stages: List of {"hidden_size", "depth", "num_heads", "layout"}; "layout" is optional. Between two stages a 3x3
+            convolution of stride 2 halves the grid.
         attention: Attention of the layers in `mhla["layers"]`: "mhla", "linear" (uniform, frozen mixing), or "softmax". The
             other layers are softmax.
         mlp_ratio: Width of the MLP divided by that of the layer.
@@ -86,15 +86,15 @@ class MHLAVisionConfig(PreTrainedConfig):
         qkv_bias: Whether the projections of q, k, and v have biases.
         input_norm: Whether to apply a second LayerNorm inside the attention, as in the authors' release.
         output_product: Whether to multiply the attention's output by a projection of its input (VLT).
-        layer_scale: Initial value of a learned factor per channel on both branches; None for no factor.
+        layer_scale: Initial value of a learned multiplier per channel on both branches; None for no multiplier.
         feature_size: Width of a last 1x1 projection with BatchNorm and SiLU before pooling; 0 for a LayerNorm instead.
         pool_first: Whether to average the tokens before the last LayerNorm, as in the authors' release, or after it.
         pad_to_blocks: Whether to pad images with zeros on all sides until every block of the first stage has whole patches,
             as the paper pads 224 pixels to 256.
-        drop_path_rate: Stochastic depth of the last layer; the rate rises linearly from 0 at the first.
+        drop_path_rate: Stochastic depth rate of the last layer; the rate rises linearly from 0 at the first layer.
         layer_norm_eps: Epsilon of the LayerNorms of blocks and of the last one.
         initializer_range: Standard deviation of initial weights.
-        image_mean, image_std: Per channel, for the image processor.
+        image_mean, image_std: Per channel, for the image processor. Default: those of ImageNet for three channels, else 0.5.
         mhla: Settings as a dictionary (`MHLASettings`). Default: [4, 4] blocks, relu, normalized, locality start, depthwise
             position convolution of kernel size 3. The layout of a stage takes precedence.
 

@@ -35,7 +35,10 @@ def as_tokens(image: torch.Tensor) -> torch.Tensor:
 
 
 class PatchStem(nn.Sequential):
-    """Embeds non-overlapping patches by one convolution: [B, C, H, W] to [B, width, H / patch, W / patch]."""
+    """Embeds non-overlapping patches by one convolution.
+
+    It maps [B, channels, height, width] to [B, hidden size, height / patch size, width / patch size].
+    """
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         super().__init__()
@@ -43,7 +46,10 @@ class PatchStem(nn.Sequential):
 
 
 class ConvStem(nn.Sequential):
-    """Four 3x3 convolutions with BatchNorm, two of stride 2: [B, C, H, W] to [B, width, H / 4, W / 4]."""
+    """Four 3x3 convolutions with BatchNorm, two of them with stride 2.
+
+    It maps [B, channels, height, width] to [B, hidden size, height / 4, width / 4], rounded up.
+    """
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         channels = [config.num_channels, width // 2, width // 2, width // 2, width]
@@ -73,7 +79,7 @@ def grid_rotation(grid: Sequence[int], head_dim: int, device: torch.device) -> t
     """Compute 2-D RoPE, which rotates one half of each head by the row and the other by the column.
 
     Args:
-        grid: Rows and columns.
+        grid: Number of rows and columns of tokens.
         head_dim: Width of a head, a multiple of 4.
         device: Device of the result.
 
@@ -91,7 +97,7 @@ def grid_rotation(grid: Sequence[int], head_dim: int, device: torch.device) -> t
 class GridSoftmax(MHLACore):
     """Softmax attention with the output norm, gate, and position convolution of `GridMHLA`, as a baseline for it.
 
-    It has the interface of `GridMHLA`, but applies no feature map and no mixing.
+    It takes the arguments of `GridMHLA.forward` except `key_mask` and `shard`, and applies no feature map and no mixing.
 
     Args:
         settings: The settings.
@@ -122,7 +128,7 @@ class GridSoftmax(MHLACore):
         Args:
             q, k: [B, T, H, K].
             v: [B, T, H, V].
-            grid: Rows and columns.
+            grid: Number of rows and columns of tokens.
             hidden_states: [B, T, C], the layer's input, for the gate.
             rotate: Function of q and k that applies the rotary embedding, or None.
 
@@ -175,7 +181,7 @@ class MHLAVisionMixer(nn.Module):
 
         Args:
             hidden_states: [B, T, width].
-            grid: Rows and columns.
+            grid: Number of rows and columns of tokens.
             rotation: Cosines and sines from `grid_rotation`, or None.
 
         Returns:
@@ -208,7 +214,7 @@ class VisionConv(GridConv):
 
 
 class VisionMLP(nn.Module):
-    """Two linear layers with an activation, and with `config.mlp_conv` a depthwise convolution, between them."""
+    """Two linear layers with an activation in between and, if `config.mlp_conv` is set, a depthwise convolution after it."""
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         super().__init__()
@@ -225,7 +231,7 @@ class VisionMLP(nn.Module):
 
 
 class BranchScale(nn.Module):
-    """A learned factor per channel (LayerScale)."""
+    """Multiplies each channel by a learned weight (LayerScale)."""
 
     def __init__(self, width: int, start: float):
         super().__init__()
@@ -233,11 +239,11 @@ class BranchScale(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), float(start)))
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, for models that are built without storage and filled later."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         return {"weight": torch.full(self.weight.shape, float(self.start))}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x times the factors."""
+        """Return x [.., width] times the weights [width]."""
         return x * self.weight
 
 
@@ -279,7 +285,7 @@ class MHLAVisionBlock(GradientCheckpointingLayer):
         return x + self.draw_branch_factor(x) * self.scale2(self.mlp(self.norm2(x), grid))
 
     def draw_branch_factor(self, x: torch.Tensor) -> torch.Tensor:
-        """Draw the factor of a branch for each row, [B, 1, 1]: 0 or, to keep the mean, 1 / (1 - drop); 1 in eval mode."""
+        """Draw a branch's multiplier for each row, [B, 1, 1]: 0 or, to keep the mean, 1 / (1 - drop); 1 in eval mode."""
         return F.dropout(x.new_ones(len(x), 1, 1), self.drop, self.training)
 
 
@@ -312,8 +318,8 @@ class MHLAVisionStage(nn.Module):
         """Run the stage.
 
         Args:
-            x: [B, T, C].
-            grid: Rows and columns.
+            x: [B, T, C], where C is the width of the previous stage, or `width` in the first.
+            grid: Number of rows and columns of tokens.
             **kwargs: Further arguments of the blocks.
 
         Returns:

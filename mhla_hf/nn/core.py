@@ -75,7 +75,10 @@ class OutputGate(nn.Linear):
 
 
 def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Zero each tensor [B, T, H, K] where key_mask [B, T] is False: NaN in padding would pass through a weight of 0."""
+    """Return each tensor [B, T, H, K] with zeros where key_mask [B, T] is False; without a key_mask, return it unchanged.
+
+    This keeps NaN in padding out of sums, because NaN times a weight of 0 is NaN.
+    """
     if key_mask is None:
         return tensors
     return tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
@@ -90,8 +93,8 @@ def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
         key_mask: bool [B, T], False for padding.
 
     Returns:
-        source: int64 [B, T], for `MoveTokens`; None if T is 1, where nothing moves.
-        inverse: int64 [B, T], likewise.
+        source: int64 [B, T], the index of the token that moves to each place; None if T is 1, where nothing moves.
+        inverse: int64 [B, T], the inverse permutation, which moves tokens back; None if T is 1.
         starts: int64 [B], the place at which the real tokens of each row begin.
     """
     starts = key_mask.shape[1] - key_mask.sum(1)
@@ -107,7 +110,10 @@ def move_tokens(x: torch.Tensor, source: torch.Tensor | None, inverse: torch.Ten
 
 
 def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
-    """Refuse gradients through a cache that holds tokens: raise ValueError in training mode, warn in eval mode."""
+    """Refuse gradients through a cache that holds tokens: raise ValueError in training mode, warn in eval mode.
+
+    Do nothing if no tensor requires a gradient, or under `torch.no_grad()`.
+    """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         expected = "torch.no_grad() or use_cache=False: no gradient flows through an MHLA cache"
         message = f"past_key_values: got a cache that holds tokens, expected {expected}."
@@ -131,7 +137,7 @@ class MHLACore(nn.Module):
 
     Args:
         settings: The settings.
-        mixing: The module that holds the mixing.
+        mixing: The module that computes the mixing weights.
         num_heads: Number of query heads, H.
         num_kv_heads: Number of KV heads, G; query head h uses KV head h // (H // G).
         key_dim: Width K of q and k.
@@ -184,10 +190,9 @@ class MHLACore(nn.Module):
                 rotated already, or never.
 
         Returns:
-            q: Features of the queries, [B, T, H, F], in v's dtype, like all features. (Under autocast, a rotation gives
-                fp32.)
+            q: F features per query, [B, T, H, F], in v's dtype, like all features. (Under autocast, a rotation gives fp32.)
             k: Features of the keys, [B, T, G, F].
-            v: The values, zero where they are padding.
+            v: [B, T, G, V], zero where it is padding.
             options: Keyword arguments of `mhla`: `normalize`, `unrounded`, and, if they differ from q and k, `q_den` and
                 `k_den`.
         """
@@ -210,7 +215,7 @@ class MHLACore(nn.Module):
 
         Args:
             o: [B, T, H, V], the output of the attention.
-            hidden_states: [B, T, hidden_size], which the gate reads.
+            hidden_states: [B, T, hidden_size], which the gate reads; may be None without a gate.
             dtype: Dtype of the result.
 
         Returns:
@@ -265,9 +270,9 @@ class MHLA(MHLACore):
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
             rotate: Rotary embedding of q and k or, with `rope="after"`, of their features.
             starts: int64 [B], first real token of each row of a left-padded batch; ignored if there is a key_mask.
-            key_mask: bool [B, T], False for padding, which does not count as a position wherever it is; not along with
-                cu_seqlens.
-            cu_seqlens: Int [N + 1], borders of packed sequences (B = 1).
+            key_mask: bool [B, T], False for padding, which does not count as a position, wherever it is in a row. Not
+                allowed along with cu_seqlens.
+            cu_seqlens: Int [N + 1], borders of N packed sequences (B = 1). Ignored if there is a cache.
             cache: This layer's `MHLACacheLayer`, read and changed in place; None to attend without one.
             scale: The scale of the base model's softmax. Ignored: a constant factor cancels in the normalized form, and the
                 other form always takes K**-0.5.
@@ -276,8 +281,8 @@ class MHLA(MHLACore):
             [B, T, H, V] in v's dtype.
 
         Raises:
-            ValueError: If gradients are required in training and the cache holds tokens, or an argument is not valid (see
-                `mhla`).
+            ValueError: If gradients are required in training and the cache holds tokens.
+            ValueError, TypeError: If an argument is not valid (see `mhla`).
         """
         settings = self.settings
         q, k, v, options = self.prepare_operands(q, k, v, key_mask, rotate)
