@@ -167,7 +167,7 @@ class Results(list[Result]):
         return max(matches, key=lambda record: record.samples, default=None)
 
     def write(self, path: str | Path) -> Path:
-        """Write all records atomically to `path`, a file or an existing folder, and return the path of the file."""
+        """Write all records atomically to `path`, a .json file or an existing folder, and return the path of the file."""
         content = {"format_version": FORMAT_VERSION, "results": [dataclasses.asdict(record) for record in self]}
         return write_json(results_path(path), content)
 

@@ -73,7 +73,7 @@ class VideoProtocol:
     """Settings of a recipe of kind "video": how videos are generated and scored.
 
     Args:
-        python: Python interpreter in which vbench is installed.
+        python: Python interpreter in which vbench is installed, as a path or a command. Required; None is an error.
         videos: Videos per prompt; VBench's protocol requires five.
         fps: Frames per second of the files.
         sampling: Further arguments of the pipeline.

@@ -45,7 +45,9 @@ class MHLAPreTrainedMixin:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does, check MHLA weights, and with `learn_mixing=False` freeze the mixing except `balance`.
+        """Load a model as transformers does, and check its MHLA weights.
+
+        If `learn_mixing` is false in `config.mhla`, the parameters of the mixing are frozen, except `balance`.
 
         Args:
             *args, **kwargs: As in transformers.
@@ -54,7 +56,8 @@ class MHLAPreTrainedMixin:
             The model, or with `output_loading_info=True` the model and the loading info.
 
         Raises:
-            ValueError: A file is damaged, or an MHLA weight is not valid (NaN, negative mixing).
+            ValueError: A file in a local folder is damaged, or an MHLA weight is not valid (NaN, negative mixing).
+            SafetensorError: A file from the Hub is damaged.
         """
         try:
             loaded = super().from_pretrained(*args, **kwargs)  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Saves a model with its source, so that it loads where mhla_hf is not installed, and checks weights when loading.
 
-The models do not know how their one-file source is made: the installed package passes a function that makes it to
+The models do not know how their one-file source is made; they call a function that the installed package registers with
 `set_source_maker`. A model that was loaded from such a file saves a copy of that file.
 """
 

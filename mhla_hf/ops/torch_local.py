@@ -115,8 +115,8 @@ def near_keys(
     Args:
         k: [B, G, M, C, D].
         v: [B, G, M, C, V].
-        valid: bool [B, M, C].
-        block_index: Int [B or 1, M].
+        valid: bool [B, M, C], the tokens that are keys.
+        block_index: Int [B or 1, M], the index of each block in its sequence.
         form: The options.
 
     Returns:

@@ -61,7 +61,7 @@ def concrete(size: int | torch.SymInt) -> int:
 
 @torch.compiler.assume_constant_result
 def kernel_fault(*kind: Any) -> str | None:
-    """Return why the kernels cannot be trusted for a kind of calls of `mhla`, or None if they can.
+    """Return why the kernels cannot be trusted for a kind of call of `mhla`, or None if they can.
 
     Args:
         *kind: From `kernel_kind`. torch.compile calls this function while tracing, and would not accept a tuple as a

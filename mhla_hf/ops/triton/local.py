@@ -358,7 +358,7 @@ def local_kind(
 
 @torch.compiler.assume_constant_result
 def local_fault(*kind: Any) -> str | None:
-    """Return why the kernel cannot be trusted for a kind of calls, or None if it can.
+    """Return why the kernel cannot be trusted for a kind of call, or None if it can.
 
     Args:
         *kind: From `local_kind`; several arguments for the reason given in `kernel_fault`.
