@@ -1,8 +1,8 @@
-"""The layers of image classifiers from scratch: stems, positions, attention, MLP, block, and stage.
+"""The layers of image classifiers that are trained from scratch: stems, positions, attention, MLP, block, and stage.
 
-Every layer takes tokens [B, T, C] and their grid, so that any grid works. MHLA, plain linear attention, and softmax
-attention are one module that differs in its core only: `attn.mhla` (`GridMHLA`), or `attn.softmax`. Every parameter belongs
-to a module that is called, since offloading and FSDP act when a module is called.
+After the stem, layers take tokens [B, T, C] and their grid, so that any grid works. MHLA, plain linear attention, and
+softmax attention are one module that differs in its core only: `attn.mhla` (`GridMHLA`), or `attn.softmax`. Every parameter
+belongs to a module that is called, since offloading and FSDP act when a module is called.
 """
 
 from collections.abc import Callable, Sequence
