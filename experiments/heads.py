@@ -69,20 +69,14 @@ def fit(model_folder, fit_text, work, form, seed):
         fitted = OutputFit(model, steps=len(rows.fit))
         for ids in rows.fit:
             fitted.step(ids)
-    gates = learn_gates(model, rows.gates, GATE_STEPS)
+    gates = GateFit(model, rows.gates)
+    for _ in range(GATE_STEPS):
+        gates.step()
     state = {name: x for name, x in model.state_dict().items() if ".mhla." in name}
-    result = {"mhla": state, "gates": gates, "seconds": time.monotonic() - began}
+    result = {"mhla": state, "gates": gates.by_layer(), "seconds": time.monotonic() - began}
     with atomic_file(file) as aside:
         torch.save(result, aside)
     return result
-
-
-def learn_gates(model, rows, steps):
-    """Learn the gates of a converted model on rows of token ids: {layer: [gate of each KV head]}."""
-    gates = GateFit(model, rows)
-    for _ in range(steps):
-        gates.step()
-    return gates.by_layer()
 
 
 def converted(model_folder, fit_text, work, form, heads, seed):

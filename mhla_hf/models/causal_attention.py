@@ -1,4 +1,4 @@
-"""Puts an MHLA core in the place of softmax in the attention modules of transformers' language models.
+"""Replaces softmax attention with an MHLA core in the attention modules of transformers' language models.
 
 The rest of the module stays: the base keeps its projections, its norms on q and k, and its RoPE, and calls "the attention
 function" as it does for any other implementation. That function is ours (`mhla_attention`), selected by a private copy of

@@ -1,4 +1,4 @@
-"""Replaces softmax attention by an MHLA core in the attention modules of transformers' text encoders.
+"""Replaces softmax attention with an MHLA core in the attention modules of transformers' text encoders.
 
 As in language models, the base's attention module keeps its projections and RoPE and calls the attention function of
 transformers' `AttentionInterface`; only converted modules call that of MHLA. The model without its head passes the padding

@@ -1,4 +1,4 @@
-"""Puts an MHLA core in the place of softmax in the attention modules of transformers' vision towers.
+"""Replaces softmax attention with an MHLA core in the attention modules of transformers' vision towers.
 
 As in language models, the base keeps its projections and its positions and calls "the attention function", which is ours in
 the converted modules alone. Attention modules of these towers do not know the grid of their tokens. `pass_grid` computes it

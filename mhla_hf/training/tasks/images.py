@@ -89,8 +89,8 @@ class ImageTask(Task[ImageStage]):
     Args:
         student: See `Task`.
         teacher: See `Task`.
-        processor: The student's image processor, which is saved with the model. None means the one that classifiers from
-            scratch define in their configuration.
+        processor: The student's image processor, which is saved with the model. None: the processor of a classifier that
+            is trained from scratch, made from its configuration.
         test: Labeled images, in any form that `open_images` accepts, on which the accuracy is logged as "test_accuracy".
     """
 
