@@ -132,7 +132,7 @@ def test_a_batch_that_three_processes_cannot_share(place):
     said = set(re.findall(r"mhla-hf distill: .*? grad_accum 1\.", text))
     assert code != 0 and not list(place.glob("odd.state")) and not (place / "odd").exists()
     assert said == {
-        "mhla-hf distill: batch_size: got 10 in stage 'transfer', expected a multiple of 3 processes times grad_accum 1."
+        "mhla-hf distill: --batch-size: got 10 in stage 'transfer', expected a multiple of 3 processes times grad_accum 1."
     }
 
 
