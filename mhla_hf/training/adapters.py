@@ -2,6 +2,7 @@
 
     mhla_hf.convert(model, tokenizer=tokenizer, text="notes.txt")
     mhla_hf.save_adapter(model, "llama-mhla-adapter")                          # the MHLA modules alone
+    mhla_hf.save_adapter(distilled, "llama-mhla-adapter", base=base, rank=32)  # and what distillation changed, as LoRA
     peft_model = mhla_hf.load_adapter(base, "llama-mhla-adapter")              # base: the softmax model or a fine-tune
 
     peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=8))     # with LoRA; use any trainer
@@ -10,10 +11,12 @@
 A loaded adapter is a `PeftModel`, so `set_adapter`, `merge_and_unload` and several adapters side by side work as in PEFT.
 """
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub import hf_hub_download
 from safetensors.torch import save_file
 
@@ -27,6 +30,7 @@ from ..nn.settings import MHLASettings
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
+logger = logging.getLogger("mhla_hf")
 SETTINGS_FILE = "mhla.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 FILES = (SETTINGS_FILE, "adapter_config.json", WEIGHTS_FILE)
@@ -70,34 +74,50 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
     return import_peft(model).LoraConfig(modules_to_save=modules_to_save, **{"task_type": None, **lora})
 
 
-def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> None:
+def save_adapter(
+    model: "torch.nn.Module | PeftModel", folder: str | Path, *, base: torch.nn.Module | None = None, rank: int = 32
+) -> None:
     """Save a conversion without its base: the settings, the MHLA modules, and LoRA if the model has it.
 
     Args:
         model: A converted language model, or the result of `get_peft_model(model, adapter_config(model))`. The MHLA modules
             of the former, or all adapters of the latter, are saved.
         folder: Where to write the files of a PEFT adapter and mhla.json.
+        base: The softmax original of a converted model that was distilled. What distillation changed in its linear layers
+            is then saved as LoRA; without `base`, it is not saved.
+        rank: Rank of this LoRA. It keeps the largest singular values of each change; the log says how much that is.
 
     Raises:
         TypeError: The model is neither.
+        ValueError: `base` is given with a `PeftModel`, is not the original, or differs in other parameters than the weights
+            of linear layers.
         ImportError: PEFT is not installed.
     """
     untyped_model: Any = model
     is_peft_model = hasattr(model, "peft_config")
-    base = getattr(model, "base_model", None) if is_peft_model else model
-    config: Any = getattr(base, "config", None)
+    converted_model: Any = getattr(model, "base_model", None) if is_peft_model else model
+    config: Any = getattr(converted_model, "config", None)
     if getattr(config, "mhla", None) is None:
         raise TypeError(f"model: got {type(model).__name__}, expected a converted model or a PeftModel of one.")
     if is_peft_model:
+        if base is not None:
+            raise ValueError(f"base: got {type(base).__name__} with a PeftModel, whose LoRA is saved, expected None.")
         untyped_model.save_pretrained(folder)
     else:
-        name_or_path = config.name_or_path or None
-        lora: Any = adapter_config(model, target_modules=NO_LORA, base_model_name_or_path=name_or_path)
+        factors = {} if base is None else factorize_changes(model, base, rank)
+        lora: Any = adapter_config(
+            model,
+            r=rank,
+            lora_alpha=rank,
+            target_modules=list(factors) or NO_LORA,
+            base_model_name_or_path=config.name_or_path or None,
+        )
         lora.inference_mode = True
         lora.save_pretrained(folder)
-        weights = {
-            f"base_model.model.{name}": x.contiguous() for name, x in model.state_dict().items() if ".mhla." in name
-        }
+        weights = {name: x.contiguous() for name, x in model.state_dict().items() if ".mhla." in name}
+        for name, (down, up) in factors.items():
+            weights |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+        weights = {f"base_model.model.{name}": x for name, x in weights.items()}
         save_file(weights, Path(folder, WEIGHTS_FILE), {"format": "pt"})
     record = {
         "base_model_type": config.base_model_type,
@@ -106,6 +126,54 @@ def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> No
         "measured": getattr(config, "mhla_measured", None),
     }
     write_json(Path(folder, SETTINGS_FILE), record)
+
+
+@torch.no_grad()
+def factorize_changes(
+    model: torch.nn.Module, base: torch.nn.Module, rank: int
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Approximate what distillation changed in the linear layers by matrices of low rank.
+
+    Args:
+        model: The converted and distilled model.
+        base: Its softmax original.
+        rank: Rank of the approximation.
+
+    Returns:
+        For each changed layer, by name, the factors of LoRA: `[rank, in_features]` and `[out_features, rank]`, in the
+        dtype of the model's weights. Their product is the best approximation of the change.
+
+    Raises:
+        ValueError: `base` is not the original, or differs in other parameters than the weights of linear layers.
+    """
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    factors = {}
+    whole = kept = 0.0  # squared norms of the changes and of their approximations
+    for name, original in base.named_parameters():
+        weight = parameters.get(name)
+        if weight is None or weight.shape != original.shape:
+            raise ValueError(
+                f"base: got {type(base).__name__} whose {name!r} does not fit, expected the model's original."
+            )
+        change = weight.float() - original.to(weight).float()
+        if not change.any():
+            continue
+        module_name, _, kind = name.rpartition(".")
+        if kind != "weight" or not isinstance(modules[module_name], torch.nn.Linear):
+            raise ValueError(
+                f"base: got a model with another {name!r}, expected changed weights of linear layers alone."
+            )
+        left, values, right = torch.linalg.svd(change, full_matrices=False)
+        left, values, right = left[:, :rank], values[:rank], right[:rank]
+        pad = rank - len(values)  # of a layer with fewer features than the rank
+        down = F.pad(values.sqrt()[:, None] * right, (0, 0, 0, pad))
+        up = F.pad(left * values.sqrt(), (0, pad))
+        factors[module_name] = (down.to(weight.dtype).contiguous(), up.to(weight.dtype).contiguous())
+        whole += float(change.square().sum())
+        kept += float(values.square().sum())
+    if whole:
+        logger.info(f"rank: LoRA of rank {rank} keeps {kept / whole:.1%} of the squared norm of all changes")
+    return factors
 
 
 def get_sizes(config: Any) -> dict[str, int]:

@@ -175,3 +175,28 @@ def test_a_damaged_adapter_leaves_the_model_as_it_was(file, tmp_path):
     with refused(f"source: got '{tmp_path}', which has no {file}"):
         mhla_hf.load_adapter(model, tmp_path)
     assert getattr(model.config, "mhla", None) is None
+
+
+@torch.no_grad()
+def test_changes_of_distillation_as_lora(tmp_path):
+    """A change of rank 2 is saved exactly; what is not a weight of a linear layer is refused."""
+    base, ids = softmax_model(), tokens(2, 60, seed=5)
+    model = mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8)
+    for name, module in model.named_modules():
+        if name.endswith((".q_proj", ".v_proj", ".o_proj")):
+            factors = [torch.randn(n, 2, generator=torch.Generator().manual_seed(n)) for n in module.weight.shape]
+            module.weight += 0.02 * factors[0] @ factors[1].T
+    mhla_hf.save_adapter(model, tmp_path / "adapter", base=base, rank=4)
+    loaded = mhla_hf.load_adapter(softmax_model(), tmp_path / "adapter")
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    assert (base(ids).logits - model(ids).logits).abs().max() > 0.1
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    assert {x.shape[0] for name, x in load_file(file).items() if "lora_A" in name} == {4}
+    mhla_hf.save_adapter(model, tmp_path / "coarse", base=base, rank=1)
+    coarse = mhla_hf.load_adapter(softmax_model(), tmp_path / "coarse")(ids).logits
+    assert 0 < (coarse - model(ids).logits).norm() < (base(ids).logits - model(ids).logits).norm()
+    model.model.norm.weight += 1
+    with refused("base: got a model with another 'model.norm.weight', expected changed weights of linear"):
+        mhla_hf.save_adapter(model, tmp_path / "adapter", base=base)
+    with refused("base: got LlamaForCausalLM whose 'model.embed_tokens.weight' does not fit, expected the model's"):
+        mhla_hf.save_adapter(model, tmp_path / "adapter", base=softmax_model(vocab_size=40))
