@@ -126,7 +126,8 @@ def make_row(arguments, job):
         model, parts = converted(*places, job["form"], job["heads"], job["seed"])
         made_as = {"seconds": parts["seconds"], "softmax_heads": largest_gates(parts["gates"], job["heads"])}
     else:
-        model, settings, far = load(next(x for x in arguments["folders"] if Path(x).name == job["form"])), {}, True
+        model = load(next(x for x in arguments["folders"] if Path(x).name == job["form"]))
+        far = any(attention.mhla.mixing.balance.max() > OFF / 2 for attention in mhla_layers(model).values())
         settings = {name: model.config.mhla[name] for name in ("feature_map", "window", "num_decays")}
         made_as = {"softmax_heads": model.config.mhla["softmax_heads"]}
     row = {**job, "far": far, **made_as, **count_bytes(arguments["model"], settings, job["heads"], far)}
@@ -207,7 +208,7 @@ def compare(model, ids, student, teacher):
 def jobs_of(arguments):
     """Each row that is asked for: FORM:HEADS[:SEEDS], and each folder, on every text."""
     for folder in arguments["folders"]:
-        heads = AutoConfig.from_pretrained(folder, trust_remote_code=False).mhla["softmax_heads"]
+        heads = AutoConfig.from_pretrained(folder, trust_remote_code=False).mhla["softmax_heads"] or {}
         for text in arguments["texts"]:
             yield {
                 "form": Path(folder).name,
