@@ -1,9 +1,10 @@
-"""What a conversion keeps of a real model, by position.
+"""Measure what conversions keep of a real language model, by position in long texts.
 
-Every form is fitted on one text, keeps some KV heads by gates of its own, and is judged on other texts by its KL to the
-original and its perplexity at different places of long rows, and by recall: the mean log-probability of the second copy of
-half a row. Bytes are those of one sequence's cache in bf16, state and window counted. "window" is a conversion whose far
-part is off, which is what DuoAttention keeps: the same form, with heads of its own, as many or as many as its bytes allow.
+Every form is fitted on one text, and its gates choose the KV heads that keep softmax. It is evaluated on other texts: KL to
+the original and perplexity at several positions of long rows, and recall, the mean log-probability of the second copy of
+half a row. Bytes are those of the cache of one sequence in bf16, with state and window. "window" is a conversion whose far
+part is off, which is what DuoAttention keeps. It has heads of its own: as many as the others, or as many as fit into the
+same bytes.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -26,14 +29,19 @@ from mhla_hf.conversion.language import GATE_STEPS, give_softmax_back, read_rows
 from mhla_hf.conversion.sizes import sizes_of_layers
 from mhla_hf.conversion.teacher import mhla_layers
 
-from .rows import add_rows, describe_setup, open_text
+from .rows import Row, add_rows, describe_setup, open_text
 
-LENGTHS = {1024: 4, 4096: 1, 8192: 1}  # tokens of a row: rows
-PLACES = {"to 1k": (0, 1024), "1k to 2k": (1024, 2048), "2k to 4k": (2048, 4096), "4k to 8k": (4096, 8192)}
-OFF = -100.0  # the balance of a far part that is off
-BYTES_AT = (1024, 4096, 8192, 32768)  # tokens for which the size of the cache is given
-PART = 512  # tokens whose logits are held at once
-FORMS = {  # settings beside the defaults; whether the far part is on
+LENGTHS = {1024: 4, 4096: 1, 8192: 1}  # tokens of a row: number of rows
+PLACES = {  # first and last position (exclusive)
+    "to 1k": (0, 1024),
+    "1k to 2k": (1024, 2048),
+    "2k to 4k": (2048, 4096),
+    "4k to 8k": (4096, 8192),
+}
+OFF = -100.0  # balance that switches the far part off
+BYTES_AT = (1024, 4096, 8192, 32768)  # tokens at which the bytes of the cache are counted
+PART = 512  # tokens whose logits are in memory at once
+FORMS: dict[str, tuple[dict[str, Any], bool]] = {  # settings that differ from the defaults; whether the far part is on
     "MHLA": ({"feature_map": "exp"}, True),
     "MHLA, own text": ({"feature_map": "exp"}, True),
     "MHLA, no text": ({}, True),
@@ -42,229 +50,325 @@ FORMS = {  # settings beside the defaults; whether the far part is on
 }
 
 
-def read_text(file):
-    """Return the first 1.3 million characters of a text file, which may be compressed."""
-    with open_text(file) as text:
+def read_text(path: str | Path) -> str:
+    """Read the first 1.3 million characters of a text file, which may be compressed."""
+    with open_text(path) as text:
         return text.read(1_300_000)
 
 
-def load(folder):
-    """The softmax original in fp32."""
+def load(folder: str | Path) -> Any:
+    """Load a language model in fp32."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
 
-def fit(model_folder, fit_text, work, form, seed):
-    """Parameters and gates of a form, made once: {"mhla": state dict, "gates": {layer: [G]}, "seconds"}."""
+def fit(model_folder: str, fit_text: str, work: str, form: str, seed: int) -> dict[str, Any]:
+    """Fit a form with its gates, or load it from the file of an earlier call.
+
+    Args:
+        model_folder: Folder of the softmax model.
+        fit_text: Text file to fit on.
+        work: Folder of the file.
+        form: A key of `FORMS`.
+        seed: Selects the passages of the text.
+
+    Returns:
+        "mhla" (state dict of the MHLA parameters), "gates" ({layer: [gate of each KV head]}), and "seconds".
+    """
     file = Path(work) / f"{form.replace(' ', '-').replace(',', '')}-{seed}.pt"
     if file.exists():
         return torch.load(file)
-    settings, far = FORMS[form]
+    settings, is_far_on = FORMS[form]
     model, tokenizer = load(model_folder), AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
-    began = time.monotonic()
+    started = time.monotonic()
     rows = read_rows(model, tokenizer, "self" if form == "MHLA, own text" else fit_text, seed, False)
     convert(model, layers="all", **settings)
-    if not far:
+    if not is_far_on:
         switch_off(model)
     elif form != "MHLA, no text":
-        fitted = OutputFit(model, steps=len(rows.fit))
+        output_fit = OutputFit(model, steps=len(rows.fit))
         for ids in rows.fit:
-            fitted.step(ids)
-    gates = GateFit(model, rows.gates)
+            output_fit.step(ids)
+    gate_fit = GateFit(model, rows.gates)
     for _ in range(GATE_STEPS):
-        gates.step()
+        gate_fit.step()
     state = {name: x for name, x in model.state_dict().items() if ".mhla." in name}
-    result = {"mhla": state, "gates": gates.by_layer(), "seconds": time.monotonic() - began}
-    with atomic_file(file) as aside:
-        torch.save(result, aside)
+    result = {"mhla": state, "gates": gate_fit.by_layer(), "seconds": time.monotonic() - started}
+    with atomic_file(file) as temporary_path:
+        torch.save(result, temporary_path)
     return result
 
 
-def converted(model_folder, fit_text, work, form, heads, seed):
-    """A model of a form with so many softmax heads, and what `fit` gave."""
-    parts = fit(model_folder, fit_text, work, form, seed)
+def converted(
+    model_folder: str, fit_text: str, work: str, form: str, heads: int, seed: int
+) -> tuple[Any, dict[str, Any]]:
+    """Make a model of a form in which `heads` KV heads keep softmax; the other arguments are those of `fit`.
+
+    Returns:
+        The model, and what `fit` returns.
+    """
+    fitted = fit(model_folder, fit_text, work, form, seed)
     model = load(model_folder)
     convert(model, layers="all", **FORMS[form][0])
-    model.load_state_dict(parts["mhla"], strict=False)
+    model.load_state_dict(fitted["mhla"], strict=False)
     if heads:
-        give_softmax_back(model, largest_gates(parts["gates"], heads))
-    return model, parts
+        give_softmax_back(model, largest_gates(fitted["gates"], heads))
+    return model, fitted
 
 
-def switch_off(model):
-    """No far part."""
+def converted_for_job(arguments: Mapping[str, Any], job: Row) -> tuple[Any, dict[str, Any]]:
+    """Call `converted` with the arguments of the script and the form, heads, and seed of a job."""
+    folders = {"model_folder": arguments["model"], "fit_text": arguments["fit"], "work": arguments["work"]}
+    return converted(**folders, form=job["form"], heads=job["heads"], seed=job["seed"])
+
+
+def switch_off(model: Any) -> None:
+    """Switch the far part of every layer off."""
     for attention in mhla_layers(model).values():
         attention.mhla.mixing.balance.data.fill_(OFF)
 
 
-def count_bytes(model_folder, settings, heads, far):
-    """Bytes of one sequence's cache in bf16 at `BYTES_AT` tokens, with so many softmax heads and with softmax in all.
+def count_bytes(
+    model_folder: str | Path, settings: Mapping[str, Any], heads: int, is_far_on: bool
+) -> dict[str, dict[str, int]]:
+    """Count the bytes of one sequence's cache in bf16 at the numbers of tokens in `BYTES_AT`.
 
-    Without a far part neither summaries nor rotations are counted.
+    If the far part is off, neither its summaries nor rotations are counted.
+
+    Args:
+        model_folder: Folder of the softmax model.
+        settings: Settings of `convert`.
+        heads: Number of KV heads that keep softmax.
+        is_far_on: Whether the far part is on.
+
+    Returns:
+        "bytes" and, with softmax in all heads, "whole_bytes", each by the number of tokens, as a string.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(model_folder, trust_remote_code=False), dtype=torch.bfloat16
         ).eval()
-    convert(model, layers="all", **settings, **({} if far else {"rope": "before"}))
+    convert(model, layers="all", **(settings if is_far_on else {**settings, "rope": "before"}))
     sizes = sizes_of_layers(model).values()
-    total = sum(size.num_kv_heads for size in sizes)
-    token = sum(size.token_bytes for size in sizes) / total
-    state = sum(size.state_bytes for size in sizes) / total
-    if not far:
+    num_heads = sum(size.num_kv_heads for size in sizes)
+    token_bytes = sum(size.token_bytes for size in sizes) / num_heads
+    state_bytes = sum(size.state_bytes for size in sizes) / num_heads
+    if not is_far_on:
         core = mhla_layers(model)[0].mhla
-        state -= (core.mixing.num_decays + 1) * core.k_map.num_features * (core.value_dim + 1) * 4
-    sizes = {str(n): round(heads * token * n + (total - heads) * state) for n in BYTES_AT}
-    return {"bytes": sizes, "whole_bytes": {str(n): round(total * token * n) for n in BYTES_AT}}
+        state_bytes -= (core.mixing.num_decays + 1) * core.k_map.num_features * (core.value_dim + 1) * 4
+    return {
+        "bytes": {str(n): round(heads * token_bytes * n + (num_heads - heads) * state_bytes) for n in BYTES_AT},
+        "whole_bytes": {str(n): round(num_heads * token_bytes * n) for n in BYTES_AT},
+    }
 
 
-def make_row(arguments, job):
-    """One form on one text."""
+def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
+    """Make or load the model of a job, and evaluate it on the job's text.
+
+    Args:
+        arguments: Arguments of the script.
+        job: "form" (a key of `FORMS`, or the name of a folder), "heads", "seed", and "text" (the name of a file).
+
+    Returns:
+        The job, "far" (whether the far part is on), "softmax_heads" ({layer: [KV head, ...]}), for a form "seconds" of
+        the fit, and what `count_bytes` and `judge` return.
+    """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     if job["form"] in FORMS:
-        (settings, far), places = FORMS[job["form"]], (arguments[name] for name in ("model", "fit", "work"))
-        model, parts = converted(*places, job["form"], job["heads"], job["seed"])
-        made_as = {"seconds": parts["seconds"], "softmax_heads": largest_gates(parts["gates"], job["heads"])}
+        settings, is_far_on = FORMS[job["form"]]
+        model, fitted = converted_for_job(arguments, job)
+        made_as = {"seconds": fitted["seconds"], "softmax_heads": largest_gates(fitted["gates"], job["heads"])}
     else:
-        model = load(next(x for x in arguments["folders"] if Path(x).name == job["form"]))
-        far = any(attention.mhla.mixing.balance.max() > OFF / 2 for attention in mhla_layers(model).values())
+        model = load(next(folder for folder in arguments["folders"] if Path(folder).name == job["form"]))
+        is_far_on = any(attention.mhla.mixing.balance.max() > OFF / 2 for attention in mhla_layers(model).values())
         settings = {name: model.config.mhla[name] for name in ("feature_map", "window", "num_decays")}
         made_as = {"softmax_heads": model.config.mhla["softmax_heads"]}
-    row = {**job, "far": far, **made_as, **count_bytes(arguments["model"], settings, job["heads"], far)}
+    row = {**job, "far": is_far_on, **made_as}
+    row.update(count_bytes(arguments["model"], settings, job["heads"], is_far_on))
     text = next(text for text in arguments["texts"] if Path(text).name == job["text"])
     ids = rows_of(arguments["model"], text)
-    return row | judge(model, ids, teacher_states(arguments["model"], text, Path(arguments["work"]), ids))
+    row.update(judge(model, ids, teacher_states(arguments["model"], text, Path(arguments["work"]), ids)))
+    return row
 
 
-def rows_of(model_folder, text):
-    """{length: rows `[N, length]`} of a text, one behind the other."""
-    tokenizer, rows, first = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False), {}, 2048
+def rows_of(model_folder: str, text: str) -> dict[int, torch.Tensor]:
+    """Cut a text file into rows without overlap, from its token 2,048 on.
+
+    Returns:
+        Token ids, int64 `[N, length]`, by length.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
     ids = tokenizer(read_text(text), return_tensors="pt", verbose=False).input_ids[0]
+    rows = {}
+    first = 2048
     for length, count in LENGTHS.items():
         rows[length] = ids[first : first + count * length].view(count, length)
         first += count * length
     return rows
 
 
+TeacherStates = dict[tuple[int, str], list[torch.Tensor]]  # by length, and "plain" or "repeated"
+
+
 @torch.no_grad()
-def teacher_states(model_folder, text, work, rows):
-    """The original's last hidden states of all rows and of their repeated halves, kept in a file."""
+def teacher_states(model_folder: str, text: str, work: Path, rows: Mapping[int, torch.Tensor]) -> TeacherStates:
+    """Compute the last hidden states of the original, or load them from the file of an earlier call.
+
+    Args:
+        model_folder: Folder of the softmax model.
+        text: The text file, which names the file of the states.
+        work: Folder of the file.
+        rows: What `rows_of` returns.
+
+    Returns:
+        Hidden states `[length, width]` of each row ("plain"), and of each row whose second half is replaced by its first
+        ("repeated").
+    """
     file = work / f"teacher-{Path(text).name}.pt"
     if file.exists():
         return torch.load(file)
-    model, states = load(model_folder), {}
+    model = load(model_folder)
+    states: TeacherStates = {}
     for length, ids in rows.items():
         for kind, tokens in (("plain", ids), ("repeated", repeated_half(ids))):
             states[length, kind] = [hidden(model, row) for row in tokens]
-    with atomic_file(file) as aside:
-        torch.save(states, aside)
+    with atomic_file(file) as temporary_path:
+        torch.save(states, temporary_path)
     return states
 
 
-def repeated_half(ids):
-    """The first half of each row `[N, T]`, twice: what comes a second time can be recalled."""
+def repeated_half(ids: torch.Tensor) -> torch.Tensor:
+    """Return the first half of each row twice, so that the second copy can be recalled: `[N, T]` for `[N, T]`."""
     return torch.cat(2 * [ids[:, : ids.shape[1] // 2]], 1)
 
 
-def hidden(model, ids):
-    """Last hidden states `[T, width]` of one row of token ids `[T]`."""
+def hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the last hidden states `[T, width]` of one row of token ids `[T]`."""
     return model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
 
 
 @torch.no_grad()
-def judge(model, rows, teacher):
-    """{"places": {place: [KL, perplexity, the original's]}, "recall": {length: [ours, the original's]}}."""
-    sums, recall = {name: torch.zeros(4, dtype=torch.float64) for name in PLACES}, {}
+def judge(model: Any, rows: Mapping[int, torch.Tensor], teacher: TeacherStates) -> dict[str, Any]:
+    """Compare a model with its original.
+
+    Args:
+        model: The converted model.
+        rows: What `rows_of` returns.
+        teacher: What `teacher_states` returns.
+
+    Returns:
+        "places", with [KL to the original in nats, perplexity, the original's perplexity] by the keys of `PLACES`, and
+        "recall", with [recall, the original's recall] by the length of the rows, as a string.
+    """
+    sums = {name: torch.zeros(4, dtype=torch.float64) for name in PLACES}  # of KL and both losses, and their number
+    recall = {}
     for length, group in rows.items():
-        scores = torch.zeros(2, dtype=torch.float64)
-        for ids, state in zip(group, teacher[length, "plain"], strict=True):
-            scored = compare(model, ids, hidden(model, ids), state)
+        log_p = torch.zeros(2, dtype=torch.float64)
+        for ids, states in zip(group, teacher[length, "plain"], strict=True):
+            scores = compare(model, ids, hidden(model, ids), states)
             for name, (first, last) in PLACES.items():
                 if last <= length:
-                    part = scored[first:last]
+                    part = scores[first:last]
                     sums[name] += torch.cat([part.sum(0), torch.tensor([len(part)])])
-        for ids, state in zip(repeated_half(group), teacher[length, "repeated"], strict=True):
-            scored = compare(model, ids, hidden(model, ids), state)[length // 2 :]
-            scores -= scored[:, 1:].mean(0) / len(group)
-        recall[str(length)] = scores.tolist()
+        for ids, states in zip(repeated_half(group), teacher[length, "repeated"], strict=True):
+            scores = compare(model, ids, hidden(model, ids), states)[length // 2 :]
+            log_p -= scores[:, 1:].mean(0) / len(group)
+        recall[str(length)] = log_p.tolist()
     places = {}
     for name, (kl, loss, teacher_loss, count) in sums.items():
         places[name] = [float(kl / count), math.exp(loss / count), math.exp(teacher_loss / count)]
     return {"places": places, "recall": recall}
 
 
-def compare(model, ids, student, teacher):
-    """`[T - 1, 3]`, fp64: the KL to the original, the loss, and the original's loss, of each next token."""
-    head, parts = model.get_output_embeddings(), []
+def compare(model: Any, ids: torch.Tensor, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Compare the predictions of a model for each next token with the original's.
+
+    Args:
+        model: The converted model, whose output head is the original's.
+        ids: Token ids of a row, `[T]`.
+        student, teacher: Last hidden states of the model and of the original, `[T, width]`.
+
+    Returns:
+        KL to the original, loss, and the original's loss, in nats: fp64 `[T - 1, 3]`.
+    """
+    head = model.get_output_embeddings()
+    parts = []
     for first in range(0, len(ids) - 1, PART):
         last = min(first + PART, len(ids) - 1)
         log_p, log_q = (head(x[first:last]).float().log_softmax(-1) for x in (teacher, student))
         target = ids[first + 1 : last + 1, None]
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-        parts.append(torch.stack([kl, *(-x.gather(-1, target)[:, 0] for x in (log_q, log_p))], 1).double())
+        losses = [-x.gather(-1, target)[:, 0] for x in (log_q, log_p)]
+        parts.append(torch.stack([kl, *losses], 1).double())
     return torch.cat(parts)
 
 
-def jobs_of(arguments):
-    """Each row that is asked for: FORM:HEADS[:SEEDS], and each folder, on every text."""
+def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield a job for each folder and each of --rows, FORM:HEADS[:SEEDS], on every text; see `make_row`."""
     for folder in arguments["folders"]:
-        heads = AutoConfig.from_pretrained(folder, trust_remote_code=False).mhla["softmax_heads"] or {}
+        softmax_heads = AutoConfig.from_pretrained(folder, trust_remote_code=False).mhla["softmax_heads"] or {}
+        num_heads = sum(map(len, softmax_heads.values()))
         for text in arguments["texts"]:
-            yield {
-                "form": Path(folder).name,
-                "heads": sum(map(len, heads.values())),
-                "seed": 0,
-                "text": Path(text).name,
-            }
-    for wanted in arguments["rows"]:
-        form, heads, *seeds = wanted.split(":")
+            yield {"form": Path(folder).name, "heads": num_heads, "seed": 0, "text": Path(text).name}
+    for row in arguments["rows"]:
+        form, heads, *seeds = row.split(":")
         for seed in range(int(seeds[0]) if seeds else 1):
             for text in arguments["texts"]:
                 yield {"form": form, "heads": int(heads), "seed": seed, "text": Path(text).name}
 
 
-def describe(row):
-    """One line of the log."""
-    places = " ".join(f"{kl:.4f} ({own / theirs - 1:+.1%})" for kl, own, theirs in row["places"].values())
-    recall = " ".join(f"{own:.3f} ({theirs:.3f})" for own, theirs in row["recall"].values())
+def describe(row: Row) -> str:
+    """Format a row for the log."""
+    places = " ".join(
+        f"{kl:.4f} ({perplexity / original - 1:+.1%})" for kl, perplexity, original in row["places"].values()
+    )
+    recall = " ".join(f"{log_p:.3f} ({original:.3f})" for log_p, original in row["recall"].values())
     return (
         f"{row['form']}, {row['heads']} heads, seed {row['seed']}, {Path(row['text']).name}: {places}; recall {recall}"
     )
 
 
-def render_heads(record):
-    """A table for each text: means over the seeds."""
+def render_heads(record: Mapping[str, Any]) -> str:
+    """Render a table for each text, with means over the seeds."""
     tables = []
     for text in dict.fromkeys(row["text"] for row in record["rows"]):
-        groups = {}
+        groups: dict[tuple[str, int], list[Row]] = {}  # by form and heads
         for row in record["rows"]:
             if row["text"] == text:
                 groups.setdefault((row["form"], row["heads"]), []).append(row)
-        places = [f"KL, {name}" for name in PLACES]
-        names = [*(f"MiB at {n // 1024}k" for n in BYTES_AT[1:]), *places]
-        names += ["perplexity 4k to 8k", *(f"recall at {n // 1024}k" for n in LENGTHS)]
-        lines = [f"| {Path(text).name} | seeds | " + " | ".join(names) + " |", "|---|---:" + "|---:" * len(names) + "|"]
-        first = next(iter(groups.values()))[0]
-        theirs = [first["places"]["4k to 8k"][2], *(x[1] for x in first["recall"].values())]
-        whole = [f"{first['whole_bytes'][str(n)] / 2**20:.1f}" for n in BYTES_AT[1:]]
-        cells = [*whole, *["0"] * len(places), f"{theirs[0]:.2f}", *(f"{x:.3f}" for x in theirs[1:])]
-        lines.append("| softmax | | " + " | ".join(cells) + " |")
+        columns = [*(f"MiB at {n // 1024}k" for n in BYTES_AT[1:]), *(f"KL, {name}" for name in PLACES)]
+        columns += ["perplexity 4k to 8k", *(f"recall at {n // 1024}k" for n in LENGTHS)]
+        lines = [
+            f"| {Path(text).name} | seeds | " + " | ".join(columns) + " |",
+            "|---|---:" + "|---:" * len(columns) + "|",
+            softmax_line(next(iter(groups.values()))[0]),
+        ]
         for (form, heads), rows in groups.items():
-
-            def mean(get, rows=rows):
-                return sum(map(get, rows)) / len(rows)
-
             cells = [f"{rows[0]['bytes'][str(n)] / 2**20:.1f}" for n in BYTES_AT[1:]]
-            cells += [f"{mean(lambda row, name=name: row['places'][name][0]):.4f}" for name in PLACES]
-            cells.append(f"{mean(lambda row: row['places']['4k to 8k'][1]):.2f}")
-            cells += [f"{mean(lambda row, n=n: row['recall'][str(n)][0]):.3f}" for n in LENGTHS]
+            cells += [f"{mean_of(rows, 'places', name, 0):.4f}" for name in PLACES]
+            cells.append(f"{mean_of(rows, 'places', '4k to 8k', 1):.2f}")
+            cells += [f"{mean_of(rows, 'recall', str(n), 0):.3f}" for n in LENGTHS]
             lines.append(f"| {form}, {heads} heads | {len(rows)} | " + " | ".join(cells) + " |")
         tables.append("\n".join(lines))
     return "\n\n".join([*tables, describe_setup(record)])
 
 
-def main():
-    """Run it."""
+def softmax_line(row: Row) -> str:
+    """Render the line of the original from any row on the same text."""
+    cells = [f"{row['whole_bytes'][str(n)] / 2**20:.1f}" for n in BYTES_AT[1:]]
+    cells += ["0"] * len(PLACES)
+    cells.append(f"{row['places']['4k to 8k'][2]:.2f}")
+    cells += [f"{original:.3f}" for _, original in row["recall"].values()]
+    return "| softmax | | " + " | ".join(cells) + " |"
+
+
+def mean_of(rows: Sequence[Row], measure: str, key: str, index: int) -> float:
+    """Average the value row[measure][key][index] over rows."""
+    return sum(row[measure][key][index] for row in rows) / len(rows)
+
+
+def main() -> None:
+    """Run the script."""
     parser = argparse.ArgumentParser("heads", description=__doc__.split("\n")[0])
     parser.add_argument("model", help="folder of a softmax language model")
     parser.add_argument("--fit", required=True, help="text to learn from")
@@ -288,12 +392,17 @@ def main():
         write_adapter(arguments, next(jobs_of(arguments)), adapter)
 
 
-def write_adapter(arguments, job, folder):
-    """Save what one form learned and the heads that it keeps, in bf16."""
-    places = (arguments[name] for name in ("model", "fit", "work"))
-    model, parts = converted(*places, job["form"], job["heads"], job["seed"])
-    gates = {str(layer): [round(x, 3) for x in values] for layer, values in parts["gates"].items()}
-    kept_heads = {str(layer): heads for layer, heads in largest_gates(parts["gates"], job["heads"]).items()}
+def write_adapter(arguments: Mapping[str, Any], job: Row, folder: str) -> None:
+    """Save as an adapter, in bf16, what the form of a job has learned, and the KV heads that keep softmax.
+
+    Args:
+        arguments: Arguments of the script.
+        job: As for `make_row`.
+        folder: Folder to write.
+    """
+    model, fitted = converted_for_job(arguments, job)
+    gates = {str(layer): [round(x, 3) for x in values] for layer, values in fitted["gates"].items()}
+    kept_heads = {str(layer): heads for layer, heads in largest_gates(fitted["gates"], job["heads"]).items()}
     measured = {"text": Path(arguments["fit"]).name, "seed": job["seed"], "gates": gates, "softmax_heads": kept_heads}
     model.config.mhla_measured = measured
     save_adapter(model.to(torch.bfloat16), folder)

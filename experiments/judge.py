@@ -194,7 +194,7 @@ class PrefixReader(HFLM):
         equal_columns = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
         prefix = [column[0] for column in equal_columns][:-1]  # a question has at least one token
         self.shared = len(prefix)
-        questions = [(context[len(prefix) :], answer, []) for _, context, answer in requests]
+        questions: list[Question] = [(context[len(prefix) :], answer, []) for _, context, answer in requests]
         return answer_scores(self.model, prefix, questions)
 
 

@@ -1,6 +1,6 @@
-"""What a smaller KV cache loses: kvpress' presses, and model folders, against the full cache of the same model.
+"""Measure what a smaller KV cache loses: kvpress' presses, and model folders, against the full cache of the same model.
 
-kvpress 0.5.5 needs transformers < 5.3, so its rows are made in an environment of its own, which lacks mhla_hf:
+kvpress 0.5.5 needs transformers < 5.3, so its rows are made in a separate environment without mhla_hf:
 
     pip install torch==2.13.0 kvpress==0.5.5
     python experiments/kvpress_rows.py MODEL TEXT... --out presses.json
@@ -10,20 +10,20 @@ Folders that `mhla_hf.convert` and `save_pretrained` made are measured in mhla_h
 
     python -m experiments.kvpress_rows MODEL TEXT... --folder STUDENT... --out folders.json
 
-MODEL is the folder of the original, with its tokenizer. A row of a text is a prompt of L tokens and the 512 tokens that
-follow it. The prompt is prefilled, the cache is made small, and what follows is fed to the model as it stands in the
-text. A press sees the prompt alone: it is told nothing of what follows, as is the case when a language model writes.
+MODEL is the folder of the original, with its tokenizer. A row of a text is a prompt of L tokens and the 512 tokens after
+it. The model reads the prompt, a press makes the cache smaller, and the model is fed the tokens after the prompt. A press
+sees the prompt alone, as it would while a language model generates text.
 
-- kl: KL(full cache || small cache) in nats, the mean over the 512 tokens that are fed after the prompt.
-- perplexity: of these tokens but the first, which the prompt's last token predicts, with no press at work yet.
-- recall: after the same prompt, the model is fed a copy of 256 tokens from its middle, [L/2, L/2 + 256). The mean log
-  probability of the copy's tokens after its first 16, which are the cue.
-- kept: bytes of the cache after the prompt, as a share of the full cache's. AdaKV, CriticalAdaKV and KVzip evict a
-  number of its own from every head. kvpress masks these entries and does not free them: here, they count as freed.
+- kl: KL(full cache || small cache) in nats, the mean over the 512 tokens after the prompt.
+- perplexity: of these tokens except the first, which is predicted by the prompt's last token, before any press.
+- recall: after the same prompt, the model is fed a copy of 256 tokens from its middle, [L/2, L/2 + 256). The mean
+  log-probability of the copy's tokens after the first 16, which are the cue.
+- kept: bytes of the cache after the prompt over those of the full cache. AdaKV, CriticalAdaKV, and KVzip evict different
+  numbers of entries from the heads. kvpress masks these entries and does not free them; here, they count as freed.
 - press_seconds: what a press adds to prefill_seconds. Presses do not change what prefill computes, so one prefill serves
-  all of them: their forward hooks are called afterwards, with what the layers gave and got. Seconds are CPU time.
+  all of them: their forward hooks are called afterwards, with the inputs and outputs of the layers. Seconds are CPU time.
 
-Nothing is drawn but by a few presses, from seed 0. A row that the file has is not made again.
+Only a few presses use random numbers, with seed 0. Existing rows of the file are kept.
 """
 
 import argparse
@@ -40,8 +40,10 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,26 +63,41 @@ MEASURES = {
 PRESSES = ("StreamingLLM", "SnapKV", "ExpectedAttention", "AdaKV(ExpectedAttention)", "Compactor", "KVzip")
 
 
-def read_text(path):
-    """The first million characters of a text file, gzipped or not."""
+Row = dict[str, Any]
+RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `row_parts`
+LayerCall = tuple[Any, dict[str, Any], Any]  # an attention layer, its keyword arguments, and its output
+
+
+def read_text(path: Path) -> str:
+    """Read the first million characters of a text file, which may be compressed."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         return file.read(LIMIT)
 
 
-def text_name(path):
-    """`moby_dick` for moby_dick.txt.gz."""
+def text_name(path: Path) -> str:
+    """Return the name of a text file without its endings, such as "moby_dick" for moby_dick.txt.gz."""
     return path.name.partition(".")[0]
 
 
-def tokenize(tokenizer, path):
-    """Token ids `[N]` of a text, with nothing added."""
+def tokenize(tokenizer: Any, path: Path) -> torch.Tensor:
+    """Return the token ids of a text without special tokens: int64 `[N]`."""
     return torch.tensor(tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def row_parts(ids, length, row):
-    """The prompt `[length]`, what follows it `[512]`, and the copy of 256 tokens from the prompt's middle.
+def row_parts(ids: torch.Tensor, length: int, row: int) -> RowParts:
+    """Cut a row from a text.
 
-    Row i begins at token i * (length + 512) of the text.
+    Args:
+        ids: Token ids of the text, `[N]`.
+        length: Tokens of the prompt.
+        row: Number of the row, which begins at token row * (length + 512).
+
+    Returns:
+        Token ids of the prompt `[length]`, of the text after it `[512]`, and of the copy `[256]`, which begins in the middle
+        of the prompt.
+
+    Raises:
+        ValueError: The text ends before the row does.
     """
     start = row * (length + AFTER)
     prompt, after = ids[start : start + length], ids[start + length : start + length + AFTER]
@@ -89,22 +106,32 @@ def row_parts(ids, length, row):
     return prompt, after, prompt[length // 2 :][:COPY]
 
 
-def token_log_probs(logits, ids):
-    """Log probabilities `[N - 1]` of ids[1:], from the logits `[N, V]` that ids gave."""
+def token_log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities `[N - 1]` of ids[1:], given the logits `[N, V]` of a forward pass over ids `[N]`."""
     return -torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none")
 
 
-def divergence(teacher, logits):
-    """KL(teacher || logits) in nats, the mean over rows of logits `[N, V]`, in fp64 sums."""
+def divergence(teacher: torch.Tensor, logits: torch.Tensor) -> float:
+    """Return KL(teacher || logits) in nats, the mean over rows of logits `[N, V]`, summed in fp64."""
     total = 0.0
-    for expected, found in zip(teacher.split(64), logits.split(64), strict=True):
-        expected, found = expected.log_softmax(-1), found.log_softmax(-1)
-        total += (expected.exp() * (expected - found)).sum(-1).double().sum().item()
+    for teacher_part, part in zip(teacher.split(64), logits.split(64), strict=True):
+        log_p, log_q = teacher_part.log_softmax(-1), part.log_softmax(-1)
+        total += (log_p.exp() * (log_p - log_q)).sum(-1).double().sum().item()
     return total / len(teacher)
 
 
-def forward(model, ids, cache, **kwargs):
-    """One forward pass over `ids` `[N]` that continues `cache`, or starts one: the logits `[.., V]` and the cache."""
+def forward(model: Any, ids: torch.Tensor, cache: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    """Run a forward pass with a cache.
+
+    Args:
+        model: A language model.
+        ids: Token ids, `[N]`.
+        cache: Cache of the tokens before them; None if there are none.
+        **kwargs: Further arguments of the model.
+
+    Returns:
+        Logits `[.., V]`, and the cache with the tokens added.
+    """
     try:
         from mhla_hf.models.transformers_api import forward_cached
     except ModuleNotFoundError:  # kvpress' environment
@@ -114,43 +141,79 @@ def forward(model, ids, cache, **kwargs):
     return output.logits[0], cache
 
 
-def prefill(model, prompt):
-    """The full cache of a prompt, and the seconds it took."""
-    begun = time.process_time()
+def prefill(model: Any, prompt: torch.Tensor) -> tuple[Any, float]:
+    """Return the full cache of a prompt `[length]`, and the seconds that it took."""
+    started = time.process_time()
     _, cache = forward(model, prompt, None, logits_to_keep=1)
-    return cache, time.process_time() - begun
+    return cache, time.process_time() - started
 
 
-def feed(model, cache, ids, start):
-    """Logits `[N, V]` of `ids`, which stand at position `start`, after a copy of the cache; and the seconds it took."""
-    cache, found, begun = copy.deepcopy(cache), [], time.process_time()
+def feed(model: Any, cache: Any, ids: torch.Tensor, start: int) -> tuple[torch.Tensor, float]:
+    """Feed tokens after a copy of a cache.
+
+    Args:
+        model: A language model.
+        cache: The cache, which stays as it is.
+        ids: Token ids, `[N]`.
+        start: Position of the first of them.
+
+    Returns:
+        Logits `[N, V]`, and the seconds that they took.
+    """
+    cache = copy.deepcopy(cache)
+    logits = []
+    started = time.process_time()
     for part in ids.split(CHUNK):
-        # A pressed cache is shorter than what it stands for, so the positions have to be said.
-        logits, cache = forward(model, part, cache, position_ids=torch.arange(start, start + len(part))[None])
-        found.append(logits)
+        # A pressed cache is shorter than the text before these tokens, so the model cannot infer their positions from it.
+        positions = torch.arange(start, start + len(part))[None]
+        part_logits, cache = forward(model, part, cache, position_ids=positions)
+        logits.append(part_logits)
         start += len(part)
-    return torch.cat(found), time.process_time() - begun
+    return torch.cat(logits), time.process_time() - started
 
 
-def judge(model, cache, after, copied, start, teacher=None):
-    """The measures of a cache, and its logits of what follows; those of the full cache are `teacher`."""
+def judge(
+    model: Any,
+    cache: Any,
+    after: torch.Tensor,
+    copied: torch.Tensor,
+    start: int,
+    teacher: torch.Tensor | None = None,
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Measure how well a model continues from a cache.
+
+    Args:
+        model: A language model.
+        cache: Its cache after the prompt.
+        after, copied: As `row_parts` returns them.
+        start: Tokens of the prompt.
+        teacher: Logits of `after` with the full cache; None if this is the full cache.
+
+    Returns:
+        "kl", "perplexity", "recall", and "after_seconds", and the logits of `after`, `[512, V]`.
+    """
     logits, seconds = feed(model, cache, after, start)
-    recalled, _ = feed(model, cache, copied, start)
-    return {
+    copy_logits, _ = feed(model, cache, copied, start)
+    measures = {
         "kl": 0.0 if teacher is None else divergence(teacher, logits),
         "perplexity": math.exp(-token_log_probs(logits, after).mean().item()),
-        "recall": token_log_probs(recalled, copied)[CUE - 1 :].mean().item(),
+        "recall": token_log_probs(copy_logits, copied)[CUE - 1 :].mean().item(),
         "after_seconds": seconds,
-    }, logits
+    }
+    return measures, logits
 
 
-def tensor_bytes(cache):
-    """Bytes of the keys and values of a cache of softmax layers."""
-    return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+def tensor_bytes(cache: Any) -> int:
+    """Return the bytes of the keys and values in a cache of softmax layers."""
+    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
-def make_presses(ratio):
-    """name -> press that evicts `ratio` of the cache, set as in kvpress' own evaluation; none needs trained weights."""
+def make_presses(ratio: float) -> dict[str, Any]:
+    """Return the presses by name. None needs trained weights, and all are set as in kvpress' own evaluation.
+
+    Args:
+        ratio: Share of the cache to evict.
+    """
     import kvpress as kv
 
     return {
@@ -166,43 +229,71 @@ def make_presses(ratio):
     }
 
 
-def prefill_watched(model, prompt):
-    """`prefill`, and what each attention layer was called with."""
-    calls, hooks = [], []
+def prefill_watched(model: Any, prompt: torch.Tensor) -> tuple[Any, float, list[LayerCall]]:
+    """Return what `prefill` returns, and the calls of the attention layers."""
+    calls: list[LayerCall] = []
+    hooks = []
+
+    def add_call(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        calls.append((module, kwargs, output))
+
     for layer in model.model.layers:
-        hook = lambda module, args, kwargs, output: calls.append((module, kwargs, output))  # noqa: E731
-        hooks.append(layer.self_attn.register_forward_hook(hook, with_kwargs=True))
+        hooks.append(layer.self_attn.register_forward_hook(add_call, with_kwargs=True))
     try:
-        return *prefill(model, prompt), calls
+        cache, seconds = prefill(model, prompt)
     finally:
         for hook in hooks:
             hook.remove()
+    return cache, seconds, calls
 
 
-def press_cache(model, press, prompt, cache, calls):
-    """What a press makes of the full cache, the seconds it took, and the share of the cache that it keeps.
+def press_cache(
+    model: Any, press: Any, prompt: torch.Tensor, cache: Any, calls: Sequence[LayerCall]
+) -> tuple[Any, float, float]:
+    """Make a copy of the full cache smaller by a press.
 
-    The entries that it masks, if that is how it evicts, are noted in the model's layers, as kvpress does.
+    If the press masks entries instead of removing them, it stores them in the attention layers of the model.
+
+    Args:
+        model: A language model.
+        press: One of kvpress' presses.
+        prompt: Token ids of the prompt, `[length]`.
+        cache: Full cache of the prompt.
+        calls: Calls of the attention layers in the prefill.
+
+    Returns:
+        The smaller cache, the seconds that it took, and the share of the bytes that it keeps. Masked entries count as
+        removed.
     """
-    full, cache = tensor_bytes(cache), copy.deepcopy(cache)
+    full_bytes = tensor_bytes(cache)
+    cache = copy.deepcopy(cache)
     for module, _, _ in calls:
         module.masked_key_indices = None
     torch.manual_seed(0)
-    begun = time.process_time()
+    started = time.process_time()
     with press(model):
-        if hasattr(press, "compress_post"):  # of the KVzip kind: it works at the end of the `with`, not in layers
-            press._context_ids, press._cache = prompt[None], cache
+        if hasattr(press, "compress_post"):  # of KVzip's kind: it works at the end of the `with`, not in layers
+            press._context_ids = prompt[None]
+            press._cache = cache
         else:
             for module, kwargs, output in calls:
                 press.forward_hook(module, [], {**kwargs, "past_key_values": cache}, output)
-    seconds = time.process_time() - begun
-    masked = sum(len(module.masked_key_indices[0]) for module, _, _ in calls if module.masked_key_indices is not None)
-    entry = 2 * calls[0][0].head_dim * cache.layers[0].keys.element_size()
-    return cache, seconds, (tensor_bytes(cache) - masked * entry) / full
+    seconds = time.process_time() - started
+    masks = [module.masked_key_indices for module, _, _ in calls]
+    num_masked = sum(len(indices[0]) for indices in masks if indices is not None)
+    entry_bytes = 2 * calls[0][0].head_dim * cache.layers[0].keys.element_size()
+    return cache, seconds, (tensor_bytes(cache) - num_masked * entry_bytes) / full_bytes
 
 
-def press_rows(model, parts, keep, names):
-    """Yield (name, measures) of the full cache and of presses, for one row of a text."""
+def press_rows(model: Any, parts: RowParts, keep: Fraction, names: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yield names and measures of the full cache and of presses, for one row of a text.
+
+    Args:
+        model: The original.
+        parts: What `row_parts` returns.
+        keep: Share of the cache that a press keeps.
+        names: Names of presses.
+    """
     prompt, after, copied = parts
     cache, seconds, calls = prefill_watched(model, prompt)
     presses = make_presses(float(1 - keep))
@@ -213,31 +304,45 @@ def press_rows(model, parts, keep, names):
     for name in names:
         if name == FULL:
             continue
-        small, added, kept = press_cache(model, presses[name], prompt, cache, calls)
+        small_cache, press_seconds, kept = press_cache(model, presses[name], prompt, cache, calls)
+        row: Row
         try:
-            measures, _ = judge(model, small, after, copied, len(prompt), teacher)
+            row, _ = judge(model, small_cache, after, copied, len(prompt), teacher)
         except ValueError as error:  # kvpress masks by keys that no query of a part likes, and may find none
-            measures = {"failed": str(error)}
-        yield name, {**measures, "kept": kept, "prefill_seconds": seconds, "press_seconds": added}
+            row = {"failed": str(error)}
+        yield name, {**row, "kept": kept, "prefill_seconds": seconds, "press_seconds": press_seconds}
 
 
-def folder_rows(teacher, models, parts, saved):
-    """Yield (name, measures) of the full cache and of `models` by name; `saved`: the file of the teacher's part, or None."""
+def folder_rows(
+    teacher: Any, models: Mapping[str, Any], parts: RowParts, teacher_file: Path | None
+) -> Iterator[tuple[str, Row]]:
+    """Yield names and measures of the original's full cache and of converted models, for one row of a text.
+
+    Args:
+        teacher: The original.
+        models: Converted models by name.
+        parts: What `row_parts` returns.
+        teacher_file: File for what is measured on the original, which is read if it exists; None for no file.
+
+    Raises:
+        ValueError: The file is about other tokens.
+    """
     from mhla_hf.speed import cache_bytes
 
     prompt, after, copied = parts
-    if saved and saved.exists():
-        full = torch.load(saved)
+    if teacher_file and teacher_file.exists():
+        full = torch.load(teacher_file)
     else:
         cache, seconds = prefill(teacher, prompt)
         measures, logits = judge(teacher, cache, after, copied, len(prompt))
-        measures |= {"kept": 1.0, "prefill_seconds": seconds}
+        measures = {**measures, "kept": 1.0, "prefill_seconds": seconds}
         full = {"measures": measures, "logits": logits, "bytes": tensor_bytes(cache), "ids": torch.cat(parts)}
-        if saved:
-            saved.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(full, saved)
+        if teacher_file:
+            teacher_file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(full, teacher_file)
     if not torch.equal(full["ids"], torch.cat(parts)):
-        raise ValueError(f"{saved.name}: made of other tokens; expected a folder of its own for each teacher.")
+        name = teacher_file.name if teacher_file else None
+        raise ValueError(f"teachers: got {name}, made of other tokens, expected a folder of its own for each teacher.")
     yield FULL, full["measures"]
     for name, model in models.items():
         cache, seconds = prefill(model, prompt)
@@ -245,15 +350,17 @@ def folder_rows(teacher, models, parts, saved):
         yield name, {**measures, "kept": cache_bytes(cache) / full["bytes"], "prefill_seconds": seconds}
 
 
-def describe_run(args):
-    """What a record says of how it was made."""
-    cpu, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next((line.partition(":")[2].strip() for line in info.open() if line.startswith("model name")), cpu)
+def describe_run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a record says about hardware, versions, command, and settings."""
+    cpu = platform.processor() or platform.machine()
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        names = (line.partition(":")[2].strip() for line in cpu_info.open() if line.startswith("model name"))
+        cpu = next(names, cpu)
     versions = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "kvpress", "mhla_hf"):
+    for package in ("torch", "transformers", "kvpress", "mhla_hf"):
         try:
-            versions[name] = importlib.metadata.version(name)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     words = [Path(word).name if Path(word).exists() or word.endswith(".json") else word for word in sys.argv[1:]]
@@ -269,29 +376,38 @@ def describe_run(args):
     }
 
 
-def render(record):
-    """Tables in Markdown, one per measure: subjects by texts and lengths, means over rows."""
+def render(record: Mapping[str, Any]) -> str:
+    """Render a table for each measure: a line for each subject, and a column for each text and length, with means over
+    rows."""
     rows = [{**row, "prefill_seconds": row["prefill_seconds"] + row.get("press_seconds", 0)} for row in record["rows"]]
     columns = sorted({(row["text"], row["length"]) for row in rows}, key=lambda column: (column[1], column[0]))
     subjects = list(dict.fromkeys((row["subject"], row.get("keep")) for row in rows))
-    keeps = {keep for _, keep in subjects if keep}
+    shares = {keep for _, keep in subjects if keep}
     lines = []
-    for measure, (title, form) in MEASURES.items():
-        lines += [f"| {title} | " + " | ".join(f"{text}, {length:,}" for text, length in columns) + " |"]
-        lines += ["|---" + "|---:" * len(columns) + "|"]
+    for measure, (title, spec) in MEASURES.items():
+        lines.append(f"| {title} | " + " | ".join(f"{text}, {length:,}" for text, length in columns) + " |")
+        lines.append("|---" + "|---:" * len(columns) + "|")
         for subject, keep in subjects:
-            own = [row for row in rows if (row["subject"], row.get("keep")) == (subject, keep) and measure in row]
-            found = [[row[measure] for row in own if (row["text"], row["length"]) == column] for column in columns]
-            cells = [form.format(statistics.fmean(values)) if values else "" for values in found]
+            cells = []
+            for column in columns:
+                values = [
+                    row[measure]
+                    for row in rows
+                    if (row["subject"], row.get("keep")) == (subject, keep)
+                    and (row["text"], row["length"]) == column
+                    and measure in row
+                ]
+                cells.append(spec.format(statistics.fmean(values)) if values else "")
             if any(cells):
-                name = f"{subject}, keep {keep}" if keep and len(keeps) > 1 else subject
+                name = f"{subject}, keep {keep}" if keep and len(shares) > 1 else subject
                 lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return "\n".join([*lines, f"`{record['command']}`, {record['hardware']}, {versions}, fp32."])
 
 
-def parse_arguments():
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="the folder of the original, whose full cache is the teacher")
     parser.add_argument("texts", type=Path, nargs="+", help="text files, gzipped or not")
@@ -308,19 +424,28 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def load(folder, **kwargs):
+def load(folder: Path, **kwargs: Any) -> Any:
+    """Load a language model in fp32; `kwargs` are further arguments of `from_pretrained`."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
 
 
-def identify(args, text, length, row, name):
-    """What tells a row of the file from the others."""
-    own = {} if args.folder or name == FULL else {"keep": str(args.keep)}
-    return {"text": text, "length": length, "row": row, "subject": name, **own}
+def row_key(args: argparse.Namespace, text: str, length: int, row: int, subject: str) -> Row:
+    """Return the keys and values by which a row of the file differs from all others.
+
+    Args:
+        args: Arguments of the script.
+        text: Name of the text.
+        length: Tokens of the prompt.
+        row: Number of the row in the text.
+        subject: A press, a folder, or `FULL`.
+    """
+    share = {} if args.folder or subject == FULL else {"keep": str(args.keep)}
+    return {"text": text, "length": length, "row": row, "subject": subject, **share}
 
 
-def add_row(args, record, row):
-    """Write the record with one more row."""
-    record |= describe_run(args)
+def add_row(args: argparse.Namespace, record: dict[str, Any], row: Row) -> None:
+    """Add a row to the record, and write it to the file."""
+    record.update(describe_run(args))
     record["rows"].append(row)
     partial = args.out.with_name(args.out.name + ".partial")
     partial.write_text(json.dumps(record, indent=1) + "\n")
@@ -329,34 +454,38 @@ def add_row(args, record, row):
 
 
 @torch.no_grad()
-def measure(args, record):
-    """Make the rows that the record lacks: the first of every text and length, then the second."""
+def measure(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Measure the rows that the record lacks: first row 0 of every text and length, then row 1, and so on."""
     torch.set_num_threads(1)
     teacher, tokenizer = load(args.model), AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     models = {folder.name: load(folder, trust_remote_code=True) for folder in args.folder or ()}
     names = [FULL, *(models or args.press)]
     texts = {text_name(path): tokenize(tokenizer, path) for path in args.texts}
     for row, length, text in itertools.product(range(args.rows), args.lengths, texts):
-        wanted = {name: identify(args, text, length, row, name) for name in names}
-        missing = [name for name in names if not any(wanted[name].items() <= r.items() for r in record["rows"])]
+        keys = {name: row_key(args, text, length, row, name) for name in names}
+        missing = [name for name in names if not any(keys[name].items() <= r.items() for r in record["rows"])]
         if not missing:
             continue
         parts = row_parts(texts[text], length, row)
         if models:
-            saved = args.teachers and args.teachers / f"{args.model.name}-{text}-{length}-{row}.pt"
-            made = folder_rows(teacher, {name: models[name] for name in missing if name != FULL}, parts, saved)
+            teacher_file = args.teachers and args.teachers / f"{args.model.name}-{text}-{length}-{row}.pt"
+            missing_models = {name: models[name] for name in missing if name != FULL}
+            rows = folder_rows(teacher, missing_models, parts, teacher_file)
         else:
-            made = press_rows(teacher, parts, args.keep, missing)
-        for name, measures in made:
+            rows = press_rows(teacher, parts, args.keep, missing)
+        for name, measures in rows:
             if name in missing:
-                add_row(args, record, {**wanted[name], **measures})
+                add_row(args, record, {**keys[name], **measures})
 
 
-def main():
+def main() -> None:
+    """Run the script."""
     args = parse_arguments()
     record = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     if record.get("model", args.model.name) != args.model.name:
-        raise ValueError(f"{args.out.name}: of {record['model']}, got {args.model.name}; expected one model in a file.")
+        raise ValueError(
+            f"out: got {args.out.name}, whose rows are of {record['model']}, expected a file for {args.model.name} alone."
+        )
     if not args.show:
         measure(args, record)
     print(render(record))

@@ -1,8 +1,9 @@
-"""What decoding and prefill cost a converted language model against its length: python -m experiments.speed
+"""Measure what decoding and prefill of a converted language model cost, by context length: python -m experiments.speed
 
-A Llama with the sizes of SmolLM2-135M and its conversion, with softmax in the KV heads that docs/language/heads.json kept,
-random weights, bf16: prefill per token, and one more token by a compiled model with a static cache. Beyond `PREFILLED`
-tokens the cache is filled with random keys and values, which cost a step as much as real ones.
+The models are a Llama with the sizes of SmolLM2-135M and its conversion, with random weights in bf16, and with softmax in
+the KV heads that docs/language/heads.json lists. Measured are prefill, per token, and decoding of one more token by a
+compiled model with a static cache. Beyond `PREFILLED` tokens, the cache is filled with random keys and values, which take
+as long to read as real ones.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
@@ -25,10 +28,12 @@ from mhla_hf.models.cache import MHLACacheLayer
 from mhla_hf.models.transformers_api import cache_argument, forward_cached
 from mhla_hf.speed import cache_bytes
 
-from .rows import describe_setup
+from .rows import Row, describe_setup
 
 LENGTHS, BATCHES, PREFILL = (512, 8192, 32768), (1, 16), (512, 2048, 8192)
-STEPS, ROUNDS, PREFILLED = 8, 4, 512
+STEPS = 8  # tokens decoded per round
+ROUNDS = 4  # the fastest counts
+PREFILLED = 512  # tokens in a cache that a model has read; the others are random
 SMOLLM2 = {  # HuggingFaceTB/SmolLM2-135M
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
     "num_key_value_heads": 3, "tie_word_embeddings": True,
@@ -36,136 +41,196 @@ SMOLLM2 = {  # HuggingFaceTB/SmolLM2-135M
 HEADS = Path("docs/language/heads.json")
 
 
-def make_models(sizes, longest, **settings):
-    """{"softmax": a Llama of these sizes, "MHLA": its conversion}. settings: of `convert`."""
+def make_models(sizes: Mapping[str, Any], max_length: int, **settings: Any) -> dict[str, Any]:
+    """Make a Llama and its conversion, with random weights in fp32.
+
+    Args:
+        sizes: Arguments of `LlamaConfig`.
+        max_length: Largest number of tokens in a cache; the models have twice as many positions.
+        **settings: Settings of `convert`.
+
+    Returns:
+        "softmax" (the Llama) and "MHLA" (its conversion).
+    """
     torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(**sizes | {"max_position_embeddings": 2 * longest})).eval()
-    return {"softmax": base, "MHLA": convert(copy.deepcopy(base), layers="all", **settings).eval()}
+    softmax = LlamaForCausalLM(LlamaConfig(**{**sizes, "max_position_embeddings": 2 * max_length})).eval()
+    return {"softmax": softmax, "MHLA": convert(copy.deepcopy(softmax), layers="all", **settings).eval()}
 
 
-def kept_heads():
-    """The KV heads that the first row of docs/language/heads.json kept: {layer: [KV head, ...]}."""
-    return next(row["softmax_heads"] for row in json.loads(HEADS.read_text(encoding="utf-8"))["rows"] if row["far"])
+def kept_heads() -> dict[str, list[int]]:
+    """Return the KV heads that keep softmax in the first row of docs/language/heads.json with a far part, by layer."""
+    rows = json.loads(HEADS.read_text(encoding="utf-8"))["rows"]
+    heads: dict[str, list[int]] = next(row["softmax_heads"] for row in rows if row["far"])
+    return heads
 
 
-def synchronize(device):
-    """Wait until the device has finished."""
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 @torch.no_grad()
-def measure_prefill(model, length, batch=1):
-    """Microseconds per token of a forward pass that fills a cache; the fastest of a few."""
-    ids, best = random_ids(model, length, batch), float("inf")
+def measure_prefill(model: Any, length: int, batch: int = 1) -> float:
+    """Return the microseconds per token of a forward pass that fills a cache, in the fastest of a few rounds.
+
+    Args:
+        model: A language model.
+        length: Tokens per row.
+        batch: Number of rows.
+    """
+    ids = random_ids(model, length, batch)
+    best = float("inf")
     for _ in range(max(1, min(ROUNDS, 10_000 // length))):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         forward_cached(model, ids, logits_to_keep=1)
         synchronize(model.device)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - started)
     return 1e6 * best / length / batch
 
 
-def random_ids(model, length, batch):
-    """Token ids `[batch, length]`."""
+def random_ids(model: Any, length: int, batch: int) -> torch.Tensor:
+    """Return random token ids on the device of the model: int64 `[batch, length]`."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
-def fill_cache(model, length, batch, room):
-    """A static cache of `length` tokens, and room for more: the first of them read by the model, the others random."""
-    cache = StaticCache(config=model.config, max_cache_len=length + room)
-    first = min(length, PREFILLED)
-    forward_cached(model, random_ids(model, first, batch), cache, logits_to_keep=1)
+def fill_cache(model: Any, length: int, batch: int, num_new_tokens: int) -> StaticCache:
+    """Return a static cache that contains tokens. The model has read the first of them, and the others are random.
+
+    Args:
+        model: A language model.
+        length: Tokens in the cache.
+        batch: Number of rows.
+        num_new_tokens: How many more tokens fit into the cache.
+    """
+    cache = StaticCache(config=model.config, max_cache_len=length + num_new_tokens)
+    num_read = min(length, PREFILLED)
+    forward_cached(model, random_ids(model, num_read, batch), cache, logits_to_keep=1)
     for layer in cache.layers:
         if isinstance(layer, MHLACacheLayer):
-            layer.seen_tokens.add_(length - first)
+            layer.seen_tokens.add_(length - num_read)
             layer = layer.softmax
-        if layer is not None and length > first:
-            shape = batch, layer.num_heads, length - first
+        if layer is not None and length > num_read:
+            shape = batch, layer.num_heads, length - num_read
             keys, values = (torch.randn(*shape, x.shape[-1]).to(x) for x in (layer.keys, layer.values))
             layer.update(keys, values)
     return cache
 
 
 @torch.no_grad()
-def measure_decoding(models, length, batch):
-    """What one decoding step of a whole batch costs.
+def measure_decoding(models: Mapping[str, Any], length: int, batch: int) -> dict[str, dict[str, float]]:
+    """Measure one decoding step of a batch. The models take turns.
+
+    Args:
+        models: Language models by name.
+        length: Tokens in the cache at the start.
+        batch: Number of rows.
 
     Returns:
-        {name: {"next token": milliseconds, of the fastest of some rounds by turns, "bytes": of weights and cache}}.
+        For each model, "next token" (milliseconds, in the fastest round) and "bytes" (of weights and cache).
     """
     torch.compiler.reset()
-    rows, steps = {}, {}
+    costs: dict[str, dict[str, float]] = {}
+    steps = {}
     for name, model in models.items():
         cache = fill_cache(model, length, batch, STEPS * (ROUNDS + 1))
         weights = sum(x.numel() * x.element_size() for x in model.parameters())
-        rows[name] = {"next token": float("inf"), "bytes": weights + cache_bytes(cache)}
+        costs[name] = {"next token": float("inf"), "bytes": weights + cache_bytes(cache)}
         mode = "reduce-overhead" if model.device.type == "cuda" else None  # CUDA graphs
         compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
         steps[name] = decoder(compiled, {cache_argument(model): cache}, random_ids(model, 1, batch), length)
         steps[name]()  # compiles
     for _ in range(ROUNDS):
         for name, decode in steps.items():
-            begun = time.perf_counter()
+            started = time.perf_counter()
             decode()
             synchronize(models[name].device)
-            seconds = (time.perf_counter() - begun) / STEPS
-            rows[name]["next token"] = min(rows[name]["next token"], 1e3 * seconds)
-    return rows
+            seconds = (time.perf_counter() - started) / STEPS
+            costs[name]["next token"] = min(costs[name]["next token"], 1e3 * seconds)
+    return costs
 
 
-def decoder(compiled, cache, ids, length):
-    """A function that decodes `STEPS` more tokens each time."""
-    place = [length]
+def decoder(model: Any, cache: Mapping[str, Any], ids: torch.Tensor, length: int) -> Callable[[], None]:
+    """Return a function that decodes `STEPS` more tokens with each call.
 
-    def decode():
+    Args:
+        model: A language model, compiled or not.
+        cache: The cache, by the name of the model's argument for it.
+        ids: Token ids to feed in every step, int64 `[B, 1]`.
+        length: Tokens in the cache at the start.
+    """
+    position = length
+
+    def decode() -> None:
+        nonlocal position
         for _ in range(STEPS):
-            compiled(ids, **cache, position_ids=torch.tensor([place], device=ids.device))
-            place[0] += 1
+            model(ids, **cache, position_ids=torch.tensor([[position]], device=ids.device))
+            position += 1
 
     return decode
 
 
-def speed_table(rows):
-    """A line for each length and batch; of one that failed, why."""
+def speed_table(rows: Sequence[Row]) -> str:
+    """Render the costs of decoding, a line for each length and batch size; a line of a failed row has the reason."""
     names = ["MHLA: next token, ms", "softmax: next token, ms", "times faster", "bytes read: times fewer"]
     lines = ["| tokens | batch | " + " | ".join(names) + " |", "|---:" * (2 + len(names)) + "|"]
     for row in rows:
         if "failed" in row:
             cells = [row["failed"]]
         else:
-            ours, theirs = row["MHLA"], row["softmax"]
-            milliseconds = [x["next token"] for x in (ours, theirs)]
+            mhla, softmax = row["MHLA"], row["softmax"]
+            milliseconds = [costs["next token"] for costs in (mhla, softmax)]
             cells = [f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}" for ms in milliseconds]
-            cells += [f"{theirs[what] / ours[what]:.2f}" for what in ("next token", "bytes")]
+            cells += [f"{softmax[measure] / mhla[measure]:.2f}" for measure in ("next token", "bytes")]
         lines.append(f"| {row['length']:,} | {row['batch']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def prefill_table(rows):
-    """A line for each length."""
+def prefill_table(rows: Sequence[Row]) -> str:
+    """Render the costs of prefill, a line for each length."""
     lines = ["| tokens | MHLA: prefill, µs per token | softmax: prefill, µs per token |", "|---:" * 3 + "|"]
     for row in rows:
         lines.append(f"| {row['length']:,} | {row['MHLA']:,.0f} | {row['softmax']:,.0f} |")
     return "\n".join(lines)
 
 
-def render_speed(record):
-    """The tables, and how they were measured."""
+def render_speed(record: Mapping[str, Any]) -> str:
+    """Render both tables, and how they were measured."""
     return "\n\n".join([speed_table(record["rows"]), prefill_table(record["prefill"]), describe_setup(record)])
 
 
-def run(out, lengths, batches, prefill, threads, sizes=SMOLLM2, **settings):
-    """Measure into the JSON file `out`. settings: of `convert`."""
+def run(
+    out: str | Path,
+    lengths: Sequence[int],
+    batches: Sequence[int],
+    prefill: Sequence[int],
+    threads: int,
+    sizes: Mapping[str, Any] = SMOLLM2,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Measure decoding and prefill in bf16, and write the record after each batch size and length.
+
+    Args:
+        out: JSON file to write.
+        lengths: Numbers of tokens in the cache.
+        batches: Batch sizes of decoding.
+        prefill: Numbers of tokens of prompts.
+        threads: CPU threads.
+        sizes: Arguments of `LlamaConfig`.
+        **settings: Settings of `convert`.
+
+    Returns:
+        The record: what `describe_run` says, "dtype", "rows" (of decoding), and "prefill".
+    """
     torch.set_num_threads(threads)
     models = make_models(sizes, max(lengths), **settings)
     models = {name: model.bfloat16() for name, model in models.items()}
     command = shlex.join(["python", "-m", "experiments.speed", *sys.argv[1:]])
     record = {**describe_run(command, "cpu"), "dtype": "bf16", "rows": [], "prefill": []}
     for length in prefill:
-        timed = {name: measure_prefill(model, length) for name, model in models.items()}
-        record["prefill"].append({"length": length, **timed})
+        microseconds = {name: measure_prefill(model, length) for name, model in models.items()}
+        record["prefill"].append({"length": length, **microseconds})
         print(record["prefill"][-1], flush=True)
     for batch, length in itertools.product(batches, lengths):
         record["rows"].append({"length": length, "batch": batch, **measure_decoding(models, length, batch)})
@@ -174,8 +239,8 @@ def run(out, lengths, batches, prefill, threads, sizes=SMOLLM2, **settings):
     return record
 
 
-def main():
-    """Run it."""
+def main() -> None:
+    """Run the script."""
     parser = argparse.ArgumentParser("python -m experiments.speed", description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens in the cache")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="rows that are decoded at once")
