@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,7 +24,7 @@ from mhla_hf.models.vision_configuration import MHLAVisionConfig
 PAPER_COSTS = {"deit-t": (5.7, 1.1), "deit-s": (22.0, 4.2), "vlt-t": (16.0, 2.4), "vlt-s": (27.0, 4.6)}
 
 
-def count_flops(model: nn.Module, height: int, width: int) -> tuple[int, int]:
+def count_flops(model: Any, height: int, width: int) -> tuple[int, int]:
     """Count the multiply-adds of one image through an image model of transformers, on the model's device.
 
     Sums, norms, and activations are not counted.

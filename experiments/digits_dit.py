@@ -55,7 +55,7 @@ from mhla_hf.training.recipe import DiffusionStage
 SIDE, CLASSES, HELD_OUT = 16, 10, 497
 SAMPLING_STEPS = 25
 SOFTMAX = "softmax"
-MHLA = {"layout": (4, 4), "feature_map": "relu", "normalize": True}
+MHLA: dict[str, Any] = {"layout": (4, 4), "feature_map": "relu", "normalize": True}
 FROM_SCRATCH: dict[str, dict[str, Any] | None] = {  # settings of `convert`; None: softmax
     SOFTMAX: None,
     "plain linear": {**MHLA, "mixing_start": "uniform", "learn_mixing": False},
@@ -193,7 +193,13 @@ def distill(teacher: Any, out: Path, seed: int, steps: int, with_data: bool, com
     student = DiTPipeline(copy.deepcopy(teacher.transformer), None, teacher.scheduler)
     torch.manual_seed(seed)
     mhla_hf.convert(student, **MHLA)
-    common = {"batch_size": 32, "warmup": steps // 20, "beta2": 0.99, "sampling_steps": SAMPLING_STEPS, "guidance": 1.0}
+    common: dict[str, Any] = {
+        "batch_size": 32,
+        "warmup": steps // 20,
+        "beta2": 0.99,
+        "sampling_steps": SAMPLING_STEPS,
+        "guidance": 1.0,
+    }
     stages = [
         DiffusionStage("transfer", "transfer", max(1, steps // 4), 1e-2, trainable="mhla", **common),
         DiffusionStage("match", "prediction", steps, 1e-3, lr_mhla=3e-3, ema=0.98, **common),
@@ -222,8 +228,10 @@ def samples(pipe: Any, path: Path, count: int, seed: int) -> torch.Tensor:
         images = []
         for indices in tqdm(torch.arange(count).split(100), desc=f"samples of {path.parent.name}"):
             conditions = {"class_labels": indices % CLASSES}
-            options = {"steps": SAMPLING_STEPS, "guidance": 1.0}
-            images.append(sample_latents(pipe.transformer, pipe.scheduler, noise[indices], conditions, None, **options))
+            batch = sample_latents(
+                pipe.transformer, pipe.scheduler, noise[indices], conditions, None, steps=SAMPLING_STEPS, guidance=1.0
+            )
+            images.append(batch)
         with atomic_file(path) as temporary_path:
             save_file({"samples": torch.cat(images).clamp(-1, 1)}, temporary_path)
     return load_file(path)["samples"]
@@ -354,10 +362,10 @@ def render(results: Mapping[str, Any]) -> str:
     lines = [f"{'':30}  {'accuracy, % (lowest to highest)':32}  {'Fréchet distance':24}  held-out loss"]
     for name, runs in results["models"].items():
         cells = []
-        for key, places in (("accuracy", 2), ("frechet", 2), ("loss", 4)):
+        for key, decimals in (("accuracy", 2), ("frechet", 2), ("loss", 4)):
             values = [run[key] for run in runs]
-            mean = f"{statistics.mean(values):.{places}f}"
-            cells.append(f"{mean:>6} ({min(values):.{places}f} to {max(values):.{places}f})")
+            mean = f"{statistics.mean(values):.{decimals}f}"
+            cells.append(f"{mean:>6} ({min(values):.{decimals}f} to {max(values):.{decimals}f})")
         lines.append(f"{name:30}  {cells[0]:32}  {cells[1]:24}  {cells[2]}")
     judge = results["judge"]
     lines.append(

@@ -48,7 +48,7 @@ ABOUT = (
     "converted and distilled from itself without a label; too small to be useful."
 )
 LIMITS = ["It reads one handwritten digit at a time, gray, 32 x 32 pixels, enlarged from 8 x 8."]
-COMMON = {"batch_size": 64, "shift": 3, "beta2": 0.99}
+COMMON: dict[str, Any] = {"batch_size": 64, "shift": 3, "beta2": 0.99}
 
 
 def softmax_vit(seed: int) -> ViTForImageClassification:

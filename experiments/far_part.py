@@ -97,6 +97,9 @@ class FarPart(nn.Module):
         width: Width K of q, k, and v.
     """
 
+    q_mean: nn.Parameter
+    k_mean: nn.Parameter
+
     def __init__(self, form: FarForm, num_heads: int, num_kv_heads: int, width: int = 64) -> None:
         super().__init__()
         self.form, self.group_size = form, num_heads // num_kv_heads

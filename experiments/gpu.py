@@ -6,8 +6,9 @@ are written to docs/bench/gpu.json, and docs/performance.md is rendered from the
 """
 
 import argparse
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ LANGUAGE = SMOLLM2 | {  # four layers with the heads of Llama-3.2-1B
     "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }  # fmt: skip
-CAUSAL = {"causal": True, "normalize": False}
+CAUSAL: dict[str, Any] = {"causal": True, "normalize": False}
 Variant = tuple[Blocks, dict[str, Any], dict[str, Any]]  # blocks, options of `make_inputs`, options of `mhla`
 VARIANTS: dict[str, Variant] = {
     "sequence": (SEQUENCE, {}, CAUSAL),
@@ -125,7 +126,7 @@ def variant_errors(
 
     def run(tensors: list[torch.Tensor], impl: str) -> tuple[torch.Tensor, ...]:
         q, k, v, mixing, *features = tensors
-        denominator = dict(zip(("q_den", "k_den"), features, strict=bool(features)))
+        denominator: dict[str, Any] = dict(zip(("q_den", "k_den"), features, strict=bool(features)))
         o = mhla(q, k, v, mixing, blocks=blocks, impl=impl, **denominator, **options, **data_options)
         generator = torch.Generator(device).manual_seed(1)
         output_gradient = torch.randn(o.shape, generator=generator, device=device).to(o.dtype)
@@ -145,14 +146,17 @@ def decode_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "t
     """
     (q, k, v, mixing), _ = make_inputs(SEQUENCE, device, dtype)
     expected = mhla(*(x.double() for x in (q, k, v, mixing)), blocks=SEQUENCE, impl="reference", **CAUSAL)
-    first = SEQUENCE.length // SEQUENCE.block_size * SEQUENCE.block_size - 2
-    blocks = Blocks.sequence(first, SEQUENCE.block_size)
-    prefix = [x[:, :first] for x in (q, k, v)]
-    _, state = mhla(*prefix, mixing, blocks=blocks, impl=impl, return_state=True, **CAUSAL)
+    block_size = SEQUENCE.sizes()[0]
+    first = SEQUENCE.length // block_size * block_size - 2
+    blocks = Blocks.sequence(first, block_size)
+    prefix = slice(first)
+    _, state = mhla(
+        q[:, prefix], k[:, prefix], v[:, prefix], mixing, blocks=blocks, impl=impl, return_state=True, **CAUSAL
+    )
     outputs = []
     for i in range(first, SEQUENCE.length):
-        token = [x[:, i : i + 1] for x in (q, k, v)]
-        o, state = mhla_step(*token, mixing, state, normalize=False, impl=impl)
+        token = slice(i, i + 1)
+        o, state = mhla_step(q[:, token], k[:, token], v[:, token], mixing, state, normalize=False, impl=impl)
         outputs.append(o)
     return {"tokens": relative_error(torch.cat(outputs, 1), expected[:, first:])}
 
@@ -179,17 +183,15 @@ def check_kernels(
 
     Returns:
         A row for each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and
-            "failed"
-        (the reason, or None).
+        "failed" (the reason, or None).
     """
     started = time.monotonic()
     rows = []
-    calls = {
-        name: lambda dtype, variant=variant: variant_errors(*variant, device, dtype, impl)
-        for name, variant in variants.items()
+    calls: dict[str, Callable[[torch.dtype], dict[str, float]]] = {
+        name: functools.partial(variant_errors, *variant, device, impl=impl) for name, variant in variants.items()
     }
-    calls["window"] = lambda dtype: window_errors(device, dtype, impl)
-    calls["decoding"] = lambda dtype: decode_errors(device, dtype, impl)
+    calls["window"] = functools.partial(window_errors, device, impl=impl)
+    calls["decoding"] = functools.partial(decode_errors, device, impl=impl)
     for dtype in ("bfloat16", "float32"):
         for kind, call in tqdm(calls.items(), desc=f"kernels, {dtype}"):
             row: dict[str, Any] = {"kind": kind, "dtype": dtype, "error": {}, "failed": None}

@@ -143,8 +143,8 @@ def make_lookups(
 
     num_codes, num_pairs = FACTS[length]
     keys, values = choose_words(tokenizer)
-    things = zip(rng.sample(OBJECTS, num_codes), rng.sample(range(1000, 10_000), num_codes), strict=True)
-    statements = {"code": [FACT.format(*thing) + "\n" for thing in things]}
+    codes = zip(rng.sample(OBJECTS, num_codes), rng.sample(range(1000, 10_000), num_codes), strict=True)
+    statements = {"code": [FACT.format(*code) + "\n" for code in codes]}
     pairs = zip(rng.sample(keys, num_pairs), rng.sample(values, num_pairs), strict=True)
     statements["lookup"] = [f"- {' '.join(pair)}\n" for pair in pairs]
     facts = []
@@ -190,6 +190,7 @@ class PrefixReader(HFLM):
     """
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """Return what `answer_scores` does for the requests, after reading their shared prefix."""
         columns = zip(*(context for _, context, _ in requests), strict=False)
         equal_columns = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
         prefix = [column[0] for column in equal_columns][:-1]  # a question has at least one token
@@ -351,7 +352,8 @@ def render_tasks(record: Mapping[str, Any]) -> str:
     models, original = answers_by_model(record, "task")
     model, converted_answers = next(item for item in models.items() if item[0] != (SOFTMAX, 0))
     groups = {task: (original[task], converted_answers[task]) for task in original if task in converted_answers}
-    groups["all"] = tuple(list(itertools.chain(*answers)) for answers in zip(*groups.values(), strict=True))
+    originals, conversions = zip(*groups.values(), strict=True)
+    groups["all"] = list(itertools.chain(*originals)), list(itertools.chain(*conversions))
     shared_tokens = {row["task"]: f"{row['shared_tokens']:,}" for row in record["rows"]}
     columns = ("tokens of the examples", "questions", SOFTMAX, label(*model), "difference", "same choice, %")
     lines = ["| task | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]

@@ -31,8 +31,8 @@ TOKENS = 8192  # per batch
 LR = 4e-3
 SOLVED = 0.99  # share of right answers at which training stops
 EMBEDDING_STD = 0.1  # small, so that what attention adds to an embedding matters from the first steps on
-DENSE = {"block_size": BLOCK}
-DECAY = {"block_size": BLOCK, "mixing_form": "decay"}
+DENSE: dict[str, Any] = {"block_size": BLOCK}
+DECAY: dict[str, Any] = {"block_size": BLOCK, "mixing_form": "decay"}
 LOCAL = {**DECAY, "local": "softmax"}
 LINEAR = {**DENSE, "mixing_start": "uniform", "learn_mixing": False}
 DEFAULT = "local softmax + 2 decays"
@@ -108,9 +108,10 @@ class Layer(nn.Module):
         if kind == "delta":
             self.beta = nn.Linear(WIDTH, 1)
         elif kind != "softmax":
-            settings = MHLASettings(**(LOCAL if kind == "window" else kind))
-            core = DecayMHLA if settings.mixing_form == "decay" else MHLA
-            self.core = core(settings, num_heads=1, num_kv_heads=1, key_dim=WIDTH, value_dim=WIDTH, hidden_size=WIDTH)
+            settings = MHLASettings(**(kind if isinstance(kind, dict) else LOCAL))
+            core_class: Any = DecayMHLA if settings.mixing_form == "decay" else MHLA
+            sizes = {"num_heads": 1, "num_kv_heads": 1, "key_dim": WIDTH, "value_dim": WIDTH, "hidden_size": WIDTH}
+            self.core = core_class(settings, **sizes)
             if kind == "window":
                 self.core.mixing.balance.data.fill_(-1e4)  # switches the far part off
 

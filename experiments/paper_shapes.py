@@ -74,7 +74,8 @@ class WholeModel:
     def language_models(self) -> dict[str, Any]:
         """Make a Llama and the paper's language model of the same size."""
         config = {**self.config, "num_attention_heads": self.operator.heads}
-        one_block = {**MHLAConfig(**config).mhla, "block_size": self.grid[0], "num_blocks": 1}
+        settings: Any = MHLAConfig(**config).mhla
+        one_block = {**settings, "block_size": self.grid[0], "num_blocks": 1}
         return {
             "softmax": LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **self.config)),
             "mhla": MHLAForCausalLM(MHLAConfig(**config)),
@@ -150,8 +151,10 @@ class Window(Operator):
         weight = q.new_full((self.heads, 2), 0.5).float()
         balance = q.new_full((self.heads,), 3.0).float()
         impl = name.removeprefix("mhla ")
-        form = LocalForm(self.blocks.block_size, scale=self.widths[0] ** -0.5, impl=impl, unrounded=False)
-        return local_attention(q, k, v, *features, Decays(weight, -0.1 * weight), balance, form).to(v.dtype)
+        form = LocalForm(self.blocks.sizes()[0], scale=self.widths[0] ** -0.5, impl=impl, unrounded=False)
+        q_features, k_features = features
+        decays = Decays(weight, -0.1 * weight)
+        return local_attention(q, k, v, q_features, k_features, decays, balance, form).to(v.dtype)
 
     def errors(self, name: str, device: Device, seed: int, exact: str = "mhla torch") -> dict[str, float]:
         """Return the relative errors of the output ("output") and of the gradients ("dq", ...) of one sequence.

@@ -29,7 +29,7 @@ from .speed import make_models
 PROMPT_LENGTHS = (32, 512)  # tokens, the shortest and the longest
 NEW_TOKENS = 64  # per request
 SLOT_LENGTH = 1024  # tokens that a slot can hold
-FORM = {
+FORM: dict[str, Any] = {
     "window": 2,
     "feature_map": "hedgehog",
     "num_decays": 2,

@@ -17,7 +17,7 @@ logger = logging.getLogger("mkdocs.hooks")
 def on_config(config: Any) -> Any:
     """Set the repository's address to the one in pyproject.toml, the only place that has it."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    config.repo_url = re.search(r'^Repository = "(.+)"$', project, re.MULTILINE)[1]
+    (config.repo_url,) = re.findall(r'^Repository = "(.+)"$', project, re.MULTILINE)
     return config
 
 

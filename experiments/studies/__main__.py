@@ -12,6 +12,7 @@ If a study was interrupted, the same command resumes it.
 import argparse
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", "experiments.studies", *arguments]),
     }
     out = args.out or Path("out") / Path(args.study).stem
-    studies_without_training = {
+    render: Callable[[Mapping[str, Any]], str]
+    studies_without_training: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[Mapping[str, Any]], str]]] = {
         "rank": (study_random_rank, render_random_rank),
         "scaling": (study_scaling, render_scaling),
     }

@@ -56,9 +56,9 @@ def time_scaling(
     features = [q.relu() + 1e-6, k.relu() + 1e-6, v]
     runs: dict[Any, tuple[Any, list[torch.Tensor], Blocks | None]] = {"softmax": (softmax_pass, [q, k, v], None)}
     for count in (count for count in counts if count <= side):
-        blocks = Blocks.grid((side, side), (count, count))
-        mixing = torch.rand(blocks.num_blocks, blocks.num_blocks, generator=generator)
-        runs[blocks.num_blocks] = (mhla_pass, [*features, mixing / mixing.sum(-1, keepdim=True)], blocks)
+        grid = Blocks.grid((side, side), (count, count))
+        mixing = torch.rand(grid.num_blocks, grid.num_blocks, generator=generator)
+        runs[grid.num_blocks] = (mhla_pass, [*features, mixing / mixing.sum(-1, keepdim=True)], grid)
     best = dict.fromkeys(runs, float("inf"))
     started = time.perf_counter()
     num_rounds = -1  # the first round is the warm-up
@@ -76,7 +76,8 @@ def time_scaling(
 
 def softmax_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: None) -> torch.Tensor:
     """Compute torch's fused softmax attention."""
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def mhla_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, blocks: Blocks) -> torch.Tensor:

@@ -87,7 +87,8 @@ class Study:
         model = MHLAForImageClassification(self.config(row, **data))
         deviation = self.rows[row].get("positions", self.positions)
         if deviation is not None:
-            torch.nn.init.trunc_normal_(model.model.positions.weight, std=deviation)
+            positions: Any = model.model.positions
+            torch.nn.init.trunc_normal_(positions.weight, std=deviation)
         return model
 
 
@@ -131,8 +132,8 @@ def open_data(data: Any, size: int) -> tuple[Any, Any, str]:
         ValueError: There is no test split, or it has classes that the training split lacks.
     """
     if data is None:
-        train, test = load_digits(size)
-        return open_images(train), open_images(test), DIGITS
+        digits, test_digits = load_digits(size)
+        return open_images(digits), open_images(test_digits), DIGITS
     train, test = open_images(data), open_images(data, split="test")
     if train.describe() == test.describe():
         raise ValueError(
