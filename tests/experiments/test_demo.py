@@ -148,10 +148,10 @@ def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
         ({"seeds": 0}, "seeds: got 0"),
         ({"text": "no/such/file.txt"}, "which does not exist, expected a file"),
         ({"text": ""}, "text: got '', expected a file"),
-        ({"student_recipe": "{teacher}"}, "student_recipe: expected a stage with loss 'transfer'"),
+        ({"student_recipe": "{teacher}"}, "student_recipe: got stages with the losses"),
         ({"teacher_recipe": "nowhere.yaml"}, "'nowhere.yaml', which is not a file"),
         ({"out": "{place}"}, "holds other files and no demo.json"),
-        ({"out": "{place}/new", "text": "{place}/short.txt"}, "holds 110 characters; expected at least 60,000"),
+        ({"out": "{place}/new", "text": "{place}/short.txt"}, "with 110 characters, expected at least 60,000"),
     ],
 )
 def test_refused_in_one_sentence_and_nothing_changed(journey, tmp_path, changes, sentence):

@@ -58,15 +58,15 @@ def test_what_is_refused(arguments, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="another effort"):
         main([*arguments, "--effort", "0.2"])
     for words, said in (
-        (["--seeds", "2"], "--seeds: came without --toy"),
-        (["--full"], "--full: came without --toy"),
-        (["--lookups"], "--plain: came without --toy"),
-        (["--toy", "--effort", "1"], "--effort: came with --toy"),
+        (["--seeds", "2"], "--seeds: got 2 without --toy"),
+        (["--full"], "--full: got True without --toy"),
+        (["--lookups"], "--plain: got False without --toy"),
+        (["--toy", "--effort", "1"], "--effort: got 1.0 with --toy"),
     ):
         with refused(said):
             main(words)
     monkeypatch.setattr(steps, "PACKAGES", ("no-such-package-of-mhla==0.0.1",))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with refused("model: no-such-package-of-mhla==0.0.1 cannot be downloaded", "--toy"):
+    with refused("model: got no-such-package-of-mhla==0.0.1, which cannot be downloaded", "--toy"):
         main(["--out", str(tmp_path / "new"), "--quiet"])
     assert not (tmp_path / "new" / "teacher").exists()
