@@ -54,7 +54,7 @@ test-releases: $(RELEASES:%=$(VENV)-%/.installed)  ## the main job on the oldest
 			$(RELEASE_TESTS) $(ARGS) || exit 1; \
 	done
 
-lint: $(VENV)/.test  ## ruff, and mypy on the public names and on every function of ops and nn
+lint: $(VENV)/.test  ## ruff, and mypy on mhla_hf, experiments, and the public names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
