@@ -1,5 +1,4 @@
-"""Several CPU processes: `accelerate launch -m mhla_hf.cli` as users run it, to its end or killed, and forks of a
-test."""
+"""Start several CPU processes: `accelerate launch -m mhla_hf.cli`, which may be killed, or forks of a test."""
 
 import datetime
 import json
@@ -67,13 +66,13 @@ def ranks(process):
     return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
 
 
-def kill(place, setup, processes, until, one, *arguments, seconds=120, script=None):
+def kill(place, setup, processes, is_time, last_only, *arguments, seconds=120, script=None):
     """Start a command, and kill it by SIGKILL.
 
     Args:
         place, setup, processes, script: As for `command_of`.
-        until: Function that returns True when it is time.
-        one: Whether to kill only the last process, not all of them.
+        is_time: Function that returns whether to kill the command now.
+        last_only: Whether to kill only the last process, not all of them.
         *arguments: Arguments of mhla_hf.
         seconds: Timeout.
 
@@ -81,17 +80,17 @@ def kill(place, setup, processes, until, one, *arguments, seconds=120, script=No
         The seconds that the other processes took to end.
     """
     process = start(place, setup, processes, *arguments, script=script)
-    limit = time.monotonic() + seconds
-    while not until() and process.poll() is None and time.monotonic() < limit:
+    deadline = time.monotonic() + seconds
+    while not is_time() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
-    assert process.poll() is None and time.monotonic() < limit, process.communicate()[0]
+    assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
     pids = ranks(process)
-    for pid in pids[-1:] if one else [process.pid, *pids]:  # each process of the launcher has its own group
+    for pid in pids[-1:] if last_only else [process.pid, *pids]:  # each process of the launcher has its own group
         os.kill(pid, signal.SIGKILL)
-    killed = time.monotonic()
+    killed_at = time.monotonic()
     process.communicate(timeout=seconds)
     assert process.returncode != 0
-    return time.monotonic() - killed
+    return time.monotonic() - killed_at
 
 
 def compare(one, other, bound=1e-5):

@@ -321,6 +321,7 @@ def create_ref(request, body, repo, kind, name):
 
 @route("POST", f"/api/models/{REPO}/preupload/(?P<revision>.+)")
 def preupload(request, body, repo, revision):
+    """Tell for each file of the next commit whether it is to be uploaded as a large file."""
     commit = request.commit(request.repo(repo, write="create_pr" not in request.query), revision)
     answer = []
     for file in json.loads(body)["files"]:
@@ -334,6 +335,7 @@ def preupload(request, body, repo, revision):
 
 @route("POST", f"/{REPO}.git/info/lfs/objects/batch")
 def lfs_batch(request, body, repo):
+    """Return the address to upload each large file to that has not arrived yet."""
     repository = request.repo(repo)
     answer = []
     for item in json.loads(body)["objects"]:
@@ -346,6 +348,7 @@ def lfs_batch(request, body, repo):
 
 @route("PUT", f"/storage/{REPO}/(?P<oid>[0-9a-f]{{64}})")
 def store(request, body, repo, oid):
+    """Receive a large file."""
     if hashlib.sha256(body).hexdigest() != oid:
         raise Refused(400, "BadDigest: the content does not match its sha256")
     request.hub.repos[repo].lfs[oid] = body
@@ -354,6 +357,7 @@ def store(request, body, repo, oid):
 
 @route("POST", f"/api/models/{REPO}/commit/(?P<revision>.+)")
 def create_commit(request, body, repo, revision):
+    """Commit to a branch, or to a new pull request."""
     is_pull_request = request.query.get("create_pr") == "1"
     repository = request.repo(repo, write=not is_pull_request)
     head = request.commit(repository, revision)
@@ -380,6 +384,7 @@ def create_commit(request, body, repo, revision):
 
 @route("GET", f"/{REPO}/resolve/(?P<revision>[^/]+|refs/[^/]+/[^/]+)/(?P<path>.+)")
 def resolve(request, body, repo, revision, path):
+    """Send the content of a file."""
     commit = request.commit(request.repo(repo), revision)
     if path not in commit.files:
         raise Refused(404, "Entry not found", "EntryNotFound", commit.oid)

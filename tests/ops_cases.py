@@ -173,7 +173,7 @@ def local_cases(draw):
 
 
 def map_features(x):
-    """Apply a feature map."""
+    """Return relu(x) + 1e-6, the features of keys and queries."""
     return x.relu() + 1e-6
 
 
@@ -240,10 +240,10 @@ def direction_for(tensors, case):
 
 
 @torch.no_grad()
-def distance(got, expected, floor=0.0):
+def distance(actual, expected, floor=0.0):
     """Return the Frobenius norm of the difference over that of `expected`, or over `floor` if this is larger."""
     size = max(float(expected.double().norm()), float(floor), torch.finfo(torch.float64).tiny)
-    return float((got.double() - expected.double()).norm()) / size
+    return float((actual.double() - expected.double()).norm()) / size
 
 
 def gradient_floors(tensors, options, direction):

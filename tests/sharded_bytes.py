@@ -29,11 +29,13 @@ def count_bytes(group):
 
 
 def init_and_register(self, *arguments, **options):
+    """Initialize a unit of FSDP, and add it to `GROUPS`."""
     original_init(self, *arguments, **options)
     GROUPS.append(self)
 
 
 def wait_and_count(self):
+    """Wait until a unit is gathered, and update `PEAK`."""
     original_wait(self)
     sharded, gathered = map(sum, zip(*map(count_bytes, GROUPS), strict=True))
     PEAK[:] = sharded, max(PEAK[1], gathered)

@@ -11,7 +11,7 @@ from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.evaluation.records import Results
 from mhla_hf.nn.settings import MHLASettings
 
-MADE = {"hardware": "Some CPU, 2 cores, 1 thread", "versions": {"torch": "2.13.0", "transformers": "5.23.0"}}
+MADE_ON = {"hardware": "Some CPU, 2 cores, 1 thread", "versions": {"torch": "2.13.0", "transformers": "5.23.0"}}
 SIZES = {"batch_size": 8, "seq_len": 512, "tokens": 614400, "seconds": 83.21, "first_loss": 1.25, "last_loss": 0.0625}
 ONE_LOSS = {"first_loss": 0.4239, "last_loss": 0.4239}
 STAGES = [
@@ -29,7 +29,7 @@ TRAIN = {
     "mixed_precision": "no",
     "processes": 1,
     "command": "mhla-hf distill student --teacher teacher",
-    **MADE,
+    **MADE_ON,
 }
 SPEED = {  # metric: (teacher, model)
     "forward_ms_2048": (90.0, 30.0),
@@ -39,11 +39,11 @@ SPEED = {  # metric: (teacher, model)
 }
 
 
-def result(task, metric, value, stderr, better, **changes):
-    """Return a record; `better` says whether higher is better."""
-    fields = {"task": task, "metric": metric, "value": value, "stderr": stderr, "higher_is_better": better}
+def result(task, metric, value, stderr, higher_is_better, **changes):
+    """Return a record of a score; `changes` are further fields."""
+    fields = {"task": task, "metric": metric, "value": value, "stderr": stderr, "higher_is_better": higher_is_better}
     versions = {"lm_eval": "0.4.13", "torch": "2.13.0"}
-    return make_result(**{**fields, **MADE, "versions": versions, "samples": 200, "seed": 1234, **changes})
+    return make_result(**{**fields, **MADE_ON, "versions": versions, "samples": 200, "seed": 1234, **changes})
 
 
 def times(column, speed=SPEED):

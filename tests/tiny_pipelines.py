@@ -176,12 +176,14 @@ def t5(model_class, config_class):
 
 
 def wan_vae():
+    """Return a video autoencoder with 16 latent channels."""
     torch.manual_seed(2)
     kind = {"dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
     return AutoencoderKLWan(base_dim=3, z_dim=16, **kind).eval()
 
 
 def image_vae():
+    """Return an image autoencoder with 4 latent channels."""
     torch.manual_seed(2)
     kind = {"block_out_channels": (4, 4), "norm_num_groups": 2, "latent_channels": 4, "layers_per_block": 1}
     down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
@@ -189,6 +191,7 @@ def image_vae():
 
 
 def sana_vae():
+    """Return a deep-compression autoencoder with 4 latent channels."""
     torch.manual_seed(2)
     half = {  # arguments of the encoder and of the decoder
         "block_types": ("ResBlock", "EfficientViTBlock"),
@@ -208,6 +211,7 @@ def sana_vae():
 
 
 def flow():
+    """Return a flow-matching scheduler."""
     return FlowMatchEulerDiscreteScheduler(shift=3.0)
 
 
