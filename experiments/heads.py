@@ -9,6 +9,7 @@ same bytes.
 
 import argparse
 import functools
+import json
 import math
 import shlex
 import sys
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from mhla_hf import save_adapter
+from mhla_hf import load_adapter, save_adapter
 from mhla_hf.checkpoints.file_io import atomic_file
 from mhla_hf.cli import script
 from mhla_hf.conversion import convert
@@ -28,6 +30,7 @@ from mhla_hf.conversion.fit import GateFit, OutputFit, largest_gates
 from mhla_hf.conversion.language import GATE_STEPS, give_softmax_back, read_rows
 from mhla_hf.conversion.sizes import sizes_of_layers
 from mhla_hf.conversion.teacher import mhla_layers
+from mhla_hf.training.adapters import SETTINGS_FILE, WEIGHTS_FILE
 
 from .rows import Row, add_rows, describe_setup, open_text
 
@@ -121,6 +124,28 @@ def converted_for_job(arguments: Mapping[str, Any], job: Row) -> tuple[Any, dict
     return converted(**folders, form=job["form"], heads=job["heads"], seed=job["seed"])
 
 
+def load_folder(arguments: Mapping[str, Any], job: Row) -> Any:
+    """Load the converted model in fp32, or the original with the adapter, from the folder that the job names."""
+    folder = next(folder for folder in arguments["folders"] if Path(folder).name == job["form"])
+    if not is_adapter(folder):
+        return load(folder)
+    return load_adapter(load(arguments["model"]), folder).merge_and_unload()
+
+
+def is_adapter(folder: str) -> bool:
+    """Return whether a folder holds an adapter that `save_adapter` wrote."""
+    return Path(folder, SETTINGS_FILE).is_file()
+
+
+def count_softmax_heads(folder: str) -> int:
+    """Return the number of KV heads that keep softmax in the converted model or adapter in a folder."""
+    if is_adapter(folder):
+        settings = json.loads(Path(folder, SETTINGS_FILE).read_text(encoding="utf-8"))["mhla"]
+    else:
+        settings = AutoConfig.from_pretrained(folder, trust_remote_code=False).mhla
+    return sum(map(len, (settings["softmax_heads"] or {}).values()))
+
+
 def switch_off(model: Any) -> None:
     """Switch the far part of every layer off."""
     for attention in mhla_layers(model).values():
@@ -179,7 +204,7 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
         model, fitted = converted_for_job(arguments, job)
         made_as = {"seconds": fitted["seconds"], "softmax_heads": largest_gates(fitted["gates"], job["heads"])}
     else:
-        model = load(next(folder for folder in arguments["folders"] if Path(folder).name == job["form"]))
+        model = load_folder(arguments, job)
         is_far_on = any(attention.mhla.mixing.balance.max() > OFF / 2 for attention in mhla_layers(model).values())
         settings = {name: model.config.mhla[name] for name in ("feature_map", "window", "num_decays")}
         made_as = {"softmax_heads": model.config.mhla["softmax_heads"]}
@@ -306,10 +331,13 @@ def compare(model: Any, ids: torch.Tensor, student: torch.Tensor, teacher: torch
 def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
     """Yield a job for each folder and each of --rows, FORM:HEADS[:SEEDS], on every text; see `make_row`."""
     for folder in arguments["folders"]:
-        softmax_heads = AutoConfig.from_pretrained(folder, trust_remote_code=False).mhla["softmax_heads"] or {}
-        num_heads = sum(map(len, softmax_heads.values()))
         for text in arguments["texts"]:
-            yield {"form": Path(folder).name, "heads": num_heads, "seed": 0, "text": Path(text).name}
+            yield {
+                "form": Path(folder).name,
+                "heads": count_softmax_heads(folder),
+                "seed": 0,
+                "text": Path(text).name,
+            }
     for row in arguments["rows"]:
         form, heads, *seeds = row.split(":")
         for seed in range(int(seeds[0]) if seeds else 1):
@@ -376,8 +404,11 @@ def main() -> None:
     parser.add_argument(
         "--rows", nargs="*", default=[], metavar="FORM:HEADS[:SEEDS]", help=f"forms: {', '.join(FORMS)}"
     )
-    parser.add_argument("--folders", nargs="*", default=[], help="converted models, such as distilled ones")
-    parser.add_argument("--adapter", help="folder for the first of --rows, seed 0, as an adapter")
+    parser.add_argument(
+        "--folders", nargs="*", default=[], help="converted models, such as distilled ones, or adapters"
+    )
+    parser.add_argument("--adapter", help="folder for the first of --folders or --rows, seed 0, as an adapter")
+    parser.add_argument("--rank", type=int, default=48, help="rank of LoRA in the adapter of a distilled model")
     parser.add_argument("--work", default="out-heads", help="folder for what is fitted")
     parser.add_argument("--out", default="docs/language/heads.json")
     arguments = vars(parser.parse_args())
@@ -393,19 +424,26 @@ def main() -> None:
 
 
 def write_adapter(arguments: Mapping[str, Any], job: Row, folder: str) -> None:
-    """Save as an adapter, in bf16, what the form of a job has learned, and the KV heads that keep softmax.
+    """Save as an adapter, in bf16, what the model of a job has learned, and the KV heads that keep softmax.
+
+    What distillation changed in the weights of the original becomes LoRA.
 
     Args:
         arguments: Arguments of the script.
         job: As for `make_row`.
         folder: Folder to write.
     """
-    model, fitted = converted_for_job(arguments, job)
-    gates = {str(layer): [round(x, 3) for x in values] for layer, values in fitted["gates"].items()}
-    kept_heads = {str(layer): heads for layer, heads in largest_gates(fitted["gates"], job["heads"]).items()}
-    measured = {"text": Path(arguments["fit"]).name, "seed": job["seed"], "gates": gates, "softmax_heads": kept_heads}
-    model.config.mhla_measured = measured
-    save_adapter(model.to(torch.bfloat16), folder)
+    if job["form"] in FORMS:
+        model, fitted = converted_for_job(arguments, job)
+        gates = {str(layer): [round(x, 3) for x in values] for layer, values in fitted["gates"].items()}
+        kept_heads = {str(layer): heads for layer, heads in largest_gates(fitted["gates"], job["heads"]).items()}
+        text = Path(arguments["fit"]).name
+        model.config.mhla_measured = {"text": text, "seed": job["seed"], "gates": gates, "softmax_heads": kept_heads}
+        save_adapter(model, folder)
+    else:
+        save_adapter(load_folder(arguments, job), folder, base=load(arguments["model"]), rank=arguments["rank"])
+    file = Path(folder, WEIGHTS_FILE)
+    save_file({name: x.bfloat16() for name, x in load_file(file).items()}, file, {"format": "pt"})
 
 
 if __name__ == "__main__":
