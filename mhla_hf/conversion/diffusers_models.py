@@ -11,7 +11,8 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
-from ..models.diffusion import find_self_attentions, resolve_settings
+from ..models.diffusion import resolve_settings
+from ..models.diffusion_inputs import attention_parts, find_self_attentions
 from ..models.families import DIFFUSION
 from ..nn.settings import MHLASettings
 from .model_family import mhla_class, transformer_family
@@ -56,7 +57,7 @@ def convert_diffusion(
         transformer.install_mhla(mhla_settings)
         attentions: Any = find_self_attentions(transformer)
         for attn in (attentions[index] for index in mhla_settings.layers):
-            match_device_and_dtype(attn.processor.mhla, attn.to_q.weight.device, transformer.dtype)
+            match_device_and_dtype(attn.processor.mhla, attention_parts(attn).to_q.weight.device, transformer.dtype)
         if transformer.is_gradient_checkpointing:
             transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
     update_pipeline_configs(transformers)

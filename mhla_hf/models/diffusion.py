@@ -26,7 +26,8 @@ from torch import nn
 from ..nn.core import CORE_LOG
 from ..nn.grid import GridMHLA, rotate_pairs
 from ..nn.settings import MHLASettings, check_settings
-from .families import Family
+from .diffusion_inputs import ROTARY_FORMS, attention_parts, find_self_attentions, project_heads, read_grid
+from .families import AttentionKind, Family
 from .grid_shards import TokenShares, share_of_grid
 from .saving import check_loaded_weights, source_name, write_source
 
@@ -82,7 +83,7 @@ class GridCheckpoint:
 
 
 class MHLAAttnProcessor(nn.Module):
-    """Attention processor that computes self-attention by MHLA over the model's grid, for Wan, Sana, DiT, and PixArt.
+    """Attention processor that computes self-attention by MHLA over the model's grid, for all families.
 
     All parameters are in its one child, `mhla`, and none in the processor itself, so that offloading, which hooks the calls
     of modules, moves every weight.
@@ -90,14 +91,16 @@ class MHLAAttnProcessor(nn.Module):
     Args:
         core: The MHLA core.
         state: The grid state of the model.
+        kind: The kind of the family, which says how its attention normalizes and rotates q and k.
     """
 
     _parallel_config: Any = None  # diffusers writes its context-parallel configuration here
 
-    def __init__(self, core: GridMHLA, state: GridState):
+    def __init__(self, core: GridMHLA, state: GridState, kind: AttentionKind):
         super().__init__()
         self.mhla = core
         self.state = state
+        self.head_norm, self.rotary = kind.head_norm, kind.rotary
 
     def __call__(
         self,
@@ -105,10 +108,21 @@ class MHLAAttnProcessor(nn.Module):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotary_emb: Any = None,
+        key_rotary_emb: None = None,
+        *,
+        image_rotary_emb: Any = None,
+        sparse_params: dict[str, Any] | None = None,
+        perturbation_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Call `forward`. The signature is spelled out because diffusers passes only the arguments that it finds here."""
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        """Call `forward`. The signature is spelled out because diffusers passes only the arguments that it finds here.
+
+        The rotary embedding is called `rotary_emb` or `image_rotary_emb`, and `key_rotary_emb` is always None in
+        self-attention.
+        """
+        rotary_emb = image_rotary_emb if rotary_emb is None else rotary_emb
+        options = (attention_mask, rotary_emb, sparse_params, perturbation_mask)
+        return super().__call__(attn, hidden_states, encoder_hidden_states, *options)
 
     def forward(
         self,
@@ -116,52 +130,59 @@ class MHLAAttnProcessor(nn.Module):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotary_emb: Any = None,
+        sparse_params: dict[str, Any] | None = None,
+        perturbation_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend over the whole grid.
 
         Args:
             attn: Attention module of the base, which holds the projections. If it has a child `input_norm`, as in the
-                authors' DiT, that is applied first.
+                authors' DiT, that is applied first; if it has `to_gate_logits`, as in LTX-2, that gates the heads.
             hidden_states: [B, T, C]; T is the number of tokens of the grid or, with context parallelism, of this process.
-            encoder_hidden_states, attention_mask: Must be None.
-            rotary_emb: Cosines and sines of the rotary embedding, [.., T, 1, K] each (see `rotate_pairs`), or None.
+            encoder_hidden_states, attention_mask, sparse_params: Must be None.
+            rotary_emb: The rotary embedding as the base gives it to its attention (see `ROTARY_FORMS`), or None.
+            perturbation_mask: [B, 1, 1], the share of attention in its output, which is v where this is 0; None for 1
+                everywhere. LTX-2 uses it for guidance.
 
         Returns:
             [B, T, C]; fp16 outputs are clipped to the finite range of fp16.
 
         Raises:
-            ValueError: `encoder_hidden_states` or `attention_mask` is given, or no forward pass of the whole transformer is
-                running, so that the grid is unknown.
+            ValueError: An argument that must be None is given, or no forward pass of the whole transformer is running, so
+                that the grid is unknown.
         """
         if encoder_hidden_states is not None:
             raise ValueError("encoder_hidden_states: got a tensor, expected None: an MHLA layer is self-attention.")
         if attention_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None: MHLA layers see the whole grid.")
+        if sparse_params is not None:
+            expected = (
+                'None: set attention_type to "regular" in the config, because MHLA layers need tokens in grid order'
+            )
+            raise ValueError(f"sparse_params: got a dictionary, expected {expected}.")
         if self.state.grid is None:
             expected = "a call of the whole transformer; to run blocks again, use its enable_gradient_checkpointing"
             raise ValueError(f"grid: got none, expected {expected}.")
         if hasattr(attn, "input_norm"):
             hidden_states = attn.input_norm(hidden_states)
-        projections = (attn.to_q, attn.to_k, attn.to_v)
-        if getattr(attn, "fused_projections", False):
-            q, k, v = attn.to_qkv(hidden_states).split([part.out_features for part in projections], dim=-1)
-        else:
-            q, k, v = (part(hidden_states) for part in projections)
-        q = q if attn.norm_q is None else attn.norm_q(q)
-        k = k if attn.norm_k is None else attn.norm_k(k)
-        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
-
-        rotation: Any = rotary_emb
+        q, k, v = project_heads(attn, hidden_states, self.head_norm)
+        rotation: Any = None if rotary_emb is None else ROTARY_FORMS[self.rotary](rotary_emb, q.shape[2])
 
         def rotate_both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return rotate_pairs(x, *rotation), rotate_pairs(y, *rotation)
 
         grid = self.state.grid
-        rotate = None if rotary_emb is None else rotate_both
+        rotate = None if rotation is None else rotate_both
         shard = None if self._parallel_config is None else share_of_grid(self._parallel_config, grid)
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
-        o = attn.to_out[1](attn.to_out[0](o.flatten(2)))
+        if perturbation_mask is not None:
+            o = torch.lerp(v, o, perturbation_mask[..., None].to(o))  # [B, 1, 1, 1]
+        if getattr(attn, "to_gate_logits", None) is not None:
+            o = o * (2.0 * attn.to_gate_logits(hidden_states).sigmoid())[..., None]  # [B, T, H, 1]
+        o = o.flatten(2)
+        for module in attention_parts(attn).outputs:
+            o = module(o)
         # Sana's own processor clips to the range of fp16, too.
         return o.clip(-65504, 65504) if o.dtype == torch.float16 else o
 
@@ -228,28 +249,32 @@ class MHLATransformerMixin:
         self.mhla_state = GridState()
         layers: Any = settings.layers
         for attn in (attentions[index] for index in layers):
-            widths = {"hidden_size": attn.to_q.in_features, "key_dim": attn.to_q.out_features // attn.heads}
-            core = GridMHLA(settings, num_heads=attn.heads, value_dim=attn.to_v.out_features // attn.heads, **widths)
-            attn.set_processor(MHLAAttnProcessor(core, self.mhla_state).train(attn.training))
+            parts = attention_parts(attn)
+            core = GridMHLA(
+                settings,
+                num_heads=parts.num_heads,
+                hidden_size=parts.to_q.in_features,
+                key_dim=parts.to_q.out_features // parts.num_heads,
+                value_dim=parts.to_v.out_features // parts.num_heads,
+            )
+            attn.set_processor(MHLAAttnProcessor(core, self.mhla_state, self.family.kind).train(attn.training))
         values = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
         values["mhla"] = settings.to_dict()
         # `from_config` skips the values that this list names as defaults.
         defaults = [name for name in self.config.get("_use_default_values", []) if name not in values]
         self.register_to_config(**values, _use_default_values=defaults)
 
-    def token_grid(self: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
-        """Compute the number of tokens along each axis for latents [B, C, height, width] or [B, C, frames, height, width].
+    def token_grid(self: Any, hidden_states: torch.Tensor, **arguments: Any) -> tuple[int, ...]:
+        """Compute the number of tokens along each axis of the grid from the arguments of a forward pass.
+
+        Args:
+            hidden_states: Latents, with the axes that `family.kind.latents` names.
+            **arguments: The other arguments of the forward pass.
 
         Raises:
-            ValueError: The latents do not have this model's number of axes and channels.
+            ValueError: The latents do not fit this model, or an argument that has the size of the grid is missing.
         """
-        sides, patch = hidden_states.shape[2:], self.config.patch_size
-        if len(sides) != self.family.kind.axes or hidden_states.shape[1] != self.config.in_channels:
-            axes = f"{self.config.in_channels}, {'frames, ' if self.family.kind.axes == 3 else ''}height, width"
-            expected = f"[batch, {axes}]; do they come from this model's own VAE?"
-            raise ValueError(f"hidden_states: got latents {list(hidden_states.shape)}, expected {expected}")
-        patch = (patch,) * len(sides) if isinstance(patch, int) else patch
-        return tuple(side // step for side, step in zip(sides, patch, strict=True))
+        return read_grid(self.family.kind, self.config, hidden_states, arguments)
 
     def enable_parallelism(self: Any, *, config: Any, cp_plan: None = None) -> None:
         """Enable context parallelism as diffusers does, with tokens split in the order of their blocks.
@@ -261,13 +286,15 @@ class MHLATransformerMixin:
             cp_plan: Must be None: MHLA defines the plan.
 
         Raises:
-            ValueError: `cp_plan` is given, the base has no plan for context parallelism, or the model has softmax layers and
-                `ulysses_degree` does not divide their number of heads.
+            ValueError: `cp_plan` is given, the base has no plan for context parallelism or is not of Wan, or the model has
+                softmax layers and `ulysses_degree` does not divide their number of heads.
         """
         if cp_plan is not None:
             raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
         if self._cp_plan is None:  # diffusers raises the error
             return super().enable_parallelism(config=config)  # type: ignore[misc]
+        if not hasattr(self, "blocks"):  # LTX: stock splits the tokens of text and audio, too
+            raise ValueError(f"model: got {type(self).__name__}, expected a model of Wan for context parallelism.")
         degree = getattr(getattr(config, "context_parallel_config", config), "ulysses_degree", None) or 1
         heads = self.config.num_attention_heads
         if heads % degree and len(self.config.mhla["layers"]) < len(find_self_attentions(self)):
@@ -404,19 +431,15 @@ def make_constructor(base: Any, further: dict[str, Any]) -> Any:
 def make_forward(base: Any) -> Callable[..., Any]:
     """Wrap the forward of `base` so that it checks the MHLA processors first, and then runs with the grid of its latents."""
 
+    names = tuple(inspect.signature(base.forward).parameters)[2:]
+
     @functools.wraps(base.forward)
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.check_processors()
-        grid = self.token_grid(hidden_states)
+        grid = self.token_grid(hidden_states, **dict(zip(names, args, strict=False)), **kwargs)
         return self.mhla_state.run(grid, base.forward, self, hidden_states, *args, **kwargs)
 
     return forward
-
-
-def find_self_attentions(model: Any) -> list[Any]:
-    """Return the self-attention of each block of a transformer, in order."""
-    blocks = getattr(model, "transformer_blocks", None)
-    return [block.attn1 for block in (model.blocks if blocks is None else blocks)]
 
 
 def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:

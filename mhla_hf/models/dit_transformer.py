@@ -189,13 +189,13 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         nn.init.zeros_(self.proj_out_1.weight)
         nn.init.zeros_(self.proj_out_2.weight)
 
-    def token_grid(self, hidden_states: torch.Tensor) -> tuple[int, ...]:
-        """Compute the number of rows and columns of tokens for latents [B, C, height, width].
+    def token_grid(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple[int, ...]:
+        """Compute the number of rows and columns of tokens for latents [B, C, height, width]; see the base class.
 
         Raises:
             ValueError: The latents are invalid, or the grid is not square; diffusers' DiT assumes a square.
         """
-        grid = super().token_grid(hidden_states)
+        grid = super().token_grid(hidden_states, **arguments)
         if grid[0] != grid[1]:
             raise ValueError(f"hidden_states: got a grid of {grid}, expected a square, as diffusers' DiT makes of it.")
         return grid

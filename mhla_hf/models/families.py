@@ -4,7 +4,7 @@ Conversion, training, sharing, and the bundler read these records. They are plai
 any model. `class_names` in `transformers_api.py` adds the names that transformers knows.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 TEXT = ("encoder_hidden_states", "encoder_attention_mask")
@@ -25,6 +25,11 @@ class AttentionKind:
         noun: Name of a model of this kind in errors; models of diffusers are named by their class.
         axes: Number of axes of the grid of tokens; 0 for sequences.
         linear: Whether the attention is linear already, so that converting it loses nothing.
+        latents: Axes of the input of a transformer of diffusers, after the batch. Axes of the grid that are not among them
+            are arguments of the model's forward.
+        rotary: Form of the rotary embedding that a transformer of diffusers gives to its attention (`ROTARY_FORMS`).
+        head_norm: Whether the norms of q and k in a transformer of diffusers apply to each head, not to all channels at
+            once.
     """
 
     entry: str
@@ -34,6 +39,9 @@ class AttentionKind:
     noun: str = ""
     axes: int = 0
     linear: bool = False
+    latents: str = "channels frames height width"
+    rotary: str = "pairs"
+    head_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,9 +123,11 @@ TOWER = AttentionKind(
 )
 IMAGE_DEFAULTS: dict[str, Any] = {"layout": [4, 4], "feature_map": "relu", "normalize": True, "layers": "all"}
 SANA_DEFAULTS: dict[str, Any] = {**IMAGE_DEFAULTS, "feature_map": "plain_relu", "mixing_start": "uniform"}
-DIT_IMAGES = AttentionKind(entry="models.dit_transformer", defaults=IMAGE_DEFAULTS, axes=2)
-PIXART_IMAGES = AttentionKind(entry="models.converted_transformer", defaults=IMAGE_DEFAULTS, axes=2)
-SANA_IMAGES = AttentionKind(entry="models.converted_transformer", defaults=SANA_DEFAULTS, axes=2, linear=True)
+PIXART_IMAGES = AttentionKind(
+    entry="models.converted_transformer", defaults=IMAGE_DEFAULTS, axes=2, latents="channels height width"
+)
+DIT_IMAGES = replace(PIXART_IMAGES, entry="models.dit_transformer")
+SANA_IMAGES = replace(PIXART_IMAGES, defaults=SANA_DEFAULTS, linear=True)
 SANA_VIDEO = AttentionKind(
     entry="models.converted_transformer",
     defaults={**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"},

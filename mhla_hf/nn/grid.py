@@ -20,17 +20,20 @@ from .mixing import Mixing, locality_weights
 from .settings import MHLASettings
 
 
-def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply a rotary embedding to pairs of neighboring channels, in fp32.
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, distance: int = 1) -> torch.Tensor:
+    """Apply a rotary embedding to pairs of channels, in fp32.
 
     Args:
         x: [B, T, H, K].
-        cos, sin: [.., T, 1, K], with every number twice, once for each channel of a pair.
+        cos, sin: [.., T, 1, K] or [.., T, H, K], with every number twice, once for each channel of a pair.
+        distance: Distance of the two channels of a pair: 1 for neighbors, K / 2 for the halves of a head. Twice the
+            distance must divide K.
 
     Returns:
         [B, T, H, K] in x's dtype.
     """
-    turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)  # [B, T, H, K / (2 * distance), distance]
+    turned = torch.stack([-second, first], dim=-2).flatten(-3)
     return (x * cos.float() + turned * sin.float()).to(x.dtype)
 
 

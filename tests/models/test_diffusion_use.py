@@ -22,7 +22,8 @@ from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_trans
 
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
-from mhla_hf.models.diffusion import MHLAAttnProcessor, find_self_attentions
+from mhla_hf.models.diffusion import MHLAAttnProcessor
+from mhla_hf.models.diffusion_inputs import find_self_attentions
 
 
 def converted(family="wan", num_layers=None, **settings):
