@@ -26,6 +26,7 @@ from diffusers import (
     WanTransformer3DModel,
     WanVACETransformer3DModel,
 )
+from tiny_grids import ARGUMENTS, SIZES
 from transformers import (
     Gemma2Config,
     Gemma2Model,
@@ -109,6 +110,7 @@ TRANSFORMERS = {
     "sana-video": (SanaVideoTransformer3DModel, SANA_VIDEO),
     "dit": (DiTTransformer2DModel, DIT),
     "pixart": (PixArtTransformer2DModel, PIXART),
+    **SIZES,
 }
 
 
@@ -139,6 +141,9 @@ def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
         return torch.randn(batch, *shape, generator=generator)
 
     sizes = TRANSFORMERS[family][1]
+    if family in ARGUMENTS:
+        size = size or {"ltx": (3, 4, 5), "hunyuan-dit": (16, 16)}.get(family.rstrip(".23"), (3, 8, 10))
+        return {**ARGUMENTS[family](size, noise), "timestep": torch.full((batch,), 500.0)}
     size = size or ((3, 8, 10) if isinstance(sizes["patch_size"], tuple) else (16, 16))
     arguments = {"hidden_states": noise(sizes["in_channels"], *size), "timestep": torch.full((batch,), 500)}
     if family == "wan-i2v":

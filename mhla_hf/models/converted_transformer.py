@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 import diffusers
+from diffusers.models.attention import AttentionMixin
 
 from .diffusion import MHLAProcessorsMixin, MHLATransformerMixin
 from .families import DIFFUSION
@@ -30,8 +31,10 @@ def derived_transformer(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")
     base = getattr(diffusers, name.removeprefix("MHLA"))
     doc = f"`{base.__name__}` with MHLA in the layers that `mhla` lists."
-    bases = (MHLATransformerMixin, MHLAProcessorsMixin, base)
-    return type(name, bases, {"family": family, "__module__": __name__, "__doc__": doc})
+    mixins = (
+        (MHLATransformerMixin, MHLAProcessorsMixin) if issubclass(base, AttentionMixin) else (MHLATransformerMixin,)
+    )
+    return type(name, (*mixins, base), {"family": family, "__module__": __name__, "__doc__": doc})
 
 
 __getattr__ = derived_transformer

@@ -114,11 +114,12 @@ class MHLAAttnProcessor(nn.Module):
         image_rotary_emb: Any = None,
         sparse_params: dict[str, Any] | None = None,
         perturbation_mask: torch.Tensor | None = None,
+        all_perturbed: Any = None,
     ) -> torch.Tensor:
         """Call `forward`. The signature is spelled out because diffusers passes only the arguments that it finds here.
 
-        The rotary embedding is called `rotary_emb` or `image_rotary_emb`, and `key_rotary_emb` is always None in
-        self-attention.
+        The rotary embedding is called `rotary_emb` or `image_rotary_emb`. `key_rotary_emb` is always None in
+        self-attention, and `all_perturbed` only tells whether `perturbation_mask` is zero everywhere.
         """
         rotary_emb = image_rotary_emb if rotary_emb is None else rotary_emb
         options = (attention_mask, rotary_emb, sparse_params, perturbation_mask)

@@ -146,6 +146,7 @@ WAN_VIDEO = AttentionKind(
     },
     axes=3,
 )
+LTX_VIDEO = replace(WAN_VIDEO, latents="tokens channels", rotary="joined heads")
 
 
 def language_family(base: str) -> Family:
@@ -217,6 +218,7 @@ DIFFUSION = (
     diffusion_family(SANA_IMAGES, "text-to-image", "SanaTransformer2DModel", conditions=TEXT),
     diffusion_family(SANA_VIDEO, "text-to-video", "SanaVideoTransformer3DModel", conditions=TEXT),
     diffusion_family(PIXART_IMAGES, "text-to-image", "PixArtTransformer2DModel", conditions=TEXT),
+    diffusion_family(LTX_VIDEO, "text-to-video", "LTXVideoTransformer3DModel"),
     DIT,
 )
 FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)

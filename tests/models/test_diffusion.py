@@ -13,6 +13,7 @@ from small_models import shaken
 from tiny_pipelines import PIPELINES, TRANSFORMERS, at_fresh_addresses, generate, inputs, tiny_transformer
 
 import mhla_hf
+from mhla_hf.models.diffusion_inputs import find_self_attentions
 
 VISITOR = """
 import pickle
@@ -56,12 +57,14 @@ def test_base_weights_are_carried_over_exactly_and_the_object_stays(family):
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in stock.items())
     added = set(state) - set(stock)
-    assert added and all(".attn1.processor.mhla." in name for name in added)
-    wan = family.startswith(("wan", "skyreels"))
-    assert model.config.mhla["layers"] == ([1, 2] if wan else [0, 1])
-    assert {name.split(".mhla.")[1] for name in added} == {
-        "mixing.weight", "gate.weight", "gate.bias", "cpe.conv.weight", "cpe.conv.bias", *(["norm.weight"] if wan else [])
-    }  # fmt: skip
+    layers, videos = range(len(find_self_attentions(model))), model.config.mhla["output_norm"]
+    assert model.config.mhla["layers"] == [i for i in layers if i % 3 or not videos]
+    names = {"mixing.weight", "gate.weight", "gate.bias", "cpe.conv.weight", "cpe.conv.bias"}
+    names |= {"norm.weight"} if videos else set()
+    assert all(".processor.mhla." in name for name in added)
+    assert {name.split(".mhla.")[1] for name in added} == names and len(added) == len(names) * len(
+        model.config.mhla["layers"]
+    )
     with torch.no_grad():
         output = model(**inputs(family)).sample
     assert torch.isfinite(output).all() and model.mhla_state.grid is None
