@@ -6,6 +6,7 @@ its forward.
 
 import torch
 from diffusers import (
+    LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
 )
 from diffusers.models.embeddings import get_2d_rotary_pos_embed, get_3d_rotary_pos_embed_allegro
@@ -90,6 +91,8 @@ HUNYUAN_DIT = {
 }
 SIZES = {
     "ltx": (LTXVideoTransformer3DModel, {**LTX, "caption_channels": 32}),
+    "ltx2": (LTX2VideoTransformer3DModel, LTX2),
+    "ltx2.3": (LTX2VideoTransformer3DModel, LTX23),
 }
 
 
@@ -170,4 +173,6 @@ def hunyuan_dit(size, noise):
 
 ARGUMENTS = {
     "ltx": packed,
+    "ltx2": packed_with_audio,
+    "ltx2.3": packed_with_guidance,
 }

@@ -219,6 +219,7 @@ DIFFUSION = (
     diffusion_family(SANA_VIDEO, "text-to-video", "SanaVideoTransformer3DModel", conditions=TEXT),
     diffusion_family(PIXART_IMAGES, "text-to-image", "PixArtTransformer2DModel", conditions=TEXT),
     diffusion_family(LTX_VIDEO, "text-to-video", "LTXVideoTransformer3DModel"),
+    diffusion_family(LTX_VIDEO, "text-to-video", "LTX2VideoTransformer3DModel"),
     DIT,
 )
 FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
