@@ -6,6 +6,7 @@ its forward.
 
 import torch
 from diffusers import (
+    CosmosTransformer3DModel,
     LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
 )
@@ -93,6 +94,8 @@ SIZES = {
     "ltx": (LTXVideoTransformer3DModel, {**LTX, "caption_channels": 32}),
     "ltx2": (LTX2VideoTransformer3DModel, LTX2),
     "ltx2.3": (LTX2VideoTransformer3DModel, LTX23),
+    "cosmos": (CosmosTransformer3DModel, COSMOS),
+    "cosmos-video2world": (CosmosTransformer3DModel, {**COSMOS, "in_channels": 17, "extra_pos_embed_type": None}),
 }
 
 
@@ -175,4 +178,6 @@ ARGUMENTS = {
     "ltx": packed,
     "ltx2": packed_with_audio,
     "ltx2.3": packed_with_guidance,
+    "cosmos": cosmos,
+    "cosmos-video2world": cosmos_video2world,
 }

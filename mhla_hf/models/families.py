@@ -147,6 +147,7 @@ WAN_VIDEO = AttentionKind(
     axes=3,
 )
 LTX_VIDEO = replace(WAN_VIDEO, latents="tokens channels", rotary="joined heads")
+COSMOS_VIDEO = replace(WAN_VIDEO, rotary="halves", head_norm=True)
 
 
 def language_family(base: str) -> Family:
@@ -220,6 +221,7 @@ DIFFUSION = (
     diffusion_family(PIXART_IMAGES, "text-to-image", "PixArtTransformer2DModel", conditions=TEXT),
     diffusion_family(LTX_VIDEO, "text-to-video", "LTXVideoTransformer3DModel"),
     diffusion_family(LTX_VIDEO, "text-to-video", "LTX2VideoTransformer3DModel"),
+    diffusion_family(COSMOS_VIDEO, "text-to-video", "CosmosTransformer3DModel"),
     DIT,
 )
 FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
