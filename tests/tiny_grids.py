@@ -6,6 +6,7 @@ its forward.
 
 import torch
 from diffusers import (
+    AllegroTransformer3DModel,
     CosmosTransformer3DModel,
     LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
@@ -96,6 +97,7 @@ SIZES = {
     "ltx2.3": (LTX2VideoTransformer3DModel, LTX23),
     "cosmos": (CosmosTransformer3DModel, COSMOS),
     "cosmos-video2world": (CosmosTransformer3DModel, {**COSMOS, "in_channels": 17, "extra_pos_embed_type": None}),
+    "allegro": (AllegroTransformer3DModel, ALLEGRO),
 }
 
 
@@ -180,4 +182,5 @@ ARGUMENTS = {
     "ltx2.3": packed_with_guidance,
     "cosmos": cosmos,
     "cosmos-video2world": cosmos_video2world,
+    "allegro": allegro,
 }

@@ -148,6 +148,7 @@ WAN_VIDEO = AttentionKind(
 )
 LTX_VIDEO = replace(WAN_VIDEO, latents="tokens channels", rotary="joined heads")
 COSMOS_VIDEO = replace(WAN_VIDEO, rotary="halves", head_norm=True)
+ALLEGRO_VIDEO = replace(WAN_VIDEO, rotary="axes")
 
 
 def language_family(base: str) -> Family:
@@ -222,6 +223,7 @@ DIFFUSION = (
     diffusion_family(LTX_VIDEO, "text-to-video", "LTXVideoTransformer3DModel"),
     diffusion_family(LTX_VIDEO, "text-to-video", "LTX2VideoTransformer3DModel"),
     diffusion_family(COSMOS_VIDEO, "text-to-video", "CosmosTransformer3DModel"),
+    diffusion_family(ALLEGRO_VIDEO, "text-to-video", "AllegroTransformer3DModel"),
     DIT,
 )
 FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
