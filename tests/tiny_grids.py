@@ -8,6 +8,7 @@ import torch
 from diffusers import (
     AllegroTransformer3DModel,
     CosmosTransformer3DModel,
+    Kandinsky5Transformer3DModel,
     LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
 )
@@ -98,6 +99,7 @@ SIZES = {
     "cosmos": (CosmosTransformer3DModel, COSMOS),
     "cosmos-video2world": (CosmosTransformer3DModel, {**COSMOS, "in_channels": 17, "extra_pos_embed_type": None}),
     "allegro": (AllegroTransformer3DModel, ALLEGRO),
+    "kandinsky5": (Kandinsky5Transformer3DModel, KANDINSKY),
 }
 
 
@@ -183,4 +185,5 @@ ARGUMENTS = {
     "cosmos": cosmos,
     "cosmos-video2world": cosmos_video2world,
     "allegro": allegro,
+    "kandinsky5": kandinsky5,
 }

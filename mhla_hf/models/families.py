@@ -149,6 +149,7 @@ WAN_VIDEO = AttentionKind(
 LTX_VIDEO = replace(WAN_VIDEO, latents="tokens channels", rotary="joined heads")
 COSMOS_VIDEO = replace(WAN_VIDEO, rotary="halves", head_norm=True)
 ALLEGRO_VIDEO = replace(WAN_VIDEO, rotary="axes")
+KANDINSKY_VIDEO = replace(WAN_VIDEO, latents="frames height width channels", rotary="matrices", head_norm=True)
 
 
 def language_family(base: str) -> Family:
@@ -224,6 +225,7 @@ DIFFUSION = (
     diffusion_family(LTX_VIDEO, "text-to-video", "LTX2VideoTransformer3DModel"),
     diffusion_family(COSMOS_VIDEO, "text-to-video", "CosmosTransformer3DModel"),
     diffusion_family(ALLEGRO_VIDEO, "text-to-video", "AllegroTransformer3DModel"),
+    diffusion_family(KANDINSKY_VIDEO, "text-to-video", "Kandinsky5Transformer3DModel"),
     DIT,
 )
 FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
