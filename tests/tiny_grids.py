@@ -9,6 +9,7 @@ from diffusers import (
     AllegroTransformer3DModel,
     CosmosTransformer3DModel,
     Kandinsky5Transformer3DModel,
+    LatteTransformer3DModel,
     LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
 )
@@ -99,6 +100,7 @@ SIZES = {
     "cosmos": (CosmosTransformer3DModel, COSMOS),
     "cosmos-video2world": (CosmosTransformer3DModel, {**COSMOS, "in_channels": 17, "extra_pos_embed_type": None}),
     "allegro": (AllegroTransformer3DModel, ALLEGRO),
+    "latte": (LatteTransformer3DModel, LATTE),
     "kandinsky5": (Kandinsky5Transformer3DModel, KANDINSKY),
 }
 
@@ -185,5 +187,6 @@ ARGUMENTS = {
     "cosmos": cosmos,
     "cosmos-video2world": cosmos_video2world,
     "allegro": allegro,
+    "latte": latte,
     "kandinsky5": kandinsky5,
 }

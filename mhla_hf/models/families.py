@@ -150,6 +150,8 @@ LTX_VIDEO = replace(WAN_VIDEO, latents="tokens channels", rotary="joined heads")
 COSMOS_VIDEO = replace(WAN_VIDEO, rotary="halves", head_norm=True)
 ALLEGRO_VIDEO = replace(WAN_VIDEO, rotary="axes")
 KANDINSKY_VIDEO = replace(WAN_VIDEO, latents="frames height width channels", rotary="matrices", head_norm=True)
+# Latte attends within each frame, and to the frames at each place of the grid in blocks of its own, which stay softmax.
+LATTE_FRAMES = replace(PIXART_IMAGES, latents="channels frames height width")
 
 
 def language_family(base: str) -> Family:
@@ -226,6 +228,7 @@ DIFFUSION = (
     diffusion_family(COSMOS_VIDEO, "text-to-video", "CosmosTransformer3DModel"),
     diffusion_family(ALLEGRO_VIDEO, "text-to-video", "AllegroTransformer3DModel"),
     diffusion_family(KANDINSKY_VIDEO, "text-to-video", "Kandinsky5Transformer3DModel"),
+    diffusion_family(LATTE_FRAMES, "text-to-video", "LatteTransformer3DModel"),
     DIT,
 )
 FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
