@@ -8,6 +8,7 @@ import torch
 from diffusers import (
     AllegroTransformer3DModel,
     CosmosTransformer3DModel,
+    HunyuanDiT2DModel,
     Kandinsky5Transformer3DModel,
     LatteTransformer3DModel,
     LTX2VideoTransformer3DModel,
@@ -102,6 +103,7 @@ SIZES = {
     "allegro": (AllegroTransformer3DModel, ALLEGRO),
     "latte": (LatteTransformer3DModel, LATTE),
     "kandinsky5": (Kandinsky5Transformer3DModel, KANDINSKY),
+    "hunyuan-dit": (HunyuanDiT2DModel, HUNYUAN_DIT),
 }
 
 
@@ -189,4 +191,5 @@ ARGUMENTS = {
     "allegro": allegro,
     "latte": latte,
     "kandinsky5": kandinsky5,
+    "hunyuan-dit": hunyuan_dit,
 }

@@ -152,6 +152,7 @@ ALLEGRO_VIDEO = replace(WAN_VIDEO, rotary="axes")
 KANDINSKY_VIDEO = replace(WAN_VIDEO, latents="frames height width channels", rotary="matrices", head_norm=True)
 # Latte attends within each frame, and to the frames at each place of the grid in blocks of its own, which stay softmax.
 LATTE_FRAMES = replace(PIXART_IMAGES, latents="channels frames height width")
+HUNYUAN_IMAGES = replace(PIXART_IMAGES, defaults={**IMAGE_DEFAULTS, "rope": "after"}, head_norm=True)
 
 
 def language_family(base: str) -> Family:
@@ -229,6 +230,7 @@ DIFFUSION = (
     diffusion_family(ALLEGRO_VIDEO, "text-to-video", "AllegroTransformer3DModel"),
     diffusion_family(KANDINSKY_VIDEO, "text-to-video", "Kandinsky5Transformer3DModel"),
     diffusion_family(LATTE_FRAMES, "text-to-video", "LatteTransformer3DModel"),
+    diffusion_family(HUNYUAN_IMAGES, "text-to-image", "HunyuanDiT2DModel"),
     DIT,
 )
 FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
