@@ -187,11 +187,11 @@ def wan_vae():
     return AutoencoderKLWan(base_dim=3, z_dim=16, **kind).eval()
 
 
-def image_vae():
-    """Return an image autoencoder with 4 latent channels."""
+def image_vae(levels: int = 2):
+    """Return an image autoencoder with 4 latent channels and `levels` resolutions."""
     torch.manual_seed(2)
-    kind = {"block_out_channels": (4, 4), "norm_num_groups": 2, "latent_channels": 4, "layers_per_block": 1}
-    down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
+    kind = {"block_out_channels": (4,) * levels, "norm_num_groups": 2, "latent_channels": 4, "layers_per_block": 1}
+    down, up = ("DownEncoderBlock2D",) * levels, ("UpDecoderBlock2D",) * levels
     return AutoencoderKL(down_block_types=down, up_block_types=up, mid_block_add_attention=False, **kind).eval()
 
 
@@ -249,6 +249,16 @@ PIPELINES = {
     "dit": dit_pipeline,
     "pixart": pixart_pipeline,
 }
+
+
+EMBEDDINGS = torch.Generator().manual_seed(6)
+
+
+def embedding(*shape: int) -> torch.Tensor:
+    """Return noise that is the same in every process."""
+    return torch.randn(shape, generator=EMBEDDINGS)
+
+
 CALLS = {
     "WanPipeline": {"height": 64, "width": 80, "num_frames": 9, "max_sequence_length": 16},
     "SanaPipeline": {
@@ -274,6 +284,33 @@ CALLS = {
         "use_resolution_binning": False,
         "clean_caption": False,
     },
+    "LTXPipeline": {"height": 32, "width": 64, "num_frames": 9, "max_sequence_length": 16},
+    "AllegroPipeline": {  # its VAE decodes tiles of 320 pixels
+        "height": 64,
+        "width": 80,
+        "num_frames": 12,
+        "max_sequence_length": 16,
+        "clean_caption": False,
+        "output_type": "latent",
+    },
+    "LattePipeline": {"height": 16, "width": 24, "video_length": 3, "clean_caption": False},
+    "HunyuanDiTPipeline": {"height": 64, "width": 96, "use_resolution_binning": False},
+    "LTX2Pipeline": {
+        "height": 32,
+        "width": 64,
+        "num_frames": 9,
+        "spatio_temporal_guidance_blocks": [1],
+        "max_sequence_length": 16,
+    },
+    "Kandinsky5T2VPipeline": {
+        "height": 64,
+        "width": 96,
+        "num_frames": 9,
+        "prompt": None,
+        **{f"{name}prompt_embeds_qwen": embedding(1, 6, 32) for name in ("", "negative_")},
+        **{f"{name}prompt_embeds_clip": embedding(1, 8) for name in ("", "negative_")},
+        **{f"{name}prompt_cu_seqlens": torch.tensor([0, 6], dtype=torch.int32) for name in ("", "negative_")},
+    },
 }
 
 
@@ -296,12 +333,12 @@ def generate(pipe, **overrides) -> torch.Tensor:
     class_name = type(pipe).__name__
     condition = {"class_labels": [3]} if class_name == "DiTPipeline" else {"prompt": PROMPT}
     call = {
-        **CALLS[class_name],
-        **condition,
         "num_inference_steps": 2,
         "guidance_scale": 3.0,
         "output_type": "np",
         "generator": torch.Generator().manual_seed(5),
+        **condition,
+        **CALLS[class_name],
         **overrides,
     }
     pipe.set_progress_bar_config(disable=True)

@@ -433,12 +433,13 @@ def make_forward(base: Any) -> Callable[..., Any]:
     """Wrap the forward of `base` so that it checks the MHLA processors first, and then runs with the grid of its latents."""
 
     names = tuple(inspect.signature(base.forward).parameters)[2:]
+    base_forward = base.forward  # torch.compile cannot read it from classes such as LTX's, which are allowed in its graphs
 
-    @functools.wraps(base.forward)
+    @functools.wraps(base_forward)
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.check_processors()
         grid = self.token_grid(hidden_states, **dict(zip(names, args, strict=False)), **kwargs)
-        return self.mhla_state.run(grid, base.forward, self, hidden_states, *args, **kwargs)
+        return self.mhla_state.run(grid, base_forward, self, hidden_states, *args, **kwargs)
 
     return forward
 

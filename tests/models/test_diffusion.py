@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoModel, DiffusionPipeline, WanPipeline
+from diffusers import AutoModel, DiffusionPipeline, LTXImageToVideoPipeline, WanPipeline, WanVideoToVideoPipeline
 from elsewhere import run_elsewhere
 from safetensors.torch import load_file, save_file
 from small_models import shaken
+from tiny_grid_pipelines import GRID_PIPELINES
+from tiny_grids import SIZES
 from tiny_pipelines import PIPELINES, TRANSFORMERS, at_fresh_addresses, generate, inputs, tiny_transformer
 
 import mhla_hf
@@ -98,10 +100,13 @@ def test_grid_is_restored_when_a_block_fails():
     assert model.mhla_state.grid is None
 
 
-def test_saved_pipelines_are_the_same_elsewhere_and_after_saving_there(tmp_path):
+@pytest.mark.parametrize(
+    "pipelines", [PIPELINES, pytest.param(GRID_PIPELINES, marks=pytest.mark.slow)], ids=["", "grids"]
+)
+def test_saved_pipelines_are_the_same_elsewhere_and_after_saving_there(pipelines, tmp_path):
     expected = {}
-    for family in PIPELINES:
-        pipe = mhla_hf.convert(PIPELINES[family](), gate=True)
+    for family in pipelines:
+        pipe = mhla_hf.convert(pipelines[family](), gate=True)
         shaken(pipe.transformer)
         expected[family] = generate(pipe)
         pipe.save_pretrained(tmp_path / "saved" / family)
@@ -110,7 +115,7 @@ def test_saved_pipelines_are_the_same_elsewhere_and_after_saving_there(tmp_path)
     assert "not expected" not in said
     pictures = load_file(tmp_path / "again.safetensors")
     assert forbidden == []
-    for family in PIPELINES:
+    for family in pipelines:
         assert torch.equal(pictures[family], expected[family]), family
         assert classes[family].startswith("diffusers_modules.local.modeling_mhla_")
         saved, again = (tmp_path / name / family for name in ("saved", "again"))
@@ -121,6 +126,39 @@ def test_saved_pipelines_are_the_same_elsewhere_and_after_saving_there(tmp_path)
             assert before == after, file
         source = next((saved / "transformer").glob("*.py"))
         assert json.loads((saved / "model_index.json").read_text())["transformer"][0] == source.stem
+
+
+ALONE = """
+sys.path.append(%r)
+import torch
+torch.set_num_threads(1)
+from diffusers import AutoModel
+from safetensors.torch import save_file
+from tiny_pipelines import inputs
+samples = {}
+with torch.no_grad():
+    for family in sorted(os.listdir("saved")):
+        model = AutoModel.from_pretrained(f"saved/{family}", trust_remote_code=True)
+        for parameter in model.parameters():  # at addresses as of a new model
+            parameter.data = parameter.data.clone()
+        samples[family] = model(**inputs(family, batch=2)).sample.contiguous()
+save_file(samples, "samples.safetensors")
+print(json.dumps([name for name in ("mhla_hf", "triton") if sys.modules[name]]))
+"""
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_saved_transformers_are_the_same_elsewhere(tmp_path):
+    """Without a pipeline, which Cosmos has only with its guardrail installed."""
+    expected = {}
+    for family in SIZES:
+        model = converted(family, gate=True)
+        model.save_pretrained(tmp_path / "saved" / family)
+        expected[family] = model(**inputs(family, batch=2)).sample
+    forbidden, _ = run_elsewhere(ALONE % str(Path(__file__).parent.parent), tmp_path, ("mhla_hf", "triton"))
+    samples = load_file(tmp_path / "samples.safetensors")
+    assert forbidden == [] and [name for name in SIZES if not torch.equal(samples[name], expected[name])] == []
 
 
 def test_a_transformer_converted_alone_stays_mhla_in_every_pipeline_that_holds_it(tmp_path):
@@ -153,6 +191,12 @@ def test_other_ways_to_load(tmp_path):
         DiffusionPipeline.from_pretrained(tmp_path / "mhla")
 
 
+@pytest.mark.parametrize(("family", "kind"), [("wan", WanVideoToVideoPipeline), ("ltx", LTXImageToVideoPipeline)])
+def test_another_pipeline_from_the_parts_of_one(family, kind):
+    pipe = mhla_hf.convert({**PIPELINES, **GRID_PIPELINES}[family]())
+    assert kind.from_pipe(pipe, transformer=pipe.transformer).transformer is pipe.transformer
+
+
 @pytest.mark.parametrize("family", ["wan", "pixart"])
 def test_a_second_load_leaves_the_first_as_it_was(family, tmp_path):
     """diffusers runs the file of a checkpoint anew for each load, in the same module: every class is another one then."""
@@ -175,6 +219,8 @@ def test_a_second_load_leaves_the_first_as_it_was(family, tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in again.items())
 
 
+COORDS = torch.rand(1, 3, 60, generator=torch.Generator().manual_seed(0))
+SPARSE = {"to_fractal": True, "P": 0.5, "sta_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)}
 RUNNING = {
     "latents of another VAE": (lambda: converted()(**{**inputs("wan"), "hidden_states": torch.zeros(1, 48, 3, 8, 10)}),
         "hidden_states: got latents [1, 48, 3, 8, 10]"),
@@ -183,6 +229,14 @@ RUNNING = {
         "grid: got none, expected a call of the whole transformer"),
     "cross-attention": (lambda: converted().blocks[1].attn1(torch.zeros(1, 60, 24), torch.zeros(1, 5, 24), None, None),
         "encoder_hidden_states: got a tensor, expected None"),
+    "tokens without a grid": (lambda: converted("ltx")(**{**inputs("ltx"), "num_frames": None, "video_coords": COORDS}),
+        "num_frames: got None, expected the size of the latents"),
+    "tokens beyond the grid": (lambda: converted("ltx2")(**{**inputs("ltx2"), "num_frames": 2, "video_coords": COORDS}),
+        "grid: got (2, 4, 5) for 60 tokens"),
+    "channels first": (lambda: converted("kandinsky5")(**{**inputs("kandinsky5"), "hidden_states": torch.zeros(4, 3, 8, 8)}),
+        "hidden_states: got latents [4, 3, 8, 8], expected [batch, frames, height, width, channels]"),
+    "sparse": (lambda: converted("kandinsky5", layers="all")(**inputs("kandinsky5", (1, 32, 32)), sparse_params=SPARSE),
+        "sparse_params: got a dictionary, expected None: set attention_type to"),
     "a causal mask": (lambda: mhla_hf.convert(tiny_transformer("skyreels", num_frame_per_block=3))(**inputs("skyreels")),
         "attention_mask: got a tensor, expected None"),
     "official on unequal blocks": (lambda: converted("sana", normalize="official", layout=[3, 3])(**inputs("sana")),

@@ -18,6 +18,7 @@ from ops_cases import distance
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from small_models import shaken
+from tiny_grids import SIZES
 from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
 
 import mhla_hf
@@ -28,7 +29,8 @@ from mhla_hf.models.diffusion_inputs import find_self_attentions
 
 def converted(family="wan", num_layers=None, **settings):
     """A converted transformer, gated, with noise on all that MHLA added."""
-    sizes = {} if num_layers is None else {"num_layers": num_layers}
+    argument = "num_visual_blocks" if family == "kandinsky5" else "num_layers"
+    sizes = {} if num_layers is None else {argument: num_layers}
     return shaken(mhla_hf.convert(tiny_transformer(family, **sizes), **{"gate": True, **settings}))
 
 
@@ -37,10 +39,15 @@ def run(model, family="wan", size=None):
     return model(**inputs(family, size)).sample
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_one_graph(whole):
-    """Of every block for two grids, and of a whole model."""
-    family, sizes = ("dit", [(16, 16)]) if whole else ("wan", [(3, 8, 10), (1, 6, 10)])
+SLOW = pytest.mark.slow
+PEFT_GRIDS = ("ltx2.3", "cosmos", "kandinsky5")
+GRIDS = [pytest.param(family, marks=SLOW) for family in SIZES]
+
+
+@pytest.mark.parametrize("family", ["wan", "dit", *GRIDS])
+def test_one_graph(family):
+    """Of every block of Wan for two grids, and of the other models as a whole."""
+    whole, sizes = family != "wan", [None] if family != "wan" else [(3, 8, 10), (1, 6, 10)]
     model, eager = (converted(family, layers="all", num_layers=1) for _ in range(2))
     torch._dynamo.reset()
     if whole:
@@ -53,10 +60,10 @@ def test_one_graph(whole):
     assert model.mhla_state.grid is None
 
 
-ADAPTERS = r".*attn1\.(to_q|to_v|processor\.mhla\.gate)"
+ADAPTERS = r".*\.(attn1|self_attention)\.(to_q|to_v|to_query|processor\.mhla\.gate)"
 
 
-@pytest.mark.parametrize("family", ["wan", "sana"])
+@pytest.mark.parametrize("family", ["wan", "sana", "ltx", *(pytest.param(one, marks=SLOW) for one in PEFT_GRIDS)])
 def test_lora_is_trained_fused_and_saved_with_the_model(family, tmp_path):
     """Of the gate too, and with mixing and norm trained whole."""
     model = converted(family)
@@ -85,7 +92,10 @@ def mhla_layers(model):
     return [i for i, attn in enumerate(find_self_attentions(model)) if isinstance(attn.processor, MHLAAttnProcessor)]
 
 
-@pytest.mark.parametrize("family, when", [("wan", "before"), ("wan", "after"), ("pixart", "after")])
+@pytest.mark.parametrize(
+    "family, when",
+    [("wan", "before"), ("wan", "after"), ("pixart", "after"), ("hunyuan-dit", "after"), ("ltx", "before")],
+)
 def test_projections_fused_and_separate_again(family, when, tmp_path):
     """Before the conversion or after it: MHLA stays, and separate projections are read when they are there again."""
     plain, model = mhla_hf.convert(tiny_transformer(family)), tiny_transformer(family)
@@ -104,7 +114,7 @@ def test_projections_fused_and_separate_again(family, when, tmp_path):
     assert distance(run(model, family), run(plain, family)) > 1e-3
 
 
-@pytest.mark.parametrize("family", ["wan", "sana-video", "pixart"])
+@pytest.mark.parametrize("family", ["wan", "sana-video", "pixart", "ltx", "hunyuan-dit", "kandinsky5"])
 def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
     model, softmax = converted(family, layers=[1]), AttnProcessor2_0()
     before = run(model, family)
@@ -151,7 +161,9 @@ def test_int8_weights_quantize_the_gate_and_not_the_mixing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, family", [("block_level", "wan"), ("leaf_level", "sana"), ("sequential", "pixart"), ("model", "wan")]
+    "kind, family",
+    [("block_level", "wan"), ("leaf_level", "sana"), ("sequential", "pixart"), ("model", "wan")]
+    + [(kind, family) for kind in ("block_level", "leaf_level") for family in SIZES if family != "hunyuan-dit"],
 )
 def test_offloading_gives_the_same_numbers(kind, family):
     model = converted(family, cpe=3)
@@ -177,7 +189,7 @@ def test_conversion_of_a_model_with_hooks():
     assert torch.equal(run(model), run(plain))
 
 
-@pytest.mark.parametrize("family", ["wan", "sana-video", "dit"])
+@pytest.mark.parametrize("family", ["wan", "sana-video", "dit", *(one for one in SIZES if one != "hunyuan-dit")])
 def test_copies_have_a_grid_of_their_own(family):
     model = converted(family)
     model.enable_gradient_checkpointing()
