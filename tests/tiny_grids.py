@@ -7,9 +7,11 @@ its forward.
 import torch
 from diffusers import (
     AllegroTransformer3DModel,
+    AnyFlowTransformer3DModel,
     CosmosTransformer3DModel,
     HunyuanDiT2DModel,
     Kandinsky5Transformer3DModel,
+    Kandinsky6Transformer3DModel,
     LatteTransformer3DModel,
     LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
@@ -78,6 +80,8 @@ KANDINSKY = {
     "num_visual_blocks": 3,
     "axes_dims": (4, 4, 4),
 }
+KANDINSKY6 = {**KANDINSKY, "visual_cond": False, "in_audio_dim": 4, "out_audio_dim": 4, "ca_rope": True}
+ANYFLOW = {**HEADS, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 32, "ffn_dim": 32}
 # The blocks after the third have skip connections.
 HUNYUAN_DIT = {
     **HEADS,
@@ -102,7 +106,9 @@ SIZES = {
     "cosmos-video2world": (CosmosTransformer3DModel, {**COSMOS, "in_channels": 17, "extra_pos_embed_type": None}),
     "allegro": (AllegroTransformer3DModel, ALLEGRO),
     "latte": (LatteTransformer3DModel, LATTE),
+    "anyflow": (AnyFlowTransformer3DModel, {**ANYFLOW, "freq_dim": 64, "rope_max_seq_len": 32}),
     "kandinsky5": (Kandinsky5Transformer3DModel, KANDINSKY),
+    "kandinsky6": (Kandinsky6Transformer3DModel, KANDINSKY6),
     "hunyuan-dit": (HunyuanDiT2DModel, HUNYUAN_DIT),
 }
 
@@ -171,6 +177,24 @@ def kandinsky5(size, noise):
     return {"hidden_states": noise(*size, 4), **texts, "visual_rope_pos": positions, "text_rope_pos": torch.arange(6)}
 
 
+def kandinsky6(size, noise):
+    """Arguments of Kandinsky 6."""
+    texts = {"encoder_hidden_states": noise(6, 32), "pooled_projections": noise(8)}
+    mask = text_mask(noise).bool()[:, None, None]
+    return {
+        "hidden_states": noise(*size, 4),
+        **texts,
+        "audio_hidden_states": noise(5, 4),
+        "encoder_attention_mask": mask,
+    }
+
+
+def anyflow(size, noise):
+    """Arguments of AnyFlow, in whose latents the frames are first."""
+    times = {"timestep": noise(size[0]).abs(), "r_timestep": noise(size[0]).abs()}
+    return {"hidden_states": noise(size[0], 4, *size[1:]), "encoder_hidden_states": noise(6, 32), **times}
+
+
 def hunyuan_dit(size, noise):
     """Arguments of HunyuanDiT: the pipeline computes the rotary embedding."""
     grid = tuple(side // 2 for side in size)
@@ -190,6 +214,8 @@ ARGUMENTS = {
     "cosmos-video2world": cosmos_video2world,
     "allegro": allegro,
     "latte": latte,
+    "anyflow": anyflow,
     "kandinsky5": kandinsky5,
+    "kandinsky6": kandinsky6,
     "hunyuan-dit": hunyuan_dit,
 }

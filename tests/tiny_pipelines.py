@@ -143,7 +143,7 @@ def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
     sizes = TRANSFORMERS[family][1]
     if family in ARGUMENTS:
         size = size or {"ltx": (3, 4, 5), "hunyuan-dit": (16, 16)}.get(family.rstrip(".23"), (3, 8, 10))
-        return {**ARGUMENTS[family](size, noise), "timestep": torch.full((batch,), 500.0)}
+        return {"timestep": torch.full((batch,), 500.0), **ARGUMENTS[family](size, noise)}
     size = size or ((3, 8, 10) if isinstance(sizes["patch_size"], tuple) else (16, 16))
     arguments = {"hidden_states": noise(sizes["in_channels"], *size), "timestep": torch.full((batch,), 500)}
     if family == "wan-i2v":

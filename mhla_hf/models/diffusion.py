@@ -115,13 +115,17 @@ class MHLAAttnProcessor(nn.Module):
         sparse_params: dict[str, Any] | None = None,
         perturbation_mask: torch.Tensor | None = None,
         all_perturbed: Any = None,
+        rotary_emb_kv: Any = None,
+        attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Call `forward`. The signature is spelled out because diffusers passes only the arguments that it finds here.
 
-        The rotary embedding is called `rotary_emb` or `image_rotary_emb`. `key_rotary_emb` is always None in
-        self-attention, and `all_perturbed` only tells whether `perturbation_mask` is zero everywhere.
+        The rotary embedding is called `rotary_emb` or `image_rotary_emb`, the mask `attention_mask` or `attn_mask`. In
+        self-attention, `key_rotary_emb` is None, and `rotary_emb_kv` is the same as `rotary_emb`. `all_perturbed` only tells
+        whether `perturbation_mask` is zero everywhere.
         """
         rotary_emb = image_rotary_emb if rotary_emb is None else rotary_emb
+        attention_mask = attn_mask if attention_mask is None else attention_mask
         options = (attention_mask, rotary_emb, sparse_params, perturbation_mask)
         return super().__call__(attn, hidden_states, encoder_hidden_states, *options)
 
@@ -433,7 +437,9 @@ def make_forward(base: Any) -> Callable[..., Any]:
     """Wrap the forward of `base` so that it checks the MHLA processors first, and then runs with the grid of its latents."""
 
     names = tuple(inspect.signature(base.forward).parameters)[2:]
-    base_forward = base.forward  # torch.compile cannot read it from classes such as LTX's, which are allowed in its graphs
+    base_forward = (
+        base.forward
+    )  # torch.compile cannot read it from classes such as LTX's, which are allowed in its graphs
 
     @functools.wraps(base_forward)
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ class AttentionParts(NamedTuple):
 
 def attention_parts(attn: Any) -> AttentionParts:
     """Return the modules of a self-attention by their roles."""
-    if hasattr(attn, "to_query"):  # Kandinsky 5
+    if hasattr(attn, "to_query"):  # Kandinsky
         inputs = (attn.to_query, attn.to_key, attn.to_value, attn.query_norm, attn.key_norm)
         return AttentionParts(*inputs, (attn.out_layer,), attn.num_heads)
     inputs = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
@@ -40,8 +40,8 @@ def attention_parts(attn: Any) -> AttentionParts:
 
 def find_self_attentions(model: Any) -> list[Any]:
     """Return the self-attention over the grid of each block of a transformer, in order."""
-    if hasattr(model, "visual_transformer_blocks"):  # Kandinsky 5
-        return [block.self_attention for block in model.visual_transformer_blocks]
+    if hasattr(model, "visual_transformer_blocks"):  # Kandinsky 5; Kandinsky 6 has a part for video in each block
+        return [getattr(block, "video_dec_block", block).self_attention for block in model.visual_transformer_blocks]
     blocks = getattr(model, "transformer_blocks", None)
     return [block.attn1 for block in (model.blocks if blocks is None else blocks)]
 
@@ -115,8 +115,14 @@ def read_axes(rotary: Any, num_heads: int) -> RotaryAngles:
 
 
 def read_matrices(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read rotation matrices [.., T, 1, K / 2, 2, 2] for pairs of neighboring channels (Kandinsky 5)."""
+    """Read rotation matrices [.., T, 1, K / 2, 2, 2] for pairs of neighboring channels (Kandinsky)."""
     return rotary[..., 0, 0].repeat_interleave(2, dim=-1), rotary[..., 1, 0].repeat_interleave(2, dim=-1), 1
+
+
+def read_complex(rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read complex numbers [1, 1, T, K / 2], the same for q and k, for pairs of neighboring channels (AnyFlow)."""
+    angles = rotary["query"].transpose(1, 2)  # [1, T, 1, K / 2]
+    return angles.real.repeat_interleave(2, dim=-1), angles.imag.repeat_interleave(2, dim=-1), 1
 
 
 ROTARY_FORMS = {
@@ -125,6 +131,7 @@ ROTARY_FORMS = {
     "joined heads": read_joined_heads,
     "axes": read_axes,
     "matrices": read_matrices,
+    "complex": read_complex,
 }
 
 

@@ -149,6 +149,7 @@ WAN_VIDEO = AttentionKind(
 LTX_VIDEO = replace(WAN_VIDEO, latents="tokens channels", rotary="joined heads")
 COSMOS_VIDEO = replace(WAN_VIDEO, rotary="halves", head_norm=True)
 ALLEGRO_VIDEO = replace(WAN_VIDEO, rotary="axes")
+ANYFLOW_VIDEO = replace(WAN_VIDEO, latents="frames channels height width", rotary="complex")
 KANDINSKY_VIDEO = replace(WAN_VIDEO, latents="frames height width channels", rotary="matrices", head_norm=True)
 # Latte attends within each frame, and to the frames at each place of the grid in blocks of its own, which stay softmax.
 LATTE_FRAMES = replace(PIXART_IMAGES, latents="channels frames height width")
@@ -228,7 +229,8 @@ DIFFUSION = (
     diffusion_family(LTX_VIDEO, "text-to-video", "LTX2VideoTransformer3DModel"),
     diffusion_family(COSMOS_VIDEO, "text-to-video", "CosmosTransformer3DModel"),
     diffusion_family(ALLEGRO_VIDEO, "text-to-video", "AllegroTransformer3DModel"),
-    diffusion_family(KANDINSKY_VIDEO, "text-to-video", "Kandinsky5Transformer3DModel"),
+    diffusion_family(ANYFLOW_VIDEO, "text-to-video", "AnyFlowTransformer3DModel"),
+    diffusion_family(KANDINSKY_VIDEO, "text-to-video", "Kandinsky5Transformer3DModel", "Kandinsky6Transformer3DModel"),
     diffusion_family(LATTE_FRAMES, "text-to-video", "LatteTransformer3DModel"),
     diffusion_family(HUNYUAN_IMAGES, "text-to-image", "HunyuanDiT2DModel"),
     DIT,

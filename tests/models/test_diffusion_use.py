@@ -29,7 +29,7 @@ from mhla_hf.models.diffusion_inputs import find_self_attentions
 
 def converted(family="wan", num_layers=None, **settings):
     """A converted transformer, gated, with noise on all that MHLA added."""
-    argument = "num_visual_blocks" if family == "kandinsky5" else "num_layers"
+    argument = "num_visual_blocks" if family.startswith("kandinsky") else "num_layers"
     sizes = {} if num_layers is None else {argument: num_layers}
     return shaken(mhla_hf.convert(tiny_transformer(family, **sizes), **{"gate": True, **settings}))
 
