@@ -18,9 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mhla_hf import convert
 from mhla_hf.bench import render_bench
 from mhla_hf.checkpoints.file_io import write_text
+from mhla_hf.conversion.diffusers_models import REFUSED_TRANSFORMERS
 from mhla_hf.conversion.transformers_models import REFUSED
 from mhla_hf.models.derived_classes import base_classes, model_name
-from mhla_hf.models.families import ENCODERS, LANGUAGE
+from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
 from mhla_hf.models.transformers_api import forward_cached
 from mhla_hf.planning import render_plan
 from mhla_hf.speed import cache_bytes
@@ -91,16 +92,23 @@ def write_documents() -> list[str]:
 
 
 def render_families(_: Any = None) -> str:
-    """Render the model types of transformers that convert, and those that are refused, with the reason."""
+    """Render the model types of transformers and the transformers of diffusers that convert or, with reasons, do not."""
     lines: list[str] = []
     for title, families in (("model type", LANGUAGE), ("encoder", ENCODERS)):
         lines += ["", f"| {title} | heads |", "|---|---|"]
         for family in families:
             names = [name.removeprefix(model_name(family)) for name in base_classes(family)]
             lines.append(f"| `{family.base}` | {', '.join(names)} |")
-    lines += ["", "| refused, because | model types |", "|---|---|"]
-    for reason, types in REFUSED.items():
-        lines.append(f"| {reason} | {', '.join(f'`{model_type}`' for model_type in types.split())} |")
+    lines += ["", "| transformer of diffusers | task | grid |", "|---|---|---|"]
+    for family in DIFFUSION:
+        names = [f"`{name}`" for name in family.classes]
+        grid = ("rows, columns", "frames, rows, columns")[family.kind.axes - 2]
+        lines.append(f"| {', '.join(names)} | {family.task} | {grid} |")
+    refusals = (("model types", REFUSED), ("transformers of diffusers", REFUSED_TRANSFORMERS))
+    for title, reasons in refusals:
+        lines += ["", f"| refused, because | {title} |", "|---|---|"]
+        for reason, types in reasons.items():
+            lines.append(f"| {reason} | {', '.join(f'`{model_type}`' for model_type in types.split())} |")
     return "\n".join(lines)
 
 

@@ -19,6 +19,38 @@ from .model_family import mhla_class, transformer_family
 from .steps import choose_settings, match_device_and_dtype
 
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
+REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not convert
+    "tokens of text and of images or video share one attention": (
+        "AuraFlowTransformer2DModel BriaTransformer2DModel BriaFiboTransformer2DModel BriaFibo2Transformer2DModel "
+        "ChromaTransformer2DModel CogVideoXTransformer3DModel CogView3PlusTransformer2DModel CogView4Transformer2DModel "
+        "ConsisIDTransformer3DModel EasyAnimateTransformer3DModel ErnieImageTransformer2DModel FluxTransformer2DModel "
+        "Flux2Transformer2DModel Flux3Transformer2DModel GlmImageTransformer2DModel HiDreamImageTransformer2DModel "
+        "HunyuanImageTransformer2DModel HunyuanVideoTransformer3DModel HunyuanVideo15Transformer3DModel "
+        "Ideogram4Transformer2DModel JoyImageEditTransformer3DModel JoyImageEditPlusTransformer3DModel "
+        "Krea2Transformer2DModel LongCatImageTransformer2DModel Lumina2Transformer2DModel MiniMaxH3Transformer3DModel "
+        "MochiTransformer3DModel MotifVideoTransformer3DModel NucleusMoEImageTransformer2DModel "
+        "OvisImageTransformer2DModel PRXTransformer2DModel QwenImageTransformer2DModel QwenImage21Transformer2DModel "
+        "SD3Transformer2DModel ZImageTransformer2DModel"
+    ),
+    "some or all of its attention is causal": "Cosmos3OmniTransformer OmniGenTransformer2DModel",
+    "earlier frames at other scales precede the grid of its tokens": (
+        "HeliosTransformer3DModel HunyuanVideoFramepackTransformer3DModel"
+    ),
+    "it generates frames after one another, and reads earlier ones from a cache": (
+        "AnyFlowFARTransformer3DModel SanaWMLTX2RefinerTransformer3DModel WanAnimate2Transformer3DModel"
+    ),
+    "most of its attention is a gated delta rule, which is linear already": "SanaWMTransformer3DModel",
+    "its attention is sparse, over tokens in blocks of 8 x 8": "Kandinsky6SRTransformer3DModel",
+    "self-attention and cross-attention share an output projection": "LuminaNextDiT2DModel",
+    "it is a part of a U-Net, whose blocks it does not know": (
+        "DreamLiteTransformer2DModel Transformer2DModel TransformerTemporalModel"
+    ),
+    "its tokens make no grid of an image or a video": (
+        "AceStepTransformer1DModel LongCatAudioDiTTransformer MiniMaxMusic3RVQDepthDecoder "
+        "MiniMaxMusic3Transformer1DModel PriorTransformer RFD4ProteinaTransformer StableAudioDiTModel "
+        "StableAudio3DiTModel T5FilmDecoder"
+    ),
+}
 
 
 def convert_diffusion(
@@ -98,5 +130,8 @@ def mhla_transformer_class(transformer: Any) -> Any:
         raise ValueError(f"model: got {base.__name__}, which is an MHLA model already; expected one of {CONVERTIBLE}.")
     family = transformer_family(base)
     if family is None:
+        for reason, names in REFUSED_TRANSFORMERS.items():
+            if base.__name__ in names.split():
+                raise ValueError(f"model: got {base.__name__}, expected another transformer: {reason}.")
         raise ValueError(f"model: got {base.__name__} of {base.__module__}, expected one of diffusers' {CONVERTIBLE}.")
     return mhla_class(family, base)

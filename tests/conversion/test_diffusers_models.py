@@ -1,6 +1,9 @@
 """convert() for diffusers: what cannot work is refused in one sentence, and by then nothing has been touched."""
 
+import inspect
+
 import accelerate
+import diffusers
 import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel, WanPipeline, WanTransformer3DModel
@@ -8,6 +11,7 @@ from diffusers.hooks import apply_group_offloading
 from tiny_pipelines import PIPELINES, image_vae, tiny_transformer
 
 import mhla_hf
+from mhla_hf.conversion.diffusers_models import CONVERTIBLE, REFUSED_TRANSFORMERS
 
 CPU = torch.device("cpu")
 
@@ -58,3 +62,17 @@ def test_nothing_is_touched_before_all_is_checked():
         mhla_hf.convert(pipe)
     assert type(pipe.transformer) is WanTransformer3DModel
     assert not any(".mhla." in name for name, _ in pipe.transformer.named_parameters())
+
+
+def test_every_other_transformer_is_refused_for_a_reason():
+    refused = [name for names in REFUSED_TRANSFORMERS.values() for name in names.split()]
+    names = {*dir(diffusers.models.transformers)} & {*dir(diffusers)}
+    classes = [getattr(diffusers, name) for name in names if not name.startswith("_")]
+    models = [one for one in classes if inspect.isclass(one) and issubclass(one, diffusers.ModelMixin)]
+    assert sorted([*refused, *CONVERTIBLE]) == sorted(one.__name__ for one in models)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_single_layers": 1}
+    model = diffusers.FluxTransformer2DModel(axes_dims_rope=(2, 2, 4), joint_attention_dim=8, in_channels=4, **sizes)
+    with pytest.raises(
+        ValueError, match="got FluxTransformer2DModel, expected another transformer: tokens of text and of"
+    ):
+        mhla_hf.convert(model)
