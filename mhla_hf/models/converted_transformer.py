@@ -3,10 +3,12 @@
 No class is written out. Each is made on first use from the class that diffusers has under the name in the family's record.
 Families with code of their own have a module of their own (`dit_transformer.py`).
 
-In Wan and models like it (section 5.3), the rotary embedding rotates the features, after the map, and an RMSNorm per head
-replaces the denominator (section 4.1). The paper's 150 blocks are the layout (3, 5, 10). It does not say how its 105 are
-laid out; (7, 3, 5) has as many. The control blocks of VACE stay softmax. SkyReels-V2 takes whole videos only; its blockwise
-causal mask is an error. Sana and Sana Video have linear attention already, and compute the same with uniform mixing.
+In Wan and other video models (section 5.3), the rotary embedding rotates the features, after the map, and an RMSNorm per
+head replaces the denominator (section 4.1). The paper's 150 blocks are the layout (3, 5, 10). It does not say how its 105
+are laid out; (7, 3, 5) has as many. The control blocks of VACE stay softmax. SkyReels-V2 takes whole videos only; its
+blockwise causal mask is an error. In LTX-2 and Kandinsky 6, the self-attention of the video stream becomes MHLA. In Latte,
+the attention within frames does, and that between frames, over as many tokens as there are frames, stays softmax. Sana and
+Sana Video have linear attention already, and compute the same with uniform mixing.
 """
 
 import functools

@@ -140,3 +140,35 @@ def test_a_batch_is_its_samples_and_softmax_layers_are_stock(family):
             for name, value in arguments.items()
         }
         assert distance(model(**rows).sample, both[row : row + 1]) <= 1e-5
+
+
+@pytest.mark.parametrize("family", [family for family in SIZES if SIZES[family][0]._supports_gradient_checkpointing])
+def test_checkpointing_changes_no_gradient(family):
+    gradients = []
+    for checkpointed in (False, True):
+        model = shaken(mhla_hf.convert(tiny_transformer(family), layers="all", gate=True, cpe=3)).train()
+        if checkpointed:
+            model.enable_gradient_checkpointing()
+        model(**inputs(family, batch=2)).sample.square().mean().backward()
+        gradients.append({name: value.grad for name, value in model.named_parameters()})
+    for name, value in gradients[0].items():
+        assert value is None or distance(gradients[1][name], value) <= 1e-5, name
+        assert ".mhla." not in name or value.abs().max() > 0, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", SIZES)
+def test_bf16_is_near(family, tmp_path):
+    model = shaken(mhla_hf.convert(tiny_transformer(family), layers="all"))
+    arguments = inputs(family)
+    expected = model(**arguments).sample
+    model.save_pretrained(tmp_path)
+    half = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    kinds = {name.split(".mhla.")[1]: value.dtype for name, value in half.named_parameters() if ".mhla." in name}
+    assert kinds.pop("mixing.weight") == torch.float32 and {*kinds.values()} <= {torch.bfloat16}
+    floats = {
+        name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+    output = half(**floats).sample
+    assert output.dtype == torch.bfloat16 and distance(output.float(), expected) <= 0.1

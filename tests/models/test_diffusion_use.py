@@ -18,6 +18,7 @@ from ops_cases import distance
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from small_models import shaken
+from tiny_grid_pipelines import GRID_PIPELINES
 from tiny_grids import SIZES
 from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
 
@@ -263,12 +264,13 @@ CACHES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("family", ["wan", "ltx"])
 @pytest.mark.parametrize("name", CACHES)
-def test_caches_skip_mhla_layers_and_leave_nothing(name):
-    pipe = mhla_hf.convert(PIPELINES["wan"](), layers="all")
+def test_caches_skip_mhla_layers_and_leave_nothing(name, family):
+    pipe = mhla_hf.convert({**PIPELINES, **GRID_PIPELINES}[family](), layers="all")
     calls = []
-    for block in pipe.transformer.blocks:
-        block.attn1.processor.mhla.register_forward_hook(lambda *args: calls.append(1))
+    for attention in find_self_attentions(pipe.transformer):
+        attention.processor.mhla.register_forward_hook(lambda *args: calls.append(1))
     plain = generate(pipe, num_inference_steps=4)
     full, calls[:] = len(calls), []
     pipe.transformer.enable_cache(CACHES[name](pipe))
