@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoModel, DiffusionPipeline, LTXImageToVideoPipeline, WanPipeline, WanVideoToVideoPipeline
+from diffusers import (
+    AutoModel,
+    DiffusionPipeline,
+    Kandinsky5I2VPipeline,
+    LTX2ImageToVideoPipeline,
+    LTXImageToVideoPipeline,
+    WanPipeline,
+    WanVideoToVideoPipeline,
+)
 from elsewhere import run_elsewhere
 from safetensors.torch import load_file, save_file
 from small_models import shaken
@@ -191,7 +199,15 @@ def test_other_ways_to_load(tmp_path):
         DiffusionPipeline.from_pretrained(tmp_path / "mhla")
 
 
-@pytest.mark.parametrize(("family", "kind"), [("wan", WanVideoToVideoPipeline), ("ltx", LTXImageToVideoPipeline)])
+OTHERS = {
+    "wan": WanVideoToVideoPipeline,
+    "ltx": LTXImageToVideoPipeline,
+    "ltx2": LTX2ImageToVideoPipeline,
+    "kandinsky5": Kandinsky5I2VPipeline,
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), OTHERS.items(), ids=OTHERS)
 def test_another_pipeline_from_the_parts_of_one(family, kind):
     pipe = mhla_hf.convert({**PIPELINES, **GRID_PIPELINES}[family]())
     assert kind.from_pipe(pipe, transformer=pipe.transformer).transformer is pipe.transformer
@@ -237,6 +253,8 @@ RUNNING = {
         "hidden_states: got latents [4, 3, 8, 8], expected [batch, frames, height, width, channels]"),
     "sparse": (lambda: converted("kandinsky5", layers="all")(**inputs("kandinsky5", (1, 32, 32)), sparse_params=SPARSE),
         "sparse_params: got a dictionary, expected None: set attention_type to"),
+    "context parallelism of LTX": (lambda: converted("ltx").enable_parallelism(config=None),
+        "model: got MHLALTXVideoTransformer3DModel, expected a model of Wan for context parallelism"),
     "a causal mask": (lambda: mhla_hf.convert(tiny_transformer("skyreels", num_frame_per_block=3))(**inputs("skyreels")),
         "attention_mask: got a tensor, expected None"),
     "official on unequal blocks": (lambda: converted("sana", normalize="official", layout=[3, 3])(**inputs("sana")),
