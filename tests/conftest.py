@@ -1,5 +1,6 @@
 """Settings of all tests: one thread, no network, and a temporary Hugging Face home."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -24,6 +25,20 @@ from loopback_hub import TOKEN, LoopbackHub
 from triton.runtime import interpreter
 
 torch.set_num_threads(1)
+gc.set_threshold(100_000, 20, 20)  # compilers make many objects, and little garbage
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _unfrozen_at_exit():
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_libraries():
+    """Hide a million objects of libraries from the garbage collector, which accelerate calls in every training run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
