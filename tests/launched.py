@@ -12,7 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
+
+from mhla_hf.cli import main
 
 ROOT = Path(__file__).parents[1]
 SETUPS = ROOT / "conversion" / "accelerate"
@@ -59,6 +63,19 @@ def launch(place, setup, processes, *arguments, seconds=120, script=None):
             for pid in [process.pid, *ranks(process)]:
                 os.kill(pid, signal.SIGKILL)
     return process.returncode, text
+
+
+def fork_launched(place, setup, count, *arguments):
+    """Run mhla_hf in `count` forks of this process, each with the environment that `accelerate launch` would give it."""
+    options = launch_command_parser().parse_args(list(map(str, command_of(place, setup, count)[4:])))
+    fork(run_main, count, place, prepare_multi_gpu_env(_validate_launch_command(options)[0]), arguments)
+
+
+def run_main(rank, place, environment, arguments):
+    """Run the command line in a folder, with an environment; see `fork_launched`."""
+    os.environ.update(environment)
+    os.chdir(place)
+    assert main(list(arguments)) == 0
 
 
 def ranks(process):
@@ -121,7 +138,8 @@ def fork(function, count, *arguments):
 def joined(rank, function, count, port, arguments):
     """Join the process group, and run the function of `fork`."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout=datetime.timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     function(rank, *arguments)

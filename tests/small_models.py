@@ -45,7 +45,9 @@ def softmax_model(family: str = "llama", **overrides):
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
-def converted_model(family: str = "llama", layers="all", *, block_size=8, num_blocks=4, heads=(4, 2), **settings):
+def converted_model(
+    family: str = "llama", layers="all", *, block_size=8, num_blocks=4, heads=(4, 2), num_layers=3, **settings
+):
     """Return a converted model whose new parameters are not at their initial values, so that each of them matters.
 
     It has a dense mixing matrix unless `settings` differ.
@@ -54,9 +56,10 @@ def converted_model(family: str = "llama", layers="all", *, block_size=8, num_bl
         family: A key of `FAMILIES`.
         layers, block_size, num_blocks, **settings: Settings of `convert`.
         heads: Numbers of query heads and KV heads.
+        num_layers: Number of layers.
     """
-    num_heads, num_kv_heads = heads
-    model = softmax_model(family, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "num_hidden_layers": num_layers}
+    model = softmax_model(family, **sizes)
     settings = {"mixing_form": "softmax", "local": None, "window": 2, **settings}
     return shaken(mhla_hf.convert(model, layers=layers, block_size=block_size, num_blocks=num_blocks, **settings))
 

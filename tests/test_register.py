@@ -29,36 +29,30 @@ def test_nothing_private_of_other_libraries_is_written():
     assert found <= {visitor}
 
 
-def test_registered_whatever_is_imported_first(tmp_path):
-    """A module of mhla_hf here, transformers in every other test."""
+def test_registered_whatever_is_imported_first_and_however_python_was_started(tmp_path):
+    """A module of mhla_hf in a package that `python -m` runs; transformers here, in every other test."""
     converted_model().save_pretrained(tmp_path / "language")
     converted_tower("ViTModel").save_pretrained(tmp_path / "tower")
     (tmp_path / "language/modeling_mhla.py").unlink()
-    code = f"""import mhla_hf.conversion.model_family
-from transformers import AutoModel, AutoModelForCausalLM
+    package = tmp_path / "user_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import mhla_hf.conversion.model_family\n")
+    (package / "train.py").write_text("""import types, mhla_hf
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+print(isinstance(mhla_hf.convert, types.FunctionType), AutoConfig.for_model("mhla_llama").model_type)
 for auto, name in ((AutoModelForCausalLM, "language"), (AutoModel, "tower")):
-    found = type(auto.from_pretrained({str(tmp_path)!r} + "/" + name))
+    found = type(auto.from_pretrained(name))
     print(found.__name__, found.__module__.split(".")[0])
-"""
-    done = run(code)
-    assert done.stdout.split() == ["MHLALlamaForCausalLM", "mhla_hf", "MHLAViTModel", "mhla_hf"], done.stderr[-2000:]
+""")
+    command = [sys.executable, "-m", "user_package.train"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    expected = ["True", "mhla_llama", "MHLALlamaForCausalLM", "mhla_hf", "MHLAViTModel", "mhla_hf"]
+    assert done.stdout.split() == expected, done.stderr[-2000:]
 
 
 def test_the_command_line_imports_no_library_to_speak_of_itself():
     done = run(COMMAND + "print(code, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))", "--help")
     assert done.stdout.endswith("0 []\n"), done.stderr
-
-
-def test_registration_does_not_depend_on_how_python_was_started(tmp_path):
-    package = tmp_path / "user_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("import mhla_hf\n")
-    (package / "train.py").write_text(
-        "import types, mhla_hf\nfrom transformers import AutoConfig\n"
-        "print(isinstance(mhla_hf.convert, types.FunctionType), AutoConfig.for_model('mhla_llama').model_type)\n"
-    )
-    done = subprocess.run([sys.executable, "-m", "user_package.train"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "mhla_llama"], done.stderr[-2000:]
 
 
 def test_a_second_registration_replaces_nothing(tmp_path):

@@ -55,7 +55,7 @@ report["processor"] = AutoImageProcessor.from_pretrained("saved/classifier").siz
 save_file({k: v.contiguous() for k, v in out.items()}, "out.safetensors")
 print("", json.dumps(report), sep="\\n")  # behind a question that nobody answered
 """
-LANGUAGE = ["scratch", "llama-all", "llama-window", "qwen3-hybrid", "mixtral-hybrid"]
+LANGUAGE = ["scratch", "llama-all", "llama-window", "llama-heads", "qwen3-hybrid", "mixtral-hybrid"]
 TOWERS = {"ViTModel": {"layers": [1]}, "DINOv3ViTModel": {"cpe": 3}, "CLIPVisionModelWithProjection": {}}
 
 

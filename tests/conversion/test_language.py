@@ -6,11 +6,11 @@ import sys
 
 import pytest
 import torch
-from elsewhere import check_elsewhere
 from small_models import CACHE, VOCAB, refused, softmax_model, tokens
 from small_repos import save_model
 from small_scores import small_tokenizer
 from small_types import small_model_of
+from transformers import AutoModelForCausalLM
 
 import mhla_hf
 from mhla_hf.cli import main
@@ -162,11 +162,13 @@ def test_cache_of_a_converted_model_is_as_told(teacher):
     assert abs(kept * 4096 / 96 + held - told) <= 0.01 * told
 
 
-def test_saved_and_loaded_elsewhere(teacher, tmp_path):
+def test_saved_and_loaded(teacher, tmp_path):
+    """Elsewhere, too: tests/checkpoints/test_save.py loads kept heads where the package is missing."""
     model, ids = converted(teacher, keep=4), urns(2, seed=4)
-    model.save_pretrained(tmp_path / "heads")
-    check_elsewhere(tmp_path, {"input_ids": ids}, {"heads-AutoModelForCausalLM": model(ids).logits.detach()})
-    assert json.loads((tmp_path / "heads" / "config.json").read_text())["mhla_measured"]["softmax_heads"]
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert json.loads((tmp_path / "config.json").read_text())["mhla_measured"]["softmax_heads"]
 
 
 def test_dtypes_and_training_mode_come_back(teacher):

@@ -36,6 +36,7 @@ from mhla_hf.planning import compare_saved_caches
 from mhla_hf.speed import cache_bytes
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = "import sys; from mhla_hf_command import main; sys.exit(main())"  # what pip makes of the entry point
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 RECIPE = """
 settings: {layers: all, block_size: 32, num_blocks: 4}
@@ -138,8 +139,7 @@ def inventory(folder):
 
 
 def start(arguments, folder):
-    script = "import sys; from mhla_hf_command import main; sys.exit(main())"  # what pip makes of the entry point
-    command = [sys.executable, "-c", script, *arguments]
+    command = [sys.executable, "-c", SCRIPT, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # a job that a shell put into the background ignores Ctrl-C, and so would its children
     hear = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
@@ -433,7 +433,7 @@ def test_without_a_terminal_there_is_plain_text_alone(shelf, tmp_path):
 
 
 def test_a_reader_may_leave_before_the_end(shelf):
-    line = f"{sys.executable} -m mhla_hf.cli %s | head -n 1"
+    line = f"{sys.executable} -c '{SCRIPT}' %s | head -n 1"
     for command in ("--help", "recipes --json"):
         done = subprocess.run(line % command, shell=True, cwd=shelf, env=ENVIRONMENT, capture_output=True, text=True)
         assert done.stdout.count("\n") == 1 and done.stderr == ""
@@ -443,7 +443,7 @@ def test_words_are_completed(tmp_path):
     def words(line):
         said = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
         said["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "words")
-        command = [sys.executable, "-m", "mhla_hf.cli"]
+        command = [sys.executable, "-c", SCRIPT]
         subprocess.run(command, env=ENVIRONMENT | said, timeout=60)
         return (tmp_path / "words").read_text().split("\n")
 

@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 LOCAL = {"mixing_form": "decay", "local": "softmax"}
-HYBRIDS = {"layer": {"layers": [1]}, "heads": {"softmax_heads": {0: [1], 2: [0]}}}
-hybrids = pytest.mark.parametrize("hybrid", list(HYBRIDS))
+MIXED = {"layers": [1, 2], "softmax_heads": {2: [0]}, **LOCAL}  # a softmax layer, an MHLA layer, and one of both
+HEADS = {"num_layers": 2, "layers": [1], "softmax_heads": {1: [0]}, **LOCAL}  # a softmax layer, and one of both
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +24,10 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 
-@hybrids
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["static", "dynamic, padded"])
-def test_decoding_is_one_graph(kind, hybrid):
-    model, ids, mask = converted_model(**HYBRIDS[hybrid], **LOCAL), tokens(2, 28), torch.ones(2, 64, dtype=torch.long)
+@pytest.mark.parametrize(("kind", "settings"), [("static", MIXED), ("dynamic, padded", HEADS)])
+def test_decoding_is_one_graph(kind, settings):
+    model, ids, mask = converted_model(**settings), tokens(2, 28), torch.ones(2, 64, dtype=torch.long)
     mask[0, :5] = int(kind == "static")
     expected = model(ids, attention_mask=mask[:, :28]).logits
     cache = DynamicCache(config=model.config)
@@ -45,13 +44,9 @@ def test_decoding_is_one_graph(kind, hybrid):
     assert graphs() == warm
 
 
-@pytest.mark.parametrize("hybrid", [None, *HYBRIDS])
-def test_generate_with_a_static_cache_compiles_one_graph(hybrid):
-    model, ids, mask = (
-        converted_model(**HYBRIDS.get(hybrid, {}), **LOCAL),
-        tokens(2, 11),
-        torch.ones(2, 11, dtype=torch.long),
-    )
+@pytest.mark.parametrize("settings", [LOCAL | {"num_layers": 1}, MIXED], ids=["all", "mixed"])
+def test_generate_with_a_static_cache_compiles_one_graph(settings):
+    model, ids, mask = converted_model(**settings), tokens(2, 11), torch.ones(2, 11, dtype=torch.long)
     mask[0, :5] = 0
     given = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     expected = model.generate(ids, **given)
@@ -63,10 +58,9 @@ def test_generate_with_a_static_cache_compiles_one_graph(hybrid):
     assert model._can_compile_fullgraph
 
 
-@hybrids
 @torch.no_grad()
-def test_one_graph_for_all_lengths(hybrid):
-    model, ids = converted_model(**HYBRIDS[hybrid], **LOCAL), tokens(2, 150)
+def test_one_graph_for_all_lengths():
+    model, ids = converted_model(**HEADS), tokens(2, 150)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
     for length in (17, 40, 64, 150, 99):
         ours = compiled(ids[:, :length].clone(), use_cache=False).logits
@@ -74,10 +68,9 @@ def test_one_graph_for_all_lengths(hybrid):
     assert graphs() == 1
 
 
-@hybrids
 @torch.no_grad()
-def test_exported_with_a_dynamic_length(hybrid):
-    model, ids = converted_model(**HYBRIDS[hybrid], **LOCAL), tokens(2, 150)
+def test_exported_with_a_dynamic_length():
+    model, ids = converted_model(**HEADS), tokens(2, 150)
     length = torch.export.Dim("length", min=17, max=512)
     program = torch.export.export(
         model, (ids[:, :40].clone(),), {"use_cache": False}, prefer_deferred_runtime_asserts_over_guards=True,

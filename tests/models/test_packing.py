@@ -36,7 +36,7 @@ def test_packed_equals_separate(make, given):
         torch.testing.assert_close(model.lm_head(hidden), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("given", list(COLLATORS))
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q"])
 def test_compiled_packed_equals_separate(given):
     """As one graph where the borders are given; where they are read from the numbers, the graph is cut there."""
     torch.compiler.reset()

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
-from launched import SETUPS, compare, kill, launch
+from launched import SETUPS, compare, fork_launched, kill, launch
 from small_scores import TRAINING, save_llama
+
+from mhla_hf.cli import main
 
 TESTS = Path(__file__).parents[1]
 RECIPE = """\
@@ -22,14 +24,21 @@ run: {save_every: 3, log_every: 2}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A softmax model, a text, a recipe, and in `one` what one process makes of them."""
+    """A softmax model, a text, and recipes of 28 and of 7 steps."""
     place = tmp_path_factory.mktemp("launched")
     save_llama(place / "llama")
     (place / "text.txt").write_text(TRAINING)
     (place / "recipe.yaml").write_text(RECIPE)
+    (place / "short.yaml").write_text(RECIPE.replace("steps: 8", "steps: 3").replace("steps: 20", "steps: 4"))
+    return place
+
+
+@pytest.fixture(scope="module")
+def one(place):
+    """What one process makes of the 28 steps."""
     code, text = launch(place, None, 1, *line("one"))
     assert code == 0, text
-    return place
+    return place / "one"
 
 
 def line(out, recipe="recipe.yaml"):
@@ -41,20 +50,23 @@ def newest(place, out):
     return max((int(name[5:]) for name in names if ".tmp" not in name), default=0)
 
 
-def test_two_sharded_processes_equal_one(place):
-    code, text = launch(place, "fsdp2_8gpu", 2, *line("two"))
-    assert code == 0, text
-    compare(place / "one", place / "two")
-    assert json.loads((place / "two" / "train.json").read_text())["processes"] == 2
+def test_two_sharded_processes_equal_one(place, monkeypatch):
+    monkeypatch.chdir(place)
+    assert main(list(line("short-one", "short.yaml"))) == 0
+    fork_launched(place, "fsdp2_8gpu", 2, *line("short-two", "short.yaml"))
+    compare(place / "short-one", place / "short-two")
+    assert json.loads((place / "short-two" / "train.json").read_text())["processes"] == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("setup", "processes"), [("ddp", 2), ("ddp", 4), ("fsdp2_8gpu", 3), ("fsdp2_8gpu", 4)])
-def test_more_processes_equal_one(place, setup, processes):
+@pytest.mark.parametrize(
+    ("setup", "processes"), [("ddp", 2), ("ddp", 4), ("fsdp2_8gpu", 2), ("fsdp2_8gpu", 3), ("fsdp2_8gpu", 4)]
+)
+def test_launched_processes_equal_one(place, one, setup, processes):
     out = f"{setup}{processes}"
     code, text = launch(place, setup, processes, *line(out))
     assert code == 0, text
-    compare(place / "one", place / out)
+    compare(one, place / out)
 
 
 @pytest.mark.slow
@@ -72,11 +84,11 @@ def test_other_kinds_of_models_sharded_equal_one_process(tmp_path, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("setup", ["fsdp2_8gpu", "ddp"])
-def test_killed_five_times_and_gone_on_with_other_numbers_of_processes(place, setup, one):
+def test_killed_five_times_and_gone_on_with_other_numbers_of_processes(place, one, setup, alone):
     """At the first state, at the border of the stages, in the second, while a state is written, and near the end."""
-    out = f"killed-{setup}-{one}"
+    out = f"killed-{setup}-{alone}"
 
     def after(step):
         return lambda: newest(place, out) >= step
@@ -85,11 +97,11 @@ def test_killed_five_times_and_gone_on_with_other_numbers_of_processes(place, se
         return newest(place, out) >= 14 and any(place.glob(f"{out}.state/unfinished/*.tmp-*"))
 
     for processes, until in ((2, after(3)), (3, after(8)), (4, after(11)), (2, writing), (3, after(26))):
-        assert kill(place, setup, processes, until, one, *line(out)) < 60
+        assert kill(place, setup, processes, until, alone, *line(out)) < 60
         assert not (place / out).exists()
     code, text = launch(place, setup, 2, *line(out))
     assert code == 0, text
-    compare(place / "one", place / out)
+    compare(one, place / out)
     assert json.loads((place / out / "train.json").read_text())["resumed"] == 5
 
 
