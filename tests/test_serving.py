@@ -59,7 +59,7 @@ def test_weights_that_change_between_requests_are_read_anew():
             parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
-KINDS = {"all": {}, "hybrid": {"layers": [1]}, "heads": {"softmax_heads": {0: [1], 2: [0]}}}
+KINDS = {"all": {"num_layers": 1}, "mixed": {"layers": [1, 2], "softmax_heads": {2: [0]}}}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

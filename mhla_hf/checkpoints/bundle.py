@@ -10,6 +10,7 @@ outside `try:` is treated as a requirement.
 
 import ast
 import builtins
+import functools
 import hashlib
 import re
 import symtable
@@ -37,8 +38,9 @@ _LOOKS_RELATIVE = re.compile(r"^\s*import\s+\.\S+\s*$|^\s*from\s+\.\S*\s+import"
 _HEADER = re.compile(r"^format: (\d+)\nentry: (\S+)\nmade by mhla_hf: (\S+)\nsha256: ([0-9a-f]{12})$", re.MULTILINE)
 
 
+@functools.cache
 def build_bundle(entry: str) -> str:
-    """Return the source text of the bundle for the module `mhla_hf.<entry>`.
+    """Return the source text of the bundle for the module `mhla_hf.<entry>`; it is built once per process.
 
     The text is a header, the imports, and then each module in dependency order.
 

@@ -43,7 +43,7 @@ for name in sorted(os.listdir("saved")):
         found = model(given[name])
     out[name] = found.logits if hasattr(found, "logits") else found.last_hidden_state
     if language:
-        options = {"attention_mask": torch.ones_like(given[name]), "max_new_tokens": 12, "do_sample": False}
+        options = {"attention_mask": torch.ones_like(given[name]), "max_new_tokens": 6, "do_sample": False}
         out[f"{name}.text"] = model.generate(given[name], **options)
     report[f"saved {name}"] = [*info["missing_keys"], *info["unexpected_keys"], type(model).__module__.split(".")[0]]
     if name == "scratch":
@@ -87,7 +87,7 @@ def test_bit_equal_elsewhere_and_saved_again(tmp_path):
         assert report[f"saved {name}"] == ["transformers_modules"]
         assert torch.equal(out[name], expected[name]), name
         if name in LANGUAGE:
-            options = {"attention_mask": torch.ones_like(given[name]), "max_new_tokens": 12, "do_sample": False}
+            options = {"attention_mask": torch.ones_like(given[name]), "max_new_tokens": 6, "do_sample": False}
             assert torch.equal(out[f"{name}.text"], model.generate(given[name], **options)), name
         for file in ("model.safetensors", "modeling_mhla.py", "config.json"):
             first, again = (tmp_path / folder / name / file for folder in ("saved", "again"))

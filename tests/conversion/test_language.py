@@ -82,9 +82,6 @@ def test_a_conversion_without_text_is_not_worse_than_its_window(teacher):
 
 def test_a_seed_repeats_it_and_a_stop_does_not_change_it(teacher, tmp_path, monkeypatch):
     expected = converted(teacher, keep=3, seed=5).state_dict()
-    assert all(
-        torch.equal(value, expected[name]) for name, value in converted(teacher, keep=3, seed=5).state_dict().items()
-    )
     monkeypatch.setattr(sys.modules["mhla_hf.conversion.language"], "SAVE_EVERY", 0.0)
     for stopped, after in ((OutputFit, 4), (GateFit, 3)):
         file = tmp_path / f"{stopped.__name__}.pt"

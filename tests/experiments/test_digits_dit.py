@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from diffusers import AutoModel
 
 import mhla_hf
@@ -10,6 +11,7 @@ from mhla_hf.evaluation.records import Results
 from mhla_hf.share.card import check_card
 
 
+@pytest.mark.slow
 def test_digits_in_seconds(tmp_path, capsys, monkeypatch):
     """Everything once, small; a second call runs nothing again and says the same."""
     monkeypatch.setattr(digits_dit, "SAMPLING_STEPS", 3)

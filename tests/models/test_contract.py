@@ -131,7 +131,7 @@ def test_mixtral_checkpoints_have_the_names_of_the_hub(tmp_path):
 @pytest.mark.parametrize("exported", [False, True])
 def test_compiled_or_exported_model_equals_eager(exported):
     """In one graph, also with a mask, for which MHLA layers branch on no value."""
-    model, ids = converted_model(layers=[1]), tokens(2, 20)
+    model, ids = converted_model(layers=[1], num_layers=2), tokens(2, 20)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     torch.compiler.reset()

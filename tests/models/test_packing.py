@@ -40,7 +40,7 @@ def test_packed_equals_separate(make, given):
 def test_compiled_packed_equals_separate(given):
     """As one graph where the borders are given; where they are read from the numbers, the graph is cut there."""
     torch.compiler.reset()
-    model, batch = converted_model(layers=[1]), packed(given)
+    model, batch = converted_model(layers=[1], num_layers=2), packed(given)
     out = torch.compile(model, backend="eager", fullgraph=given == "cu_seq_lens_q")(**batch)
     torch.testing.assert_close(out.logits, separate(model), **CLOSE)
     out.loss.backward()

@@ -1,14 +1,9 @@
-from functools import cache
-
 import pytest
 
 from mhla_hf.share import folder_checks
-
-build_bundle = cache(folder_checks.build_bundle)
 
 
 @pytest.fixture
 def unvisited(monkeypatch):
     """Checks without the seconds that loading in a clean process takes; `test_folder_checks.py` has that."""
     monkeypatch.setattr(folder_checks, "check_isolated_load", lambda *given: None)
-    monkeypatch.setattr(folder_checks, "build_bundle", build_bundle)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import CACHE, scratch_model, shaken
-from small_repos import forge, looking_llama, save_carded, save_model, spoil
-from small_scores import save_llama, small_llama
+from small_repos import forge, looking_llama, save_carded, spoil
+from small_scores import HELD_OUT, save_llama, small_llama, small_tokenizer
 from small_towers import softmax_tower
 from small_types import small_model_of
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import mhla_hf
 from mhla_hf.cli import main
@@ -201,11 +201,13 @@ WRONG = {  # check -> how a forward is made wrong
 
 
 @pytest.mark.parametrize("check", WRONG)
-def test_a_wrong_forward_is_found(folder, monkeypatch, check):
-    cls = mhla_hf.MHLALlamaForCausalLM
+def test_a_wrong_forward_is_found(shelf, monkeypatch, check):
+    model = AutoModelForCausalLM.from_pretrained(shelf / "mhla")
+    cls = type(model)
+    assert run(check, bare(model, tokens=768))["verdict"] == "ok"
     monkeypatch.setattr(cls, "forward", WRONG[check](cls.forward), raising=False)
     assert "position_ids" in inspect.signature(cls.forward).parameters
-    assert check in verdicts(folder, tokens=768)[0]
+    assert run(check, bare(model, tokens=768))["verdict"] == FINDING
 
 
 def bare(model, **changes):
@@ -239,22 +241,19 @@ HEDGEHOG = {"window": 2, "feature_map": "hedgehog", "num_decays": 2, "rope": "be
 HEDGEHOG |= {"free_decay": False, "length_power": False}
 
 
-def test_a_model_that_forgets_is_found_beside_its_teacher(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("layers", "forgets"), [("all", True), ([0, 2, 3], False)])
+def test_a_model_that_forgets_is_found_beside_its_teacher(layers, forgets):
     """In its window it recalls what its teacher does, beyond it nothing; with softmax in the layer that looks up, all."""
-    monkeypatch.setattr(audit_checks, "check_isolated_load", lambda *given: "m.MHLALlamaForCausalLM")
-    teacher = save_model(tmp_path / "teacher", (softmax := looking_llama()))
-    for name, layers, code in (("all", "all", 1), ("hybrid", [0, 2, 3], 0)):
-        converted = mhla_hf.convert(copy.deepcopy(softmax), layers=layers, block_size=32, **HEDGEHOG)
-        folder = save_model(tmp_path / name, converted)
-        options = ["--teacher", str(teacher), "--tokens", "512", "--out", str(tmp_path / "a.json"), "--quiet"]
-        assert main(["audit", str(folder), *options]) == code
-        record = json.loads((tmp_path / "a.json").read_text())
-        rows = {row["name"]: row for row in record["checks"]}
-        gains, writing = rows["recall"]["details"], rows["writing"]
-        assert [row["name"] for row in rows.values() if row["verdict"] == FINDING] == ["recall"] * code
-        assert gains["teacher"]["64"] > 0.6 and (gains["model"]["64"] < 0.2) == code
-        assert gains["model"]["32"] == pytest.approx(gains["teacher"]["32"], abs=0.05)
-        assert (writing["value"] < 0.9) == code and (writing["details"]["same"] == 16) != code
+    teacher = looking_llama()
+    model = mhla_hf.convert(copy.deepcopy(teacher), layers=layers, block_size=32, **HEDGEHOG)
+    subject = bare(model, teacher=teacher)
+    subject.ids = torch.tensor(small_tokenizer()(HELD_OUT[:4000])["input_ids"])
+    recall, writing = run("recall", subject), run("writing", subject)
+    gains = recall["details"]
+    assert (recall["verdict"] == FINDING) == forgets and writing["verdict"] == "measured"
+    assert gains["teacher"]["64"] > 0.6 and (gains["model"]["64"] < 0.2) == forgets
+    assert gains["model"]["32"] == pytest.approx(gains["teacher"]["32"], abs=0.05)
+    assert (writing["value"] < 0.9) == forgets and (writing["details"]["same"] == 16) != forgets
 
 
 def test_half_precision_that_drifts_is_seen(monkeypatch):
