@@ -1,4 +1,4 @@
-"""The demo in miniature: killed in the middle, gone on with, run again, and what it refuses."""
+"""The demo in miniature: run to its end, run again, killed and gone on with, and what it refuses."""
 
 import contextlib
 import importlib
@@ -45,43 +45,53 @@ class Journey:
 
 
 @pytest.fixture(scope="module")
-def journey(tmp_path_factory):
-    """A demo killed with SIGKILL while MHLA was distilled, and then run to its end; `first` is what that printed."""
-    journey = Journey(tmp_path_factory.mktemp("journey"))
+def short():
+    """Little of what a demo does for each of its models."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookups, "LEAST", 0)  # the text comes once
         for name in ("FIT_ROWS", "GATE_STEPS"):
             patch.setattr(importlib.import_module("mhla_hf.conversion.language"), name, 4)
-        yield run_killed(journey)
+        yield
 
 
-def run_killed(journey):
-    """The same, which `first` is added to."""
-    process = multiprocessing.get_context("fork").Process(target=journey.run)
-    process.start()
-    while not any(".tmp-" not in state.name for state in (journey.out / "mhla.state").glob("step-*")):
-        assert process.is_alive()
-        time.sleep(0.01)
-    process.kill()
-    process.join()
-    assert not (journey.out / "mhla").exists()
+@pytest.fixture(scope="module")
+def journey(short, tmp_path_factory):
+    """A demo that was run to its end; `first` is what it printed."""
+    journey = Journey(tmp_path_factory.mktemp("journey"))
     journey.first = journey.run()
     return journey
 
 
-def test_killed_it_goes_on_to_the_end(journey):
-    assert f"{journey.out / 'teacher'} is there already" in journey.first
-    record = json.loads((journey.out / "mhla" / "train.json").read_text())
-    assert record["resumed"] >= 1 and record["steps"] == 6
+def check_models(out):
+    """Check that each model is there, with its scores, and that nothing else was left."""
+    assert json.loads((out / "mhla" / "train.json").read_text())["steps"] == 6
     for name in MODELS:
-        folder = journey.out / name
+        folder = out / name
         assert (folder / "model.safetensors").is_file() and (folder / "tokenizer.json").is_file()
         assert {record.metric for record in Results.read(folder)} >= {"bits_per_byte", "acc"}
         assert (folder / "modeling_mhla.py").exists() == (name not in ("teacher", "control"))
-    leftovers = [
-        path.name for path in journey.out.rglob("*") if ".tmp-" in path.name or path.suffix in (".state", ".start")
-    ]
-    assert leftovers == []
+    assert [path.name for path in out.rglob("*") if ".tmp-" in path.name or path.suffix in (".state", ".start")] == []
+
+
+@pytest.mark.slow
+def test_killed_it_goes_on_to_the_end(short, tmp_path):
+    """With SIGKILL, while MHLA was distilled."""
+    killed = Journey(tmp_path)
+    process = multiprocessing.get_context("fork").Process(target=killed.run)
+    process.start()
+    while not any(".tmp-" not in state.name for state in (killed.out / "mhla.state").glob("step-*")):
+        assert process.is_alive()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert not (killed.out / "mhla").exists()
+    assert f"{killed.out / 'teacher'} is there already" in killed.run()
+    check_models(killed.out)
+    assert json.loads((killed.out / "mhla" / "train.json").read_text())["resumed"] >= 1
+
+
+def test_every_model_is_there(journey):
+    check_models(journey.out)
 
 
 def test_what_lies_in_out(journey):
