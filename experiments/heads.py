@@ -408,7 +408,7 @@ def main() -> None:
         "--folders", nargs="*", default=[], help="converted models, such as distilled ones, or adapters"
     )
     parser.add_argument("--adapter", help="folder for the first of --folders or --rows, seed 0, as an adapter")
-    parser.add_argument("--rank", type=int, default=48, help="rank of LoRA in the adapter of a distilled model")
+    parser.add_argument("--rank", type=int, default=16, help="rank of LoRA in the adapter of a distilled model")
     parser.add_argument("--work", default="out-heads", help="folder for what is fitted")
     parser.add_argument("--out", default="docs/language/heads.json")
     arguments = vars(parser.parse_args())

@@ -94,6 +94,7 @@ def save_adapter(
         ImportError: PEFT is not installed.
     """
     untyped_model: Any = model
+    untyped_base: Any = base
     is_peft_model = hasattr(model, "peft_config")
     converted_model: Any = getattr(model, "base_model", None) if is_peft_model else model
     config: Any = getattr(converted_model, "config", None)
@@ -110,7 +111,7 @@ def save_adapter(
             r=rank,
             lora_alpha=rank,
             target_modules=list(factors) or NO_LORA,
-            base_model_name_or_path=config.name_or_path or None,
+            base_model_name_or_path=(config if base is None else untyped_base.config).name_or_path or None,
         )
         lora.inference_mode = True
         lora.save_pretrained(folder)

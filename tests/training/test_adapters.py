@@ -181,6 +181,7 @@ def test_a_damaged_adapter_leaves_the_model_as_it_was(file, tmp_path):
 def test_changes_of_distillation_as_lora(tmp_path):
     """A change of rank 2 is saved exactly; what is not a weight of a linear layer is refused."""
     base, ids = softmax_model(), tokens(2, 60, seed=5)
+    base.config.name_or_path = "the base"
     model = mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8)
     for name, module in model.named_modules():
         if name.endswith((".q_proj", ".v_proj", ".o_proj")):
@@ -188,6 +189,7 @@ def test_changes_of_distillation_as_lora(tmp_path):
             module.weight += 0.02 * factors[0] @ factors[1].T
     mhla_hf.save_adapter(model, tmp_path / "adapter", base=base, rank=4)
     loaded = mhla_hf.load_adapter(softmax_model(), tmp_path / "adapter")
+    assert loaded.peft_config["default"].base_model_name_or_path == "the base"
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
     assert (base(ids).logits - model(ids).logits).abs().max() > 0.1
     file = tmp_path / "adapter" / "adapter_model.safetensors"
