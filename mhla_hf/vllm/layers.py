@@ -1,0 +1,286 @@
+"""Attention layers of converted models inside vLLM: MHLA heads with their states in pages, softmax heads with paged keys."""
+
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backends.linear_attn import LinearAttentionMetadata
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from ..nn.heads import HeadSplit
+from ..nn.local import DecayMHLA
+from .pages import NoRotation, PagedAttention, PageLayout, PagePool
+
+OPERATOR = "mhla_attention"
+
+
+class StatePage(MambaBase):
+    """What vLLM allocates pages for: the state of some KV heads of a layer.
+
+    Args:
+        layout: The layout of its pages.
+        pages_per_layer: Number of pages that a layer of MHLA heads alone would have, by which vLLM's padding is divided.
+    """
+
+    def __init__(self, layout: PageLayout, pages_per_layer: int):
+        self.layout = layout
+        self.pages_per_layer = pages_per_layer
+        self.kv_cache: Any = ()
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Store vLLM's view of the pages of this layer, int8 [blocks, 1, 1, bytes]."""
+        self.kv_cache = kv_cache
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a page's parts."""
+        return self.layout.shapes
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of a page's parts."""
+        return self.layout.dtypes
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        """vLLM's backend of linear attention, whose metadata tell the tokens and the page of each request."""
+        return MambaAttentionBackendEnum.LINEAR
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        """Return the specification of the pages, padded to the size of a page of keys and values."""
+        spec: Any = super().get_kv_cache_spec(vllm_config)
+        if spec.page_size_padded is None:
+            return spec
+        return replace(spec, page_size_padded=spec.page_size_padded // self.pages_per_layer)
+
+
+class PagedMHLA(DecayMHLA):
+    """A `DecayMHLA` whose states are in vLLM's pages.
+
+    Attributes:
+        name: Name under which vLLM's forward context knows the layer.
+        page_names: Names of its `StatePage`s.
+        table: The `RotationTable` of the model, or `NoRotation`.
+    """
+
+    name: str
+    page_names: list[str]
+    table: Any
+    attention: PagedAttention | None = None
+
+    def install(self, name: str, heads_per_page: int, table: Any, vllm_config: VllmConfig) -> None:
+        """Declare the pages of the MHLA heads to vLLM. Must be called when `heads` and `form` are final.
+
+        Args:
+            name: Name of the layer.
+            heads_per_page: Number of KV heads in a page.
+            table: The `RotationTable` of the model, or None if this layer has no rotation to undo.
+            vllm_config: vLLM's configuration.
+        """
+        self.name = name
+        self.table = NoRotation() if table is None else table
+        layout = PageLayout.of(self.settings, heads_per_page, self.q_map.head_dim, vllm_config.model_config.dtype)
+        num_heads = self.num_kv_heads if self.heads is None else self.heads.counts[False]
+        self.page_names = [f"{name}.state_{index}" for index in range(num_heads // heads_per_page)]
+        context = vllm_config.compilation_config.static_forward_context
+        context[name] = self
+        for page_name in self.page_names:
+            context[page_name] = StatePage(layout, self.num_kv_heads // heads_per_page)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        hidden_states: torch.Tensor | None = None,
+        cos_sin: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attend to all tokens of vLLM's batch.
+
+        Args:
+            q: [1, T, H, D], the MHLA heads of the tokens of all requests.
+            k: [1, T, G, D].
+            v: [1, T, G, V].
+            hidden_states: [1, T, hidden_size], which the gate reads.
+            cos_sin: [1, T, 1, A], as in `DecayMHLA.forward`.
+            **options: Ignored: vLLM has neither padding nor caches of transformers.
+
+        Returns:
+            [1, T, H, V] in v's dtype.
+        """
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        cos_sin = q.new_zeros(1, q.shape[1], 1, 0) if cos_sin is None else cos_sin.to(q.dtype)
+        q_features = self.q_map(self.unrotate(q, cos_sin), self.heads)
+        if self.settings.local is None:
+            # The near part is linear, too, and reads features.
+            q, k = q_features, self.map_keys(k, cos_sin)
+        o = torch.empty(*q.shape[:3], v.shape[-1], dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
+        inputs = (x[0].contiguous() for x in (q, k, v, q_features, cos_sin))
+        torch.ops.vllm.mhla_attention(*inputs, o[0], self.name)
+        return self.finish_output(o, hidden_states, v.dtype)
+
+    def attach(self, pages: list[StatePage]) -> None:
+        """Make `attention` from the weights and the pages, unless it is up to date."""
+        memory: torch.Tensor = pages[0].kv_cache
+        if self.attention is not None and memory is self.memory:
+            return
+        self.memory = memory
+        rows, self.first_page, self.page_step = page_rows([page.kv_cache for page in pages])
+        map_keys: Any = self.map_keys if self.settings.local is not None else (lambda k, cos_sin: k)
+        decays, balance = self.mixing(self.heads)
+        self.attention = PagedAttention(
+            PagePool(rows, pages[0].layout), self.table, map_keys, decays, balance, self.form
+        )
+
+    def attend_batch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_features: torch.Tensor,
+        cos_sin: torch.Tensor,
+        o: torch.Tensor,
+    ) -> None:
+        """Compute the attention of vLLM's current batch: first the requests with one new token, then the other ones.
+
+        Args:
+            q, k, v, q_features, cos_sin: [T, ..], as in `forward`; only the first tokens belong to requests.
+            o: [T, H, V], changed in place.
+        """
+        context = get_forward_context()
+        metadata: Any = context.attn_metadata
+        self.table.allocate(cos_sin)
+        if metadata is None:
+            # vLLM measures memory.
+            o.zero_()
+            return
+        self.attach([context.no_compile_layers[name] for name in self.page_names])
+        batch: LinearAttentionMetadata = metadata[self.page_names[0]]
+        blocks = torch.stack([metadata[name].state_indices_tensor for name in self.page_names], 1).long()
+        pages = self.first_page + blocks * self.page_step
+        count = batch.num_decodes
+        if count:
+            position = batch.seq_lens[:count].long() - 1
+            self.table.write(position, cos_sin[:count])
+            o[:count] = self.attention.decode(
+                q[:count], k[:count], v[:count], q_features[:count], pages[:count], position
+            )
+        if not batch.num_prefills:
+            return
+        borders = batch.query_start_loc.tolist()
+        lengths = batch.seq_lens.tolist()
+        for row in range(count, count + batch.num_prefills):
+            tokens = slice(borders[row], borders[row + 1])
+            start = lengths[row] - (tokens.stop - tokens.start)
+            self.table.write(torch.arange(start, lengths[row], device=q.device), cos_sin[tokens])
+            o[tokens] = self.attention.prefill(
+                q[tokens], k[tokens], v[tokens], q_features[tokens], cos_sin[tokens], pages[row : row + 1], start
+            )
+
+
+def mhla_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    cos_sin: torch.Tensor,
+    o: torch.Tensor,
+    name: str,
+) -> None:
+    """Custom operator, opaque to torch.compile; see `PagedMHLA.attend_batch`."""
+    get_forward_context().no_compile_layers[name].attend_batch(q, k, v, q_features, cos_sin, o)
+
+
+def mhla_attention_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    cos_sin: torch.Tensor,
+    o: torch.Tensor,
+    name: str,
+) -> None:
+    """Take the place of `mhla_attention` in tracing."""
+
+
+direct_register_custom_op(OPERATOR, mhla_attention, mutates_args=["o"], fake_impl=mhla_attention_fake)
+
+
+def page_rows(views: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """View the memory that all layers share as rows, so that a page is the beginning of a row.
+
+    Args:
+        views: The pages of each layer, int8 [blocks, 1, 1, bytes].
+
+    Returns:
+        memory: int8 [rows, bytes of a row].
+        first: int64 [layers], the row of each layer's block 0.
+        step: int64 [layers], the number of rows from one block of a layer to its next.
+
+    Raises:
+        ValueError: Pages overlap in rows of any size.
+    """
+    starts = [view.storage_offset() for view in views]
+    steps = [view.stride(0) for view in views]
+    row, page = gcd(*starts, *steps), views[0].shape[-1]
+    if row < page:
+        raise ValueError(f"kv_cache: got pages of {page} bytes at multiples of {row} bytes, expected room for a page.")
+    device = views[0].device
+    memory = torch.empty(0, dtype=torch.int8, device=device).set_(views[0].untyped_storage())
+    num_rows = len(memory) // row
+    first, step = (torch.tensor([size // row for size in sizes], device=device) for sizes in (starts, steps))
+    return memory[: num_rows * row].view(num_rows, row), first, step
+
+
+class PagedSoftmax(nn.Module):
+    """Softmax attention of some KV heads of a layer, as one vLLM `Attention` per page.
+
+    Args:
+        name: Name of the layer.
+        num_kv_heads: Number of KV heads.
+        heads_per_page: Number of KV heads in a page.
+        share: Number of query heads per KV head.
+        **options: Further arguments of `Attention`.
+    """
+
+    def __init__(self, name: str, num_kv_heads: int, heads_per_page: int, share: int, **options: Any):
+        super().__init__()
+        self.parts = nn.ModuleList(
+            Attention(
+                num_heads=heads_per_page * share,
+                num_kv_heads=heads_per_page,
+                prefix=f"{name}.softmax_{index}",
+                **options,
+            )
+            for index in range(num_kv_heads // heads_per_page)
+        )
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend by all tokens of vLLM's batch: query [T, H, D], key [T, G, D], value [T, G, D] -> [T, H, D]."""
+        count = len(self.parts)
+        parts = zip(*(x.chunk(count, 1) for x in (query, key, value)), strict=True)
+        outputs = [part(*(x.flatten(1) for x in tensors)) for part, tensors in zip(self.parts, parts, strict=True)]
+        return torch.cat(outputs, -1).view_as(query)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Attend as `SoftmaxHeads` does: [1, H, T, D] -> [1, T, H, D]."""
+        return self.attend(*(x[0].transpose(0, 1) for x in (query, key, value)))[None]
+
+
+class SplitSoftmax(PagedSoftmax):
+    """`PagedSoftmax` for a whole layer of softmax, called by vLLM's attention function."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Attend: [T, H * D] -> [T, H * D]."""
+        width = self.parts[0].head_size
+        return self.attend(*(x.unflatten(1, (-1, width)) for x in (query, key, value))).flatten(1)

@@ -1,0 +1,156 @@
+"""Converted language models inside vLLM: its Transformers backend, with MHLA where `config.mhla` says so."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property, partial
+from math import gcd
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
+
+from ..models.causal_attention import ATTENTION_NAME, MHLAMixer, causal_core_sizes
+from ..models.derived_classes import swap_attention
+from ..models.rotation import rotation_layout, unrotate
+from ..models.transformers_api import set_attention_function
+from ..nn.heads import HeadSplit
+from ..nn.settings import MHLASettings
+from .layers import PagedMHLA, PagedSoftmax, SplitSoftmax
+from .pages import PageLayout, RotationTable
+
+# Keys of a converted configuration that its base does not have.
+ADDED_KEYS = ("mhla", "mhla_measured", "transformers_weights", "auto_map", "model_type", "architectures")
+
+
+class MHLAServing:
+    """Mixin that puts MHLA into a model of vLLM's Transformers backend; must come first among the bases of a class."""
+
+    # vLLM asks for these attributes of its `HasInnerState` and `IsHybrid`, which are protocols and would break `__init__`.
+    has_inner_state = True
+    is_hybrid = True
+
+    @cached_property
+    def _from_config_kwargs(self: Any) -> dict[str, Any]:
+        """Arguments with which the backend makes the model of transformers: that of the base, without MHLA."""
+        options: dict[str, Any] = super()._from_config_kwargs  # type: ignore[misc]
+        config = base_config(self.config)
+        set_attention_function(config, self.text_config._attn_implementation)
+        config.dtype = self.config.dtype
+        return {**options, "config": config}
+
+    def _create_attention_instances(self: Any, prefix: str = "") -> None:
+        """Create the attention of every layer as the backend does, then replace it in layers that have MHLA heads.
+
+        If some layers keep some heads, a page is for one KV head or a few in all layers, so that all pages have one size.
+        """
+        super()._create_attention_instances(prefix)  # type: ignore[misc]
+        config = self._from_config_kwargs["config"]
+        settings = MHLASettings.from_dict(self.config.mhla)
+        heads_per_page = count_heads_per_page(settings, config)
+        table = RotationTable(self.model_config.max_model_len)
+        for index, (attention_name, fuser) in self.attention_fusers.items():
+            attention = self.get_submodule(attention_name)
+            scale = fuser.scale(attention) or attention.attn.head_size**-0.5
+            options = {
+                "head_size": attention.attn.head_size,
+                "scale": scale,
+                "cache_config": self.cache_config,
+                "quant_config": self.quant_config,
+                "logits_soft_cap": getattr(config, "attn_logit_softcapping", None),
+            }
+            context = self.compilation_config.static_forward_context
+            name, share = attention.attn.layer_name, attention.attn.num_heads // attention.attn.num_kv_heads
+            if index in settings.layers:
+                del context[name], attention.attn
+                core = PagedMHLA(settings, **causal_core_sizes(attention, config))
+                core.mixing.float()
+                core.form = replace(core.form, scale=scale)
+                kept = (settings.softmax_heads or {}).get(str(index), [])
+                put_mhla(attention, core, settings, kept)
+                core.install(name, heads_per_page, table if attention.reads_unrotated else None, self.vllm_config)
+                if kept:
+                    attention.softmax_heads = PagedSoftmax(name, len(kept), heads_per_page, share, **options)
+            elif attention.attn.num_kv_heads > heads_per_page:
+                if attention.attn.sliding_window is not None:
+                    options["per_layer_sliding_window"] = attention.attn.sliding_window
+                num_kv_heads = attention.attn.num_kv_heads
+                del context[name]
+                attention.attn = SplitSoftmax(name, num_kv_heads, heads_per_page, share, **options)
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load weights as the backend does. MHLA layers read their mixing anew afterwards."""
+        loaded: set[str] = super().load_weights(weights)  # type: ignore[misc]
+        for module in self.modules():
+            if isinstance(module, PagedMHLA):
+                module.attention = None
+        return loaded
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the state of one layer with all of its KV heads, by which vLLM chooses the size of pages."""
+        return layer_layout(vllm_config).shapes
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the state of a layer."""
+        return layer_layout(vllm_config).dtypes
+
+
+class MHLAForCausalLM(MHLAServing, TransformersForCausalLM):
+    """A converted language model."""
+
+
+class MHLAMoEForCausalLM(MHLAServing, TransformersMoEForCausalLM):
+    """A converted language model with experts."""
+
+
+def base_config(config: Any) -> Any:
+    """Return the configuration of the base of a converted model.
+
+    Args:
+        config: The configuration of the converted model, whose MHLA layers have the type "linear_attention".
+    """
+    values = {name: value for name, value in config.to_dict().items() if name not in ADDED_KEYS}
+    if values.get("layer_types") is not None:
+        # Only layers of full attention are converted.
+        linear = set(config.mhla["layers"])
+        values["layer_types"] = [
+            "full_attention" if index in linear else kind for index, kind in enumerate(values["layer_types"])
+        ]
+    base: Any = type(config).__bases__[1]
+    return base.from_dict(values)
+
+
+def count_heads_per_page(settings: MHLASettings, config: Any) -> int:
+    """Return the largest number of KV heads that divides the MHLA heads and the softmax heads of every layer."""
+    num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return gcd(num_kv_heads, *(len(heads) for heads in (settings.softmax_heads or {}).values()))
+
+
+def put_mhla(attention: Any, core: PagedMHLA, settings: MHLASettings, kept: list[int]) -> None:
+    """Turn an attention module of the backend into MHLA, in place.
+
+    Args:
+        attention: The module, whose forward may be one that the backend has rewritten.
+        core: Its new child `mhla`.
+        settings: The settings of the model.
+        kept: The KV heads that keep softmax.
+    """
+    base = type(attention)
+    rewritten = attention.__dict__.pop("forward", None)
+    if rewritten is not None:
+        base = type(base.__name__, (base,), {"forward": rewritten.__func__})
+    swap_attention(attention, type(f"MHLA{base.__name__}", (MHLAMixer, base), {}), core, ATTENTION_NAME)
+    core.heads = HeadSplit(kept, core.num_kv_heads) if kept else None
+    attention.reads_unrotated = settings.rope == "near"
+    if attention.reads_unrotated:
+        core.unrotate = partial(unrotate, layout=rotation_layout(attention))
+
+
+def layer_layout(vllm_config: VllmConfig) -> PageLayout:
+    """Return the layout of the state of a layer with all of its KV heads, from configurations alone."""
+    model_config = vllm_config.model_config
+    settings = MHLASettings.from_dict(model_config.hf_config.mhla)
+    num_kv_heads = model_config.get_num_kv_heads(vllm_config.parallel_config)
+    return PageLayout.of(settings, num_kv_heads, model_config.get_head_size(), model_config.dtype)

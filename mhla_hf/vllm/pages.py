@@ -1,0 +1,306 @@
+"""Decoder states in the pages of a serving engine, as rows of one pool that requests take and return.
+
+A page holds the state of `heads` KV heads of one layer for one request, and is as large as a page of keys and values, so the
+engine can hand out both from the same memory. What a page holds is a `LocalState` without what the position of the request
+tells: which slots are filled, and the cosines and sines of their rotation (`RotationTable`). Its ring has one block less,
+because an engine never takes tokens back.
+"""
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from ..nn.features import FeatureMap
+from ..nn.settings import MHLASettings
+from ..ops.decays import Decays, LocalForm
+from ..ops.local_state import KeyMap, LocalState, continue_local, local_step
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Shapes and dtypes of what a page holds.
+
+    Args:
+        heads: Number of KV heads in a page, U.
+        num_rates: Number of decay rates, R.
+        num_features: Width of the features of the far part, F.
+        key_dim: Width of the keys in the ring, D.
+        value_dim: Width of the values, V.
+        num_slots: Number of tokens in the ring, sinks included, S.
+        dtype: Dtype of keys and values.
+    """
+
+    heads: int
+    num_rates: int
+    num_features: int
+    key_dim: int
+    value_dim: int
+    num_slots: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(settings: MHLASettings, heads: int, head_dim: int, dtype: torch.dtype) -> "PageLayout":
+        """Return the layout for `heads` KV heads of width `head_dim` of a model in `dtype`."""
+        is_local = settings.local is not None
+        num_features = FeatureMap(settings.feature_map, 0, head_dim).num_features
+        num_blocks, sinks = (settings.window, settings.sinks) if is_local else (1, 0)
+        return PageLayout(
+            heads=heads,
+            num_rates=settings.num_decays,
+            num_features=num_features,
+            key_dim=head_dim if is_local else num_features,
+            value_dim=head_dim,
+            num_slots=sinks + num_blocks * settings.block_size,
+            dtype=dtype,
+        )
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the running sums [U, R, V + 1, F], the pending summary [U, V + 1, F], keys [U, S, D], values [U, S, V]."""
+        sums = (self.value_dim + 1, self.num_features)
+        slots = (self.heads, self.num_slots)
+        return (
+            (self.heads, self.num_rates, *sums),
+            (self.heads, *sums),
+            (*slots, self.key_dim),
+            (*slots, self.value_dim),
+        )
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes in the order of `shapes`; sums are at least fp32."""
+        sum_dtype = torch.promote_types(self.dtype, torch.float32)
+        return sum_dtype, sum_dtype, self.dtype, self.dtype
+
+
+class RotationTable:
+    """Cosines and sines of the rotation at every position, which all layers of a model share.
+
+    Layers write those of the tokens that they see, so the table knows every position that a page holds.
+
+    Args:
+        num_positions: Largest number of tokens of a request.
+    """
+
+    def __init__(self, num_positions: int):
+        self.num_positions = num_positions
+        self.rows: torch.Tensor | None = None
+
+    def allocate(self, cos_sin: torch.Tensor) -> None:
+        """Allocate the table, unless it exists, for cosines and sines like cos_sin [.., 1, A]."""
+        if self.rows is None:
+            self.rows = cos_sin.new_zeros(self.num_positions + 1, *cos_sin.shape[1:])
+
+    def write(self, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        """Store cos_sin [N, 1, A] for int64 positions [N]. Position -1, of padding, goes to a row that nobody reads."""
+        assert self.rows is not None
+        self.rows[positions] = cos_sin
+
+    def read(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the cosines and sines at int64 positions of any shape, [.., 1, A]; arbitrary at negative positions."""
+        assert self.rows is not None
+        return self.rows[positions.clamp(min=0)]
+
+
+class NoRotation:
+    """Takes the place of a `RotationTable` in layers that have no rotation to undo."""
+
+    def allocate(self, cos_sin: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def write(self, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def read(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return an empty tensor [.., 1, 0] for positions of any shape."""
+        return torch.zeros(*positions.shape, 1, 0, device=positions.device)
+
+
+class PagePool:
+    """The memory of all pages, as tensors with one row per page.
+
+    Args:
+        memory: uint8 or int8 [P, bytes], contiguous in its last axis; a page begins with what `layout` describes.
+        layout: The layout of every page.
+    """
+
+    def __init__(self, memory: torch.Tensor, layout: PageLayout):
+        self.layout = layout
+        parts, offset = [], 0
+        for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True):
+            num_bytes = prod(shape) * dtype.itemsize
+            parts.append(memory[:, offset : offset + num_bytes].view(dtype).unflatten(1, shape))
+            offset += num_bytes
+        self.running, self.pending, self.k, self.v = parts
+
+    def gather(self, pages: torch.Tensor, position: torch.Tensor, form: LocalForm) -> LocalState:
+        """Copy pages into a state.
+
+        Args:
+            pages: int64 [N, P], the pages of N requests, whose KV heads are in the order of the model's.
+            position: int64 [N], number of tokens that each request has in its pages. A request with none may have been
+                given pages that hold anything.
+            form: Options of the attention.
+
+        Returns:
+            The state, with an empty `cos_sin`.
+        """
+        is_old = (position > 0).view(-1, 1, 1, 1)
+        running = torch.where(is_old[..., None], self.running[pages].flatten(1, 2), 0)
+        pending = torch.where(is_old, self.pending[pages].flatten(1, 2), 0)
+        valid = slot_positions(position, self.layout.num_slots, form.sinks) >= 0
+        # Weights of 0 would not remove NaN.
+        k, v = (
+            x[pages].flatten(1, 2).masked_fill_(~valid[:, None, :, None], 0).transpose(1, 2) for x in (self.k, self.v)
+        )
+        return LocalState(
+            block_size=form.block_size,
+            k=k,
+            v=v,
+            valid=valid,
+            cos_sin=k.new_zeros(*k.shape[:2], 1, 0),
+            running=running,
+            pending=pending,
+            position=position.clone(),
+            furthest=position,
+        )
+
+    def write_sums(self, pages: torch.Tensor, state: LocalState) -> None:
+        """Copy the sums of a state back to its pages; see `gather`."""
+        heads = (pages.shape[1], self.layout.heads)
+        self.running[pages] = state.running.unflatten(1, heads)
+        self.pending[pages] = state.pending.unflatten(1, heads)
+
+    def write_token(self, pages: torch.Tensor, slot: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write keys [N, G, D] and values [N, G, V] of one token per request into slots int64 [N] of its pages."""
+        heads = (pages.shape[1], self.layout.heads)
+        for held, new in ((self.k, k), (self.v, v)):
+            held[pages, :, slot[:, None]] = new.unflatten(1, heads).to(held.dtype)
+
+    def write_tokens(self, pages: torch.Tensor, state: LocalState) -> None:
+        """Copy all keys and values of a state back to its pages; see `gather`."""
+        heads = (pages.shape[1], self.layout.heads)
+        for held, new in ((self.k, state.k), (self.v, state.v)):
+            held[pages] = new.transpose(1, 2).unflatten(1, heads)
+
+
+def slot_positions(count: torch.Tensor, num_slots: int, sinks: int) -> torch.Tensor:
+    """Return which token is in each slot after `count` tokens, the inverse of `ring_slot`.
+
+    Args:
+        count: int64 [N].
+        num_slots: Number of slots, S.
+        sinks: Number of slots for sink tokens.
+
+    Returns:
+        int64 [N, S], negative for empty slots.
+    """
+    slot = torch.arange(num_slots, device=count.device)
+    last = count[:, None] - 1
+    in_ring = last - (last - slot + sinks) % (num_slots - sinks)
+    in_ring = torch.where(in_ring >= sinks, in_ring, -1)  # such tokens are in the slots of sinks
+    return torch.where(slot < sinks, torch.where(slot <= last, slot, -1), in_ring)
+
+
+@dataclass
+class PagedAttention:
+    """Attention of the MHLA heads of one layer, whose states are in pages.
+
+    Args:
+        pool: The pages.
+        table: The `RotationTable`, or `NoRotation`.
+        map_keys: See `KeyMap`.
+        decays, balance, form: As in `local_attention`.
+    """
+
+    pool: PagePool
+    table: Any
+    map_keys: KeyMap
+    decays: Decays
+    balance: torch.Tensor | None
+    form: LocalForm
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_features: torch.Tensor,
+        pages: torch.Tensor,
+        position: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend by one token per request, and update the pages. Nothing is read on the host.
+
+        Args:
+            q: [N, H, D].
+            k: [N, G, D].
+            v: [N, G, V].
+            q_features: [N, H, F].
+            pages, position: As in `PagePool.gather`; `position` is that of the new token.
+
+        Returns:
+            [N, H, V] in the dtype of the sums.
+        """
+        pool, form = self.pool, self.form
+        state = pool.gather(pages, position, form)
+        # The step maps one old key, that of the token `lag - 1` blocks before the new one.
+        cos_sin = self.table.read(position - (form.lag - 1) * form.block_size)[:, None]
+        o = local_step(
+            q[:, None],
+            k[:, None],
+            v[:, None],
+            q_features[:, None],
+            lambda old_k, _: self.map_keys(old_k, cos_sin.to(old_k.dtype)),
+            self.decays,
+            self.balance,
+            form,
+            state,
+        )
+        pool.write_sums(pages, state)
+        pool.write_token(pages, state.slot(position, form), k, v)
+        return o[:, 0]
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_features: torch.Tensor,
+        cos_sin: torch.Tensor,
+        pages: torch.Tensor,
+        start: int,
+    ) -> torch.Tensor:
+        """Attend by T new tokens of one request, and update its pages.
+
+        Args:
+            q, k, v, q_features: As in `decode`, with T for N.
+            cos_sin: [T, 1, A], the cosines and sines of the new tokens.
+            pages: int64 [1, P].
+            start: Position of the first new token.
+
+        Returns:
+            [T, H, V] in the dtype of the sums.
+        """
+        pool, form = self.pool, self.form
+        position = torch.full((1,), start, device=q.device)
+        state = pool.gather(pages, position, form)
+        held = slot_positions(position, pool.layout.num_slots, form.sinks)
+        state = replace(state, cos_sin=self.table.read(held).to(cos_sin.dtype), furthest=position.clone())
+        o = continue_local(
+            q[None],
+            k[None],
+            v[None],
+            q_features[None],
+            self.map_keys,
+            self.decays,
+            self.balance,
+            form,
+            state,
+            fresh=start == 0,
+            cos_sin=cos_sin[None],
+        )
+        pool.write_sums(pages, state)
+        pool.write_tokens(pages, state)
+        return o[0]

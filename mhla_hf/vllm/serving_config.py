@@ -1,0 +1,111 @@
+"""Names of converted models for vLLM, and what is changed or refused in its configuration when it serves one."""
+
+import logging
+from typing import Any
+
+from transformers import AutoConfig
+from vllm import ModelRegistry
+from vllm.config import CompilationConfig, ModelConfig, VllmConfig
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+from ..models.derived_classes import derived_config_class
+from ..models.families import LANGUAGE
+from ..models.transformers_api import class_names, config_class_of
+
+LOG = logging.getLogger("vllm.mhla_hf")
+OPERATOR = "vllm::mhla_attention"
+# Rotations whose angles depend on the length of the batch, not on the position alone.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class MHLAServingConfig(VerifyAndUpdateConfig):
+    """Hooks that vLLM calls before it uses the configuration of a converted model."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """Check the settings, and mark MHLA layers as linear where the configuration has a list of layer types.
+
+        Without the mark, vLLM takes a model whose layers all have full attention for one without states.
+
+        Raises:
+            ValueError: The settings cannot be served.
+        """
+        config = model_config.hf_config
+        check_settings(config.mhla, config)
+        if getattr(config, "layer_types", None) is not None:
+            linear = set(config.mhla["layers"])
+            config.layer_types = [
+                "linear_attention" if index in linear else kind for index, kind in enumerate(config.layer_types)
+            ]
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Turn prefix caching off, and refuse what the plugin does not support.
+
+        Raises:
+            ValueError: An option cannot be combined with MHLA layers.
+        """
+        parallel = vllm_config.parallel_config
+        for name, value in (
+            ("tensor_parallel_size", parallel.tensor_parallel_size),
+            ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+            ("decode_context_parallel_size", parallel.decode_context_parallel_size),
+        ):
+            if value > 1:
+                raise ValueError(f"{name}: got {value} for a model with MHLA layers, expected 1.")
+        for name in ("lora_config", "speculative_config", "kv_transfer_config"):
+            if getattr(vllm_config, name) is not None:
+                raise ValueError(f"{name}: got a value for a model with MHLA layers, expected None.")
+        cache = vllm_config.cache_config
+        if cache.cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype: got {cache.cache_dtype!r} for a model with MHLA layers, expected 'auto'."
+            )
+        if cache.enable_prefix_caching:
+            LOG.warning("Prefix caching is off: the state of MHLA layers cannot be shared between requests.")
+            cache.enable_prefix_caching = False
+
+
+def check_settings(settings: dict[str, Any], config: Any) -> None:
+    """Raise ValueError if a converted model has MHLA settings that the plugin cannot serve.
+
+    Args:
+        settings: The settings, `config.mhla`.
+        config: The configuration of the model.
+    """
+    if settings["mixing_form"] != "decay":
+        raise ValueError(
+            f"mixing_form: got {settings['mixing_form']!r}, expected 'decay': the state of a mixing matrix has no fixed size."
+        )
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError(f"model_type: got {config.model_type}, expected one without latent attention.")
+    if settings["rope"] == "near":
+        parameters = getattr(config, "rope_parameters", None) or {}
+        kinds = {part.get("rope_type") for part in (parameters, *parameters.values()) if isinstance(part, dict)}
+        if kinds & set(LENGTH_DEPENDENT_ROPE):
+            raise ValueError(
+                f"rope_type: got {sorted(kinds - {None})}, expected one that does not depend on the length."
+            )
+
+
+def register_models() -> None:
+    """Register every family of converted language models of this release of transformers."""
+    if OPERATOR not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append(OPERATOR)
+    for family in LANGUAGE:
+        if config_class_of(family.base) is None:
+            continue
+        config_class = derived_config_class(family)
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        for name in class_names(family):
+            if name.endswith(("ForCausalLM", "LMHeadModel")):
+                architecture = f"MHLA{name}"
+                kind = "MHLAMoEForCausalLM" if has_experts(config_class) else "MHLAForCausalLM"
+                ModelRegistry.register_model(architecture, f"mhla_hf.vllm.model:{kind}")
+                MODELS_CONFIG_MAP[architecture] = MHLAServingConfig
+
+
+def has_experts(config_class: Any) -> bool:
+    """Return whether models of a configuration class have experts, by the names that vLLM looks for."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any(hasattr(config_class, name) for name in names)
