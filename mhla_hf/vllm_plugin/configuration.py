@@ -75,7 +75,7 @@ def check_settings(settings: dict[str, Any], config: Any) -> None:
     """
     if settings["mixing_form"] != "decay":
         raise ValueError(
-            f"mixing_form: got {settings['mixing_form']!r}, expected 'decay': the state of a mixing matrix has no fixed size."
+            f"mixing_form: got {settings['mixing_form']!r}, expected 'decay': the state of a mixing matrix grows."
         )
     if getattr(config, "kv_lora_rank", None) is not None:
         raise ValueError(f"model_type: got {config.model_type}, expected one without latent attention.")
@@ -101,7 +101,7 @@ def register_models() -> None:
             if name.endswith(("ForCausalLM", "LMHeadModel")):
                 architecture = f"MHLA{name}"
                 kind = "MHLAMoEForCausalLM" if has_experts(config_class) else "MHLAForCausalLM"
-                ModelRegistry.register_model(architecture, f"mhla_hf.vllm.model:{kind}")
+                ModelRegistry.register_model(architecture, f"mhla_hf.vllm_plugin.model:{kind}")
                 MODELS_CONFIG_MAP[architecture] = MHLAServingConfig
 
 

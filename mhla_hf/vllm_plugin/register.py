@@ -22,6 +22,6 @@ def register() -> None:
         ImportError: Another minor version of vLLM is installed.
     """
     check_version(version("vllm"))
-    from .serving_config import register_models
+    from .configuration import register_models
 
     register_models()

@@ -15,7 +15,6 @@ from vllm.v1.attention.backends.linear_attn import LinearAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from ..nn.heads import HeadSplit
 from ..nn.local import DecayMHLA
 from .pages import NoRotation, PagedAttention, PageLayout, PagePool
 

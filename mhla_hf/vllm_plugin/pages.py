@@ -58,7 +58,7 @@ class PageLayout:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the running sums [U, R, V + 1, F], the pending summary [U, V + 1, F], keys [U, S, D], values [U, S, V]."""
+        """Running sums [U, R, V + 1, F], pending summary [U, V + 1, F], keys [U, S, D], and values [U, S, V]."""
         sums = (self.value_dim + 1, self.num_features)
         slots = (self.heads, self.num_slots)
         return (

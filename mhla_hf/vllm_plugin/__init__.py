@@ -1,0 +1,1 @@
+"""Serves converted language models with vLLM: `vllm serve FOLDER` finds `register` by its entry point."""

@@ -1,0 +1,167 @@
+"""States in pages: requests that come, grow by chunks, and leave their pages get the outputs of whole sequences."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from mhla_hf.models.rotation import HALVES, unrotate
+from mhla_hf.nn.local import DecayMHLA
+from mhla_hf.nn.settings import MHLASettings
+from mhla_hf.ops.local import local_attention
+from mhla_hf.ops.torch_layout import ring_slot
+from mhla_hf.vllm_plugin.pages import NoRotation, PagedAttention, PageLayout, PagePool, RotationTable, slot_positions
+
+HEADS, KV_HEADS, WIDTH, LONGEST = 4, 2, 8, 90
+KINDS = {
+    "defaults": {"feature_map": "exp", "rope": "near", "window": 3, "free_decay": True, "length_power": True},
+    "several decays": {"feature_map": "hedgehog", "window": 2, "num_decays": 3, "sinks": 2},
+    "smallest window": {"feature_map": "relu", "window": 1, "sinks": 0},
+    "no softmax": {"local": None, "feature_map": "hedgehog", "num_decays": 2, "sinks": 0},
+    "no normalizer": {"local": None, "normalize": False, "feature_map": "elu", "sinks": 0},
+}
+
+
+def make_core(**settings):
+    values = {"mixing_form": "decay", "local": "softmax", "block_size": 4, "layers": [0], "gate": False, **settings}
+    values = {"output_norm": values.get("normalize") is False, "rope": "before", **values}
+    widths = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "key_dim": WIDTH, "value_dim": WIDTH}
+    core = DecayMHLA(MHLASettings(**values), **widths, hidden_size=16, norm_eps=1e-6).double().eval()
+    with torch.no_grad():
+        for parameter in core.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    if core.settings.rope == "near":
+        core.unrotate = lambda x, cos_sin: unrotate(x, cos_sin, HALVES)
+    return core
+
+
+class Requests:
+    """A pool of pages, filled with NaN, and sequences whose tokens arrive in batches, as an engine sends them."""
+
+    def __init__(self, core, heads_per_page, num_pages=3, num_sequences=5):
+        self.core, self.is_local = core, core.settings.local is not None
+        count_pages = KV_HEADS // heads_per_page
+        layout = PageLayout.of(core.settings, heads_per_page, WIDTH, torch.float64)
+        num_bytes = sum(torch.Size(s).numel() * d.itemsize for s, d in zip(layout.shapes, layout.dtypes, strict=True))
+        memory = torch.full((num_pages * count_pages, num_bytes // 8 + 2), torch.nan, dtype=torch.float64)
+        decays, balance = core.mixing()
+        table = RotationTable(LONGEST) if core.settings.rope == "near" else NoRotation()
+        map_keys = core.map_keys if self.is_local else lambda k, cos_sin: k
+        pool = PagePool(memory.view(torch.int8), layout)
+        self.attention = PagedAttention(pool, table, map_keys, decays.to(torch.float64), balance, core.form)
+        self.free = torch.randperm(num_pages * count_pages).view(-1, count_pages).tolist()
+        angle = torch.arange(LONGEST).double()[:, None] / torch.tensor([1.0, 3.0, 9.0, 27.0])
+        width = 2 * WIDTH // 2 if core.settings.rope == "near" else 0
+        self.cos_sin = torch.cat([angle.cos(), angle.sin()], -1)[:, None, :width]
+        self.q = torch.randn(num_sequences, LONGEST, HEADS, WIDTH).double()
+        self.k, self.v = torch.randn(2, num_sequences, LONGEST, KV_HEADS, WIDTH).double()
+        self.held = {}
+
+    def inputs(self, row, tokens):
+        q, k, v, cos_sin = self.q[row, tokens], self.k[row, tokens], self.v[row, tokens], self.cos_sin[tokens]
+        features = self.core.q_map(self.core.unrotate(q[None], cos_sin[None]))[0]
+        if not self.is_local:
+            q, k = features, self.core.map_keys(k[None], cos_sin[None])[0]
+        return q, k, v, features, cos_sin
+
+    def expected(self, row):
+        q, k, v, features, cos_sin = (x[None] for x in self.inputs(row, slice(None)))
+        k_features = self.core.map_keys(k, cos_sin) if self.is_local else k
+        attention = self.attention
+        return local_attention(q, k, v, features, k_features, attention.decays, attention.balance, attention.form)[0]
+
+    def prefill(self, row, count):
+        start = len(self.held[row][1])
+        tokens = slice(start, start + count)
+        q, k, v, features, cos_sin = self.inputs(row, tokens)
+        self.attention.table.allocate(cos_sin)
+        self.attention.table.write(torch.arange(start, start + count), cos_sin)
+        pages = torch.tensor([self.held[row][0]])
+        self.held[row][1].extend(self.attention.prefill(q, k, v, features, cos_sin, pages, start))
+
+    def decode(self, rows):
+        position = torch.tensor([len(self.held[row][1]) for row in rows])
+        parts = zip(
+            *(self.inputs(row, slice(p, p + 1)) for row, p in zip(rows, position.tolist(), strict=True)), strict=True
+        )
+        q, k, v, features, cos_sin = (torch.cat(part) for part in parts)
+        self.attention.table.allocate(cos_sin)
+        self.attention.table.write(position, cos_sin)
+        pages = torch.tensor([self.held[row][0] for row in rows])
+        for row, o in zip(rows, self.attention.decode(q, k, v, features, pages, position), strict=True):
+            self.held[row][1].append(o)
+
+
+def play(requests, source):
+    """Play 150 random events, and return the largest error of each sequence's outputs."""
+    errors = []
+    for _ in range(150):
+        row = source.randrange(len(requests.q))
+        if row not in requests.held:
+            if requests.free:
+                requests.held[row] = (requests.free.pop(), [])
+                if source.random() < 0.7:
+                    requests.prefill(row, source.choice([1, 2, 3, 4, 5, 8, 13, 30]))
+        elif source.random() < 0.2:
+            pages, outputs = requests.held.pop(row)
+            requests.free.append(pages)
+            errors.extend((o - e).abs().max() for o, e in zip(outputs, requests.expected(row), strict=False))
+        elif source.random() < 0.2 and len(requests.held[row][1]) < LONGEST - 20:
+            requests.prefill(row, source.choice([1, 2, 4, 7, 19]))
+        rows = [row for row, (_, outputs) in requests.held.items() if len(outputs) < LONGEST]
+        if rows:
+            requests.decode(source.sample(rows, source.randint(1, len(rows))))
+    return torch.stack(errors)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads_per_page", [1, 2])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_requests_in_reused_pages_are_as_alone(kind, heads_per_page):
+    errors = play(Requests(make_core(**KINDS[kind]), heads_per_page), random.Random(1))
+    assert len(errors) > 200 and errors.max() < 1e-9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fault", ["stale sums", "position"])
+def test_faults_are_seen(fault, monkeypatch):
+    gather = PagePool.gather
+
+    def wrong_gather(self, pages, position, form):
+        state = gather(self, pages, position, form)
+        if fault == "position":
+            return replace(state, position=(position - 1).clamp(min=0))
+        return replace(state, running=self.running[pages].flatten(1, 2), pending=self.pending[pages].flatten(1, 2))
+
+    monkeypatch.setattr(PagePool, "gather", wrong_gather)
+    errors = play(Requests(make_core(**KINDS["defaults"]), 1), random.Random(1))
+    assert not errors.max() < 1e-3
+
+
+@torch.no_grad()
+def test_step_reads_nothing_on_the_host():
+    requests = Requests(make_core(**KINDS["defaults"]), 1)
+    requests.held = {0: (requests.free.pop(), []), 1: (requests.free.pop(), [])}
+    requests.decode([0, 1])
+    attention, (q, k, v, features, _) = requests.attention, requests.inputs(0, slice(0, 2))
+
+    with FakeTensorMode(allow_non_fake_inputs=True):  # raises where a value of a tensor is read
+        attention.decode(q, k, v, features, torch.zeros(2, KV_HEADS, dtype=torch.long), torch.tensor([1, 1]))
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_slot_positions_invert_ring_slot(sinks):
+    for count in range(40):
+        held = slot_positions(torch.tensor([count]), sinks + 8, sinks)[0].tolist()
+        slots = {ring_slot(torch.tensor(p), sinks + 8, sinks).item(): p for p in range(count)}
+        assert held == [slots.get(slot, held[slot] if held[slot] < 0 else None) for slot in range(sinks + 8)]
+
+
+def test_layout_is_what_a_state_holds():
+    layout = PageLayout.of(
+        MHLASettings(mixing_form="decay", local="softmax", feature_map="exp", window=6), 1, 64, torch.bfloat16
+    )
+    assert layout.shapes == ((1, 4, 65, 64), (1, 65, 64), (1, 388, 64), (1, 388, 64))
+    assert layout.dtypes == (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
