@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from ..nn.local import DecayMHLA
-from .pages import NoRotation, PagedAttention, PageLayout, PagePool
+from .pages import NoRotation, PagedAttention, PageLayout, PagePool, RotationTable
 
 OPERATOR = "mhla_attention"
 
@@ -65,7 +65,7 @@ class PagedMHLA(DecayMHLA):
     Attributes:
         name: Name under which vLLM's forward context knows the layer.
         page_names: Names of its `StatePage`s.
-        table: The `RotationTable` of the model, or `NoRotation`.
+        table: The `RotationTable` of the model; `NoRotation` once it turns out that this layer has none to undo.
     """
 
     name: str
@@ -73,17 +73,17 @@ class PagedMHLA(DecayMHLA):
     table: Any
     attention: PagedAttention | None = None
 
-    def install(self, name: str, heads_per_page: int, table: Any, vllm_config: VllmConfig) -> None:
+    def install(self, name: str, heads_per_page: int, table: RotationTable, vllm_config: VllmConfig) -> None:
         """Declare the pages of the MHLA heads to vLLM. Must be called when `heads` and `form` are final.
 
         Args:
             name: Name of the layer.
             heads_per_page: Number of KV heads in a page.
-            table: The `RotationTable` of the model, or None if this layer has no rotation to undo.
+            table: The `RotationTable` of the model.
             vllm_config: vLLM's configuration.
         """
         self.name = name
-        self.table = NoRotation() if table is None else table
+        self.table = table
         layout = PageLayout.of(self.settings, heads_per_page, self.q_map.head_dim, vllm_config.model_config.dtype)
         num_heads = self.num_kv_heads if self.heads is None else self.heads.counts[False]
         self.page_names = [f"{name}.state_{index}" for index in range(num_heads // heads_per_page)]
@@ -156,6 +156,8 @@ class PagedMHLA(DecayMHLA):
         """
         context = get_forward_context()
         metadata: Any = context.attn_metadata
+        if cos_sin.shape[-1] == 0:
+            self.table = NoRotation()
         self.table.allocate(cos_sin)
         if metadata is None:
             # vLLM measures memory.

@@ -68,7 +68,7 @@ class MHLAServing:
                 core.form = replace(core.form, scale=scale)
                 kept = (settings.softmax_heads or {}).get(str(index), [])
                 put_mhla(attention, core, settings, kept)
-                core.install(name, heads_per_page, table if attention.reads_unrotated else None, self.vllm_config)
+                core.install(name, heads_per_page, table, self.vllm_config)
                 if kept:
                     attention.softmax_heads = PagedSoftmax(name, len(kept), heads_per_page, share, **options)
             elif attention.attn.num_kv_heads > heads_per_page:

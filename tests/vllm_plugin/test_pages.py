@@ -159,9 +159,8 @@ def test_slot_positions_invert_ring_slot(sinks):
         assert held == [slots.get(slot, held[slot] if held[slot] < 0 else None) for slot in range(sinks + 8)]
 
 
-def test_layout_is_what_a_state_holds():
-    layout = PageLayout.of(
-        MHLASettings(mixing_form="decay", local="softmax", feature_map="exp", window=6), 1, 64, torch.bfloat16
-    )
-    assert layout.shapes == ((1, 4, 65, 64), (1, 65, 64), (1, 388, 64), (1, 388, 64))
+def test_layout_of_a_converted_smollm2():
+    settings = MHLASettings(mixing_form="decay", local="softmax", feature_map="exp", window=6, num_decays=1)
+    layout = PageLayout.of(settings, 1, 64, torch.bfloat16)
+    assert layout.shapes == ((1, 1, 65, 64), (1, 65, 64), (1, 388, 64), (1, 388, 64))
     assert layout.dtypes == (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
