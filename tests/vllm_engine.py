@@ -31,6 +31,10 @@ def save_converted(folder, family="llama", layers="all", **settings):
         model = softmax_model(family, **sizes)
     settings = {"block_size": 16, "window": 2, **LOCAL, **settings}
     model = shaken(mhla_hf.convert(model, layers=layers, **settings))
+    for name, parameter in model.named_parameters():
+        if name.endswith("mixing.balance"):
+            # At its initial value, the far part would hardly matter.
+            parameter.data += 7.0
     model.save_pretrained(folder)
     return str(folder), type(model).from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -64,14 +68,18 @@ def scheduler_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-def answer(llm, prompts, count):
-    """Return the outputs of greedy decoding of `count` tokens each, with log-probabilities of prompts and tokens."""
+def greedy(count):
+    """Return parameters for `count` tokens by greedy decoding, with log-probabilities of the prompt and the tokens."""
     from vllm import SamplingParams
 
-    options = SamplingParams(
+    return SamplingParams(
         temperature=0, max_tokens=count, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False
     )
-    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], options, use_tqdm=False)
+
+
+def answer(llm, prompts, count):
+    """Return the outputs for prompts with the parameters `greedy(count)`."""
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(count), use_tqdm=False)
 
 
 @torch.no_grad()

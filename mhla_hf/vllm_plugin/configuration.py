@@ -53,7 +53,9 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
         ):
             if value > 1:
                 raise ValueError(f"{name}: got {value} for a model with MHLA layers, expected 1.")
-        for name in ("lora_config", "speculative_config", "kv_transfer_config"):
+        if vllm_config.lora_config is not None:
+            raise ValueError("enable_lora: got True for a model with MHLA layers, expected an adapter that is merged.")
+        for name in ("speculative_config", "kv_transfer_config"):
             if getattr(vllm_config, name) is not None:
                 raise ValueError(f"{name}: got a value for a model with MHLA layers, expected None.")
         cache = vllm_config.cache_config

@@ -1,11 +1,14 @@
 """The plugin inside vLLM, on the CPU: log-probabilities, tokens, requests that come and go, and what is refused."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from small_models import VOCAB, refused, softmax_model
-from vllm_engine import answer, engine, largest_error, save_converted, scheduler_of
+from small_models import VOCAB
+from vllm_engine import answer, engine, greedy, largest_error, save_converted, scheduler_of
+
+from mhla_hf.vllm_plugin.pages import PagePool
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 pytestmark = pytest.mark.slow
@@ -55,3 +58,81 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(name, tmp_path):
         ids = torch.tensor([prompt])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)[0]
         assert list(output.outputs[0].token_ids) == expected[len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def by_heads(tmp_path_factory):
+    """A converted model with blocks of 64 tokens, in which some KV heads keep softmax."""
+    return save_converted(tmp_path_factory.mktemp("served") / "model", block_size=64, **HEADS)
+
+
+@pytest.mark.parametrize("budget", [64, 256, 2048])
+@pytest.mark.parametrize("at_once", [1, 16])
+def test_any_length_in_any_chunks(by_heads, budget, at_once):
+    folder, model = by_heads
+    with engine(folder, max_num_batched_tokens=budget, max_num_seqs=at_once) as llm:
+        outputs = answer(llm, make_prompts(LENGTHS), 24)
+    assert largest_error(model, outputs) < 1e-4
+
+
+def come_and_go(llm, prompts, source):
+    """Send requests at random moments and abort some of them; return the finished ones and the number of preemptions."""
+    scheduler, waiting, running, finished, preempted = scheduler_of(llm), [*enumerate(prompts)], [], [], set()
+    while waiting or llm.llm_engine.has_unfinished_requests():
+        if waiting and source.random() < 0.5:
+            index, prompt = waiting.pop()
+            request_id = str(index)
+            llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, greedy(source.randint(1, 120)))
+            running.append(request_id)
+        if running and source.random() < 0.03:
+            llm.llm_engine.abort_request([running.pop(source.randrange(len(running)))])
+        for output in llm.llm_engine.step():
+            if output.finished and output.request_id in running:
+                finished.append(output)
+                running.remove(output.request_id)
+        preempted |= {name for name, request in scheduler.requests.items() if request.num_preemptions}
+    return finished, len(preempted)
+
+
+def test_two_hundred_requests_with_few_pages(tmp_path):
+    folder, model = save_converted(tmp_path / "model", **HEADS)
+    source = random.Random(0)
+    prompts = make_prompts([source.randint(1, 200) for _ in range(200)])
+    with engine(folder, max_num_batched_tokens=64, max_num_seqs=16, num_gpu_blocks_override=40) as llm:
+        finished, num_preempted = come_and_go(llm, prompts, source)
+    assert len(finished) > 150 and num_preempted > 5
+    assert largest_error(model, finished) < 1e-4
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": True}])
+def test_the_same_prompts_twice(by_heads, options):
+    folder, model = by_heads
+    with engine(folder, max_num_batched_tokens=256, **options) as llm:
+        for _ in range(2):
+            outputs = answer(llm, make_prompts([700, 900, 1100]), 8)
+            assert largest_error(model, outputs) < 1e-4
+            assert all(output.num_cached_tokens == 0 for output in outputs)
+
+
+@pytest.mark.parametrize("fault", [None, "stale sums", "position"])
+def test_pages_that_hold_anything_and_faults(tmp_path, fault, monkeypatch):
+    folder, model = save_converted(tmp_path / "model", **HEADS)
+    gather = PagePool.gather
+
+    def wrong_gather(self, pages, position, form):
+        state = gather(self, pages, position, form)
+        if fault == "position":
+            return replace(state, position=(position - 1).clamp(min=0))
+        return replace(state, running=self.running[pages].flatten(1, 2), pending=self.pending[pages].flatten(1, 2))
+
+    def fill_blocks(self, block_ids):
+        for cache in self.kv_caches:
+            cache[block_ids] = 63 if cache.dtype == torch.int8 else 0.7  # as bytes of fp32, 0.7
+
+    # vLLM clears the pages that it hands out.
+    monkeypatch.setattr("vllm.v1.worker.cpu_model_runner.CPUModelRunner._zero_block_ids", fill_blocks)
+    if fault is not None:
+        monkeypatch.setattr(PagePool, "gather", wrong_gather)
+    with engine(folder, max_num_batched_tokens=256, max_num_seqs=2) as llm:
+        outputs = answer(llm, make_prompts([300, 1, 1, 1]), 60)
+    assert (largest_error(model, outputs) < 1e-4) == (fault is None)
