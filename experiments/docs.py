@@ -43,6 +43,7 @@ from .speed import prefill_table, render_speed, speed_table
 from .studies.rank import render_random_rank
 from .studies.report import render_study
 from .studies.scaling import render_scaling
+from .vllm_serving import render_vllm
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))
@@ -229,6 +230,7 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "encoder": render_encoder,
     "speed": render_speed,
     "serving": render_serving,
+    "vllm": render_vllm,
     "plan": lambda record: f"```text\n{render_plan(record)}\n```",
     "costs": lambda record: costs_table(record["rows"]),
     "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",

@@ -46,13 +46,10 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
             ValueError: An option cannot be combined with MHLA layers.
         """
         parallel = vllm_config.parallel_config
-        for name, value in (
-            ("tensor_parallel_size", parallel.tensor_parallel_size),
-            ("pipeline_parallel_size", parallel.pipeline_parallel_size),
-            ("decode_context_parallel_size", parallel.decode_context_parallel_size),
-        ):
-            if value > 1:
-                raise ValueError(f"{name}: got {value} for a model with MHLA layers, expected 1.")
+        for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+            if getattr(parallel, name) > 1:
+                raise ValueError(f"{name}: got {getattr(parallel, name)} for a model with MHLA layers, expected 1.")
+        check_tensor_parallel(parallel.tensor_parallel_size, vllm_config.model_config.hf_config)
         if vllm_config.lora_config is not None:
             raise ValueError("enable_lora: got True for a model with MHLA layers, expected an adapter that is merged.")
         for name in ("speculative_config", "kv_transfer_config"):
@@ -83,11 +80,24 @@ def check_settings(settings: dict[str, Any], config: Any) -> None:
         raise ValueError(f"model_type: got {config.model_type}, expected one without latent attention.")
     if settings["rope"] == "near":
         parameters = getattr(config, "rope_parameters", None) or {}
-        kinds = {part.get("rope_type") for part in (parameters, *parameters.values()) if isinstance(part, dict)}
-        if kinds & set(LENGTH_DEPENDENT_ROPE):
-            raise ValueError(
-                f"rope_type: got {sorted(kinds - {None})}, expected one that does not depend on the length."
-            )
+        for part in (parameters, *parameters.values()):
+            if isinstance(part, dict) and part.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+                raise ValueError(
+                    f"rope_type: got {part['rope_type']!r}, expected one that does not depend on the length."
+                )
+
+
+def check_tensor_parallel(size: int, config: Any) -> None:
+    """Raise ValueError if the MHLA heads of a converted model cannot be split among `size` processes."""
+    if size == 1:
+        return
+    if config.mhla.get("softmax_heads"):
+        raise ValueError(f"tensor_parallel_size: got {size} for layers that keep some softmax heads, expected 1.")
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if num_kv_heads % size:
+        raise ValueError(
+            f"tensor_parallel_size: got {size}, expected a divisor of the {num_kv_heads} KV heads of MHLA."
+        )
 
 
 def register_models() -> None:

@@ -66,12 +66,15 @@ class PagedMHLA(DecayMHLA):
         name: Name under which vLLM's forward context knows the layer.
         page_names: Names of its `StatePage`s.
         table: The `RotationTable` of the model; `NoRotation` once it turns out that this layer has none to undo.
+        attention: The attention over the pages; None before the first batch, and after weights were loaded.
+        memory: The first layer's pages for which `attention` was made.
     """
 
     name: str
     page_names: list[str]
     table: Any
     attention: PagedAttention | None = None
+    memory: torch.Tensor | None = None
 
     def install(self, name: str, heads_per_page: int, table: RotationTable, vllm_config: VllmConfig) -> None:
         """Declare the pages of the MHLA heads to vLLM. Must be called when `heads` and `form` are final.
@@ -99,8 +102,12 @@ class PagedMHLA(DecayMHLA):
         v: torch.Tensor,
         *,
         hidden_states: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        cache: Any = None,
+        scale: float | None = None,
         cos_sin: torch.Tensor | None = None,
-        **options: Any,
     ) -> torch.Tensor:
         """Attend to all tokens of vLLM's batch.
 
@@ -109,8 +116,9 @@ class PagedMHLA(DecayMHLA):
             k: [1, T, G, D].
             v: [1, T, G, V].
             hidden_states: [1, T, hidden_size], which the gate reads.
+            starts, key_mask, cu_seqlens, cache: None, since vLLM has neither padding nor caches of transformers.
+            scale: Ignored, because `form` has it.
             cos_sin: [1, T, 1, A], as in `DecayMHLA.forward`.
-            **options: Ignored: vLLM has neither padding nor caches of transformers.
 
         Returns:
             [1, T, H, V] in v's dtype.
@@ -126,18 +134,17 @@ class PagedMHLA(DecayMHLA):
         torch.ops.vllm.mhla_attention(*inputs, o[0], self.name)
         return self.finish_output(o, hidden_states, v.dtype)
 
-    def attach(self, pages: list[StatePage]) -> None:
-        """Make `attention` from the weights and the pages, unless it is up to date."""
-        memory: torch.Tensor = pages[0].kv_cache
-        if self.attention is not None and memory is self.memory:
-            return
-        self.memory = memory
+    def attach(self, pages: list[StatePage]) -> PagedAttention:
+        """Return the attention over the pages that vLLM has allocated, made at first use and when pages are new."""
+        if self.attention is not None and pages[0].kv_cache is self.memory:
+            return self.attention
+        self.memory = pages[0].kv_cache
         rows, self.first_page, self.page_step = page_rows([page.kv_cache for page in pages])
         map_keys: Any = self.map_keys if self.settings.local is not None else (lambda k, cos_sin: k)
         decays, balance = self.mixing(self.heads)
-        self.attention = PagedAttention(
-            PagePool(rows, pages[0].layout), self.table, map_keys, decays, balance, self.form
-        )
+        pool = PagePool(rows, pages[0].layout)
+        self.attention = PagedAttention(pool, self.table, map_keys, decays, balance, self.form)
+        return self.attention
 
     def attend_batch(
         self,
@@ -163,7 +170,7 @@ class PagedMHLA(DecayMHLA):
             # vLLM measures memory.
             o.zero_()
             return
-        self.attach([context.no_compile_layers[name] for name in self.page_names])
+        attention = self.attach([context.no_compile_layers[name] for name in self.page_names])
         batch: LinearAttentionMetadata = metadata[self.page_names[0]]
         blocks = torch.stack([metadata[name].state_indices_tensor for name in self.page_names], 1).long()
         pages = self.first_page + blocks * self.page_step
@@ -171,9 +178,7 @@ class PagedMHLA(DecayMHLA):
         if count:
             position = batch.seq_lens[:count].long() - 1
             self.table.write(position, cos_sin[:count])
-            o[:count] = self.attention.decode(
-                q[:count], k[:count], v[:count], q_features[:count], pages[:count], position
-            )
+            o[:count] = attention.decode(q[:count], k[:count], v[:count], q_features[:count], pages[:count], position)
         if not batch.num_prefills:
             return
         borders = batch.query_start_loc.tolist()
@@ -182,7 +187,7 @@ class PagedMHLA(DecayMHLA):
             tokens = slice(borders[row], borders[row + 1])
             start = lengths[row] - (tokens.stop - tokens.start)
             self.table.write(torch.arange(start, lengths[row], device=q.device), cos_sin[tokens])
-            o[tokens] = self.attention.prefill(
+            o[tokens] = attention.prefill(
                 q[tokens], k[tokens], v[tokens], q_features[tokens], cos_sin[tokens], pages[row : row + 1], start
             )
 
@@ -281,7 +286,7 @@ class PagedSoftmax(nn.Module):
 class SplitSoftmax(PagedSoftmax):
     """`PagedSoftmax` for a whole layer of softmax, called by vLLM's attention function."""
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend: [T, H * D] -> [T, H * D]."""
         width = self.parts[0].head_size
         return self.attend(*(x.unflatten(1, (-1, width)) for x in (query, key, value))).flatten(1)

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
+from vllm.model_executor.utils import set_weight_attrs
 
 from ..models.causal_attention import ATTENTION_NAME, MHLAMixer, causal_core_sizes
 from ..models.derived_classes import swap_attention
 from ..models.rotation import rotation_layout, unrotate
 from ..models.transformers_api import set_attention_function
+from ..nn.core import OutputGate
 from ..nn.heads import HeadSplit
 from ..nn.settings import MHLASettings
 from .layers import PagedMHLA, PagedSoftmax, SplitSoftmax
@@ -40,14 +43,13 @@ class MHLAServing:
         return {**options, "config": config}
 
     def _create_attention_instances(self: Any, prefix: str = "") -> None:
-        """Create the attention of every layer as the backend does, then replace it in layers that have MHLA heads.
-
-        If some layers keep some heads, a page is for one KV head or a few in all layers, so that all pages have one size.
-        """
+        """Create the attention of every layer as the backend does, then replace it in layers that have MHLA heads."""
         super()._create_attention_instances(prefix)  # type: ignore[misc]
         config = self._from_config_kwargs["config"]
         settings = MHLASettings.from_dict(self.config.mhla)
-        heads_per_page = count_heads_per_page(settings, config)
+        num_kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
+        # All pages have one size, so that of layers in which some heads keep softmax is that of all layers.
+        heads_per_page = gcd(num_kv_heads, *(len(heads) for heads in (settings.softmax_heads or {}).values()))
         table = RotationTable(self.model_config.max_model_len)
         for index, (attention_name, fuser) in self.attention_fusers.items():
             attention = self.get_submodule(attention_name)
@@ -63,18 +65,19 @@ class MHLAServing:
             name, share = attention.attn.layer_name, attention.attn.num_heads // attention.attn.num_kv_heads
             if index in settings.layers:
                 del context[name], attention.attn
-                core = PagedMHLA(settings, **causal_core_sizes(attention, config))
+                sizes = {"num_heads": num_kv_heads * share, "num_kv_heads": num_kv_heads}
+                core = PagedMHLA(settings, **{**causal_core_sizes(attention, config), **sizes})
                 core.mixing.float()
                 core.form = replace(core.form, scale=scale)
+                split_weights(core)
                 kept = (settings.softmax_heads or {}).get(str(index), [])
                 put_mhla(attention, core, settings, kept)
                 core.install(name, heads_per_page, table, self.vllm_config)
                 if kept:
                     attention.softmax_heads = PagedSoftmax(name, len(kept), heads_per_page, share, **options)
-            elif attention.attn.num_kv_heads > heads_per_page:
+            elif num_kv_heads > heads_per_page:
                 if attention.attn.sliding_window is not None:
                     options["per_layer_sliding_window"] = attention.attn.sliding_window
-                num_kv_heads = attention.attn.num_kv_heads
                 del context[name]
                 attention.attn = SplitSoftmax(name, num_kv_heads, heads_per_page, share, **options)
 
@@ -122,10 +125,12 @@ def base_config(config: Any) -> Any:
     return base.from_dict(values)
 
 
-def count_heads_per_page(settings: MHLASettings, config: Any) -> int:
-    """Return the largest number of KV heads that divides the MHLA heads and the softmax heads of every layer."""
-    num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return gcd(num_kv_heads, *(len(heads) for heads in (settings.softmax_heads or {}).values()))
+def split_weights(core: PagedMHLA) -> None:
+    """Let each tensor-parallel process load the weights of its heads, which are the first axis of what is split."""
+    for module in core.modules():
+        if getattr(module, "by_head", False) or isinstance(module, OutputGate):
+            for parameter in module.parameters():
+                set_weight_attrs(parameter, {"weight_loader": sharded_weight_loader(0)})
 
 
 def put_mhla(attention: Any, core: PagedMHLA, settings: MHLASettings, kept: list[int]) -> None:

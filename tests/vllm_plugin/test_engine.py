@@ -136,3 +136,11 @@ def test_pages_that_hold_anything_and_faults(tmp_path, fault, monkeypatch):
     with engine(folder, max_num_batched_tokens=256, max_num_seqs=2) as llm:
         outputs = answer(llm, make_prompts([300, 1, 1, 1]), 60)
     assert (largest_error(model, outputs) < 1e-4) == (fault is None)
+
+
+@pytest.mark.parametrize("layers", ["all", [0, 2]])
+def test_two_tensor_parallel_processes(tmp_path, layers):
+    folder, model = save_converted(tmp_path / "model", layers=layers, gate=True, output_norm=True)
+    with engine(folder, max_num_batched_tokens=64, tensor_parallel_size=2) as llm:
+        outputs = answer(llm, make_prompts([1, 17, 130]), 40)
+    assert largest_error(model, outputs) < 1e-4

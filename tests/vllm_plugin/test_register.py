@@ -98,10 +98,13 @@ def test_models_that_cannot_be_served(configuration, word, changes):
 
 def vllm_config(**changes):
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
+    settings = {"softmax_heads": changes.pop("kept", None)}
+    model = SimpleNamespace(hf_config=SimpleNamespace(mhla=settings, num_key_value_heads=4))
     options = {"lora_config": None, "speculative_config": None, "kv_transfer_config": None}
     cache = SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto"), enable_prefix_caching=True)
     parallel = SimpleNamespace(**{name: changes.pop(name, 1) for name in sizes})
-    return SimpleNamespace(parallel_config=parallel, cache_config=cache, **{**options, **changes})
+    configs = {"parallel_config": parallel, "cache_config": cache, "model_config": model}
+    return SimpleNamespace(**configs, **{**options, **changes})
 
 
 def test_prefix_caching_is_turned_off(configuration):
@@ -113,7 +116,7 @@ def test_prefix_caching_is_turned_off(configuration):
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("tensor_parallel_size", 2),
+        ("tensor_parallel_size", 3),
         ("pipeline_parallel_size", 2),
         ("decode_context_parallel_size", 2),
         ("lora_config", object()),
@@ -125,3 +128,10 @@ def test_prefix_caching_is_turned_off(configuration):
 def test_options_that_are_refused(configuration, name, value):
     with refused(name.removesuffix("_config"), "MHLA"):
         configuration.module.MHLAServingConfig.verify_and_update_config(vllm_config(**{name: value}))
+
+
+def test_heads_that_processes_share(configuration):
+    hooks = configuration.module.MHLAServingConfig
+    hooks.verify_and_update_config(vllm_config(tensor_parallel_size=2))
+    with refused("tensor_parallel_size", "softmax"):
+        hooks.verify_and_update_config(vllm_config(tensor_parallel_size=2, kept={"0": [1]}))
