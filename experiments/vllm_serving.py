@@ -163,8 +163,8 @@ def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches:
                 scores[name]["vLLM"][kind] = summarize(kind, score_in_vllm(llm, part))
         with engine(folder, dtype="bfloat16", max_model_len=CACHE_LENGTHS[-1]) as llm:
             requests[name] = {length: count_requests(llm, length) for length in CACHE_LENGTHS}
-            time_vllm(llm, make_prompts(text, 2))
             for count in batches:
+                time_vllm(llm, make_prompts(text, 1))  # warm-up
                 seconds = time_vllm(llm, make_prompts(text, count))
                 speed.append({"model": name, "engine": "vLLM", "requests": count, "seconds": seconds})
         print(name, scores[name], requests[name], speed, flush=True)
@@ -208,7 +208,9 @@ def main() -> None:
     parser.add_argument("converted", help="folder of its conversion")
     parser.add_argument("--text", type=Path, required=True, help="text file")
     parser.add_argument("--rows", type=int, default=4, help="rows of text (default: 4)")
-    parser.add_argument("--requests", type=int, nargs="+", default=BATCHES, help="requests at once (default: 1 8 32)")
+    parser.add_argument(
+        "--requests", type=int, nargs="*", default=BATCHES, help="requests at once, or none (default: 1 8 32)"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/scale/vllm.json"), help="JSON file to write")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -68,18 +68,18 @@ def scheduler_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-def greedy(count):
-    """Return parameters for `count` tokens by greedy decoding, with log-probabilities of the prompt and the tokens."""
+def greedy(count, with_prompt=True):
+    """Return parameters for `count` tokens by greedy decoding, with log-probabilities of them and of the prompt."""
     from vllm import SamplingParams
 
-    return SamplingParams(
-        temperature=0, max_tokens=count, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False
-    )
+    options = {"prompt_logprobs": 0} if with_prompt else {}
+    return SamplingParams(temperature=0, max_tokens=count, logprobs=0, ignore_eos=True, detokenize=False, **options)
 
 
-def answer(llm, prompts, count):
-    """Return the outputs for prompts with the parameters `greedy(count)`."""
-    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(count), use_tqdm=False)
+def answer(llm, prompts, count, with_prompt=True):
+    """Return the outputs for prompts with the parameters of `greedy`; `with_prompt` keeps vLLM from caching prefixes."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(prompts, greedy(count, with_prompt), use_tqdm=False)
 
 
 @torch.no_grad()
@@ -90,7 +90,9 @@ def largest_error(model, outputs):
         prompt, new = output.prompt_token_ids, list(output.outputs[0].token_ids)
         ids = torch.tensor([prompt + new])
         expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        parts = [*zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+        parts = [*zip(output.prompt_logprobs[1:], prompt[1:], strict=True)] if output.prompt_logprobs else []
         parts += zip(output.outputs[0].logprobs, new, strict=True)
-        errors.append((torch.tensor([part[token].logprob for part, token in parts]) - expected).abs().max())
+        errors.append(
+            (torch.tensor([part[token].logprob for part, token in parts]) - expected[-len(parts) :]).abs().max()
+        )
     return max(errors).item()

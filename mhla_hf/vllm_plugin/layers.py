@@ -32,11 +32,11 @@ class StatePage(MambaBase):
     def __init__(self, layout: PageLayout, pages_per_layer: int):
         self.layout = layout
         self.pages_per_layer = pages_per_layer
-        self.kv_cache: Any = ()
+        self.kv_cache: tuple[torch.Tensor, ...] = ()
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Store vLLM's view of the pages of this layer, int8 [blocks, 1, 1, bytes]."""
-        self.kv_cache = kv_cache
+        self.kv_cache = (kv_cache,)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of a page's parts."""
@@ -136,10 +136,11 @@ class PagedMHLA(DecayMHLA):
 
     def attach(self, pages: list[StatePage]) -> PagedAttention:
         """Return the attention over the pages that vLLM has allocated, made at first use and when pages are new."""
-        if self.attention is not None and pages[0].kv_cache is self.memory:
+        views = [page.kv_cache[0] for page in pages]
+        if self.attention is not None and views[0] is self.memory:
             return self.attention
-        self.memory = pages[0].kv_cache
-        rows, self.first_page, self.page_step = page_rows([page.kv_cache for page in pages])
+        self.memory = views[0]
+        rows, self.first_page, self.page_step = page_rows(views)
         map_keys: Any = self.map_keys if self.settings.local is not None else (lambda k, cos_sin: k)
         decays, balance = self.mixing(self.heads)
         pool = PagePool(rows, pages[0].layout)

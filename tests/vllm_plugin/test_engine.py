@@ -109,7 +109,7 @@ def test_the_same_prompts_twice(by_heads, options):
     folder, model = by_heads
     with engine(folder, max_num_batched_tokens=256, **options) as llm:
         for _ in range(2):
-            outputs = answer(llm, make_prompts([700, 900, 1100]), 8)
+            outputs = answer(llm, make_prompts([700, 900, 1100]), 8, with_prompt=False)
             assert largest_error(model, outputs) < 1e-4
             assert all(output.num_cached_tokens == 0 for output in outputs)
 
@@ -144,3 +144,21 @@ def test_two_tensor_parallel_processes(tmp_path, layers):
     with engine(folder, max_num_batched_tokens=64, tensor_parallel_size=2) as llm:
         outputs = answer(llm, make_prompts([1, 17, 130]), 40)
     assert largest_error(model, outputs) < 1e-4
+
+
+def test_a_state_cached_at_another_length_is_seen(by_heads, monkeypatch):
+    """With prefix caching as vLLM 0.32 has it on a CPU, states are found under the wrong number of tokens."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+
+    from mhla_hf.vllm_plugin.configuration import MHLAServingConfig
+    from mhla_hf.vllm_plugin.model import MHLAServing
+
+    folder, model = by_heads
+    copy = classmethod(lambda cls, kinds: dict.fromkeys(kinds, (get_temporal_copy_spec,)))
+    monkeypatch.setattr(MHLAServing, "get_mamba_state_copy_funcs", copy, raising=False)
+    monkeypatch.setattr(MHLAServingConfig, "verify_and_update_config", lambda vllm_config: None)
+    with engine(folder, max_num_batched_tokens=256, enable_prefix_caching=True) as llm:
+        for _ in range(2):
+            outputs = answer(llm, make_prompts([700, 900, 1100]), 60, with_prompt=False)
+    assert any(output.num_cached_tokens for output in outputs)
+    assert not largest_error(model, outputs) < 1e-3
