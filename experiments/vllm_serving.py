@@ -145,10 +145,10 @@ def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches:
     rows = make_rows(text, num_rows)
     scores: dict[str, dict[str, dict[str, float]]] = {name: {"transformers": {}, "vLLM": {}} for name in folders}
     speed: list[dict[str, Any]] = []
-    for name, folder in folders.items():
+    for name, folder in folders.items() if num_rows or batches else ():
         register_model_type(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for kind, part in rows.items():
+        for kind, part in rows.items() if num_rows else ():
             scores[name]["transformers"][kind] = summarize(kind, score_in_transformers(model, part))
         model = model.bfloat16()
         for count in batches[:2]:
@@ -158,9 +158,10 @@ def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches:
         print(name, scores[name], speed, flush=True)
     requests: dict[str, dict[int, float]] = {}
     for name, folder in folders.items():
-        with engine(folder, dtype="float32", max_model_len=ROW_TOKENS + 1) as llm:
-            for kind, part in rows.items():
-                scores[name]["vLLM"][kind] = summarize(kind, score_in_vllm(llm, part))
+        if num_rows:
+            with engine(folder, dtype="float32", max_model_len=ROW_TOKENS + 1) as llm:
+                for kind, part in rows.items():
+                    scores[name]["vLLM"][kind] = summarize(kind, score_in_vllm(llm, part))
         with engine(folder, dtype="bfloat16", max_model_len=CACHE_LENGTHS[-1]) as llm:
             requests[name] = {length: count_requests(llm, length) for length in CACHE_LENGTHS}
             for count in batches:
@@ -175,7 +176,8 @@ def render_vllm(record: Mapping[str, Any]) -> str:
     """Render the tables of docs/serving.md."""
     names = list(record["scores"])
     lines = ["| | " + " | ".join(names) + " |", "|---" + "|---:" * len(names) + "|"]
-    for kind, label in (("perplexity", "perplexity"), ("recall", "recall, mean log-probability")):
+    labels = {"perplexity": "perplexity", "recall": "recall, mean log-probability"} if record["rows"] else {}
+    for kind, label in labels.items():
         for place in ("transformers", "vLLM"):
             cells = [f"{record['scores'][name][place][kind]:.4f}" for name in names]
             lines.append(f"| {label}, {place} | {' | '.join(cells)} |")
@@ -192,12 +194,14 @@ def render_vllm(record: Mapping[str, Any]) -> str:
             cells = [f"{count * NEW_TOKENS / seconds[name]:.1f}" for name in names]
             way = "one by one, `generate`" if place == "transformers" else "together, vLLM"
             lines.append(f"| new tokens per second, {count} requests, {way} | {' | '.join(cells)} |")
-    shortest, longest = PROMPT_LENGTHS
-    note = (
-        f"Perplexity on {record['rows']} rows of {ROW_TOKENS:,} tokens and recall of the first half of such a row in fp32; "
-        f"requests and tokens in bf16, prompts of {shortest} to {longest:,} tokens with {NEW_TOKENS} new ones each. "
-        f"vLLM {record['vllm']}, load average {record['load']:.1f}. {describe_setup({**record, 'dtype': 'fp32 and bf16'})}"
-    )
+    note = ""
+    if record["rows"]:
+        note += f"Perplexity of {record['rows']} rows of {ROW_TOKENS:,} tokens, recall of their first half, in fp32. "
+    if record["speed"]:
+        shortest, longest = PROMPT_LENGTHS
+        note += f"Prompts of {shortest} to {longest:,} tokens with {NEW_TOKENS} new ones in bf16, "
+        note += f"load average {record['load']:.1f}. "
+    note += f"vLLM {record['vllm']}. {describe_setup(record)}"
     return "\n".join([*lines, "", note])
 
 
@@ -218,7 +222,10 @@ def main() -> None:
     record = measure(folders, args.text, args.rows, args.requests)
     run = describe_run(f"python -m experiments.vllm_serving BASE CONVERTED --text {args.text.name}", "cpu")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(args.out, {**record, "rows": args.rows, "vllm": version("vllm"), "load": os.getloadavg()[1], **run})
+    write_json(
+        args.out,
+        {**record, "rows": args.rows, "vllm": version("vllm"), "load": os.getloadavg()[1], "dtype": "bf16", **run},
+    )
 
 
 if __name__ == "__main__":
