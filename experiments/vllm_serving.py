@@ -6,7 +6,6 @@ recall in vLLM and in transformers (fp32), the number of requests that fit a GiB
 
 import argparse
 import contextlib
-import gc
 import os
 import random
 import time
@@ -45,8 +44,7 @@ def engine(folder: str, **options: Any) -> Iterator[Any]:
     try:
         yield llm
     finally:
-        del llm
-        gc.collect()
+        llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
 
 
@@ -129,6 +127,24 @@ def count_requests(llm: Any, length: int) -> float:
         config.model_config.max_model_len = longest
 
 
+# An engine must be gone before the next one starts, so each has a function.
+def score_rows_in_vllm(folder: str, rows: Mapping[str, list[list[int]]]) -> dict[str, float]:
+    """Return what `summarize` says of each kind of rows, for the model in a folder, in fp32."""
+    with engine(folder, dtype="float32", max_model_len=ROW_TOKENS + 1) as llm:
+        return {kind: summarize(kind, score_in_vllm(llm, part)) for kind, part in rows.items()}
+
+
+def count_and_time_in_vllm(
+    folder: str, text: list[int], batches: Sequence[int]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return how many requests fit by length, and the seconds by number of requests, for the model in a folder, in bf16."""
+    with engine(folder, dtype="bfloat16", max_model_len=CACHE_LENGTHS[-1]) as llm:
+        requests = {length: count_requests(llm, length) for length in CACHE_LENGTHS}
+        if batches:
+            time_vllm(llm, make_prompts(text, 1))  # warm-up
+        return requests, {count: time_vllm(llm, make_prompts(text, count)) for count in batches}
+
+
 def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches: Sequence[int]) -> dict[str, Any]:
     """Measure models, first in transformers, whose classes vLLM changes, and then in vLLM.
 
@@ -159,15 +175,12 @@ def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches:
     requests: dict[str, dict[int, float]] = {}
     for name, folder in folders.items():
         if num_rows:
-            with engine(folder, dtype="float32", max_model_len=ROW_TOKENS + 1) as llm:
-                for kind, part in rows.items():
-                    scores[name]["vLLM"][kind] = summarize(kind, score_in_vllm(llm, part))
-        with engine(folder, dtype="bfloat16", max_model_len=CACHE_LENGTHS[-1]) as llm:
-            requests[name] = {length: count_requests(llm, length) for length in CACHE_LENGTHS}
-            for count in batches:
-                time_vllm(llm, make_prompts(text, 1))  # warm-up
-                seconds = time_vllm(llm, make_prompts(text, count))
-                speed.append({"model": name, "engine": "vLLM", "requests": count, "seconds": seconds})
+            scores[name]["vLLM"] = score_rows_in_vllm(folder, rows)
+        requests[name], seconds = count_and_time_in_vllm(folder, text, batches)
+        speed += [
+            {"model": name, "engine": "vLLM", "requests": count, "seconds": time_taken}
+            for count, time_taken in seconds.items()
+        ]
         print(name, scores[name], requests[name], speed, flush=True)
     return {"scores": scores, "requests": requests, "speed": speed}
 
@@ -196,7 +209,7 @@ def render_vllm(record: Mapping[str, Any]) -> str:
             lines.append(f"| new tokens per second, {count} requests, {way} | {' | '.join(cells)} |")
     note = ""
     if record["rows"]:
-        note += f"Perplexity of {record['rows']} rows of {ROW_TOKENS:,} tokens, recall of their first half, in fp32. "
+        note += f"Perplexity over {record['rows'] * ROW_TOKENS:,} tokens, recall of {ROW_TOKENS // 2:,} repeated ones, in fp32. "
     if record["speed"]:
         shortest, longest = PROMPT_LENGTHS
         note += f"Prompts of {shortest} to {longest:,} tokens with {NEW_TOKENS} new ones in bf16, "
@@ -220,7 +233,8 @@ def main() -> None:
     torch.set_num_threads(1)
     folders = {"softmax": args.base, "MHLA": args.converted}
     record = measure(folders, args.text, args.rows, args.requests)
-    run = describe_run(f"python -m experiments.vllm_serving BASE CONVERTED --text {args.text.name}", "cpu")
+    options = f"--text {args.text.name} --rows {args.rows} --requests {' '.join(map(str, args.requests))}".rstrip()
+    run = describe_run(f"python -m experiments.vllm_serving BASE CONVERTED {options}", "cpu")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(
         args.out,
