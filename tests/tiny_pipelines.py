@@ -27,6 +27,7 @@ from diffusers import (
     WanVACETransformer3DModel,
 )
 from tiny_grids import ARGUMENTS, SIZES
+from tiny_joint import JOINT_ARGUMENTS, JOINT_SIZES, joint_size
 from transformers import (
     Gemma2Config,
     Gemma2Model,
@@ -111,6 +112,7 @@ TRANSFORMERS = {
     "dit": (DiTTransformer2DModel, DIT),
     "pixart": (PixArtTransformer2DModel, PIXART),
     **SIZES,
+    **JOINT_SIZES,
 }
 
 
@@ -141,6 +143,8 @@ def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
         return torch.randn(batch, *shape, generator=generator)
 
     sizes = TRANSFORMERS[family][1]
+    if family in JOINT_ARGUMENTS:
+        return {"timestep": torch.full((batch,), 0.5), **JOINT_ARGUMENTS[family](size or joint_size(family), noise)}
     if family in ARGUMENTS:
         size = size or {"ltx": (3, 4, 5), "hunyuan-dit": (16, 16)}.get(family.rstrip(".23"), (3, 8, 10))
         return {"timestep": torch.full((batch,), 500.0), **ARGUMENTS[family](size, noise)}

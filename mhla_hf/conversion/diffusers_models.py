@@ -23,7 +23,7 @@ REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not conv
     "tokens of text and of images or video share one attention": (
         "AuraFlowTransformer2DModel BriaTransformer2DModel BriaFiboTransformer2DModel BriaFibo2Transformer2DModel "
         "ChromaTransformer2DModel CogVideoXTransformer3DModel CogView3PlusTransformer2DModel CogView4Transformer2DModel "
-        "ConsisIDTransformer3DModel EasyAnimateTransformer3DModel ErnieImageTransformer2DModel FluxTransformer2DModel "
+        "ConsisIDTransformer3DModel EasyAnimateTransformer3DModel ErnieImageTransformer2DModel "
         "Flux2Transformer2DModel Flux3Transformer2DModel GlmImageTransformer2DModel HiDreamImageTransformer2DModel "
         "HunyuanImageTransformer2DModel HunyuanVideoTransformer3DModel HunyuanVideo15Transformer3DModel "
         "Ideogram4Transformer2DModel JoyImageEditTransformer3DModel JoyImageEditPlusTransformer3DModel "

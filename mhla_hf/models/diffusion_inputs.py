@@ -15,10 +15,15 @@ from .families import AttentionKind
 # Cosines and sines, broadcastable to [B, T, H, K], and the distance of the two channels of a pair.
 RotaryAngles = tuple[torch.Tensor, torch.Tensor, int]
 GRID_AXES = ("frames", "height", "width")
+# Attributes of transformers that hold their blocks, in the order in which these run.
+BLOCK_LISTS = ("joint_transformer_blocks", "transformer_blocks", "blocks", "single_transformer_blocks")
 
 
 class AttentionParts(NamedTuple):
-    """The modules of a self-attention, whose names differ among the transformers of diffusers."""
+    """The modules of a self-attention, whose names differ among the transformers of diffusers.
+
+    `fused` names the one that replaces the projections while these are fused.
+    """
 
     to_q: nn.Linear
     to_k: nn.Linear
@@ -27,40 +32,61 @@ class AttentionParts(NamedTuple):
     norm_k: nn.Module | None
     outputs: tuple[nn.Module, ...]
     num_heads: int
+    fused: str = "to_qkv"
 
 
-def attention_parts(attn: Any) -> AttentionParts:
-    """Return the modules of a self-attention by their roles."""
+def attention_parts(attn: Any, text: bool = False) -> AttentionParts:
+    """Return the modules of a self-attention by their roles.
+
+    Args:
+        attn: Attention module.
+        text: Whether to return those of the text, which has projections of its own in some layers.
+    """
+    if text and getattr(attn, "add_q_proj", None) is not None:
+        inputs = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
+        output = getattr(attn, "to_add_out", None)  # the last layer may drop the text
+        return AttentionParts(*inputs, () if output is None else (output,), attn.heads, "to_added_qkv")
     if hasattr(attn, "to_query"):  # Kandinsky
         inputs = (attn.to_query, attn.to_key, attn.to_value, attn.query_norm, attn.key_norm)
         return AttentionParts(*inputs, (attn.out_layer,), attn.num_heads)
     inputs = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
-    return AttentionParts(*inputs, tuple(attn.to_out), attn.heads)
+    # Where attention and MLP share an output projection, the block has it.
+    return AttentionParts(*inputs, tuple(getattr(attn, "to_out", None) or ()), attn.heads)
 
 
 def find_self_attentions(model: Any) -> list[Any]:
-    """Return the self-attention over the grid of each block of a transformer, in order."""
+    """Return the self-attention over the grid of each block of a transformer, in order.
+
+    Some blocks of SD3 have two, one of text and image and one of the image.
+    """
     if hasattr(model, "visual_transformer_blocks"):  # Kandinsky 5; Kandinsky 6 has a part for video in each block
         return [getattr(block, "video_dec_block", block).self_attention for block in model.visual_transformer_blocks]
-    blocks = getattr(model, "transformer_blocks", None)
-    return [block.attn1 for block in (model.blocks if blocks is None else blocks)]
+    attentions: list[Any] = []
+    for block in (block for name in BLOCK_LISTS for block in getattr(model, name, None) or ()):
+        both = [block.attn, getattr(block, "attn2", None)] if hasattr(block, "attn") else [block.attn1]
+        attentions += [attn for attn in both if attn is not None]
+    return attentions
 
 
-def project_heads(attn: Any, hidden_states: torch.Tensor, head_norm: bool) -> tuple[torch.Tensor, ...]:
+def project_heads(
+    attn: Any, hidden_states: torch.Tensor, head_norm: bool, text: bool = False
+) -> tuple[torch.Tensor, ...]:
     """Project the input of a self-attention to q, k, and v, and apply its norms.
 
     Args:
         attn: Attention module.
         hidden_states: [B, T, C].
         head_norm: Whether the norms apply to each head, not to all channels at once.
+        text: As in `attention_parts`.
 
     Returns:
         q [B, T, H, K], k [B, T, H, K], and v [B, T, H, V].
     """
-    parts = attention_parts(attn)
+    parts = attention_parts(attn, text)
     projections = (parts.to_q, parts.to_k, parts.to_v)
     if getattr(attn, "fused_projections", False):
-        projected = attn.to_qkv(hidden_states).split([part.out_features for part in projections], dim=-1)
+        fused = getattr(attn, parts.fused)(hidden_states)
+        projected = fused.split([part.out_features for part in projections], dim=-1)
     else:
         projected = tuple(part(hidden_states) for part in projections)
     heads = []
@@ -125,6 +151,12 @@ def read_complex(rotary: Any, num_heads: int) -> RotaryAngles:
     return angles.real.repeat_interleave(2, dim=-1), angles.imag.repeat_interleave(2, dim=-1), 1
 
 
+def read_complex_streams(rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read complex numbers of image [T, K / 2] and text [S, K / 2] for pairs of channels; the text comes first."""
+    angles = torch.cat([rotary[1], rotary[0]])[:, None]  # [S + T, 1, K / 2]
+    return angles.real.repeat_interleave(2, dim=-1), angles.imag.repeat_interleave(2, dim=-1), 1
+
+
 ROTARY_FORMS = {
     "pairs": read_pairs,
     "halves": read_halves,
@@ -132,7 +164,48 @@ ROTARY_FORMS = {
     "axes": read_axes,
     "matrices": read_matrices,
     "complex": read_complex,
+    "complex streams": read_complex_streams,
 }
+
+
+def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[int, ...]:
+    """Compute the grid of an image from the positions of its tokens, the last but one column its rows (Flux).
+
+    Args:
+        positions: Int or float [T, 3] or [B, T, 3].
+        num_tokens: Number of tokens T.
+
+    Raises:
+        ValueError: They are not those of one image in row-major order.
+    """
+    places = positions.reshape(-1, num_tokens, positions.shape[-1])[0, :, 1:3].long().cpu()
+    height, width = (int(side) + 1 for side in places[-1])
+    rows, columns = torch.arange(height), torch.arange(width)
+    if height * width != num_tokens or not torch.equal(places, torch.cartesian_prod(rows, columns)):
+        expected = "those of one image in row-major order; further images, as for editing, make no grid"
+        raise ValueError(f"img_ids: got positions of {num_tokens} tokens, expected {expected}.")
+    return height, width
+
+
+def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[int, ...]:
+    """Compute the grid of an image from the sizes that Qwen-Image gets.
+
+    Args:
+        shapes: (frames, rows, columns) of each image, in a list for each row of the batch if a row may have several images.
+        num_tokens: Number of tokens T.
+
+    Raises:
+        ValueError: They are not those of one image per row with T tokens.
+    """
+    first = shapes[0] if isinstance(shapes[0], list) else [shapes[0]]
+    frames, height, width = first[0]
+    if len(first) > 1 or frames * height * width != num_tokens or any(shape != shapes[0] for shape in shapes):
+        expected = f"one image of {num_tokens} tokens per row; further images, as for editing, make no grid"
+        raise ValueError(f"img_shapes: got {shapes}, expected {expected}.")
+    return frames * height, width
+
+
+POSITION_FORMS = {"img_ids": grid_of_positions, "img_shapes": grid_of_shapes}
 
 
 def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[int, ...]:
@@ -148,6 +221,9 @@ def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments
         ValueError: The latents do not have these axes or the model's number of channels, or an argument that has the size
             of the grid is missing.
     """
+    if kind.positions:
+        form: Any = POSITION_FORMS[kind.positions]
+        return form(arguments[kind.positions], latents.shape[1])
     names, channels = kind.latents.split(), config.get("in_channels")
     sizes = dict(zip(names, latents.shape[1:], strict=False))
     if arguments.get("condition_mask") is not None:  # Cosmos appends it to the channels
@@ -158,7 +234,7 @@ def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments
         raise ValueError(f"hidden_states: got latents {list(latents.shape)}, expected {expected}")
     patch = config.patch_size
     if isinstance(patch, int):
-        patch = (config.get("patch_size_t", patch), patch, patch)
+        patch = (config.get("patch_size_t") or 1, patch, patch)
     grid = []
     for name, step in list(zip(GRID_AXES, patch[-3:], strict=False))[-kind.axes :]:
         argument = f"num_{name}" if name == "frames" else name

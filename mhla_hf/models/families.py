@@ -30,6 +30,11 @@ class AttentionKind:
         rotary: Form of the rotary embedding that a transformer of diffusers gives to its attention (`ROTARY_FORMS`).
         head_norm: Whether the norms of q and k in a transformer of diffusers apply to each head, not to all channels at
             once.
+        joint: Whether tokens of a text share one attention with those of the grid.
+        text_last: Whether the text comes after the grid where both are in one sequence.
+        positions: Argument of the forward of a transformer of diffusers whose latents are tokens that tells the grid: the
+            positions of the tokens ("img_ids") or the sizes of the images ("img_shapes"). Empty if the grid has arguments
+            of its own.
     """
 
     entry: str
@@ -42,6 +47,9 @@ class AttentionKind:
     latents: str = "channels frames height width"
     rotary: str = "pairs"
     head_norm: bool = False
+    joint: bool = False
+    text_last: bool = False
+    positions: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,25 @@ KANDINSKY_VIDEO = replace(WAN_VIDEO, latents="frames height width channels", rot
 # Latte attends within each frame, and to the frames at each place of the grid in blocks of its own, which stay softmax.
 LATTE_FRAMES = replace(PIXART_IMAGES, latents="channels frames height width")
 HUNYUAN_IMAGES = replace(PIXART_IMAGES, defaults={**IMAGE_DEFAULTS, "rope": "after"}, head_norm=True)
+# A query of the grid reads the text by softmax, and the grid by MHLA.
+JOINT_DEFAULTS: dict[str, Any] = {
+    "layout": [4, 4],
+    "feature_map": "softmax",
+    "rope": "near",
+    "window": 1,
+    "sinks": 0,
+    "layers": "2/3",
+}
+SD3_IMAGES = AttentionKind(
+    entry="models.converted_transformer",
+    defaults=JOINT_DEFAULTS,
+    axes=2,
+    latents="channels height width",
+    head_norm=True,
+    joint=True,
+)
+FLUX_IMAGES = replace(SD3_IMAGES, latents="tokens channels", positions="img_ids")
+QWEN_IMAGES = replace(SD3_IMAGES, latents="tokens channels", positions="img_shapes", rotary="complex streams")
 
 
 def language_family(base: str) -> Family:
@@ -234,6 +261,7 @@ DIFFUSION = (
     diffusion_family(LATTE_FRAMES, "text-to-video", "LatteTransformer3DModel"),
     diffusion_family(HUNYUAN_IMAGES, "text-to-image", "HunyuanDiT2DModel"),
     DIT,
+    diffusion_family(FLUX_IMAGES, "text-to-image", "FluxTransformer2DModel"),
 )
 FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
 

@@ -96,6 +96,8 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
 }
 
 
+# What layers of text and a grid require.
+JOINT_VALUES = {"normalize": True, "output_norm": False, "sinks": 0, "length_power": False, "window_dropout": 0}
 # What encoders that mix by decays require.
 ENCODER_VALUES = {"rope": "before", "sinks": 0, "length_power": False, "window_dropout": 0, "softmax_heads": None}
 
@@ -131,8 +133,10 @@ class MHLASettings:
             of the query's block, and a is learned per head (with `local`).
         local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
             decays (the far part) for all other tokens, under one normalizer (language models and encoders; needs "decay").
+            Where text and a grid share one attention, exact softmax over the blocks of the grid that are fewer than `window`
+            blocks from a token's own along every axis; the text has softmax in any case.
         window: Number of blocks in the softmax window of `local`, including the current block. In encoders, the window also
-            has `window - 1` blocks after the current one.
+            has `window - 1` blocks after the current one; in grids, on either side along every axis.
         sinks: Number of tokens at the start of a sequence that stay in the softmax of `local`; 0 for an encoder.
         window_dropout: Probability that a forward pass in training restricts the softmax window to the current block, so
             that the far part covers all blocks before it.
@@ -143,8 +147,8 @@ class MHLASettings:
             (the paper's CPE, appendix F.2); 0 for none. Grids only.
         rope: Where the rotary embedding is applied. "before": to q and k before the feature map (converted models).
             "after": to the features (the paper's order); the denominator uses the unrotated features. "near": to q and k in
-            the softmax of `local` only, because features of rotated keys depend on absolute positions and do not generalize
-            beyond the lengths they were fitted on.
+            the softmax (of `local`, or over a text) only, because features of rotated keys depend on absolute positions and
+            do not generalize beyond the lengths they were fitted on.
         layers: Layers that use MHLA: "all", "2/3" (all but layers 0, 3, 6, ..., which keep softmax), or a list, tuple, or
             range of layer indices.
         softmax_heads: KV heads that keep softmax, as {layer index: [KV head, ...]}. The query heads that read them keep it,
@@ -210,12 +214,12 @@ class MHLASettings:
             raise ValueError(f'free_decay: got true with mixing_form={self.mixing_form!r}, expected "decay".')
         if self.length_power and not local:
             raise ValueError('length_power: got true without local="softmax", expected false.')
-        if self.rope == "near" and not local:
+        if self.rope == "near" and not local and self.layout is None:
             raise ValueError('rope: got "near" without local="softmax", expected "before" or "after".')
         if self.softmax_heads and (not decay or self.gate):
             got = "gate=true" if decay else f"mixing_form={self.mixing_form!r}"
             raise ValueError(f'softmax_heads: got some with {got}, expected mixing_form="decay" and no gate.')
-        if local and not decay:
+        if local and not decay and self.layout is None:
             raise ValueError(f'mixing_form: got {self.mixing_form!r} with local="softmax", expected "decay".')
         if local and not self.normalize:
             raise ValueError('normalize: got false with local="softmax", expected true.')
@@ -267,7 +271,13 @@ class MHLASettings:
 
 
 def check_settings(
-    settings: MHLASettings, model: str, *, both_ways: bool = False, axes: int = 0, has_prefix: bool = False
+    settings: MHLASettings,
+    model: str,
+    *,
+    both_ways: bool = False,
+    axes: int = 0,
+    has_prefix: bool = False,
+    joint: bool = False,
 ) -> None:
     """Raise ValueError if settings do not suit a kind of model.
 
@@ -277,6 +287,7 @@ def check_settings(
         both_ways: Whether it is a model of sequences in which every token sees all others.
         axes: Number of axes of its grid of tokens; 0 for sequences.
         has_prefix: Whether tokens may come before the grid, such as class tokens.
+        joint: Whether tokens of a text and of the grid share one attention.
     """
     if settings.normalize == "official" and (not axes or has_prefix):
         reason = ", whose denominator has no class tokens" if axes else ""
@@ -284,6 +295,7 @@ def check_settings(
     if axes:
         if settings.layout is None or len(settings.layout) != axes:
             raise ValueError(f"layout: got {settings.layout!r}, expected {axes} counts of blocks for {model}.")
+        check_grid_settings(settings, model, joint)
         return
     for name in ("layout", "cpe"):
         if getattr(settings, name):
@@ -297,3 +309,16 @@ def check_settings(
     for name, value in ENCODER_VALUES.items():
         if getattr(settings, name) != value:
             raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected {value!r} for {model}.")
+
+
+def check_grid_settings(settings: MHLASettings, model: str, joint: bool) -> None:
+    """Raise ValueError if settings do not suit a model of a grid of tokens. See `check_settings` for the arguments."""
+    values: dict[str, Any] = JOINT_VALUES if joint else {"local": None}
+    for name, value in values.items():
+        if getattr(settings, name) != value:
+            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected {value!r} for {model}.")
+    positions = ("before", "near") if joint else ("before", "after")
+    if settings.rope not in positions:
+        raise ValueError(f"rope: got {settings.rope!r}, expected one of {list(positions)} for {model}.")
+    if joint and settings.mixing_form == "free":
+        raise ValueError(f'mixing_form: got "free", expected "softmax" or "direct" for {model}.')

@@ -1,0 +1,244 @@
+"""The MHLA core of layers in which tokens of text and of a grid attend in one sequence, as in Flux or HunyuanVideo.
+
+Texts are short, so softmax over their tokens is cheap. A query t of the grid reads text, and optionally the blocks of the
+grid around its own, by softmax, and all other blocks by MHLA, under one normalizer and on one scale. With scores
+z_ts = <q_t, k_s> / sqrt(K), features phi, and a learned balance b per head:
+
+    o_t = (sum_near e^z_ts v_s + e^b sum_far m[b(t), b(s)] <phi(q_t), phi(k_s)> v_s) / (the same with 1 for v_s)
+
+A query of the text reads all tokens by softmax.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..ops.api import mhla
+from ..ops.blocks import Blocks
+from ..ops.reference import divide_or_zero
+from ..ops.torch_local import with_ones
+from .core import MHLACore, Rotation, mixing_options
+from .grid import GridMixing, PositionConv
+from .local import start_balance
+from .settings import MHLASettings
+
+WIDTH_STEP = 8  # fused attention kernels take heads whose width is a multiple of this
+
+
+class TextTokens(NamedTuple):
+    """Heads of the S tokens of a text, rotated if the model rotates them, and what is hidden from whom.
+
+    Args:
+        q: [B, S, H, K].
+        k: [B, S, H, K].
+        v: [B, S, H, V].
+        mask: Which text tokens the queries of the grid see, [B, 1, 1, S]: bool, or what is added to their scores; None for
+            all.
+        full_mask: The same for the queries of the text and all keys, those of the text first, [B, 1, S or 1, S + T].
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None = None
+    full_mask: torch.Tensor | None = None
+
+
+def softmax_beside_zero(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute softmax attention over the keys and one more key whose score is 0.
+
+    The weight of the additional key relates the scale of the softmax to that of other weights, which is what the log-sum-exp
+    is otherwise needed for. It comes out of the same fused kernel, with gradients, as two further columns of v: one sums the
+    weights of the keys, the other has that of the additional key.
+
+    Args:
+        q: [B, T, H, K].
+        k: [B, S, H, K].
+        v: [B, S, H, V].
+        mask: [B, 1, 1, at most S]: bool, or what is added to the scores of the first keys; None to use all keys.
+
+    Returns:
+        With weights e^z / (sum e^z + 1): the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the
+        weight of the additional key [B, T, H, 1].
+    """
+    num_keys, value_width = v.shape[1], v.shape[3]
+    width = -(-max(q.shape[3], value_width + 2) // WIDTH_STEP) * WIDTH_STEP
+    is_key = torch.arange(num_keys + 1, device=v.device) < num_keys
+    columns = torch.stack([is_key, ~is_key], -1).to(v.dtype)[None, :, None]  # [1, S + 1, 1, 2]
+    columns = columns.expand(len(v), -1, v.shape[2], -1)
+    values = torch.cat([F.pad(v, (0, 0, 0, 0, 0, 1)), columns], -1)  # [B, S + 1, H, V + 2]
+    if mask is not None:
+        is_bool = mask.dtype == torch.bool
+        mask = F.pad(mask if is_bool else mask.to(q.dtype), (0, num_keys + 1 - mask.shape[-1]), value=float(is_bool))
+    o = F.scaled_dot_product_attention(
+        F.pad(q, (0, width - q.shape[3])).transpose(1, 2),
+        F.pad(k, (0, width - k.shape[3], 0, 0, 0, 1)).transpose(1, 2),
+        F.pad(values, (0, width - value_width - 2)).transpose(1, 2),
+        attn_mask=mask,
+        scale=q.shape[3] ** -0.5,
+    ).transpose(1, 2)
+    return o[..., :value_width], o[..., value_width : value_width + 1], o[..., value_width + 1 : value_width + 2]
+
+
+def near_blocks(counts: Sequence[int], window: int) -> list[list[int]]:
+    """List, for each block of a grid, the blocks that are fewer than `window` blocks from it along every axis.
+
+    Args:
+        counts: Number of blocks along each axis.
+        window: At least 1; a block itself is always in its list.
+    """
+    lists = []
+    for place in product(*(range(count) for count in counts)):
+        near = [0]
+        for position, count in zip(place, counts, strict=True):
+            around = range(max(0, position - window + 1), min(count, position + window))
+            near = [index * count + i for index in near for i in around]
+        lists.append(near)
+    return lists
+
+
+def far_block_mask(counts: Sequence[int], window: int, device: torch.device) -> torch.Tensor:
+    """Compute which blocks are not in the lists of `near_blocks`: fp32 [M, M], 1 where they are not and 0 where they are."""
+    near = torch.ones(1, 1, device=device)
+    for count in counts:
+        position = torch.arange(count, device=device)
+        near = torch.kron(near, ((position[:, None] - position).abs() < window).float())
+    return 1.0 - near
+
+
+class JointMixing(GridMixing):
+    """Mixing over the blocks of a grid, and the balance of MHLA relative to softmax.
+
+    The parameter `balance` is [H], the log of the factor that brings MHLA weights to the scale of e^score.
+
+    Args:
+        layout: Number of blocks along each axis.
+        balance: Its initial value.
+        all_heads: Number of heads H.
+        **choices: The other arguments of `GridMixing`.
+    """
+
+    def __init__(self, layout: Sequence[int], *, balance: float, all_heads: int, **choices: Any):
+        self.initial_balance, self.all_heads = balance, all_heads
+        super().__init__(layout, **choices)
+        self.balance = torch.nn.Parameter(self.initial_values()["balance"])
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """Return the initial values of the parameters by name, for models built on the meta device and filled later."""
+        return {**super().initial_values(), "balance": torch.full((self.all_heads,), self.initial_balance)}
+
+    def forward(self, counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """Return the weights between blocks, as `GridMixing` does, and e^balance, fp32 [H, 1]."""
+        return super().forward(counts), self.balance.float().exp()[:, None]
+
+
+class JointMHLA(MHLACore):
+    """Attention of the tokens of a text and of a grid, with MHLA among those of the grid.
+
+    The initial balance is so small that a converted layer starts as its softmax part.
+
+    Args:
+        settings: The settings; `layout` is required. With `local="softmax"`, queries of the grid read by softmax all blocks
+            that are fewer than `window` blocks from their own along every axis.
+        num_heads: Number of heads H.
+        key_dim: Width K of q and k.
+        value_dim: Width V of v.
+        **widths: The other arguments of `MHLACore`.
+    """
+
+    mixing: JointMixing
+
+    def __init__(self, settings: MHLASettings, *, num_heads: int, key_dim: int, value_dim: int, **widths: Any):
+        if settings.layout is None:
+            raise ValueError("layout: got None, expected the number of blocks along each axis of the grid.")
+        mixing = JointMixing(
+            settings.layout,
+            balance=start_balance(settings, key_dim, causal=False),
+            all_heads=num_heads,
+            **mixing_options(settings, num_heads),
+        )
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}
+        super().__init__(settings, mixing, **sizes, **widths)
+        if settings.cpe:
+            self.cpe = PositionConv(num_heads * value_dim, settings.cpe, len(settings.layout))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        text: TextTokens,
+        *,
+        grid: Sequence[int],
+        hidden_states: torch.Tensor | None = None,
+        rotate: Rotation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend over the text and the grid.
+
+        Args:
+            q: [B, T, H, K], the T tokens of the grid in row-major order.
+            k: [B, T, H, K].
+            v: [B, T, H, V].
+            text: The tokens of the text, of which there may be none.
+            grid: Number of tokens along each axis, with as many axes as `settings.layout`.
+            hidden_states: [B, T, hidden_size], the input of the layer for the tokens of the grid, which the gate reads.
+            rotate: Rotary embedding of q and k; None if there is none. With `rope="near"`, only the softmax part has it.
+
+        Returns:
+            The outputs of the grid [B, T, H, V] and of the text [B, S, H, V], in v's dtype.
+
+        Raises:
+            ValueError: If the grid does not have T tokens.
+        """
+        blocks = Blocks.grid(tuple(grid), self.mixing.layout)
+        if blocks.length != q.shape[1]:
+            raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
+        mixing, balance = self.mixing(blocks.counts)
+        rotated_q, rotated_k = (q, k) if rotate is None else rotate(q, k)
+        q, k = (q, k) if self.settings.rope == "near" else (rotated_q, rotated_k)
+        # Under autocast, norms and rotations give fp32.
+        q, k, rotated_q, rotated_k = (x.to(v.dtype) for x in (q, k, rotated_q, rotated_k))
+        text = text._replace(q=text.q.to(v.dtype), k=text.k.to(v.dtype), v=text.v.to(v.dtype))
+        if self.settings.local is not None:
+            mixing = mixing * far_block_mask(blocks.counts, self.settings.window, mixing.device)
+        options: dict[str, Any] = {"normalize": False, "scale": 1.0, "unrounded": True, "impl": self.settings.impl}
+        q_features, k_features = (x.to(v.dtype) for x in (self.q_map(q), self.k_map(k)))
+        far = mhla(q_features, k_features, with_ones(v), mixing, blocks=blocks, **options)
+        assert isinstance(far, torch.Tensor)  # no state was asked for
+        with torch.autocast(q.device.type, enabled=False):
+            near, near_weight, unit = (x.to(far.dtype) for x in self.attend_near(rotated_q, rotated_k, v, text, blocks))
+            far = unit * balance * far  # [B, T, H, V + 1]
+            o = divide_or_zero(near + far[..., :-1], (near_weight + far[..., -1:])[..., 0])
+            keys, values = torch.cat([text.k, rotated_k], 1), torch.cat([text.v, v], 1)
+            text_q, keys, values = (x.transpose(1, 2) for x in (text.q, keys, values))
+            full_mask = text.full_mask
+            if full_mask is not None and full_mask.dtype != torch.bool:
+                full_mask = full_mask.to(v.dtype)
+            text_o = F.scaled_dot_product_attention(text_q, keys, values, attn_mask=full_mask).transpose(1, 2)
+        o = self.finish_output(o, hidden_states, v.dtype)
+        return o + self.cpe(v, grid) if self.settings.cpe else o, text_o
+
+    def attend_near(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: TextTokens, blocks: Blocks
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the softmax part of the queries of the grid. See `forward` for the arguments; q and k are rotated.
+
+        Returns:
+            As `softmax_beside_zero` does.
+        """
+        if self.settings.local is None:
+            return softmax_beside_zero(q, text.k, text.v, text.mask)
+        order = torch.argsort(blocks.index(q.device), stable=True)
+        by_block = [x[:, order].split(blocks.sizes(), 1) for x in (q, k, v)]
+        parts = []
+        for queries, near in zip(by_block[0], near_blocks(blocks.counts, self.settings.window), strict=True):
+            keys = torch.cat([text.k, *(by_block[1][block] for block in near)], 1)
+            values = torch.cat([text.v, *(by_block[2][block] for block in near)], 1)
+            parts.append(softmax_beside_zero(queries, keys, values, text.mask))
+        inverse = torch.argsort(order)
+        return tuple(torch.cat(pieces, 1)[:, inverse] for pieces in zip(*parts, strict=True))

@@ -1,0 +1,161 @@
+"""Transformers in which text and grid share one attention compute MHLA among the tokens of the grid: compared with their
+stock code, as it is and around another attention."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ops_cases import distance
+from small_models import shaken
+from tiny_joint import JOINT_SIZES, TEXT_LAST, joint_size
+from tiny_pipelines import inputs, tiny_transformer
+
+import mhla_hf
+from mhla_hf.models.diffusion_inputs import find_self_attentions
+
+SOFTMAX = F.scaled_dot_product_attention
+
+
+
+
+def layout_of(family, sides):
+    return sides[-tiny_transformer_axes(family) :]
+
+
+def tiny_transformer_axes(family):
+    return 2 if len(joint_size(family)) == 2 else 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("window", "layout"), [(1, [1, 1, 1]), (2, [2, 2, 2]), (3, [2, 2, 3])])
+@pytest.mark.parametrize("family", JOINT_SIZES)
+def test_all_blocks_near_is_stock(family, window, layout):
+    """A batch of two texts, one of them padded if the family has masks, on an odd grid."""
+    model, stock = tiny_transformer(family), tiny_transformer(family)
+    mhla_hf.convert(model, layers="all", local="softmax", window=window, layout=layout_of(family, layout))
+    arguments = inputs(family, joint_size(family, 3, 5, 7), batch=2)
+    assert distance(model(**arguments).sample, stock(**arguments).sample) <= 1e-5
+    assert model.mhla_state.grid is None
+
+
+@contextlib.contextmanager
+def attention_inside(model, num_grid, text_last, attend):
+    """Call `attend(q, k, v, mask, num_text)` for the queries of the grid in place of the softmax of all layers.
+
+    All are [B, H, T, K] with the text first; the queries of the text have softmax.
+    """
+    active = []
+
+    def choose(query, key, value, attn_mask=None, **options):
+        o = SOFTMAX(query, key, value, attn_mask=attn_mask, **options)
+        if not active:
+            return o
+        num_text = query.shape[2] - num_grid
+        shift = num_text if text_last else 0
+        q, k, v = (x.roll(shift, 2) for x in (query, key, value))
+        mask = torch.ones(len(q), num_text, dtype=torch.bool)
+        if attn_mask is not None:
+            mask = attn_mask.roll(shift, -1).roll(shift if attn_mask.shape[2] > 1 else 0, 2)[:, 0, -1, :num_text]
+        o = torch.cat([o.roll(shift, 2)[:, :, :num_text], attend(q[:, :, num_text:], k, v, mask, num_text)], 2)
+        return o.roll(-shift, 2)
+
+    for attention in find_self_attentions(model):
+        attention.register_forward_pre_hook(lambda *args: active.append(1))
+        attention.register_forward_hook(lambda *args: active.clear())
+    with mock.patch.object(F, "scaled_dot_product_attention", choose):
+        yield
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("frames", [3, 1])
+@pytest.mark.parametrize("family", JOINT_SIZES)
+def test_one_block_is_linear_attention_beside_the_text(family, frames):
+    """In O(T): (e^z v + e^b phi(q) (sum phi(k) v^T)) / (the same for 1), on q and k that the base normalized and rotated."""
+    model, stock = tiny_transformer(family), tiny_transformer(family)
+    settings = {"feature_map": "relu", "rope": "before", "mixing_start": "uniform"}
+    mhla_hf.convert(model, layers="all", layout=layout_of(family, [1, 1, 1]), **settings)
+    for attention in find_self_attentions(model):
+        attention.processor.mhla.mixing.balance.fill_(0.3)
+
+    def attend(q, k, v, mask, num_text):
+        score = (q @ k[:, :, :num_text].mT) * q.shape[-1] ** -0.5
+        near = score.masked_fill(~mask[:, None, None], float("-inf")).exp()
+        q, far_k, far_v = q.relu() + 1e-6, k[:, :, num_text:].relu() + 1e-6, v[:, :, num_text:]
+        factor = torch.tensor(0.3).exp()
+        o = near @ v[:, :, :num_text] + factor * q @ (far_k.mT @ far_v)
+        return o / (near.sum(-1, keepdim=True) + factor * q @ far_k.sum(-2, keepdim=True).mT)
+
+    arguments = inputs(family, joint_size(family, frames, 5, 7), batch=2)
+    softmax = stock(**arguments).sample
+    num_grid = 35 * (frames if tiny_transformer_axes(family) == 3 else 1)
+    with attention_inside(stock, num_grid, family in TEXT_LAST, attend):
+        expected = stock(**arguments).sample
+    converted = model(**arguments).sample
+    assert distance(converted, expected) <= 1e-5
+    assert distance(converted, softmax) > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", JOINT_SIZES)
+def test_a_batch_is_its_samples_and_softmax_layers_are_stock(family):
+    """As in classifier-free guidance: two texts and noises at once."""
+    model, stock = tiny_transformer(family), tiny_transformer(family)
+    shaken(mhla_hf.convert(model, layers=[2]))
+    seen = {}
+    for name, one in (("mhla", model), ("stock", stock)):
+        for index in range(2):
+            attention = find_self_attentions(one)[index]
+            attention.register_forward_hook(lambda *args, key=(name, index): seen.__setitem__(key, args[-1]))
+    arguments = inputs(family, batch=2)
+    both, softmax = model(**arguments).sample, stock(**arguments).sample
+    for index in range(2):
+        outputs = [seen[name, index] for name in ("mhla", "stock")]
+        outputs = [output if isinstance(output, tuple) else (output,) for output in outputs]
+        assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert distance(both, softmax) > 1e-3
+    for row in range(2):
+        rows = {
+            name: value[row : row + 1]
+            if isinstance(value, torch.Tensor) and len(value) == 2
+            else value[:1]
+            if isinstance(value, list)
+            else value
+            for name, value in arguments.items()
+        }
+        assert distance(model(**rows).sample, both[row : row + 1]) <= 1e-5
+
+
+@pytest.mark.parametrize("family", JOINT_SIZES)
+def test_checkpointing_changes_no_gradient(family):
+    gradients = []
+    for checkpointed in (False, True):
+        model = mhla_hf.convert(tiny_transformer(family), layers="all", local="softmax", gate=True, cpe=3)
+        shaken(model).train()
+        if checkpointed:
+            model.enable_gradient_checkpointing()
+        model(**inputs(family, batch=2)).sample.square().mean().backward()
+        gradients.append({name: value.grad for name, value in model.named_parameters()})
+    for name, value in gradients[0].items():
+        assert value is None or distance(gradients[1][name], value) <= 1e-5, name
+        assert ".mhla." not in name or value.abs().max() > 0, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", JOINT_SIZES)
+def test_bf16_is_near(family, tmp_path):
+    model = shaken(mhla_hf.convert(tiny_transformer(family), layers="all"))
+    arguments = inputs(family)
+    expected = model(**arguments).sample
+    model.save_pretrained(tmp_path)
+    half = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    kinds = {name.split(".mhla.")[1]: value.dtype for name, value in half.named_parameters() if ".mhla." in name}
+    assert {kinds.pop("mixing.weight"), kinds.pop("mixing.balance")} == {torch.float32}
+    assert {*kinds.values()} <= {torch.bfloat16}
+    floats = {
+        name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+    output = half(**floats).sample
+    assert output.dtype == torch.bfloat16 and distance(output.float(), expected) <= 0.1
