@@ -21,16 +21,16 @@ from .steps import choose_settings, match_device_and_dtype
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
 REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not convert
     "tokens of text and of images or video share one attention": (
-        "AuraFlowTransformer2DModel BriaTransformer2DModel BriaFiboTransformer2DModel BriaFibo2Transformer2DModel "
-        "ChromaTransformer2DModel CogVideoXTransformer3DModel CogView3PlusTransformer2DModel CogView4Transformer2DModel "
+        "BriaTransformer2DModel BriaFiboTransformer2DModel BriaFibo2Transformer2DModel "
+        "CogView3PlusTransformer2DModel CogView4Transformer2DModel "
         "ConsisIDTransformer3DModel EasyAnimateTransformer3DModel ErnieImageTransformer2DModel "
         "Flux2Transformer2DModel Flux3Transformer2DModel GlmImageTransformer2DModel HiDreamImageTransformer2DModel "
-        "HunyuanImageTransformer2DModel HunyuanVideoTransformer3DModel HunyuanVideo15Transformer3DModel "
+        "HunyuanImageTransformer2DModel "
         "Ideogram4Transformer2DModel JoyImageEditTransformer3DModel JoyImageEditPlusTransformer3DModel "
         "Krea2Transformer2DModel LongCatImageTransformer2DModel Lumina2Transformer2DModel MiniMaxH3Transformer3DModel "
-        "MochiTransformer3DModel MotifVideoTransformer3DModel NucleusMoEImageTransformer2DModel "
-        "OvisImageTransformer2DModel PRXTransformer2DModel QwenImageTransformer2DModel QwenImage21Transformer2DModel "
-        "SD3Transformer2DModel ZImageTransformer2DModel"
+        "MotifVideoTransformer3DModel NucleusMoEImageTransformer2DModel "
+        "OvisImageTransformer2DModel PRXTransformer2DModel QwenImage21Transformer2DModel "
+        "ZImageTransformer2DModel"
     ),
     "some or all of its attention is causal": "Cosmos3OmniTransformer OmniGenTransformer2DModel",
     "earlier frames at other scales precede the grid of its tokens": (

@@ -99,7 +99,8 @@ class MHLATransformerMixin:
                 key_dim=parts.to_q.out_features // parts.num_heads,
                 value_dim=parts.to_v.out_features // parts.num_heads,
             )
-            attn.set_processor(processor_class(core, self.mhla_state, self.family.kind).train(attn.training))
+            # Mochi's attention has no `set_processor`.
+            attn.processor = processor_class(core, self.mhla_state, self.family.kind).train(attn.training)
         values = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
         values["mhla"] = settings.to_dict()
         # `from_config` skips the values that this list names as defaults.

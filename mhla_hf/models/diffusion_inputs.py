@@ -125,6 +125,12 @@ def read_joined_heads(rotary: Any, num_heads: int) -> RotaryAngles:
     return cos.unflatten(-1, (num_heads, -1)), sin.unflatten(-1, (num_heads, -1)), 1
 
 
+def read_half_heads(rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read cosines and sines [T, H, K / 2] for pairs of neighboring channels, which differ from head to head (Mochi)."""
+    cos, sin = (x.repeat_interleave(2, dim=-1) for x in rotary)
+    return cos, sin, 1
+
+
 def read_axes(rotary: Any, num_heads: int) -> RotaryAngles:
     """Read the embeddings of Allegro, in which each third of a head is rotated by the position along one axis.
 
@@ -164,6 +170,7 @@ ROTARY_FORMS = {
     "axes": read_axes,
     "matrices": read_matrices,
     "complex": read_complex,
+    "half heads": read_half_heads,
     "complex streams": read_complex_streams,
 }
 

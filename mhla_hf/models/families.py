@@ -181,6 +181,15 @@ SD3_IMAGES = AttentionKind(
 )
 FLUX_IMAGES = replace(SD3_IMAGES, latents="tokens channels", positions="img_ids")
 QWEN_IMAGES = replace(SD3_IMAGES, latents="tokens channels", positions="img_shapes", rotary="complex streams")
+HUNYUAN_VIDEO = replace(
+    SD3_IMAGES,
+    defaults={**JOINT_DEFAULTS, "layout": [3, 5, 10]},
+    axes=3,
+    latents="channels frames height width",
+    text_last=True,
+)
+COGVIDEOX_VIDEO = replace(HUNYUAN_VIDEO, latents="frames channels height width")
+MOCHI_VIDEO = replace(HUNYUAN_VIDEO, rotary="half heads")
 
 
 def language_family(base: str) -> Family:
@@ -261,7 +270,13 @@ DIFFUSION = (
     diffusion_family(LATTE_FRAMES, "text-to-video", "LatteTransformer3DModel"),
     diffusion_family(HUNYUAN_IMAGES, "text-to-image", "HunyuanDiT2DModel"),
     DIT,
-    diffusion_family(FLUX_IMAGES, "text-to-image", "FluxTransformer2DModel"),
+    diffusion_family(FLUX_IMAGES, "text-to-image", "FluxTransformer2DModel", "ChromaTransformer2DModel"),
+    diffusion_family(QWEN_IMAGES, "text-to-image", "QwenImageTransformer2DModel"),
+    diffusion_family(SD3_IMAGES, "text-to-image", "SD3Transformer2DModel", "AuraFlowTransformer2DModel"),
+    diffusion_family(HUNYUAN_VIDEO, "text-to-video", "HunyuanVideoTransformer3DModel"),
+    diffusion_family(HUNYUAN_VIDEO, "text-to-video", "HunyuanVideo15Transformer3DModel"),
+    diffusion_family(COGVIDEOX_VIDEO, "text-to-video", "CogVideoXTransformer3DModel"),
+    diffusion_family(MOCHI_VIDEO, "text-to-video", "MochiTransformer3DModel"),
 )
 FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
 

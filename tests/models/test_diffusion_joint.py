@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from ops_cases import distance
 from small_models import shaken
-from tiny_joint import JOINT_SIZES, TEXT_LAST, joint_size
+from tiny_joint import JOINT_SIZES, TEXT_LAST, VIDEOS, joint_size
 from tiny_pipelines import inputs, tiny_transformer
 
 import mhla_hf
@@ -18,14 +18,9 @@ from mhla_hf.models.diffusion_inputs import find_self_attentions
 SOFTMAX = F.scaled_dot_product_attention
 
 
-
-
 def layout_of(family, sides):
-    return sides[-tiny_transformer_axes(family) :]
-
-
-def tiny_transformer_axes(family):
-    return 2 if len(joint_size(family)) == 2 else 3
+    """The last two of three sides for images."""
+    return sides if family in VIDEOS else sides[1:]
 
 
 @torch.no_grad()
@@ -42,7 +37,7 @@ def test_all_blocks_near_is_stock(family, window, layout):
 
 @contextlib.contextmanager
 def attention_inside(model, num_grid, text_last, attend):
-    """Call `attend(q, k, v, mask, num_text)` for the queries of the grid in place of the softmax of all layers.
+    """Call `attend(q, k, v, bias, num_text)` for the queries of the grid in place of the softmax of all layers.
 
     All are [B, H, T, K] with the text first; the queries of the text have softmax.
     """
@@ -55,10 +50,12 @@ def attention_inside(model, num_grid, text_last, attend):
         num_text = query.shape[2] - num_grid
         shift = num_text if text_last else 0
         q, k, v = (x.roll(shift, 2) for x in (query, key, value))
-        mask = torch.ones(len(q), num_text, dtype=torch.bool)
+        bias = torch.zeros(len(q), num_text + 1)
         if attn_mask is not None:
-            mask = attn_mask.roll(shift, -1).roll(shift if attn_mask.shape[2] > 1 else 0, 2)[:, 0, -1, :num_text]
-        o = torch.cat([o.roll(shift, 2)[:, :, :num_text], attend(q[:, :, num_text:], k, v, mask, num_text)], 2)
+            bias = attn_mask.roll(shift, -1)[:, 0, 0 if text_last else -1]  # the row of a token of the grid
+            bias = bias.float().log() if bias.dtype == torch.bool else bias
+        bias = bias[:, :num_text] - bias[:, -1:]
+        o = torch.cat([o.roll(shift, 2)[:, :, :num_text], attend(q[:, :, num_text:], k, v, bias, num_text)], 2)
         return o.roll(-shift, 2)
 
     for attention in find_self_attentions(model):
@@ -79,9 +76,8 @@ def test_one_block_is_linear_attention_beside_the_text(family, frames):
     for attention in find_self_attentions(model):
         attention.processor.mhla.mixing.balance.fill_(0.3)
 
-    def attend(q, k, v, mask, num_text):
-        score = (q @ k[:, :, :num_text].mT) * q.shape[-1] ** -0.5
-        near = score.masked_fill(~mask[:, None, None], float("-inf")).exp()
+    def attend(q, k, v, bias, num_text):
+        near = ((q @ k[:, :, :num_text].mT) * q.shape[-1] ** -0.5 + bias[:, None, None]).exp()
         q, far_k, far_v = q.relu() + 1e-6, k[:, :, num_text:].relu() + 1e-6, v[:, :, num_text:]
         factor = torch.tensor(0.3).exp()
         o = near @ v[:, :, :num_text] + factor * q @ (far_k.mT @ far_v)
@@ -89,7 +85,7 @@ def test_one_block_is_linear_attention_beside_the_text(family, frames):
 
     arguments = inputs(family, joint_size(family, frames, 5, 7), batch=2)
     softmax = stock(**arguments).sample
-    num_grid = 35 * (frames if tiny_transformer_axes(family) == 3 else 1)
+    num_grid = 35 * (frames if family in VIDEOS else 1)
     with attention_inside(stock, num_grid, family in TEXT_LAST, attend):
         expected = stock(**arguments).sample
     converted = model(**arguments).sample

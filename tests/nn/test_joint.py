@@ -1,4 +1,4 @@
-"""Attention over a text and a grid: the definition as a T x T computation, and its two ends, softmax and linear attention."""
+"""Attention over a text and a grid: its definition as a T x T computation, and its ends, softmax and linear attention."""
 
 from itertools import product
 from math import prod
