@@ -100,6 +100,8 @@ JOINT_SIZES = {
 # Families whose stock code puts the text after the grid
 TEXT_LAST = ("sd3", "sd3.5", "hunyuan-video", "hunyuan-video1.5", "mochi")
 VIDEOS = ("hunyuan-video", "hunyuan-video1.5", "cogvideox", "mochi")
+# Their stock code, or ours for the grid, reads values of tensors
+READS_VALUES = ("flux", "chroma", "hunyuan-video1.5")
 PACKED = ("flux", "chroma", "qwen-image")  # the latents are tokens already
 
 

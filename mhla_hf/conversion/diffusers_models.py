@@ -20,18 +20,20 @@ from .steps import choose_settings, match_device_and_dtype
 
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
 REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not convert
-    "tokens of text and of images or video share one attention": (
+    "tokens of text and of images or video share one attention, in a form that is not supported": (
         "BriaTransformer2DModel BriaFiboTransformer2DModel BriaFibo2Transformer2DModel "
-        "CogView3PlusTransformer2DModel CogView4Transformer2DModel "
-        "ConsisIDTransformer3DModel EasyAnimateTransformer3DModel ErnieImageTransformer2DModel "
-        "Flux2Transformer2DModel Flux3Transformer2DModel GlmImageTransformer2DModel HiDreamImageTransformer2DModel "
-        "HunyuanImageTransformer2DModel "
+        "CogView3PlusTransformer2DModel CogView4Transformer2DModel ConsisIDTransformer3DModel "
+        "EasyAnimateTransformer3DModel ErnieImageTransformer2DModel Flux3Transformer2DModel "
+        "GlmImageTransformer2DModel HiDreamImageTransformer2DModel HunyuanImageTransformer2DModel "
         "Ideogram4Transformer2DModel JoyImageEditTransformer3DModel JoyImageEditPlusTransformer3DModel "
-        "Krea2Transformer2DModel LongCatImageTransformer2DModel Lumina2Transformer2DModel MiniMaxH3Transformer3DModel "
-        "MotifVideoTransformer3DModel NucleusMoEImageTransformer2DModel "
-        "OvisImageTransformer2DModel PRXTransformer2DModel QwenImage21Transformer2DModel "
-        "ZImageTransformer2DModel"
+        "Krea2Transformer2DModel LongCatImageTransformer2DModel MiniMaxH3Transformer3DModel "
+        "MotifVideoTransformer3DModel NucleusMoEImageTransformer2DModel OvisImageTransformer2DModel "
+        "PRXTransformer2DModel QwenImage21Transformer2DModel"
     ),
+    "text and image of each row are packed into one sequence with lengths of their own": (
+        "Lumina2Transformer2DModel ZImageTransformer2DModel"
+    ),
+    "some blocks have one projection for q, k, v, and the MLP": "Flux2Transformer2DModel",
     "some or all of its attention is causal": "Cosmos3OmniTransformer OmniGenTransformer2DModel",
     "earlier frames at other scales precede the grid of its tokens": (
         "HeliosTransformer3DModel HunyuanVideoFramepackTransformer3DModel"

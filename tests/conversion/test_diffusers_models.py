@@ -71,8 +71,10 @@ def test_every_other_transformer_is_refused_for_a_reason():
     models = [one for one in classes if inspect.isclass(one) and issubclass(one, diffusers.ModelMixin)]
     assert sorted([*refused, *CONVERTIBLE]) == sorted(one.__name__ for one in models)
     sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_single_layers": 1}
-    model = diffusers.FluxTransformer2DModel(axes_dims_rope=(2, 2, 4), joint_attention_dim=8, in_channels=4, **sizes)
+    model = diffusers.Flux2Transformer2DModel(
+        axes_dims_rope=(2, 2, 2, 2), joint_attention_dim=8, in_channels=4, **sizes
+    )
     with pytest.raises(
-        ValueError, match="got FluxTransformer2DModel, expected another transformer: tokens of text and of"
+        ValueError, match="got Flux2Transformer2DModel, expected another transformer: some blocks have one"
     ):
         mhla_hf.convert(model)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from small_models import shaken
 from tiny_grid_pipelines import GRID_PIPELINES
 from tiny_grids import SIZES
+from tiny_joint import JOINT_SIZES
 from tiny_pipelines import PIPELINES, TRANSFORMERS, at_fresh_addresses, generate, inputs, tiny_transformer
 
 import mhla_hf
@@ -67,10 +68,11 @@ def test_base_weights_are_carried_over_exactly_and_the_object_stays(family):
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in stock.items())
     added = set(state) - set(stock)
-    layers, videos = range(len(find_self_attentions(model))), model.config.mhla["output_norm"]
-    assert model.config.mhla["layers"] == [i for i in layers if i % 3 or not videos]
+    layers, kind = range(len(find_self_attentions(model))), model.family.kind
+    assert model.config.mhla["layers"] == [i for i in layers if i % 3 or kind.defaults["layers"] == "all"]
     names = {"mixing.weight", "gate.weight", "gate.bias", "cpe.conv.weight", "cpe.conv.bias"}
-    names |= {"norm.weight"} if videos else set()
+    names |= {"norm.weight"} if model.config.mhla["output_norm"] else set()
+    names |= {"mixing.balance", "q_map.weight", "k_map.weight"} if kind.joint else set()
     assert all(".processor.mhla." in name for name in added)
     assert {name.split(".mhla.")[1] for name in added} == names and len(added) == len(names) * len(
         model.config.mhla["layers"]
@@ -160,13 +162,13 @@ print(json.dumps([name for name in ("mhla_hf", "triton") if sys.modules[name]]))
 def test_saved_transformers_are_the_same_elsewhere(tmp_path):
     """Without a pipeline, which Cosmos has only with its guardrail installed."""
     expected = {}
-    for family in SIZES:
+    for family in [*SIZES, *JOINT_SIZES]:
         model = converted(family, gate=True)
         model.save_pretrained(tmp_path / "saved" / family)
         expected[family] = model(**inputs(family, batch=2)).sample
     forbidden, _ = run_elsewhere(ALONE % str(Path(__file__).parent.parent), tmp_path, ("mhla_hf", "triton"))
     samples = load_file(tmp_path / "samples.safetensors")
-    assert forbidden == [] and [name for name in SIZES if not torch.equal(samples[name], expected[name])] == []
+    assert forbidden == [] and [name for name in expected if not torch.equal(samples[name], expected[name])] == []
 
 
 def test_a_transformer_converted_alone_stays_mhla_in_every_pipeline_that_holds_it(tmp_path):
@@ -255,6 +257,15 @@ RUNNING = {
         "sparse_params: got a dictionary, expected None: set attention_type to"),
     "context parallelism of LTX": (lambda: converted("ltx").enable_parallelism(config=None),
         "model: got MHLALTXVideoTransformer3DModel, expected a model of Wan for context parallelism"),
+    "two images": (lambda: converted("flux")(**{**inputs("flux"), "img_ids": torch.zeros(20, 3)}),
+        "img_ids: got positions of 20 tokens, expected those of one image in row-major order"),
+    "two images of Qwen": (lambda: converted("qwen-image")(**{**inputs("qwen-image"), "img_shapes": [[(1, 2, 5)] * 2]}),
+        "img_shapes: got [[(1, 2, 5), (1, 2, 5)]], expected one image of 20 tokens per row"),
+    "image prompts": (lambda: converted("flux")(**inputs("flux"), joint_attention_kwargs={"ip_hidden_states": []}),
+        "ip_hidden_states: got image prompts, expected None"),
+    "rotated features": (lambda: converted("flux", rope="after"), "rope: got 'after', expected one of ['before', 'near']"),
+    "no denominator": (lambda: converted("sd3", normalize=False), "normalize: got False, expected True"),
+    "a window without a text": (lambda: converted("pixart", local="softmax"), "local: got 'softmax', expected None"),
     "a causal mask": (lambda: mhla_hf.convert(tiny_transformer("skyreels", num_frame_per_block=3))(**inputs("skyreels")),
         "attention_mask: got a tensor, expected None"),
     "official on unequal blocks": (lambda: converted("sana", normalize="official", layout=[3, 3])(**inputs("sana")),

@@ -20,18 +20,19 @@ from peft.utils import get_peft_model_state_dict
 from small_models import shaken
 from tiny_grid_pipelines import GRID_PIPELINES
 from tiny_grids import SIZES
+from tiny_joint import JOINT_SIZES, READS_VALUES
 from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
-from mhla_hf.models.diffusion import MHLAAttnProcessor
 from mhla_hf.models.diffusion_inputs import find_self_attentions
+from mhla_hf.models.diffusion_processor import holds_mhla
 
 
 def converted(family="wan", num_layers=None, **settings):
     """A converted transformer, gated, with noise on all that MHLA added."""
-    argument = "num_visual_blocks" if family.startswith("kandinsky") else "num_layers"
-    sizes = {} if num_layers is None else {argument: num_layers}
+    names = {"kandinsky5": "num_visual_blocks", "kandinsky6": "num_visual_blocks", "aura-flow": "num_mmdit_layers"}
+    sizes = {} if num_layers is None else {names.get(family, "num_layers"): num_layers}
     return shaken(mhla_hf.convert(tiny_transformer(family, **sizes), **{"gate": True, **settings}))
 
 
@@ -41,15 +42,18 @@ def run(model, family="wan", size=None):
 
 
 SLOW = pytest.mark.slow
-PEFT_GRIDS = ("ltx2.3", "cosmos", "kandinsky5")
-GRIDS = [pytest.param(family, marks=SLOW) for family in SIZES]
+PEFT_GRIDS = ("ltx2.3", "cosmos", "kandinsky5", "flux", "chroma", "sd3.5", "cogvideox", "mochi")
+GRIDS = [pytest.param(family, marks=SLOW) for family in [*SIZES, *JOINT_SIZES]]
+# The forward of these reads the values of a mask, or positions of tokens, so only the blocks make graphs.
+BLOCKS_ONLY = ("wan", *READS_VALUES)
 
 
 @pytest.mark.parametrize("family", ["wan", "dit", *GRIDS])
 def test_one_graph(family):
-    """Of every block of Wan for two grids, and of the other models as a whole."""
-    whole, sizes = family != "wan", [None] if family != "wan" else [(3, 8, 10), (1, 6, 10)]
-    model, eager = (converted(family, layers="all", num_layers=1) for _ in range(2))
+    """Of every block of Wan for two grids, and of the other models as a whole where that is possible."""
+    whole, sizes = family not in BLOCKS_ONLY, [None] if family != "wan" else [(3, 8, 10), (1, 6, 10)]
+    near = {"local": "softmax"} if family in JOINT_SIZES else {}
+    model, eager = (converted(family, layers="all", num_layers=1, **near) for _ in range(2))
     torch._dynamo.reset()
     if whole:
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -61,7 +65,7 @@ def test_one_graph(family):
     assert model.mhla_state.grid is None
 
 
-ADAPTERS = r".*\.(attn1|self_attention)\.(to_q|to_v|to_query|processor\.mhla\.gate)"
+ADAPTERS = r".*\.(attn|attn1|self_attention)\.(to_q|to_v|to_query|processor\.mhla\.gate)"
 
 
 @pytest.mark.parametrize("family", ["wan", "sana", "ltx", *(pytest.param(one, marks=SLOW) for one in PEFT_GRIDS)])
@@ -90,12 +94,20 @@ def test_lora_is_trained_fused_and_saved_with_the_model(family, tmp_path):
 
 def mhla_layers(model):
     """The layers whose processor is MHLA."""
-    return [i for i, attn in enumerate(find_self_attentions(model)) if isinstance(attn.processor, MHLAAttnProcessor)]
+    return [i for i, attn in enumerate(find_self_attentions(model)) if holds_mhla(attn.processor)]
 
 
 @pytest.mark.parametrize(
     "family, when",
-    [("wan", "before"), ("wan", "after"), ("pixart", "after"), ("hunyuan-dit", "after"), ("ltx", "before")],
+    [
+        ("wan", "before"),
+        ("wan", "after"),
+        ("pixart", "after"),
+        ("hunyuan-dit", "after"),
+        ("ltx", "before"),
+        ("flux", "after"),
+        ("sd3", "before"),
+    ],
 )
 def test_projections_fused_and_separate_again(family, when, tmp_path):
     """Before the conversion or after it: MHLA stays, and separate projections are read when they are there again."""
@@ -115,11 +127,11 @@ def test_projections_fused_and_separate_again(family, when, tmp_path):
     assert distance(run(model, family), run(plain, family)) > 1e-3
 
 
-@pytest.mark.parametrize("family", ["wan", "sana-video", "pixart", "ltx", "hunyuan-dit", "kandinsky5"])
+@pytest.mark.parametrize("family", ["wan", "sana-video", "pixart", "ltx", "hunyuan-dit", "kandinsky5", "flux", "sd3.5"])
 def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
     model, softmax = converted(family, layers=[1]), AttnProcessor2_0()
     before = run(model, family)
-    name = next(name for name, found in model.attn_processors.items() if isinstance(found, MHLAAttnProcessor))
+    name = next(name for name, found in model.attn_processors.items() if holds_mhla(found))
     model.set_attn_processor(dict(model.attn_processors))
     assert "keep" not in caplog.text
     model.set_attn_processor({**model.attn_processors, name: softmax})
@@ -164,7 +176,12 @@ def test_int8_weights_quantize_the_gate_and_not_the_mixing(tmp_path):
 @pytest.mark.parametrize(
     "kind, family",
     [("block_level", "wan"), ("leaf_level", "sana"), ("sequential", "pixart"), ("model", "wan")]
-    + [(kind, family) for kind in ("block_level", "leaf_level") for family in SIZES if family != "hunyuan-dit"],
+    + [
+        (kind, family)
+        for kind in ("block_level", "leaf_level")
+        for family in [*SIZES, *JOINT_SIZES]
+        if family != "hunyuan-dit"
+    ],
 )
 def test_offloading_gives_the_same_numbers(kind, family):
     model = converted(family, cpe=3)
@@ -190,7 +207,9 @@ def test_conversion_of_a_model_with_hooks():
     assert torch.equal(run(model), run(plain))
 
 
-@pytest.mark.parametrize("family", ["wan", "sana-video", "dit", *(one for one in SIZES if one != "hunyuan-dit")])
+@pytest.mark.parametrize(
+    "family", ["wan", "sana-video", "dit", *(one for one in [*SIZES, *JOINT_SIZES] if one != "hunyuan-dit")]
+)
 def test_copies_have_a_grid_of_their_own(family):
     model = converted(family)
     model.enable_gradient_checkpointing()
