@@ -1,4 +1,4 @@
-"""Tiny pipelines of the transformers in `tiny_grids.py`, as `tiny_pipelines.py` has them of the others.
+"""Tiny pipelines of the transformers in `tiny_grids.py` and `tiny_joint.py`, as `tiny_pipelines.py` has them of the others.
 
 `GRID_PIPELINES[family]()` returns a softmax pipeline.
 """
@@ -6,12 +6,14 @@
 import torch
 from diffusers import (
     AllegroPipeline,
+    AuraFlowPipeline,
     AutoencoderKLAllegro,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLLTX2Audio,
     AutoencoderKLLTX2Video,
     AutoencoderKLLTXVideo,
     DDIMScheduler,
+    FluxPipeline,
     HunyuanDiTPipeline,
     Kandinsky5T2VPipeline,
     LattePipeline,
@@ -118,6 +120,19 @@ def kandinsky5_pipeline() -> Kandinsky5T2VPipeline:
     return Kandinsky5T2VPipeline(**texts, vae=vae, scheduler=flow(), transformer=tiny_transformer("kandinsky5"))
 
 
+def flux_pipeline() -> FluxPipeline:
+    """Return a pipeline that is called with embeddings of prompts (`CALLS`), and has text encoders of another kind."""
+    texts = {**text(), **{f"{name}_2": part for name, part in text().items()}}
+    vae = image_vae()
+    vae.register_to_config(shift_factor=0.0)
+    return FluxPipeline(**texts, vae=vae, scheduler=flow(), transformer=tiny_transformer("flux", in_channels=16))
+
+
+def aura_flow_pipeline() -> AuraFlowPipeline:
+    parts = {"vae": image_vae(), "scheduler": flow(), "transformer": tiny_transformer("aura-flow")}
+    return AuraFlowPipeline(**text(), **parts)
+
+
 GRID_PIPELINES = {
     "ltx": ltx_pipeline,
     "ltx2": ltx2_pipeline,
@@ -125,4 +140,6 @@ GRID_PIPELINES = {
     "allegro": allegro_pipeline,
     "latte": latte_pipeline,
     "hunyuan-dit": hunyuan_dit_pipeline,
+    "flux": flux_pipeline,
+    "aura-flow": aura_flow_pipeline,
 }

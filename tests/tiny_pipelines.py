@@ -306,6 +306,17 @@ CALLS = {
         "spatio_temporal_guidance_blocks": [1],
         "max_sequence_length": 16,
     },
+    "FluxPipeline": {
+        "height": 32,
+        "width": 48,
+        "prompt": None,
+        "negative_prompt_embeds": embedding(1, 6, 32),
+        "negative_pooled_prompt_embeds": embedding(1, 8),
+        "prompt_embeds": embedding(1, 6, 32),
+        "pooled_prompt_embeds": embedding(1, 8),
+        "true_cfg_scale": 3.0,
+    },
+    "AuraFlowPipeline": {"height": 32, "width": 48, "max_sequence_length": 16},
     "Kandinsky5T2VPipeline": {
         "height": 64,
         "width": 96,

@@ -15,7 +15,8 @@ from torch import nn
 
 from ..nn.grid import GridConv
 from ..nn.settings import MHLASettings
-from .diffusion import MHLATransformerMixin, holds_mhla
+from .diffusion import MHLATransformerMixin
+from .diffusion_processor import holds_mhla
 from .families import DIT
 
 # Name -> depth, width, number of heads

@@ -283,7 +283,7 @@ CACHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["wan", "ltx"])
+@pytest.mark.parametrize("family", ["wan", "ltx", "flux"])
 @pytest.mark.parametrize("name", CACHES)
 def test_caches_skip_mhla_layers_and_leave_nothing(name, family):
     pipe = mhla_hf.convert({**PIPELINES, **GRID_PIPELINES}[family](), layers="all")
