@@ -6,6 +6,7 @@ from diffusers import (
     AuraFlowTransformer2DModel,
     ChromaTransformer2DModel,
     CogVideoXTransformer3DModel,
+    Flux2Transformer2DModel,
     FluxTransformer2DModel,
     HunyuanVideo15Transformer3DModel,
     HunyuanVideoTransformer3DModel,
@@ -25,6 +26,7 @@ FLUX = {
     "joint_attention_dim": 32,
     "axes_dims_rope": (4, 4, 4),
 }
+FLUX2 = {**FLUX, "axes_dims_rope": (2, 4, 4, 2), "mlp_ratio": 2.0, "timestep_guidance_channels": 8}
 CHROMA = {**FLUX, "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1}
 QWEN = {
     **HEADS,
@@ -87,6 +89,7 @@ MOCHI = {
 }
 JOINT_SIZES = {
     "flux": (FluxTransformer2DModel, {**FLUX, "pooled_projection_dim": 8}),
+    "flux2": (Flux2Transformer2DModel, FLUX2),
     "chroma": (ChromaTransformer2DModel, CHROMA),
     "qwen-image": (QwenImageTransformer2DModel, QWEN),
     "sd3": (SD3Transformer2DModel, SD3),
@@ -101,8 +104,8 @@ JOINT_SIZES = {
 TEXT_LAST = ("sd3", "sd3.5", "hunyuan-video", "hunyuan-video1.5", "mochi")
 VIDEOS = ("hunyuan-video", "hunyuan-video1.5", "cogvideox", "mochi")
 # Their stock code, or ours for the grid, reads values of tensors
-READS_VALUES = ("flux", "chroma", "hunyuan-video1.5")
-PACKED = ("flux", "chroma", "qwen-image")  # the latents are tokens already
+READS_VALUES = ("flux", "flux2", "chroma", "hunyuan-video1.5")
+PACKED = ("flux", "flux2", "chroma", "qwen-image")  # the latents are tokens already
 
 
 def joint_size(family, frames=3, rows=4, columns=5):
@@ -130,6 +133,14 @@ def flux(size, noise):
     arguments = chroma(size, noise)
     del arguments["attention_mask"]
     return {**arguments, "pooled_projections": noise(8)}
+
+
+def flux2(size, noise):
+    """Arguments of Flux 2, whose positions have one more column."""
+    arguments = flux(size, noise)
+    del arguments["pooled_projections"]
+    positions = {name: torch.nn.functional.pad(arguments[name], (0, 1)) for name in ("img_ids", "txt_ids")}
+    return {**arguments, **positions, "guidance": torch.full((len(noise()),), 4.0)}
 
 
 def qwen_image(size, noise):
@@ -177,6 +188,7 @@ def cogvideox(size, noise):
 
 JOINT_ARGUMENTS = {
     "flux": flux,
+    "flux2": flux2,
     "chroma": chroma,
     "qwen-image": qwen_image,
     "sd3": sd3,

@@ -12,7 +12,7 @@ from typing import Any
 from diffusers import DiffusionPipeline
 
 from ..models.diffusion import resolve_settings
-from ..models.diffusion_inputs import attention_parts, find_self_attentions
+from ..models.diffusion_inputs import find_self_attentions
 from ..models.families import DIFFUSION
 from ..nn.settings import MHLASettings
 from .model_family import mhla_class, transformer_family
@@ -33,7 +33,6 @@ REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not conv
     "text and image of each row are packed into one sequence with lengths of their own": (
         "Lumina2Transformer2DModel ZImageTransformer2DModel"
     ),
-    "some blocks have one projection for q, k, v, and the MLP": "Flux2Transformer2DModel",
     "some or all of its attention is causal": "Cosmos3OmniTransformer OmniGenTransformer2DModel",
     "earlier frames at other scales precede the grid of its tokens": (
         "HeliosTransformer3DModel HunyuanVideoFramepackTransformer3DModel"
@@ -91,7 +90,7 @@ def convert_diffusion(
         transformer.install_mhla(mhla_settings)
         attentions: Any = find_self_attentions(transformer)
         for attn in (attentions[index] for index in mhla_settings.layers):
-            match_device_and_dtype(attn.processor.mhla, attention_parts(attn).to_q.weight.device, transformer.dtype)
+            match_device_and_dtype(attn.processor.mhla, next(attn.parameters()).device, transformer.dtype)
         if transformer.is_gradient_checkpointing:
             transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
     update_pipeline_configs(transformers)

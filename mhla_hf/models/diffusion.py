@@ -23,11 +23,11 @@ from ..nn.core import CORE_LOG
 from ..nn.grid import GridMHLA
 from ..nn.joint import JointMHLA
 from ..nn.settings import MHLASettings, check_settings
-from .diffusion_inputs import attention_parts, find_self_attentions, read_grid
-from .diffusion_processor import GridCheckpoint, GridState, MHLAAttnProcessor, holds_mhla
-from .families import Family
+from .diffusion_inputs import core_sizes, find_self_attentions, read_grid
+from .diffusion_processor import GridAttnProcessor, GridCheckpoint, GridState, MHLAAttnProcessor, holds_mhla
+from .families import AttentionKind, Family
 from .grid_shards import TokenShares
-from .joint_processor import JointAttnProcessor
+from .joint_processor import FusedJointAttnProcessor, JointAttnProcessor
 from .saving import check_loaded_weights, source_name, write_source
 
 # In the state dict of a model that PEFT has adapted, names contain one of these.
@@ -87,20 +87,12 @@ class MHLATransformerMixin:
         attentions = find_self_attentions(self)
         self.mhla_state = GridState()
         layers: Any = settings.layers
-        joint = self.family.kind.joint
-        core_class: Any = JointMHLA if joint else GridMHLA
-        processor_class = JointAttnProcessor if joint else MHLAAttnProcessor
+        kind = self.family.kind
+        core_class: Any = JointMHLA if kind.joint else GridMHLA
         for attn in (attentions[index] for index in layers):
-            parts = attention_parts(attn)
-            core = core_class(
-                settings,
-                num_heads=parts.num_heads,
-                hidden_size=parts.to_q.in_features,
-                key_dim=parts.to_q.out_features // parts.num_heads,
-                value_dim=parts.to_v.out_features // parts.num_heads,
-            )
+            core = core_class(settings, **core_sizes(attn))
             # Mochi's attention has no `set_processor`.
-            attn.processor = processor_class(core, self.mhla_state, self.family.kind).train(attn.training)
+            attn.processor = processor_class(attn, kind)(core, self.mhla_state, kind).train(attn.training)
         values = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
         values["mhla"] = settings.to_dict()
         # `from_config` skips the values that this list names as defaults.
@@ -244,6 +236,13 @@ class MHLAProcessorsMixin:
         super().unfuse_qkv_projections()  # type: ignore[misc]
         for attn in find_self_attentions(self):
             attn.fused_projections = False
+
+
+def processor_class(attn: Any, kind: AttentionKind) -> type[GridAttnProcessor]:
+    """Return the class of the processor of an attention module in an MHLA layer."""
+    if not kind.joint:
+        return MHLAAttnProcessor
+    return FusedJointAttnProcessor if hasattr(attn, "to_qkv_mlp_proj") else JointAttnProcessor
 
 
 def make_constructor(base: Any, further: dict[str, Any]) -> Any:

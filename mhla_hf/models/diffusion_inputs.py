@@ -54,6 +54,20 @@ def attention_parts(attn: Any, text: bool = False) -> AttentionParts:
     return AttentionParts(*inputs, tuple(getattr(attn, "to_out", None) or ()), attn.heads)
 
 
+def core_sizes(attn: Any) -> dict[str, int]:
+    """Return the keyword arguments of the MHLA core of a self-attention, except for `settings`."""
+    if hasattr(attn, "to_qkv_mlp_proj"):  # single blocks of Flux 2
+        width = attn.head_dim
+        return {"num_heads": attn.heads, "hidden_size": attn.query_dim, "key_dim": width, "value_dim": width}
+    parts = attention_parts(attn)
+    return {
+        "num_heads": parts.num_heads,
+        "hidden_size": parts.to_q.in_features,
+        "key_dim": parts.to_q.out_features // parts.num_heads,
+        "value_dim": parts.to_v.out_features // parts.num_heads,
+    }
+
+
 def find_self_attentions(model: Any) -> list[Any]:
     """Return the self-attention over the grid of each block of a transformer, in order.
 

@@ -271,6 +271,7 @@ DIFFUSION = (
     diffusion_family(HUNYUAN_IMAGES, "text-to-image", "HunyuanDiT2DModel"),
     DIT,
     diffusion_family(FLUX_IMAGES, "text-to-image", "FluxTransformer2DModel", "ChromaTransformer2DModel"),
+    diffusion_family(FLUX_IMAGES, "text-to-image", "Flux2Transformer2DModel"),
     diffusion_family(QWEN_IMAGES, "text-to-image", "QwenImageTransformer2DModel"),
     diffusion_family(SD3_IMAGES, "text-to-image", "SD3Transformer2DModel", "AuraFlowTransformer2DModel"),
     diffusion_family(HUNYUAN_VIDEO, "text-to-video", "HunyuanVideoTransformer3DModel"),

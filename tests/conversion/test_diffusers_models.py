@@ -70,11 +70,8 @@ def test_every_other_transformer_is_refused_for_a_reason():
     classes = [getattr(diffusers, name) for name in names if not name.startswith("_")]
     models = [one for one in classes if inspect.isclass(one) and issubclass(one, diffusers.ModelMixin)]
     assert sorted([*refused, *CONVERTIBLE]) == sorted(one.__name__ for one in models)
-    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_single_layers": 1}
-    model = diffusers.Flux2Transformer2DModel(
-        axes_dims_rope=(2, 2, 2, 2), joint_attention_dim=8, in_channels=4, **sizes
-    )
+    model = diffusers.PRXTransformer2DModel(context_in_dim=8, hidden_size=24, num_heads=2, depth=1, axes_dim=[6, 6])
     with pytest.raises(
-        ValueError, match="got Flux2Transformer2DModel, expected another transformer: some blocks have one"
+        ValueError, match="got PRXTransformer2DModel, expected another transformer: tokens of text and of"
     ):
         mhla_hf.convert(model)
