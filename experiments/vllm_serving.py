@@ -1,4 +1,6 @@
-"""Measure a converted model inside vLLM: python -m experiments.vllm_serving (docs/serving.md)
+"""Measure a converted model inside vLLM (docs/serving.md).
+
+    python -m experiments.vllm_serving BASE CONVERTED --text FILE
 
 Runs in the environment of `make test-vllm`. Compares, in one process, a softmax model with its conversion: perplexity and
 recall in vLLM and in transformers (fp32), the number of requests that fit a GiB of pages, and tokens per second (bf16).
@@ -209,7 +211,8 @@ def render_vllm(record: Mapping[str, Any]) -> str:
             lines.append(f"| new tokens per second, {count} requests, {way} | {' | '.join(cells)} |")
     note = ""
     if record["rows"]:
-        note += f"Perplexity over {record['rows'] * ROW_TOKENS:,} tokens, recall of {ROW_TOKENS // 2:,} repeated ones, in fp32. "
+        note += f"Perplexity over {record['rows'] * ROW_TOKENS:,} tokens, "
+        note += f"recall of {ROW_TOKENS // 2:,} repeated ones, in fp32. "
     if record["speed"]:
         shortest, longest = PROMPT_LENGTHS
         note += f"Prompts of {shortest} to {longest:,} tokens with {NEW_TOKENS} new ones in bf16, "
@@ -220,7 +223,7 @@ def render_vllm(record: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Run the script."""
-    parser = argparse.ArgumentParser("python -m experiments.vllm_serving", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", help="folder or Hub id of the softmax model")
     parser.add_argument("converted", help="folder of its conversion")
     parser.add_argument("--text", type=Path, required=True, help="text file")

@@ -54,7 +54,19 @@ HELPS = {name: ast.get_docstring(ast.parse(text)) for name, text in SCRIPTS.item
 HELPS |= {name: epilog for name, (*_, epilog) in COMMANDS.items()}
 SHORT = [["mhla-hf", name] for name in ("recipes", "convert", "teach", "info", "tasks", "analyze")]
 SHORT.append(["mhla-hf", "plan", "DIR"])
-OTHERS = {"accelerate", "cd", "cp", "git", "hf", "make", "pip", "sed", "transformers"}  # programs that are not ours
+OTHERS = {
+    "accelerate",
+    "cd",
+    "cp",
+    "curl",
+    "git",
+    "hf",
+    "make",
+    "pip",
+    "sed",
+    "transformers",
+    "vllm",
+}  # programs that are not ours
 
 
 def blocks(document, *languages):
