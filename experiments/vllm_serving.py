@@ -178,10 +178,10 @@ def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches:
     for name, folder in folders.items():
         if num_rows:
             scores[name]["vLLM"] = score_rows_in_vllm(folder, rows)
-        requests[name], seconds = count_and_time_in_vllm(folder, text, batches)
+        requests[name], seconds_taken = count_and_time_in_vllm(folder, text, batches)
         speed += [
             {"model": name, "engine": "vLLM", "requests": count, "seconds": time_taken}
-            for count, time_taken in seconds.items()
+            for count, time_taken in seconds_taken.items()
         ]
         print(name, scores[name], requests[name], speed, flush=True)
     return {"scores": scores, "requests": requests, "speed": speed}
