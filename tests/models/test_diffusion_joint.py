@@ -29,7 +29,7 @@ def layout_of(family, sides):
 def test_all_blocks_near_is_stock(family, window, layout):
     """A batch of two texts, one of them padded if the family has masks, on an odd grid."""
     model, stock = tiny_transformer(family), tiny_transformer(family)
-    mhla_hf.convert(model, layers="all", local="softmax", window=window, layout=layout_of(family, layout))
+    mhla_hf.convert(model, layers="all", window=window, layout=layout_of(family, layout))
     arguments = inputs(family, joint_size(family, 3, 5, 7), batch=2)
     assert distance(model(**arguments).sample, stock(**arguments).sample) <= 1e-5
     assert model.mhla_state.grid is None
@@ -71,7 +71,7 @@ def attention_inside(model, num_grid, text_last, attend):
 def test_one_block_is_linear_attention_beside_the_text(family, frames):
     """In O(T): (e^z v + e^b phi(q) (sum phi(k) v^T)) / (the same for 1), on q and k that the base normalized and rotated."""
     model, stock = tiny_transformer(family), tiny_transformer(family)
-    settings = {"feature_map": "relu", "rope": "before", "mixing_start": "uniform"}
+    settings = {"feature_map": "relu", "rope": "before", "local": None, "mixing_start": "uniform"}
     mhla_hf.convert(model, layers="all", layout=layout_of(family, [1, 1, 1]), **settings)
     for attention in find_self_attentions(model):
         attention.processor.mhla.mixing.balance.fill_(0.3)
@@ -127,7 +127,7 @@ def test_a_batch_is_its_samples_and_softmax_layers_are_stock(family):
 def test_checkpointing_changes_no_gradient(family):
     gradients = []
     for checkpointed in (False, True):
-        model = mhla_hf.convert(tiny_transformer(family), layers="all", local="softmax", gate=True, cpe=3)
+        model = mhla_hf.convert(tiny_transformer(family), layers="all", gate=True, cpe=3)
         shaken(model).train()
         if checkpointed:
             model.enable_gradient_checkpointing()

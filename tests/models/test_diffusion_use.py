@@ -52,8 +52,7 @@ BLOCKS_ONLY = ("wan", *READS_VALUES)
 def test_one_graph(family):
     """Of every block of Wan for two grids, and of the other models as a whole where that is possible."""
     whole, sizes = family not in BLOCKS_ONLY, [None] if family != "wan" else [(3, 8, 10), (1, 6, 10)]
-    near = {"local": "softmax"} if family in JOINT_SIZES else {}
-    model, eager = (converted(family, layers="all", num_layers=1, **near) for _ in range(2))
+    model, eager = (converted(family, layers="all", num_layers=1) for _ in range(2))
     torch._dynamo.reset()
     if whole:
         compiled = torch.compile(model, fullgraph=True, backend="eager")
