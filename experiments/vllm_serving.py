@@ -159,13 +159,14 @@ def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches:
     Returns:
         "scores" by model, engine and measure, "requests" by model and length, and "speed" as rows.
     """
-    text = AutoTokenizer.from_pretrained(next(iter(folders.values())))(text_file.read_text(encoding="utf-8")).input_ids
+    tokenizer = AutoTokenizer.from_pretrained(next(iter(folders.values())), trust_remote_code=False)
+    text = tokenizer(text_file.read_text(encoding="utf-8")).input_ids
     rows = make_rows(text, num_rows)
     scores: dict[str, dict[str, dict[str, float]]] = {name: {"transformers": {}, "vLLM": {}} for name in folders}
     speed: list[dict[str, Any]] = []
     for name, folder in folders.items() if num_rows or batches else ():
         register_model_type(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         for kind, part in rows.items() if num_rows else ():
             scores[name]["transformers"][kind] = summarize(kind, score_in_transformers(model, part))
         model = model.bfloat16()
