@@ -94,7 +94,7 @@ class RotationTable:
             self.rows = cos_sin.new_zeros(self.num_positions + 1, *cos_sin.shape[1:])
 
     def write(self, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        """Store cos_sin [N, 1, A] for int64 positions [N]. Position -1, of padding, goes to a row that nobody reads."""
+        """Store cos_sin [N, 1, A] for int64 positions [N]. Position -1 stands for padding; its row is never read."""
         assert self.rows is not None
         self.rows[positions] = cos_sin
 
