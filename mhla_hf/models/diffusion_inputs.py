@@ -22,7 +22,12 @@ BLOCK_LISTS = ("joint_transformer_blocks", "transformer_blocks", "blocks", "sing
 class AttentionParts(NamedTuple):
     """The modules of a self-attention, whose names differ among the transformers of diffusers.
 
-    `fused` names the one that replaces the projections while these are fused.
+    Attributes:
+        to_q, to_k, to_v: Projections.
+        norm_q, norm_k: Norms of q and k, or None.
+        outputs: Modules that the output of the attention goes through, in order.
+        num_heads: Number of heads.
+        fused: Name of the projection that diffusers uses instead of the three after `fuse_qkv_projections`.
     """
 
     to_q: nn.Linear
