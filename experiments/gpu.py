@@ -19,6 +19,7 @@ from mhla_hf.bench import TOLERANCES, describe_failure, relative_error, time_cas
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
+from mhla_hf.ops.triton.paged import small_page_call
 
 from .docs import ROOT, render_gpu, write_documents
 from .paper_shapes import Window, model_cases, paper_cases, target_cases
@@ -35,6 +36,7 @@ LANGUAGE = SMOLLM2 | {  # four layers with the heads of Llama-3.2-1B
     "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }  # fmt: skip
+PAGE_CASE = (64, 64, 64, 1, 3, 1, True, True, 6, 4, True)  # widths of keys, values, and features, ...
 CAUSAL: dict[str, Any] = {"causal": True, "normalize": False}
 Variant = tuple[Blocks, dict[str, Any], dict[str, Any]]  # blocks, options of `make_inputs`, options of `mhla`
 VARIANTS: dict[str, Variant] = {
@@ -167,6 +169,12 @@ def window_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "t
     return case.errors(f"mhla {impl}", device, 0, exact="mhla reference")
 
 
+def page_errors(device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
+    """Return the relative error of decoding in the pages of a serving engine against PyTorch in fp64."""
+    (o,), (exact,) = small_page_call(torch.device(device), dtype, dtype, *PAGE_CASE)
+    return {"tokens": relative_error(o, exact)}
+
+
 def check_kernels(
     device: torch.device | str,
     limit: float = MAX_CHECK_SECONDS,
@@ -192,6 +200,8 @@ def check_kernels(
     }
     calls["window"] = functools.partial(window_errors, device, impl=impl)
     calls["decoding"] = functools.partial(decode_errors, device, impl=impl)
+    if impl == "triton":
+        calls["decoding in pages"] = functools.partial(page_errors, device)
     for dtype in ("bfloat16", "float32"):
         for kind, call in tqdm(calls.items(), desc=f"kernels, {dtype}"):
             row: dict[str, Any] = {"kind": kind, "dtype": dtype, "error": {}, "failed": None}

@@ -14,8 +14,12 @@ import torch
 
 from ..nn.features import FeatureMap
 from ..nn.settings import MHLASettings
+from ..ops.api import choose_implementation
 from ..ops.decays import Decays, LocalForm
 from ..ops.local_state import KeyMap, LocalState, continue_local, local_step
+from ..ops.torch_layout import ring_slot
+from ..ops.triton.paged import PageTensors, page_fault, page_step
+from ..ops.triton.register import triton_refusal
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,10 @@ class PagePool:
         for held, new in ((self.k, k), (self.v, v)):
             held[pages, :, slot[:, None]] = new.unflatten(1, heads).to(held.dtype)
 
+    def read_keys(self, pages: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        """Return the keys in slots int64 [N] of the pages of N requests, [N, G, D]."""
+        return self.k[pages, :, slot[:, None]].flatten(1, 2)
+
     def write_tokens(self, pages: torch.Tensor, state: LocalState) -> None:
         """Copy all keys and values of a state back to its pages; see `gather`."""
         heads = (pages.shape[1], self.layout.heads)
@@ -244,9 +252,22 @@ class PagedAttention:
             [N, H, V] in the dtype of the sums.
         """
         pool, form = self.pool, self.form
-        state = pool.gather(pages, position, form)
         # The step maps one old key, that of the token `lag - 1` blocks before the new one.
-        cos_sin = self.table.read(position - (form.lag - 1) * form.block_size)[:, None]
+        old_position = position - (form.lag - 1) * form.block_size
+        cos_sin = self.table.read(old_position)[:, None]
+        tensors = PageTensors(pool.running, pool.pending, pool.k, pool.v)
+        choice = choose_implementation(
+            form.impl,
+            q.device,
+            lambda: triton_refusal(q[None], k[None], v[None]),
+            lambda: page_fault(q, tensors, pages, self.decays, self.balance, form),
+        )
+        if choice == "triton":
+            pool.write_token(pages, ring_slot(position, pool.layout.num_slots, form.sinks), k, v)
+            old_k = pool.read_keys(pages, ring_slot(old_position.clamp(min=0), pool.layout.num_slots, form.sinks))
+            k_features = self.map_keys(old_k[:, None], cos_sin.to(old_k.dtype))[:, 0]
+            return page_step(q, q_features, k_features, tensors, pages, position, self.decays, self.balance, form)
+        state = pool.gather(pages, position, form)
         o = local_step(
             q[:, None],
             k[:, None],

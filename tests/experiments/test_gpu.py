@@ -28,8 +28,9 @@ def test_every_kind_of_call_has_a_definition(name):
 def test_kernels_are_rows_and_so_are_failures(monkeypatch):
     """In the interpreter: right, wrong, failed and too late."""
     monkeypatch.setattr(gpu, "SEQUENCE", Blocks.sequence(50, 16))
+    monkeypatch.setattr(gpu, "PAGE_CASE", (16, 16, 16, 1, 1, 1, True, True, 1, 0, True))
     rows = gpu.check_kernels("cpu", variants=FEW)
-    made = itertools.product(("bfloat16", "float32"), ("sequence", "window", "decoding"))
+    made = itertools.product(("bfloat16", "float32"), ("sequence", "window", "decoding", "decoding in pages"))
     assert [(row["dtype"], row["kind"]) for row in rows] == [*made]
     assert all(row["failed"] is None and 0 < max(row["error"].values()) < gpu.TOLERANCES[row["dtype"]] for row in rows)
     record = {"rows": [], "language": [], **describe_run("make gpu")}

@@ -12,6 +12,7 @@ from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.torch_layout import ring_slot
+from mhla_hf.ops.triton.tuning import INTERPRETED
 from mhla_hf.vllm_plugin.pages import NoRotation, PagedAttention, PageLayout, PagePool, RotationTable, slot_positions
 
 HEADS, KV_HEADS, WIDTH, LONGEST = 4, 2, 8, 90
@@ -40,23 +41,23 @@ def make_core(**settings):
 class Requests:
     """A pool of pages, filled with NaN, and sequences whose tokens arrive in batches, as an engine sends them."""
 
-    def __init__(self, core, heads_per_page, num_pages=3, num_sequences=5):
+    def __init__(self, core, heads_per_page, num_pages=3, num_sequences=5, dtype=torch.float64):
         self.core, self.is_local = core, core.settings.local is not None
         count_pages = KV_HEADS // heads_per_page
-        layout = PageLayout.of(core.settings, heads_per_page, WIDTH, torch.float64)
+        layout = PageLayout.of(core.settings, heads_per_page, WIDTH, dtype)
         num_bytes = sum(torch.Size(s).numel() * d.itemsize for s, d in zip(layout.shapes, layout.dtypes, strict=True))
-        memory = torch.full((num_pages * count_pages, num_bytes // 8 + 2), torch.nan, dtype=torch.float64)
+        memory = torch.full((num_pages * count_pages, num_bytes // dtype.itemsize + 2), torch.nan, dtype=dtype)
         decays, balance = core.mixing()
         table = RotationTable(LONGEST) if core.settings.rope == "near" else NoRotation()
         map_keys = core.map_keys if self.is_local else lambda k, cos_sin: k
         pool = PagePool(memory.view(torch.int8), layout)
-        self.attention = PagedAttention(pool, table, map_keys, decays.to(torch.float64), balance, core.form)
+        self.attention = PagedAttention(pool, table, map_keys, decays.to(dtype), balance, core.form)
         self.free = torch.randperm(num_pages * count_pages).view(-1, count_pages).tolist()
-        angle = torch.arange(LONGEST).double()[:, None] / torch.tensor([1.0, 3.0, 9.0, 27.0])
+        angle = torch.arange(LONGEST).to(dtype)[:, None] / torch.tensor([1.0, 3.0, 9.0, 27.0])
         width = 2 * WIDTH // 2 if core.settings.rope == "near" else 0
         self.cos_sin = torch.cat([angle.cos(), angle.sin()], -1)[:, None, :width]
-        self.q = torch.randn(num_sequences, LONGEST, HEADS, WIDTH).double()
-        self.k, self.v = torch.randn(2, num_sequences, LONGEST, KV_HEADS, WIDTH).double()
+        self.q = torch.randn(num_sequences, LONGEST, HEADS, WIDTH).to(dtype)
+        self.k, self.v = torch.randn(2, num_sequences, LONGEST, KV_HEADS, WIDTH).to(dtype)
         self.held = {}
 
     def inputs(self, row, tokens):
@@ -138,6 +139,33 @@ def test_faults_are_seen(fault, monkeypatch):
     monkeypatch.setattr(PagePool, "gather", wrong_gather)
     errors = play(Requests(make_core(**KINDS["defaults"]), 1), random.Random(1))
     assert not errors.max() < 1e-3
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter")
+@torch.no_grad()
+@pytest.mark.parametrize("kind, heads_per_page", [("defaults", 1), ("several decays", 2), ("no normalizer", 1)])
+def test_kernels_change_pages_as_pytorch_does(kind, heads_per_page):
+    core = make_core(**KINDS[kind]).float()
+    requests = Requests(core, heads_per_page, dtype=torch.float32)
+    requests.held = {row: (requests.free.pop(), []) for row in range(3)}
+    requests.prefill(1, 14)
+    requests.prefill(2, 3)
+    pool = requests.attention.pool
+    for _ in range(5):
+        before = [x.clone() for x in (pool.running, pool.pending, pool.k, pool.v)]
+        results = []
+        for impl in ("torch", "triton"):
+            for x, old in zip((pool.running, pool.pending, pool.k, pool.v), before, strict=True):
+                x.copy_(old)
+            requests.attention = replace(requests.attention, form=replace(core.form, impl=impl))
+            requests.decode([0, 1, 2])
+            outputs = [requests.held[row][1].pop() for row in range(3)]
+            results.append([*outputs, pool.running.clone(), pool.pending.clone()])
+        for row, o in enumerate(outputs):
+            requests.held[row][1].append(o)
+        for expected, result in zip(*results, strict=True):
+            assert (result - expected).nan_to_num(0).abs().max() < 1e-5
+            assert torch.equal(result.isnan(), expected.isnan())  # pages of nobody
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from mhla_hf.ops.state import MHLAState
 from mhla_hf.ops.triton.common import blocks_as_numbers
 from mhla_hf.ops.triton.decode import attend_one
 from mhla_hf.ops.triton.local import local_forward
+from mhla_hf.ops.triton.paged import small_page_call
 from mhla_hf.ops.triton.register import triton_backward, triton_forward
 from mhla_hf.ops.triton.tuning import TunedKernel
 
@@ -37,6 +38,8 @@ SHAPES = {  # blocks, widths, causal, normalize
     "wan": (VIDEO, (128, 128), False, False),
 }
 WINDOWS = {"window-64": 64, "window-128": 128}  # heads of converted language models
+PAGES = {"pages-64": (64, 64), "pages-128": (128, 256)}  # widths of heads and features, in a serving engine
+SCALAR = {"decode_kernel", "advance_kernel", "page_attention_kernel"}  # without matrix products
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -107,6 +110,12 @@ def window(tokens, width, *, size=64, sinks=4, packed=False, dtype=torch.bfloat1
     local_forward(q, k, v, fq, mixed, *learned, *near, 0.125, True, dtype)
 
 
+def pages(width, num_features, dtype=torch.bfloat16):
+    """The launches of a step over pages, for a window of six blocks and four sinks."""
+    cpu = torch.device("cpu")
+    small_page_call(cpu, dtype, dtype, width, width, num_features, 1, 3, 1, True, True, 6, 4, True)
+
+
 def spilled(compiled, chip):
     """Registers, and bytes of them that did not fit."""
     if chip.startswith("gfx"):
@@ -123,7 +132,7 @@ def spilled(compiled, chip):
 def main(*pairs):
     """Compile shapes for chips, each "shape:chip" or "all:chip"; a line for each kernel; an error if one does not fit."""
     found, pairs = [], [pair.split(":") for pair in pairs]
-    pairs = [(own, chip) for name, chip in pairs for own in ([*SHAPES, *WINDOWS] if name == "all" else [name])]
+    pairs = [(own, chip) for name, chip in pairs for own in ([*SHAPES, *WINDOWS, *PAGES] if name == "all" else [name])]
     compile_only(found)
     for shape, chip in pairs:
         driver.active.device = list(CHIPS).index(chip)
@@ -131,6 +140,8 @@ def main(*pairs):
         found.clear()
         if shape in WINDOWS:
             window(256, WINDOWS[shape])
+        elif shape in PAGES:
+            pages(*PAGES[shape])
         else:
             call(*SHAPES[shape])
             if SHAPES[shape][2]:
@@ -142,7 +153,7 @@ def main(*pairs):
             shared = compiled.metadata.shared / 1024
             print(f"{shape} {chip} {name}: {registers} registers, {spill} bytes spilled, {shared:.0f} KiB", flush=True)
             assert shared <= CHIPS[chip], f"more than {CHIPS[chip]} KiB of shared memory"
-            assert cores or name == "decode_kernel", "no tensor cores"
+            assert cores or name in SCALAR, "no tensor cores"
 
 
 if __name__ == "__main__":

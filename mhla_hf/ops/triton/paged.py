@@ -1,0 +1,323 @@
+"""Two kernels for one new token per request whose decoder state (see `LocalState`) is in the pages of a serving engine.
+
+The first moves the sums on in their pages, and the second attends. Neither copies a page. P is the number of pages of a
+request, U = G / P the number of KV heads in a page, and S the number of its slots. A tensor of pages enters a kernel as a
+tuple (pointer, stride of the page); within a page it is contiguous.
+"""
+
+from dataclasses import dataclass
+from typing import Any, no_type_check
+
+import torch
+
+from ..decays import Decays, LocalForm
+from ..local import local_attention
+from ..torch_layout import ring_slot
+from .check import Results, known_fault
+from .common import constexpr, invert_or_zero
+from .tuning import kernel, next_lanes, num_tiles, on_device, tl
+
+
+@dataclass(frozen=True)
+class PageTensors:
+    """The parts of all pages; see `LocalState` for what they hold.
+
+    Args:
+        running: [pages, U, R, V + 1, F].
+        pending: [pages, U, V + 1, F].
+        k: [pages, U, S, D].
+        v: [pages, U, S, V].
+    """
+
+    running: torch.Tensor
+    pending: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@kernel
+@no_type_check
+def advance_kernel(
+    running, pending, values, k_features, pages, position, log_rate,
+    block_size, lag, sinks, num_slots, num_kv_heads,
+    R: constexpr, U: constexpr, V: constexpr, F: constexpr, BV: constexpr, BF: constexpr,
+):  # fmt: skip
+    """Advance the sums of a page by one token: each program BV rows of the sums of one request and KV head.
+
+    Args:
+        running, pending, values: Pages, as in `PageTensors`.
+        k_features: [N, G, F], the features of the token that enters the pending summary.
+        pages: int64 [N, P].
+        position: int64 [N], the position of the new token.
+        log_rate: fp32 [G, R].
+    """
+    num_v_tiles: tl.constexpr = (V + BV) // BV
+    v_tile = tl.program_id(0) % num_v_tiles
+    item = (tl.program_id(0) // num_v_tiles).to(tl.int64)
+    row, head = item // num_kv_heads, item % num_kv_heads
+    page, unit = tl.load(pages + row * (num_kv_heads // U) + head // U), head % U
+    token = tl.load(position + row)
+    opens, old = token % block_size == 0, token - (lag - 1) * block_size
+    num_far_lanes, num_far_values = tl.where(old >= sinks, F, 0), tl.where(old >= sinks, V, 0)
+    v_lanes, f_lanes = v_tile * BV + tl.arange(0, BV), tl.arange(0, BF)
+    lanes = v_lanes[:, None] * F + f_lanes[None, :]
+    inside = (v_lanes[:, None] <= V) & (f_lanes[None, :] < F)
+    # What a page holds before a request's first token belongs to another request.
+    held = inside & (v_lanes[:, None] < tl.where(token > 0, V + 1, 0))
+    pending_lanes = pending[0] + page * pending[1] + unit * (V + 1) * F + lanes
+    entering = tl.load(pending_lanes, mask=held, other=0.0)
+    if opens:
+        for r in tl.static_range(R):
+            rate = tl.load(log_rate + head * R + r)
+            running_lanes = running[0] + page * running[1] + (unit * R + r) * (V + 1) * F + lanes
+            total = tl.load(running_lanes, mask=held, other=0.0)
+            tl.store(running_lanes, total * tl.exp(rate) + entering * tl.exp(rate * lag), mask=inside)
+    features = tl.load(k_features + item * F + f_lanes, mask=f_lanes < num_far_lanes, other=0.0).to(tl.float32)
+    slot = tl.where(old < sinks, 0, sinks + old % (num_slots - sinks))
+    value_lanes = values[0] + page * values[1] + (unit * num_slots + slot) * V + v_lanes
+    value = tl.load(value_lanes, mask=v_lanes < num_far_values, other=0.0).to(tl.float32)
+    value = tl.where(v_lanes == V, 1.0, value)
+    entering = tl.where(opens, 0.0, entering) + value[:, None] * features[None, :]
+    tl.store(pending_lanes, entering, mask=inside)
+
+
+@kernel
+@no_type_check
+def page_attention_kernel(
+    q, q_features, running, keys, values, pages, position, weight, power, balance, o,
+    block_size, lag, sinks, num_slots, num_heads, num_kv_heads, scale,
+    R: constexpr, U: constexpr, D: constexpr, V: constexpr, F: constexpr, NORMALIZE: constexpr,
+    BT: constexpr, BD: constexpr, BV: constexpr, BF: constexpr,
+):  # fmt: skip
+    """Compute o [N, H, V], the attention of one new token per request: each program BV lanes of one request and head.
+
+    Args:
+        q: [N, H, D].
+        q_features: [N, H, F].
+        running, keys, values, pages, position: As in `advance_kernel`, after it has run.
+        weight: fp32 [H, R].
+        power, balance: fp32 [H], or None.
+    """
+    num_v_tiles: tl.constexpr = (V + BV - 1) // BV
+    v_tile = tl.program_id(0) % num_v_tiles
+    item = (tl.program_id(0) // num_v_tiles).to(tl.int64)
+    row, head = item // num_heads, item % num_heads
+    kv_head = head // (num_heads // num_kv_heads)
+    page, unit = tl.load(pages + row * (num_kv_heads // U) + kv_head // U), kv_head % U
+    token = tl.load(position + row)
+    block = token // block_size
+    d_lanes, f_lanes = tl.arange(0, BD), tl.arange(0, BF)
+    v_lanes = v_tile * BV + tl.arange(0, BV)
+    query = tl.load(q + item * D + d_lanes, mask=d_lanes < D, other=0.0).to(tl.float32)
+    features = tl.load(q_features + item * F + f_lanes, mask=f_lanes < F, other=0.0).to(tl.float32)
+    if power is not None:
+        num_far = tl.maximum(block - lag + 1, 1).to(tl.float32)
+        features *= tl.exp(-tl.load(power + head) * tl.log(num_far))
+
+    far, far_den, total_weight = tl.zeros([BV], tl.float32), 0.0, 0.0
+    for r in tl.static_range(R):
+        sums = running[0] + page * running[1] + (unit * R + r) * (V + 1) * F
+        tile = sums + v_lanes[:, None] * F + f_lanes[None, :]
+        inside = (v_lanes[:, None] < V) & (f_lanes[None, :] < F)
+        w = tl.load(weight + head * R + r)
+        far += w * tl.sum(tl.load(tile, mask=inside, other=0.0) * features[None, :], 1)
+        far_den += w * tl.sum(tl.load(sums + V * F + f_lanes, mask=f_lanes < F, other=0.0) * features, 0)
+        total_weight += w
+
+    near, near_den, largest = tl.zeros([BV], tl.float32), 0.0, float("-inf")
+    oldest_age, ring = token % block_size + (lag - 1) * block_size, num_slots - sinks
+    for first in range(0, num_slots, BT):
+        slot = (first + tl.arange(0, BT)).to(tl.int64)
+        age = (token - slot + sinks + ring) % ring
+        visible = tl.where(slot < sinks, slot <= token, (age <= oldest_age) & (token - age >= sinks))
+        visible &= slot < num_slots
+        places = (unit * num_slots + slot)[:, None]
+        k_tile = keys[0] + page * keys[1] + places * D + d_lanes[None, :]
+        key = tl.load(k_tile, mask=visible[:, None] & (d_lanes[None, :] < D), other=0.0).to(tl.float32)
+        score = tl.sum(key * query[None, :], 1) * scale
+        if balance is not None:
+            score = tl.where(visible, score, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(score, 0))
+            # Nothing may be visible yet.
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            shrink = tl.exp(largest - shift)
+            weights = tl.exp(score - shift)
+            near, near_den, largest = near * shrink, near_den * shrink, new_largest
+        else:
+            weights = score * total_weight
+        v_tile_lanes = values[0] + page * values[1] + places * V + v_lanes[None, :]
+        value = tl.load(v_tile_lanes, mask=visible[:, None] & (v_lanes[None, :] < V), other=0.0).to(tl.float32)
+        near += tl.sum(value * weights[:, None], 0)
+        near_den += tl.sum(weights, 0)
+
+    near_factor, far_factor = 1.0, scale
+    if balance is not None:
+        exponent = tl.where((token >= lag * block_size) & (far_den != 0.0), tl.load(balance + head), float("-inf"))
+        shift = tl.maximum(largest, exponent)
+        shift = tl.where(shift == float("-inf"), 0.0, shift)
+        near_factor, far_factor = tl.exp(largest - shift), tl.exp(exponent - shift)
+    total = near * near_factor + far * far_factor
+    if NORMALIZE:
+        total *= invert_or_zero(near_den * near_factor + far_den * far_factor)
+    tl.store(o + item * V + v_lanes, total, mask=v_lanes < V)
+
+
+def page_step(
+    q: torch.Tensor,
+    q_features: torch.Tensor,
+    k_features: torch.Tensor,
+    tensors: PageTensors,
+    pages: torch.Tensor,
+    position: torch.Tensor,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+) -> torch.Tensor:
+    """Continue `local_attention` by one token per request, as `local_step` does, and update its pages in place.
+
+    Args:
+        q: [N, H, D].
+        q_features: [N, H, F].
+        k_features: [N, G, F], the features of the key `form.lag - 1` blocks before the new token; ignored where there is
+            none.
+        tensors: The pages, which must hold the key and the value of the new token already.
+        pages: int64 [N, P], the pages of each request, with the KV heads in the order of the model's.
+        position: int64 [N], the position of the new token; where it is 0, what the pages hold is ignored. Rows of padding
+            have position -1, and outputs 0.
+        decays, balance, form: As in `local_attention`.
+
+    Returns:
+        fp32 [N, H, V].
+    """
+    batch, num_heads, key_width = q.shape
+    _, units, num_slots, value_width = tensors.v.shape
+    num_rates, num_features = tensors.running.shape[2], tensors.running.shape[-1]
+    num_kv_heads = pages.shape[1] * units
+    o = torch.empty(batch, num_heads, value_width, dtype=torch.float32, device=q.device)
+    if not batch:
+        return o
+    decays = decays.to(torch.float32)
+    feature_lanes = next_lanes(num_features)
+    value_tile = min(32 if feature_lanes <= 128 else 16, next_lanes(value_width))
+    running, pending, keys, values = (
+        (x, x.stride(0)) for x in (tensors.running, tensors.pending, tensors.k, tensors.v)
+    )
+    shared: dict[str, Any] = {
+        "running": running, "values": values, "pages": pages.contiguous(), "position": position,
+        "block_size": form.block_size, "lag": form.lag, "sinks": form.sinks, "num_slots": num_slots,
+        "num_kv_heads": num_kv_heads, "R": num_rates, "U": units, "V": value_width, "F": num_features, "BV": value_tile,
+        "BF": feature_lanes, "num_warps": 4, "enable_fp_fusion": True,
+    }  # fmt: skip
+    with on_device(q):
+        advance_kernel[(batch * num_kv_heads * num_tiles(value_width + 1, value_tile),)](
+            pending=pending,
+            k_features=k_features.contiguous(),
+            log_rate=decays.log_rate.contiguous(),
+            **shared,
+        )
+        page_attention_kernel[(batch * num_heads * num_tiles(value_width, value_tile),)](
+            q=q.contiguous(),
+            q_features=q_features.contiguous(),
+            keys=keys,
+            weight=decays.weight.contiguous(),
+            power=None if decays.power is None else decays.power.contiguous(),
+            balance=None if balance is None else balance.float().contiguous(),
+            o=o,
+            num_heads=num_heads,
+            scale=form.scale,
+            D=key_width,
+            NORMALIZE=form.normalize,
+            BT=16 if key_width > 128 else 32,
+            BD=next_lanes(key_width),
+            **shared,
+        )
+    return o
+
+
+def page_fault(
+    q: torch.Tensor,
+    tensors: PageTensors,
+    pages: torch.Tensor,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+) -> str | None:
+    """Return why the kernels cannot be trusted for a kind of call of `page_step`, or None if they can; see `known_fault`."""
+    units, _, key_width = tensors.k.shape[1:]
+    widths = (key_width, tensors.v.shape[-1], tensors.running.shape[-1], tensors.running.shape[2])
+    share = q.shape[1] // (pages.shape[1] * units)
+    options = (share, units, decays.power is not None, balance is not None, form.lag, form.sinks, form.normalize)
+    return known_fault(small_page_call, (q.device, tensors.k.dtype, tensors.v.dtype, *widths, *options))
+
+
+def small_page_call(
+    device: torch.device,
+    dtype: torch.dtype,
+    value_dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    num_features: int,
+    num_rates: int,
+    share: int,
+    units: int,
+    has_power: bool,
+    softmax: bool,
+    lag: int,
+    num_sinks: int,
+    normalize: bool,
+) -> Results:
+    """Decode a short sequence of two pages by the kernels, and compute it by PyTorch in fp64 (see `page_fault`).
+
+    The inputs are always the same, and the global random state does not change.
+
+    Returns:
+        The outputs of the kernels and of PyTorch.
+    """
+    form = LocalForm(4, lag, num_sinks, width**-0.5, normalize)
+    num_tokens = (lag + 3) * form.block_size
+    num_kv_heads = 2 * units
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.rand(shape, generator=generator).to(device, dtype)
+
+    q = random(num_tokens, share * num_kv_heads, width, dtype=dtype)
+    k = random(num_tokens, num_kv_heads, width, dtype=dtype)
+    v = random(num_tokens, num_kv_heads, value_width, dtype=value_dtype) - 0.5
+    q_features = random(num_tokens, share * num_kv_heads, num_features, dtype=dtype)
+    # Without a softmax, the near part reads features, which are the keys.
+    k_features = random(num_tokens, num_kv_heads, num_features, dtype=dtype) if softmax else k
+    decays = Decays(
+        random(share * num_kv_heads, num_rates),
+        -random(num_kv_heads, num_rates),
+        random(share * num_kv_heads) if has_power else None,
+    )
+    balance = random(share * num_kv_heads) if softmax else None
+    num_slots = num_sinks + lag * form.block_size
+    sums = (value_width + 1, num_features)
+    tensors = PageTensors(
+        running=torch.full((3, units, num_rates, *sums), torch.nan, device=device),
+        pending=torch.full((3, units, *sums), torch.nan, device=device),
+        k=torch.full((3, units, num_slots, width), torch.nan, dtype=dtype, device=device),
+        v=torch.full((3, units, num_slots, value_width), torch.nan, dtype=value_dtype, device=device),
+    )
+    pages = torch.tensor([[2, 0]], device=device)
+    outputs = []
+    for t in range(num_tokens):
+        position = torch.tensor([t], device=device)
+        slot = ring_slot(position, num_slots, num_sinks)
+        for held, new in ((tensors.k, k), (tensors.v, v)):
+            held[pages, :, slot[:, None]] = new[None, t].unflatten(1, (2, units))
+        old = k_features[None, max(t - (lag - 1) * form.block_size, 0)]
+        outputs.append(page_step(q[None, t], q_features[None, t], old, tensors, pages, position, decays, balance, form))
+    exact = local_attention(
+        q[None].double(),
+        k[None].double(),
+        v[None].double(),
+        q_features[None].double(),
+        k_features[None].double(),
+        decays.to(torch.float64),
+        None if balance is None else balance.double(),
+        form,
+    )
+    return [torch.cat(outputs)], [exact[0]]
