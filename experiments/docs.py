@@ -38,7 +38,6 @@ from .judge import render_lookups, render_tasks
 from .kvpress_rows import render as render_kvpress
 from .mqar import render_mqar
 from .rows import describe_setup
-from .serving import render_serving
 from .speed import prefill_table, render_speed, speed_table
 from .studies.rank import render_random_rank
 from .studies.report import render_study
@@ -229,7 +228,6 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "mqar": render_mqar,
     "encoder": render_encoder,
     "speed": render_speed,
-    "serving": render_serving,
     "vllm": render_vllm,
     "plan": lambda record: f"```text\n{render_plan(record)}\n```",
     "costs": lambda record: costs_table(record["rows"]),

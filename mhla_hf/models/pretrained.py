@@ -99,7 +99,7 @@ class MHLAPreTrainedMixin:
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ValueError: the caches of transformers' continuous batching are paged."""
-        expected = "generate(), or mhla_hf.serving.ContinuousBatch for requests that come and go"
+        expected = "generate(), or vLLM for requests that come and go"
         raise ValueError(f"cache: got continuous batching with paged caches, expected {expected}.")
 
     def save_pretrained(

@@ -129,12 +129,6 @@ def for_scale():
     return {"folder": "llama-mhla", "model": model, "batch": {"input_ids": ids, "labels": ids}}
 
 
-def for_serving():
-    model = mhla_hf.convert(small_llama(), layers="2/3", block_size=16).eval()
-    texts = ["The try statement", "A class", "An assertion is"]
-    return {"model": model, "tokenizer": small_tokenizer(), "texts": texts}
-
-
 def for_sharing():
     save_mhla(Path("out/mhla"))
     return {"pipe": PIPELINES["wan"]().to(torch.bfloat16)}

@@ -112,7 +112,7 @@ def test_a_refused_crop_has_cut_no_layer_of_a_hybrid(settings):
 
 
 def test_continuous_batching_is_refused():
-    with refused("paged caches", "mhla_hf.serving"):
+    with refused("paged caches", "vLLM"):
         converted_model(layers="2/3").generate_batch([[1, 2, 3], [4, 5]])
 
 
