@@ -38,6 +38,7 @@ _PUBLIC = {  # name -> module that defines it
     "plan": "planning",
     "push": "share.push",
     "save_adapter": "training.adapters",
+    "use_mhla_in_steps": "sampling",
 }
 
 __all__ = sorted([*_PUBLIC, *(f"MHLA{name}" for family in DIFFUSION for name in family.classes)])

@@ -21,6 +21,7 @@ from .ops.api import mhla_step as mhla_step
 from .ops.blocks import Blocks as Blocks
 from .ops.state import MHLAState as MHLAState
 from .planning import plan as plan
+from .sampling import use_mhla_in_steps as use_mhla_in_steps
 from .share.audit import audit as audit
 from .share.push import push as push
 from .training.adapters import adapter_config as adapter_config

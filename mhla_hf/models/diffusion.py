@@ -92,7 +92,9 @@ class MHLATransformerMixin:
         for attn in (attentions[index] for index in layers):
             core = core_class(settings, **core_sizes(attn))
             # Mochi's attention has no `set_processor`.
-            attn.processor = processor_class(attn, kind)(core, self.mhla_state, kind).train(attn.training)
+            attn.processor = processor_class(attn, kind)(core, self.mhla_state, kind, attn.processor).train(
+                attn.training
+            )
         values = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
         values["mhla"] = settings.to_dict()
         # `from_config` skips the values that this list names as defaults.
@@ -110,6 +112,16 @@ class MHLATransformerMixin:
             ValueError: The latents do not fit this model, or an argument that has the size of the grid is missing.
         """
         return read_grid(self.family.kind, self.config, hidden_states, arguments)
+
+    def use_base_attention(self: Any, enabled: bool = True) -> None:
+        """Let MHLA layers attend as the base does, with their projections and without their MHLA cores.
+
+        This holds for forward passes of the current thread. `mhla_hf.use_mhla_in_steps` switches between steps of sampling.
+
+        Args:
+            enabled: False returns to MHLA.
+        """
+        self.mhla_state.uses_base = enabled
 
     def enable_parallelism(self: Any, *, config: Any, cp_plan: None = None) -> None:
         """Enable context parallelism as diffusers does, with tokens split in the order of their blocks.
@@ -139,6 +151,8 @@ class MHLATransformerMixin:
         super().enable_parallelism(config=config, cp_plan=plan)  # type: ignore[misc]
         if self._parallel_config.context_parallel_config is not None:
             TokenShares(self).hook(self)
+            for attn in (find_self_attentions(self)[index] for index in self.config.mhla["layers"]):
+                attn.processor.base_processor._parallel_config = attn.processor._parallel_config
 
     def _set_gradient_checkpointing(
         self: Any, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] | None = None
@@ -218,7 +232,8 @@ class MHLAProcessorsMixin:
     def set_attn_processor(self: Any, processor: Any) -> None:
         """Set processors as the base does, except in MHLA layers, whose processors hold their weights.
 
-        A warning is logged if another processor is given for an MHLA layer.
+        Another processor that is given for an MHLA layer becomes the one that `use_base_attention` chooses, unless it has
+        weights. A warning is logged.
 
         Args:
             processor: One processor for all layers, or a dictionary of them by name.
@@ -229,6 +244,9 @@ class MHLAProcessorsMixin:
             CORE_LOG.warning(
                 "set_attn_processor: %d MHLA layers keep their own, which hold their weights.", len(mhla_processors)
             )
+        for name, current in mhla_processors.items():
+            if not isinstance(processors.get(name, current), nn.Module):
+                current.set_base_processor(processors[name])
         super().set_attn_processor({**processors, **mhla_processors})  # type: ignore[misc]
 
     def unfuse_qkv_projections(self: Any) -> None:

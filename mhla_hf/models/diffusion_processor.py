@@ -6,6 +6,7 @@ again later, when the state may hold the grid of another call, so `GridCheckpoin
 """
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,11 +25,13 @@ class GridState(threading.local):
 
     Attributes:
         grid: Number of tokens per axis, or None outside of a forward pass.
+        uses_base: Whether MHLA layers attend as the base does (`use_base_attention`).
     """
 
     def __init__(self) -> None:
         # `threading.local` calls this once in every thread.
         self.grid: tuple[int, ...] | None = None
+        self.uses_base = False
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Make copies and pickles start without a grid, because a copied model is not in the middle of a forward pass."""
@@ -83,15 +86,37 @@ class GridAttnProcessor(nn.Module):
         core: The MHLA core.
         state: The grid state of the model.
         kind: The kind of the family, which says how its attention normalizes and rotates q and k.
+        base_processor: The processor of the base, which attends instead while `state.uses_base` is set.
     """
 
     _parallel_config: Any = None  # diffusers writes its context-parallel configuration here
 
-    def __init__(self, core: nn.Module, state: GridState, kind: AttentionKind):
+    def __init__(self, core: nn.Module, state: GridState, kind: AttentionKind, base_processor: Any):
         super().__init__()
         self.mhla = core
         self.state = state
         self.head_norm, self.rotary, self.text_last = kind.head_norm, kind.rotary, kind.text_last
+        self.set_base_processor(base_processor)
+
+    def set_base_processor(self, processor: Any) -> None:
+        """Set the processor of the base, which must have no weights: those would be part of this one's state dict."""
+        self.base_processor = processor
+        self.base_arguments = frozenset(inspect.signature(processor.__call__).parameters)
+
+
+def allow_base_attention(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the `__call__` of a `GridAttnProcessor` so that the base's processor runs while `state.uses_base` is set.
+
+    Positional arguments are the same for both. Of the named ones, the base gets those that it has.
+    """
+
+    @functools.wraps(call)
+    def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.state.uses_base:
+            return call(self, *args, **kwargs)
+        return self.base_processor(*args, **{k: v for k, v in kwargs.items() if k in self.base_arguments})
+
+    return choose
 
 
 class MHLAAttnProcessor(GridAttnProcessor):
@@ -100,6 +125,7 @@ class MHLAAttnProcessor(GridAttnProcessor):
     See `GridAttnProcessor` for arguments.
     """
 
+    @allow_base_attention
     def __call__(
         self,
         attn: Any,

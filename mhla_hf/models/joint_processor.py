@@ -7,7 +7,7 @@ import torch
 from ..nn.grid import rotate_pairs
 from ..nn.joint import TextTokens
 from .diffusion_inputs import ROTARY_FORMS, attention_parts, project_heads
-from .diffusion_processor import GridAttnProcessor
+from .diffusion_processor import GridAttnProcessor, allow_base_attention
 
 ProjectedHeads = tuple[torch.Tensor, ...]  # q, k, and v
 
@@ -69,6 +69,7 @@ class TextGridAttnProcessor(GridAttnProcessor):
 class JointAttnProcessor(TextGridAttnProcessor):
     """Attention processor of layers with separate projections of q, k, and v. See `GridAttnProcessor` for arguments."""
 
+    @allow_base_attention
     def __call__(
         self,
         attn: Any,
@@ -136,6 +137,7 @@ class FusedJointAttnProcessor(TextGridAttnProcessor):
     See `GridAttnProcessor` for arguments.
     """
 
+    @allow_base_attention
     def __call__(
         self,
         attn: Any,

@@ -81,8 +81,11 @@ def one_process(rank, count, folder):
         if name == "hybrid":  # whose first block reads its tokens a second time in the backward pass
             model.train().enable_gradient_checkpointing()
         torch.save(results(model, name, sum_up), f"{folder}/{name} {rank}.pt")
-    for family in ("wan-i2v", "wan-chrono-edit"):
+    # The attention of the base needs a head per process, and the tiny models have two.
+    for family, uses_base in [("wan-i2v", False), ("wan-chrono-edit", False), *[("wan", True)] * (count == 2)]:
         alone, shared = make(family=family), parallel(make(family=family), count)
+        for model in (alone, shared):
+            model.use_base_attention(uses_base)
         with torch.no_grad():
             outputs = [model(**inputs(family, SIZE), return_dict=False)[0] for model in (alone, shared)]
         assert distance(*outputs) <= 1e-5

@@ -1,0 +1,82 @@
+"""`use_mhla_in_steps`: some steps of a diffusion pipeline with MHLA, and the others with the attention of the base."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Methods of schedulers that pipelines call before the first step, for those that begin in the middle, and after each step.
+COUNTED_METHODS = ("set_timesteps", "set_begin_index", "step")
+
+
+class StepSwitch:
+    """Counts the steps of a scheduler, and switches transformers between MHLA and the attention of the base.
+
+    Args:
+        scheduler: The scheduler.
+        transformers: Transformers with MHLA layers.
+        start, end: As in `use_mhla_in_steps`.
+    """
+
+    def __init__(self, scheduler: Any, transformers: list[Any], start: int, end: int | None):
+        self.scheduler = scheduler
+        self.transformers = transformers
+        self.steps = slice(start, end)
+        self.index = 0  # of the step that runs next
+
+    def run(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the method `name` of the scheduler, and choose the attention of the next step.
+
+        Returns:
+            What the method returns.
+        """
+        result = method(*args, **kwargs)
+        self.index = self.index + 1 if name == "step" else getattr(self.scheduler, "begin_index", None) or 0
+        steps = range(len(self.scheduler.timesteps))
+        uses_mhla = self.index in steps[self.steps] or self.index not in steps
+        for transformer in self.transformers:
+            transformer.use_base_attention(not uses_mhla)
+        return result
+
+
+@contextlib.contextmanager
+def use_mhla_in_steps(pipeline: Any, start: int = 0, end: int | None = None) -> Iterator[None]:
+    """Return a context manager in which MHLA runs in some steps of sampling, and the attention of the base in the others.
+
+    The base's attention uses the projections of the converted model. They are the teacher's unless training changed them.
+    Steps are those of `pipeline.scheduler`, and both passes of classifier-free guidance belong to one step.
+
+    Args:
+        pipeline: A pipeline of diffusers with a converted transformer, or two.
+        start: The first step with MHLA. Negative numbers count from the last step, as in a slice.
+        end: The step after the last one with MHLA; None means all that follow `start`.
+
+    Raises:
+        ValueError: The pipeline has no MHLA transformer, or no scheduler.
+
+    Example:
+        >>> with mhla_hf.use_mhla_in_steps(pipe, start=5):  # softmax in the first five steps
+        ...     video = pipe("a cat walks").frames[0]
+    """
+    components = [getattr(pipeline, name, None) for name in ("transformer", "transformer_2")]
+    transformers = [component for component in components if hasattr(component, "use_base_attention")]
+    scheduler: Any = getattr(pipeline, "scheduler", None)
+    if not transformers or not hasattr(scheduler, "step"):
+        raise ValueError(
+            f"pipeline: got {type(pipeline).__name__}, expected one with a scheduler and a converted transformer."
+        )
+    switch = StepSwitch(scheduler, transformers, start, end)
+    earlier = {name: vars(scheduler)[name] for name in COUNTED_METHODS if name in vars(scheduler)}
+    try:
+        for name in [name for name in COUNTED_METHODS if hasattr(scheduler, name)]:
+            method = getattr(scheduler, name)
+            # Unlike a closure, a partial is copied with its arguments: LTX-2 copies the scheduler for its audio.
+            counted = functools.partial(switch.run, name, method)
+            setattr(scheduler, name, functools.update_wrapper(counted, method))
+        yield
+    finally:
+        for name in COUNTED_METHODS:
+            vars(scheduler).pop(name, None)
+        vars(scheduler).update(earlier)
+        for transformer in transformers:
+            transformer.use_base_attention(False)
