@@ -6,17 +6,20 @@ not logged yet, the position in a stream) is saved in a state folder, which is w
 renamed. The loop waits for the device only when it logs or saves.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from ..checkpoints.file_io import read_json
 from ..checkpoints.load import require_extra
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, CommonStage, Options, Recipe, Stage, make_stages, read_recipe
 from .run import Run
-from .run_folder import RunFolder
+from .run_folder import RECORD, RunFolder, identify_student
 from .sharding import make_accelerator
 from .tasks import find_task
 from .tasks.base import Task
@@ -82,8 +85,42 @@ def distill(
     }
     task = find_task(student, teacher, options)
     checked_stages, data, run_options = _resolve(task, stages, recipe, data, seed, run_arguments)
-    task.check(checked_stages)
-    return _train(task, checked_stages, data, run_options, seed, RunFolder(out), progress, command)
+    parts = task.parts()
+    for part in parts:
+        part.check(checked_stages)
+    folder = RunFolder(out)
+
+    def train(part: Task, folder: RunFolder) -> Any:
+        return _train(part, checked_stages, data, run_options, seed, folder, progress, command)
+
+    return train(task, folder) if len(parts) == 1 else _train_in_turn(parts, folder, train)
+
+
+def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Task, RunFolder], Any]) -> Any:
+    """Train two models of one pipeline, one after the other, so that only one at a time is on the device.
+
+    The first run has a folder of its own next to `out`, from which a killed call resumes; it is removed at the end.
+
+    Args:
+        parts: The tasks of both models. The last one returns and saves the pipeline.
+        folder: The folders of the last run.
+        train: Trains the model of a task.
+    """
+    first, last = parts
+    first_folder = RunFolder(folder.out.with_name(f"{folder.out.name}.high_noise"))
+    if (folder.out / RECORD).is_file():
+        last.earlier_student = identify_student(first.student)
+    else:
+        train(first, first_folder)
+        last.earlier_student = first_folder.identity["student"]
+        last.earlier_record = read_json(first_folder.out / RECORD)
+        for model in (first.student, first.teacher):
+            if model is not None:
+                model.to("cpu")
+    trained = train(last, folder)
+    if os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(first_folder.out, ignore_errors=True)
+    return trained
 
 
 def _resolve(

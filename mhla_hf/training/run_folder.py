@@ -64,6 +64,11 @@ def identify(model: Any, frozen: Sequence[str] = ()) -> str:
     return hash_json([config, fingerprint_model(model), *frozen], 32)
 
 
+def identify_student(student: Any) -> str:
+    """Return the result of `identify` for a student, with the names of its frozen parameters."""
+    return identify(student, [name for name, parameter in student.named_parameters() if not parameter.requires_grad])
+
+
 class RunFolder:
     """The output folder and the state folder of one run.
 
@@ -231,6 +236,26 @@ class RunFolder:
             raise ValueError(
                 f"out: got {str(self.out)!r}, begun with another {name}, expected the same, or another folder."
             )
+
+
+def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dict[str, Any]:
+    """Return the record of two runs that trained the transformers of one pipeline.
+
+    Args:
+        first: Record of the first run.
+        last: Record of the last run.
+        unit: What is counted, such as "samples".
+    """
+    merged = dict(last)
+    for key in ("parameters", "steps", unit, "resumed", "seconds"):
+        merged[key] = first[key] + last[key]
+    for key, name in (("stages", "name"), ("history", "stage")):
+        merged[key] = [
+            {**entry, name: f"{component}: {entry[name]}"}
+            for component, record in (("high noise", first), ("low noise", last))
+            for entry in record[key]
+        ]
+    return merged
 
 
 def unreadable_state(state: Path, reason: str) -> ValueError:
