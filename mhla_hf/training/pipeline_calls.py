@@ -1,10 +1,11 @@
-"""Calls of diffusers' pipelines during training, in which the teacher samples trajectories."""
+"""Calls of diffusers' pipelines during training, in which the teacher samples trajectories, and the student previews."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch.distributed.tensor import DTensor
 
 from .datasets.calls import Call, make_call_options, recorded
@@ -33,7 +34,7 @@ def sample_calls(
     with (
         prepared(pipeline, component, transformer),
         recorded(transformer) as calls,
-        swapped(pipeline, component, device),
+        swapped(pipeline, component, device, stops=component == EXPERTS[0]),
     ):
         pipeline(**options)
     if not calls:
@@ -42,35 +43,55 @@ def sample_calls(
     return calls
 
 
+@torch.no_grad()
+def sample_images(
+    pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
+) -> list[Image]:
+    """Sample with a pipeline, and return the image, or the frames of the video. See `sample_calls` for the arguments."""
+    device = next(transformer.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    options = {**make_call_options(pipeline, arguments, stage), "output_type": "pil", "generator": generator}
+    with prepared(pipeline, component, transformer), swapped(pipeline, component, device):
+        result = pipeline(**options)
+    return list(result.frames[0] if hasattr(result, "frames") else result.images[:1])
+
+
 class LastCall(Exception):
     """Stops a pipeline that no longer calls the recorded transformer."""
 
 
 @contextlib.contextmanager
-def swapped(pipeline: Any, component: str, device: torch.device) -> Iterator[None]:
+def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = False) -> Iterator[None]:
     """Context manager that keeps only the transformer in use on the device, if the pipeline has two (Wan 2.2).
 
-    At the end that is `component`, whose calls are recorded. If it is the first one, the pipeline stops where it would call
-    the second. Sharded modules stay where they are.
+    Args:
+        pipeline: A pipeline of diffusers.
+        component: Name of the transformer that is in use before and after. Sharded ones stay where they are.
+        device: The device.
+        stops: Whether to stop the pipeline, without an error, where it would call the second one.
     """
     first, second = (pipeline.components.get(name) for name in EXPERTS)
     if second is None:
         yield
         return
 
-    def swap(module: Any, _args: Any) -> None:
-        if module is second and component == EXPERTS[0]:
-            raise LastCall
+    def use(module: Any) -> None:
         other = first if module is second else second
         if device.type != "cpu" and not any(isinstance(parameter, DTensor) for parameter in other.parameters()):
             other.to("cpu")
         module.to(device)
+
+    def swap(module: Any, _args: Any) -> None:
+        if module is second and stops:
+            raise LastCall
+        use(module)
 
     with contextlib.ExitStack() as stack:
         for module in (first, second):
             stack.callback(module.register_forward_pre_hook(swap).remove)
         with contextlib.suppress(LastCall):
             yield
+        use(first if component == EXPERTS[0] else second)
 
 
 @contextlib.contextmanager

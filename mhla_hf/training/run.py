@@ -20,6 +20,7 @@ from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import summarize_error
 from ..checkpoints.provenance import describe_run
 from .interrupt import Interrupt
+from .previews import save_preview, track_preview
 from .recipe import CommonStage, Options
 from .run_folder import RECORD, RunFolder, identify, identify_student, merge_records, unreadable_state
 from .sharding import attach_wrapping_hints, evaluate_sharded, gather_weights, load_average, save_average, sharded
@@ -226,6 +227,8 @@ class Run:
                 if is_last or progress["step"] % self.options.log_every == 0:
                     stop = self._log(stage, sums, grad_norm, optimizer.param_groups[-1]["lr"], bar)
                     sums.clear()
+                if self.options.preview_every and progress["total"] % self.options.preview_every == 0:
+                    self._preview(stage)
                 if is_last or stop or progress["step"] % self.options.save_every == 0:
                     self._save_state(reader, sums, grad_norm, stage)
                 if stop and progress["total"] < self.total_steps:
@@ -359,6 +362,14 @@ class Run:
             values = ", ".join(f"{name} {value}" for name, value in postfix.items())
             self._report(f"{label}: step {progress['step']} of {stage.steps}, {values}")
         return num_interrupted > 0
+
+    def _preview(self, stage: CommonStage) -> None:
+        """Let the student make an image or a video in the main process; save it, and show it in trackers."""
+        if self.is_main:
+            with torch.random.fork_rng(), self.accelerator.autocast():
+                frames = self.task.preview(self.source, stage, self.seed)
+            save_preview(frames, self.folder.state / "previews", f"step-{self.progress['total']:09d}")
+            track_preview(frames, self.accelerator.trackers, self.progress["total"])
 
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
         """Raise ValueError if the loss or the gradient norm is not finite."""

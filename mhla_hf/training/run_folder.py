@@ -4,6 +4,7 @@ During a run, its state is in `<out>.state/`, next to the output folder:
 
     step-N/                the latest saved states, from which the run resumes
     runs/                  files of trackers
+    previews/              images and videos that the student made
     unfinished/            files that are being written
     lock                   locked by the process that trains
     of_a_run_of_mhla_hf    marks the folder as one of this package; no other folder is written to or cleared
@@ -32,6 +33,7 @@ RECORD = "train.json"
 IDENTITY = "run.json"
 MARKER = "of_a_run_of_mhla_hf"
 STATE_PATTERN = "step-" + 9 * "[0-9]"
+RUN_OUTPUTS = ("runs", "previews")  # folders that are moved into `<out>` at the end
 NUM_KEPT_STATES = 2
 # Names in error messages for those keys of a run's identity that would not be understood.
 IDENTITY_NAMES = {
@@ -190,12 +192,13 @@ class RunFolder:
     def result(self) -> Iterator[Path]:
         """Context manager that yields an empty folder, which becomes `out` at the end.
 
-        The files of trackers are moved into it, and the state is removed. Raise OSError if it cannot be written.
+        Files of trackers and previews are moved into it, and the state is removed. Raise OSError if it cannot be written.
         """
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
-            if (self.state / "runs").exists():
-                os.replace(self.state / "runs", temporary / "runs")
+            for name in RUN_OUTPUTS:
+                if (self.state / name).exists():
+                    os.replace(self.state / name, temporary / name)
         self.clear()
 
     def clear(self) -> None:
@@ -203,7 +206,7 @@ class RunFolder:
         self.lock.release()
         if not (self.state / MARKER).is_file():
             return
-        for folder in (self.unfinished, self.state / "runs", *self._list_states()):
+        for folder in (self.unfinished, *(self.state / name for name in RUN_OUTPUTS), *self._list_states()):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.lock.lock_file, self.state / MARKER):
             Path(file).unlink(missing_ok=True)

@@ -150,6 +150,20 @@ class Task(abc.ABC, Generic[StageT]):
         """Return evaluation scores of the student by name, to be logged in the history."""
         return {}
 
+    def check_previews(self, source: Any) -> None:
+        """Raise ValueError if the model cannot make previews for the data that `open` returned."""
+        raise ValueError("preview_every: got a number with a model that makes no images, expected 0.")
+
+    def preview(self, source: Any, stage: StageT, seed: int) -> list[Any]:
+        """Return an image that the student makes, or the frames of a video, as PIL images.
+
+        Args:
+            source: The data that `open` returned.
+            stage: The current stage.
+            seed: Random seed of the run.
+        """
+        raise NotImplementedError
+
     @contextlib.contextmanager
     def prepare(self, stage: StageT) -> Iterator[None]:
         """Context manager that changes the student for the duration of `stage`, for example by adding LoRA."""

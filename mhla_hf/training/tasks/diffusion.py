@@ -23,7 +23,7 @@ from ..adapters import import_peft
 from ..datasets.calls import CallReader, PipelineArguments, open_arguments
 from ..datasets.latents import ClassConditions, LatentReader, Latents, TextConditions, TrajectoryReader, open_latents
 from ..denoising import Conditions, NoiseProcess, call, make_arguments
-from ..pipeline_calls import EXPERTS, sample_calls
+from ..pipeline_calls import EXPERTS, sample_calls, sample_images
 from ..recipe import DiffusionStage
 from ..trainable import find_mhla_attentions
 from .base import LossAndLogs, Objective, Task, load_weights
@@ -258,6 +258,33 @@ class DiffusionTask(Task[DiffusionStage]):
         teacher = (self.teacher, self.pipeline.scheduler)
         shape = self._latent_shape(stage)
         return TrajectoryReader(teacher, shape, source.conditions, stage, key, state, self.show_bars)
+
+    def check_previews(self, source: Any) -> None:
+        """Raise ValueError if the data do not say what the pipeline samples for, as latents of image to video."""
+        PipelineArguments([self._preview_arguments(source)], source.name, None).check(self._student_pipeline())
+
+    def preview(self, source: Any, stage: DiffusionStage, seed: int) -> list[Any]:
+        """Return what the student samples for the first row of the data; see `Task.preview`."""
+        arguments = self._preview_arguments(source)
+        return sample_images(self._student_pipeline(), self.component, self.student, arguments, stage, seed)
+
+    def _student_pipeline(self) -> Any:
+        """Return the pipeline that the student belongs to, or that of the teacher."""
+        return self.models[0] if hasattr(self.models[0], "scheduler") else self.pipeline
+
+    def _preview_arguments(self, source: Any) -> dict[str, Any]:
+        """Return arguments of the pipeline for the first row of the data, of latents its class or prompt."""
+        if source.arguments is not None:
+            return dict(source.arguments.rows[0])
+        if source.latents is None:
+            return {"class_labels": [0]}
+        condition = source.latents.sample(0)[1]
+        if "class_labels" in condition:
+            return {"class_labels": [int(condition["class_labels"])]}
+        if "prompt" in condition:
+            return {"prompt": condition["prompt"]}
+        names = {"prompt_embeds": "encoder_hidden_states", "prompt_attention_mask": "encoder_attention_mask"}
+        return {name: condition[key][None] for name, key in names.items() if key in condition}
 
     def take(
         self, reader: Any, stage: DiffusionStage, rows: slice
