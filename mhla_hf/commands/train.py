@@ -57,6 +57,7 @@ example:
   mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_llama_lite --out out/new \\
       --batch-size 16 --max-steps 20 --report-to tensorboard \\
       --set distill.lr=5e-5 --set distill.seq_len=2048 --set run.save_every=50 --set settings.block_size=64
+  mhla-hf distill Wan-AI/Wan2.1-T2V-1.3B-Diffusers --recipe wan_hybrid --data prompts.txt --out out/wan
 If it is interrupted, the same command resumes. `mhla-hf recipes` lists the recipes and their stages.
 On several processes (docs/scale.md):
   accelerate launch --config_file conversion/accelerate/fsdp2_8gpu.yaml -m mhla_hf.cli distill \\
@@ -125,10 +126,9 @@ def run_convert(
         torch.manual_seed(seed)
         transformer = convert(pipeline, layers=parsed_layers, **parsed_settings).transformer
         save_model(pipeline, out, overwrite=overwrite)
-        converted_layers = transformer.config.mhla["layers"]
-        print(
-            f"{out}: {type(transformer).__name__}, layers {converted_layers} are MHLA; next, distill it: see conversion/"
-        )
+        words = ["mhla-hf", "distill", out, "--teacher", model, "--trust-remote-code", "--out", f"{out}-distilled"]
+        layers_text = f"{type(transformer).__name__}, layers {transformer.config.mhla['layers']} are MHLA"
+        print(f"{out}: {layers_text}; next, distill it: {shlex.join(words)} --recipe RECIPE --data PROMPTS")
         return
     kind = load.find_model_kind(model, revision)
     if text not in (None, "none") and kind == "images":
@@ -267,7 +267,7 @@ def run_teach(
 
 
 def distill_options(add: AddArgument) -> None:
-    add("student", metavar="STUDENT", help="an MHLA model, or a softmax model to convert first")
+    add("student", metavar="STUDENT", help="an MHLA model or pipeline, or a softmax one to convert first")
     add("--teacher", help="folder or Hub id of the softmax original (default: STUDENT, if it is one)")
     add("--recipe", required=True, help="one of `mhla-hf recipes`, or a YAML file")
     add("--set", action="append", default=[], metavar="STAGE.KEY=VALUE", dest="settings",
@@ -293,6 +293,7 @@ def distill_options(add: AddArgument) -> None:
         help="dtype of the saved weights (default: STUDENT's)",
     )
     add("--device", help="as torch names it (default: what Accelerate finds)")
+    add("--trust-remote-code", action="store_true", help="run source from the folder of a converted pipeline")
     add("--report-to", dest="tracker", metavar="NAME", help="tensorboard, any other tracker of Accelerate, or none")
     add("--seed", type=parse_seed, default=0, help="random seed (default: 0)")
 
@@ -300,7 +301,7 @@ def distill_options(add: AddArgument) -> None:
 def run_distill(
     student: str, teacher: str | None, recipe: str, settings: list[str], batch_size: int | None,
     learning_rate: float | None, max_steps: int | None, dtype: str | None, device: str | None, tracker: str | None,
-    seed: int, out: str, **options: Any,
+    seed: int, out: str, trust_remote_code: bool, **options: Any,
 ) -> None:  # fmt: skip
     from_flags = {
         "*.batch_size": batch_size,
@@ -320,21 +321,35 @@ def run_distill(
 
     import torch
 
-    from ..checkpoints.load import choose_device, find_model_kind, has_tokenizer, load_encoder, load_language_model
+    from ..checkpoints.load import (
+        choose_device,
+        find_model_kind,
+        has_tokenizer,
+        is_pipeline,
+        load_encoder,
+        load_language_model,
+    )
     from ..conversion import convert
     from ..training.loop import distill
     from ..training.sharding import launched_with
 
+    if device:
+        on_cpu = choose_device(device).type == "cpu"
+        os.environ.update({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"ACCELERATE_TORCH_DEVICE": device})
+    is_main_process = os.environ.get("RANK", "0") == "0"
+    from_settings = [key for key in overrides if key.startswith("settings.")]
+    if is_pipeline(student):
+        models = load_pipelines(student, teacher, loaded_recipe, from_settings, seed, trust_remote_code)
+        distill(*models, recipe=loaded_recipe, seed=seed, out=out, **options)
+        if is_main_process:
+            print(f"{out}: trained")
+        return
     kind = find_model_kind(student)
     if kind == "images":
         raise ValueError(
             f"student: got {student!r}, an image classifier, expected a causal language model or a text encoder "
             "(for classifiers see conversion/image_classifier.py)."
         )
-    if device:
-        on_cpu = choose_device(device).type == "cpu"
-        os.environ.update({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"ACCELERATE_TORCH_DEVICE": device})
-    is_main_process = os.environ.get("RANK", "0") == "0"
     load: Any = load_language_model
     load_options: dict[str, Any] = {"device": "cpu"}
     if kind == "encoders":
@@ -350,9 +365,8 @@ def run_distill(
         torch.manual_seed(seed)
         convert(model, **loaded_recipe.settings)
         teacher = teacher or student
-    elif inapplicable := [key for key in overrides if key.startswith("settings.")]:
-        start = f"set: got {inapplicable[0]!r} with {student!r}, which is converted already"
-        raise ValueError(f"{start}, expected a softmax model.")
+    else:
+        check_no_settings(from_settings, student)
     dtype = "bfloat16" if loaded_recipe.run.get("mixed_precision") == "bf16" else "float32"
     original = teacher and load(teacher, dtype=dtype, **load_options)[0]
     distill(model, original, tokenizer=tokenizer, recipe=loaded_recipe, seed=seed, out=out, **options)
@@ -360,6 +374,55 @@ def run_distill(
         words = ["mhla-hf", "evaluate", out, *([teacher] if teacher else []), "--recipe", "recall"]
         next_step = f"; next, evaluate it: {shlex.join(words)}" if kind != "encoders" else ""
         print(f"{out}: trained{next_step}")
+
+
+def check_no_settings(names: list[str], student: str) -> None:
+    """Raise ValueError if settings of a conversion are given for a model that is converted already.
+
+    Args:
+        names: Names of the settings, as given.
+        student: Name of the model.
+    """
+    if names:
+        start = f"set: got {names[0]!r} with {student!r}, which is converted already"
+        raise ValueError(f"{start}, expected a softmax model.")
+
+
+def load_pipelines(
+    student: str, teacher: str | None, recipe: Any, settings: list[str], seed: int, trust_remote_code: bool
+) -> tuple[Any, Any]:
+    """Load the pipelines of student and teacher, which share everything but their transformers.
+
+    Args:
+        student: Folder or Hub id of a pipeline; one that is not converted is converted, and is the teacher by default.
+        teacher: Folder or Hub id of its softmax original, or None.
+        recipe: The recipe.
+        settings: Names of the settings of the conversion that the command line gives.
+        seed: Random seed of the conversion.
+        trust_remote_code: Whether the student's folder may have source code.
+
+    Returns:
+        Student and teacher. The teacher is None if no stage needs one.
+    """
+    import torch
+
+    from ..checkpoints.load import load_pipeline
+    from ..conversion import convert
+
+    dtype = "bfloat16" if recipe.run.get("mixed_precision") == "bf16" else "float32"
+    model = load_pipeline(student, dtype="auto", device="cpu", trust_remote_code=trust_remote_code)
+    if hasattr(model.transformer.config, "mhla"):
+        check_no_settings(settings, student)
+    else:
+        torch.manual_seed(seed)
+        convert(model, **recipe.settings)
+        teacher = teacher or student
+    if teacher is None or not any(stage.needs_teacher for stage in recipe.stages):
+        return model, None
+    original = load_pipeline(teacher, dtype=dtype, device="cpu")
+    shared = {name: part for name, part in original.components.items() if not name.startswith("transformer")}
+    model.register_modules(**shared)
+    return model, original
 
 
 def recipes_options(add: AddArgument) -> None:

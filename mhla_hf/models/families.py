@@ -257,7 +257,8 @@ DIT = diffusion_family(
 )
 DIFFUSION = (
     diffusion_family(WAN_VIDEO, "text-to-video", "WanTransformer3DModel", conditions=TEXT[:1]),
-    diffusion_family(WAN_VIDEO, "text-to-video", "WanVACETransformer3DModel", "SkyReelsV2Transformer3DModel"),
+    diffusion_family(WAN_VIDEO, "text-to-video", "WanVACETransformer3DModel", conditions=TEXT[:1]),
+    diffusion_family(WAN_VIDEO, "text-to-video", "SkyReelsV2Transformer3DModel"),
     diffusion_family(WAN_VIDEO, "image-to-image", "ChronoEditTransformer3DModel"),
     diffusion_family(WAN_VIDEO, "video-to-video", "WanAnimateTransformer3DModel"),
     diffusion_family(SANA_IMAGES, "text-to-image", "SanaTransformer2DModel", conditions=TEXT),

@@ -6,7 +6,7 @@ The noise process is read from the pipeline's scheduler, so that training and sa
 import copy
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ PIXELS_PER_LATENT = 8  # for PixArt, which is conditioned on the size of the ima
 Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, [B, ...] each
 
 
-def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Return the prediction of a diffusion transformer: the velocity, the noise or the clean sample.
+def make_arguments(
+    transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions
+) -> dict[str, Any]:
+    """Return the keyword arguments with which a diffusion transformer is called.
 
     B is the batch size; the latents of a sample have C channels, h rows, w columns and, for video, F frames.
 
@@ -25,26 +27,57 @@ def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditio
         transformer: A diffusers transformer.
         noisy: Noisy latents [B, C, (F,) h, w].
         times: Timesteps [B], on the scheduler's scale (0 to 1,000).
-        conditions: Keyword arguments of the transformer, as listed in `Family.conditions`.
-
-    Returns:
-        The prediction, fp32, in the shape of `noisy`. The variance that DiT and PixArt also predict is dropped.
+        conditions: Keyword arguments of the transformer, as listed in `Family.conditions`. "condition" [B, D, (F,) h, w]
+            becomes further channels of the latents, as in models of image to video.
     """
-    dtype = transformer.dtype
-    arguments: dict[str, Any] = {
-        key: value.to(dtype) if value.is_floating_point() else value for key, value in conditions.items()
-    }
+    arguments: dict[str, Any] = dict(conditions)
+    if (condition := arguments.pop("condition", None)) is not None:
+        noisy = torch.cat([noisy, condition], dim=1)
+    images = arguments.get("encoder_hidden_states_image")
+    if images is not None and images.ndim == 4:  # Wan reads the embeddings [B, 2, L, D] of two images as 2 B rows
+        arguments["encoder_hidden_states_image"] = images.flatten(0, 1)
     if scale := transformer.config.get("timestep_scale"):
         times = times * scale
     if getattr(transformer, "use_additional_conditions", False):  # PixArt's size of the image
         height, width = (side * PIXELS_PER_LATENT for side in noisy.shape[-2:])
-        ones = torch.ones(len(noisy), 1, device=noisy.device, dtype=dtype)
+        ones = torch.ones(len(noisy), 1, device=noisy.device, dtype=transformer.dtype)
         arguments["added_cond_kwargs"] = {
             "resolution": ones * ones.new_tensor([height, width]),
             "aspect_ratio": ones * height / width,
         }
-    output = transformer(noisy.to(dtype), timestep=times, return_dict=False, **arguments)[0]
-    return output[:, : noisy.shape[1]].float()
+    return {"hidden_states": noisy, "timestep": times, **arguments}
+
+
+def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> torch.Tensor:
+    """Call a diffusion transformer, and return its first output in fp32.
+
+    Args:
+        transformer: A diffusers transformer.
+        arguments: Its keyword arguments. Tensors in floating point, except for the time, get the dtype of the transformer.
+        constants: Further keyword arguments, passed as they are.
+    """
+    casts = {
+        key: value.to(transformer.dtype) if key != "timestep" and is_floating_point(value) else value
+        for key, value in arguments.items()
+    }
+    return transformer(**casts, **(constants or {}), return_dict=False)[0].float()
+
+
+def is_floating_point(value: Any) -> bool:
+    """Return whether a value is a tensor in floating point."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Return the prediction of a diffusion transformer: the velocity, the noise or the clean sample.
+
+    See `make_arguments` for the arguments.
+
+    Returns:
+        The prediction, fp32, in the shape of `noisy`. The variance that DiT and PixArt also predict is dropped.
+    """
+    output = call(transformer, make_arguments(transformer, noisy, times, conditions))
+    return output[:, : noisy.shape[1]]
 
 
 class NoiseProcess:
@@ -57,13 +90,15 @@ class NoiseProcess:
 
     Args:
         scheduler: A diffusers scheduler.
+        times: The lowest time that is drawn and the one below which all are, on the scheduler's scale.
 
     Raises:
         ValueError: The scheduler is for neither flow matching nor DDPM.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, times: tuple[float, float] = (0.0, math.inf)) -> None:
         config = scheduler.config
+        self.times = times
         self.num_times: int = config.num_train_timesteps
         self.shift = 1.0
         self.prediction: str = config.get("prediction_type", "epsilon")
@@ -93,8 +128,16 @@ class NoiseProcess:
             shift: Shift toward noise, for flow matching only; None means the scheduler's.
 
         Returns:
-            The time: from 0 to `num_times` for flow matching, and a whole number below it for DDPM.
+            The time: from 0 to `num_times` for flow matching, and a whole number below it for DDPM; drawn again until it is
+            in the range `times`.
         """
+        while True:
+            time = self._draw_any_time(generator, distribution, shift)
+            if self.times[0] <= time < self.times[1]:
+                return time
+
+    def _draw_any_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
+        """Draw a random time; see `draw_time`."""
         if distribution == "logit-normal":
             fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
         else:

@@ -6,17 +6,20 @@ not logged yet, the position in a stream) is saved in a state folder, which is w
 renamed. The loop waits for the device only when it logs or saves.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from ..checkpoints.file_io import read_json
 from ..checkpoints.load import require_extra
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, CommonStage, Options, Recipe, Stage, make_stages, read_recipe
 from .run import Run
-from .run_folder import RunFolder
+from .run_folder import RECORD, RUN_OUTPUTS, RunFolder, identify_student
 from .sharding import make_accelerator
 from .tasks import find_task
 from .tasks.base import Task
@@ -30,7 +33,8 @@ def distill(
     stages: Sequence[object] | None = None, recipe: str | Path | Recipe | None = None, seed: int = 0,
     mixed_precision: str | None = None, save_dtype: str | torch.dtype | None = None,
     gradient_checkpointing: bool | None = None, save_every: int | None = None, log_every: int | None = None,
-    tracker: str | None = None, progress: bool = True, command: str | None = None, **options: object,
+    preview_every: int | None = None, tracker: str | None = None, progress: bool = True, command: str | None = None,
+    **options: object,
 ) -> Student:  # fmt: skip
     """Train a model, by distillation from a teacher or on data alone, and save it to `out`.
 
@@ -55,6 +59,8 @@ def distill(
         gradient_checkpointing: Whether to recompute the student's layers in the backward pass (default False).
         save_every: Optimizer steps between states (default 100). States are also saved at the end of a stage and on Ctrl-C.
         log_every: Optimizer steps between entries of the history (default 10).
+        preview_every: Optimizer steps between images or videos that a diffusion model samples for the first row of the data
+            (default 0: none), saved in `out/previews` and shown by trackers.
         tracker: "tensorboard" (written to `runs/`) or another one that Accelerate knows; None or "": none.
         progress: Whether to show progress on stderr: bars on a terminal, else a line every `log_every` steps.
         command: Shell command that repeats the run, for the record.
@@ -78,12 +84,50 @@ def distill(
         "gradient_checkpointing": gradient_checkpointing,
         "save_every": save_every,
         "log_every": log_every,
+        "preview_every": preview_every,
         "tracker": tracker,
     }
     task = find_task(student, teacher, options)
     checked_stages, data, run_options = _resolve(task, stages, recipe, data, seed, run_arguments)
-    task.check(checked_stages)
-    return _train(task, checked_stages, data, run_options, seed, RunFolder(out), progress, command)
+    parts = task.parts()
+    for part in parts:
+        part.check(checked_stages)
+    folder = RunFolder(out)
+
+    def train(part: Task, folder: RunFolder) -> Any:
+        return _train(part, checked_stages, data, run_options, seed, folder, progress, command)
+
+    return train(task, folder) if len(parts) == 1 else _train_in_turn(parts, folder, train)
+
+
+def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Task, RunFolder], Any]) -> Any:
+    """Train two models of one pipeline, one after the other, so that only one at a time is on the device.
+
+    The first run has a folder of its own next to `out`, from which a killed call resumes; it is removed at the end.
+
+    Args:
+        parts: The tasks of both models. The last one returns and saves the pipeline.
+        folder: The folders of the last run.
+        train: Trains the model of a task.
+    """
+    first, last = parts
+    first_folder = RunFolder(folder.out.with_name(f"{folder.out.name}.high_noise"))
+    if (folder.out / RECORD).is_file():
+        last.earlier_student = identify_student(first.student)
+    else:
+        train(first, first_folder)
+        last.earlier_student = first_folder.identity["student"]
+        last.earlier_record = read_json(first_folder.out / RECORD)
+        for model in (first.student, first.teacher):
+            if model is not None:
+                model.to("cpu")
+    trained = train(last, folder)
+    if os.environ.get("RANK", "0") == "0":
+        for name in RUN_OUTPUTS:
+            if (first_folder.out / name).exists():
+                shutil.move(first_folder.out / name, folder.out / name / "high_noise")
+        shutil.rmtree(first_folder.out, ignore_errors=True)
+    return trained
 
 
 def _resolve(
@@ -135,7 +179,13 @@ def _train(
     )
     try:
         _check_launch(accelerator, stages)
+        if options.preview_every and accelerator.is_fsdp2:
+            raise ValueError(
+                f"preview_every: got {options.preview_every} with FSDP, which shards the model, expected 0."
+            )
         source = task.open(data, stages)
+        if options.preview_every:
+            task.check_previews(source)
         return Run(accelerator, task, source, stages, options, seed, folder, progress, command).execute()
     finally:
         accelerator.free_memory()

@@ -232,6 +232,7 @@ class Options:
     gradient_checkpointing: bool = False
     save_every: int = values.at_least(1, 100)
     log_every: int = values.at_least(1, 10)
+    preview_every: int = values.at_least(0, 0)
     tracker: str = ""
 
 

@@ -4,9 +4,7 @@ import dataclasses
 import logging
 import math
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -18,10 +16,13 @@ from torch import nn
 from tqdm import tqdm
 
 from ..checkpoints.file_io import read_json, write_json
+from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import summarize_error
 from ..checkpoints.provenance import describe_run
+from .interrupt import Interrupt
+from .previews import save_preview, track_preview
 from .recipe import CommonStage, Options
-from .run_folder import RECORD, RunFolder, identify, unreadable_state
+from .run_folder import RECORD, RunFolder, identify, identify_student, merge_records, unreadable_state
 from .sharding import attach_wrapping_hints, evaluate_sharded, gather_weights, load_average, save_average, sharded
 from .tasks.base import DataSource, Task
 from .trainable import (
@@ -226,6 +227,8 @@ class Run:
                 if is_last or progress["step"] % self.options.log_every == 0:
                     stop = self._log(stage, sums, grad_norm, optimizer.param_groups[-1]["lr"], bar)
                     sums.clear()
+                if self.options.preview_every and progress["total"] % self.options.preview_every == 0:
+                    self._preview(stage)
                 if is_last or stop or progress["step"] % self.options.save_every == 0:
                     self._save_state(reader, sums, grad_norm, stage)
                 if stop and progress["total"] < self.total_steps:
@@ -360,6 +363,14 @@ class Run:
             self._report(f"{label}: step {progress['step']} of {stage.steps}, {values}")
         return num_interrupted > 0
 
+    def _preview(self, stage: CommonStage) -> None:
+        """Let the student make an image or a video in the main process; save it, and show it in trackers."""
+        if self.is_main:
+            with torch.random.fork_rng(), self.accelerator.autocast():
+                frames = self.task.preview(self.source, stage, self.seed)
+            save_preview(frames, self.folder.state / "previews", f"step-{self.progress['total']:09d}")
+            track_preview(frames, self.accelerator.trackers, self.progress["total"])
+
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
         """Raise ValueError if the loss or the gradient norm is not finite."""
         norm = 0.0 if grad_norm is None else float(grad_norm)
@@ -406,7 +417,7 @@ class Run:
         """Return the content of train.json."""
         progress = self.progress
         unit = self.task.unit
-        return {
+        record = {
             "format_version": 1,
             "seed": self.folder.identity["seed"],
             "mixed_precision": self.folder.identity["mixed_precision"],
@@ -426,6 +437,8 @@ class Run:
             **describe_run(self.command, self.accelerator.device),
             "fingerprint": self.folder.identity,
         }
+        earlier = self.task.earlier_record
+        return merge_records(earlier, record, unit) if earlier is not None else record
 
     def _make_stage_records(self) -> list[dict[str, Any]]:
         """Return the settings, units processed, seconds, and first and last loss of each stage, for train.json."""
@@ -448,7 +461,9 @@ class Run:
         If a run cannot resume, the error names the first key whose value differs.
         """
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
-        frozen = [name for name, parameter in self.student.named_parameters() if not parameter.requires_grad]
+        student = identify_student(self.student)
+        if self.task.earlier_student is not None:
+            student = hash_json([self.task.earlier_student, student], 32)
         return {
             "seed": self.seed,
             "mixed_precision": self.accelerator.mixed_precision,
@@ -456,7 +471,7 @@ class Run:
             "sharded": self.accelerator.is_fsdp2 or None,
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "data": self.source.describe(),
-            "student": identify(self.student, frozen),
+            "student": student,
             "teacher": identify(self.teacher) if needs_teacher else None,
         }
 
@@ -466,31 +481,6 @@ class Run:
             logger.info(text)
         elif self.reports:
             tqdm.write(text, file=sys.stderr)
-
-
-class Interrupt:
-    """Context manager that defers Ctrl-C: the first one only sets `requested`, so that the current step can finish.
-
-    The second Ctrl-C raises KeyboardInterrupt at once. If the block ends without an error after the first Ctrl-C,
-    KeyboardInterrupt is raised then. Outside the main thread, Ctrl-C is not handled.
-    """
-
-    requested = False
-
-    def __enter__(self) -> None:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self.previous_handler = signal.signal(signal.SIGINT, self._handle) if in_main_thread else None
-
-    def __exit__(self, error_type: type[BaseException] | None, _error: Any, _traceback: Any) -> None:
-        if self.previous_handler is not None:  # SIG_DFL is 0
-            signal.signal(signal.SIGINT, self.previous_handler)
-        if self.requested and error_type is None:
-            raise KeyboardInterrupt("stopped; the run had just finished and is saved")
-
-    def _handle(self, _number: int, _frame: Any) -> None:
-        if self.requested:
-            raise KeyboardInterrupt("stopped at once; the same command resumes from the last saved state")
-        self.requested = True
 
 
 def _public_name(name: str | None) -> str | None:

@@ -4,6 +4,7 @@ During a run, its state is in `<out>.state/`, next to the output folder:
 
     step-N/                the latest saved states, from which the run resumes
     runs/                  files of trackers
+    previews/              images and videos that the student made
     unfinished/            files that are being written
     lock                   locked by the process that trains
     of_a_run_of_mhla_hf    marks the folder as one of this package; no other folder is written to or cleared
@@ -32,6 +33,7 @@ RECORD = "train.json"
 IDENTITY = "run.json"
 MARKER = "of_a_run_of_mhla_hf"
 STATE_PATTERN = "step-" + 9 * "[0-9]"
+RUN_OUTPUTS = ("runs", "previews")  # folders that are moved into `<out>` at the end
 NUM_KEPT_STATES = 2
 # Names in error messages for those keys of a run's identity that would not be understood.
 IDENTITY_NAMES = {
@@ -62,6 +64,11 @@ def identify(model: Any, frozen: Sequence[str] = ()) -> str:
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     config = {key: value for key, value in config.items() if key not in VOLATILE_ENTRIES}
     return hash_json([config, fingerprint_model(model), *frozen], 32)
+
+
+def identify_student(student: Any) -> str:
+    """Return the result of `identify` for a student, with the names of its frozen parameters."""
+    return identify(student, [name for name, parameter in student.named_parameters() if not parameter.requires_grad])
 
 
 class RunFolder:
@@ -185,12 +192,13 @@ class RunFolder:
     def result(self) -> Iterator[Path]:
         """Context manager that yields an empty folder, which becomes `out` at the end.
 
-        The files of trackers are moved into it, and the state is removed. Raise OSError if it cannot be written.
+        Files of trackers and previews are moved into it, and the state is removed. Raise OSError if it cannot be written.
         """
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
-            if (self.state / "runs").exists():
-                os.replace(self.state / "runs", temporary / "runs")
+            for name in RUN_OUTPUTS:
+                if (self.state / name).exists():
+                    os.replace(self.state / name, temporary / name)
         self.clear()
 
     def clear(self) -> None:
@@ -198,7 +206,7 @@ class RunFolder:
         self.lock.release()
         if not (self.state / MARKER).is_file():
             return
-        for folder in (self.unfinished, self.state / "runs", *self._list_states()):
+        for folder in (self.unfinished, *(self.state / name for name in RUN_OUTPUTS), *self._list_states()):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.lock.lock_file, self.state / MARKER):
             Path(file).unlink(missing_ok=True)
@@ -231,6 +239,26 @@ class RunFolder:
             raise ValueError(
                 f"out: got {str(self.out)!r}, begun with another {name}, expected the same, or another folder."
             )
+
+
+def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dict[str, Any]:
+    """Return the record of two runs that trained the transformers of one pipeline.
+
+    Args:
+        first: Record of the first run.
+        last: Record of the last run.
+        unit: What is counted, such as "samples".
+    """
+    merged = dict(last)
+    for key in ("parameters", "steps", unit, "resumed", "seconds"):
+        merged[key] = first[key] + last[key]
+    for key, name in (("stages", "name"), ("history", "stage")):
+        merged[key] = [
+            {**entry, name: f"{component}: {entry[name]}"}
+            for component, record in (("high noise", first), ("low noise", last))
+            for entry in record[key]
+        ]
+    return merged
 
 
 def unreadable_state(state: Path, reason: str) -> ValueError:

@@ -18,7 +18,7 @@ from small_encoders import softmax_encoder
 from small_models import CACHE
 from small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_tokenizer
 from small_towers import softmax_tower
-from tiny_pipelines import generate, sana_pipeline
+from tiny_pipelines import generate, sana_pipeline, wan_pipeline
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -359,6 +359,28 @@ def test_distill_takes_the_settings_of_a_recipe_from_the_command_line(shelf, tmp
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["mhla"]["block_size"] == 32 and config["dtype"] == "float16" and (tmp_path / "out/runs").is_dir()
     assert main(["distill", "llama", *given.split()]) == 0 and again in capsys.readouterr().out
+
+
+def test_distill_takes_the_folder_of_a_pipeline(tmp_path, monkeypatch, capsys):
+    """Softmax, which it converts, or converted, whose source has to be trusted; by the same recipe, the same weights."""
+    monkeypatch.chdir(tmp_path)
+    wan_pipeline().save_pretrained("wan")
+    Path("prompts.txt").write_text("a cat walks\na dog\n")
+    size = "size: [9, 64, 80], sampling_steps: 2, batch_size: 1"
+    stage = f"{{name: transfer, loss: transfer, trainable: mhla, steps: 1, lr: 1e-2, {size}}}"
+    settings = "task: diffusion\nsettings: {layers: [1], layout: [1, 2, 2]}\n"
+    Path("small.yaml").write_text(f"{settings}stages: [{stage}]\n")
+    given = ["--recipe", "small.yaml", "--data", "prompts.txt", "--device", "cpu"]
+    assert main(["distill", "wan", *given, "--out", "direct"]) == 0
+    assert capsys.readouterr().out == "direct: trained\n"
+    assert main(["convert", "wan", "mhla", "--layers", "1", "--set", "layout=1,2,2"]) == 0
+    converted = ["distill", "mhla", "--teacher", "wan", *given, "--out", "distilled"]
+    assert main(converted) == 2 and "trust_remote_code" in capsys.readouterr().err
+    assert main([*converted, "--trust-remote-code", "--set", "settings.gate=true"]) == 2
+    assert "which is converted already, expected a softmax model" in capsys.readouterr().err
+    assert main([*converted, "--trust-remote-code"]) == 0
+    weights = [load_file(next(Path(out, "transformer").glob("*.safetensors"))) for out in ("direct", "distilled")]
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
 
 
 def test_distill_takes_the_tokenizer_of_the_teacher_where_the_student_has_none(shelf, tmp_path, caplog):

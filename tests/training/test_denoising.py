@@ -105,7 +105,7 @@ def test_prediction_loss_by_hand():
     teacher, student, batch = dits([1])
     stage = DiffusionStage("m", "prediction", 1, 1e-3, data_weight=0.25)
     batch["target"] = torch.randn(6, 4, 16, 16)
-    loss, logs = DiffusionObjective(student, teacher, stage, lambda: tuple(batch))(*batch.values(), 1 / 6)
+    loss, logs = DiffusionObjective(student, teacher, stage, lambda: (tuple(batch), {}))(*batch.values(), 1 / 6)
     arguments = {"timestep": batch["times"], "class_labels": batch["class_labels"]}
     said, wanted = (model(batch["noisy"], **arguments).sample[:, :4] for model in (student, teacher))
     match, own = (said - wanted).square().mean(), (said - batch["target"]).square().mean()

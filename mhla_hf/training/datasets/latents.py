@@ -27,9 +27,16 @@ CONDITION_COLUMNS = {
     "label": "class_labels",
     "prompt_embeds": "encoder_hidden_states",
     "prompt_attention_mask": "encoder_attention_mask",
+    "condition": "condition",  # channels that are appended to the latents
+    "image_embeds": "encoder_hidden_states_image",
+    "control": "control_hidden_states",
 }
+# What a sample that is trained without its condition lacks. Images stay, as in classifier-free guidance.
+DROPPED = ("prompt", "class_labels", "encoder_hidden_states", "encoder_attention_mask")
 
-Condition = Any  # condition of one sample: a dict of tensors, a prompt (str), or None for unconditional
+Condition = dict[
+    str, Any
+]  # condition of one sample: tensors by argument of the transformer, and maybe a text, "prompt"
 Batch = dict[str, torch.Tensor]
 Key = tuple[int, int]  # (seed, number of the stage)
 # (number of the sample, [(latents, time), ...] in random order, condition)
@@ -82,8 +89,10 @@ class Latents:
         row = self.rows[index]
         latents = torch.as_tensor(row["latents"]).float()
         columns = (column for column in self.columns if column in CONDITION_COLUMNS)
-        condition = {CONDITION_COLUMNS[column]: torch.as_tensor(row[column]) for column in columns}
-        return latents, condition or row.get("prompt")
+        condition: Condition = {CONDITION_COLUMNS[column]: torch.as_tensor(row[column]) for column in columns}
+        if "prompt" in row and "encoder_hidden_states" not in condition:
+            condition["prompt"] = row["prompt"]
+        return latents, condition
 
 
 class LatentReader(Reader):
@@ -132,7 +141,7 @@ class LatentReader(Reader):
         distribution = self.stage.timesteps or ("logit-normal" if self.process.is_flow else "uniform")
         time = self.process.draw_time(generator, distribution, self.stage.shift)
         if torch.rand((), generator=generator).item() < self.stage.drop_condition:
-            condition = None
+            condition = _without_text(condition)
         noisy, target = self.process.mix(latents, noise, time)
         return noisy, time, condition, target
 
@@ -185,7 +194,7 @@ class TrajectoryReader(Reader):
         for number, points, condition in self.trajectories:
             draw = torch.rand((), generator=make_generator(*self.key, number, position)).item()
             latents, time = points[position]
-            samples.append((latents, time, None if draw < self.stage.drop_condition else condition))
+            samples.append((latents, time, _without_text(condition) if draw < self.stage.drop_condition else condition))
         noisy, times, conditions = zip(*samples, strict=True)
         return _collate(noisy, times, conditions, self.conditions)
 
@@ -195,10 +204,10 @@ class TrajectoryReader(Reader):
         device = next(transformer.parameters()).device
         generators = [make_generator(*self.key, number) for number in numbers]
         noise = torch.stack([torch.randn(self.shape, generator=generator) for generator in generators])
-        drawn_conditions = [self.conditions.draw(generator) for generator in generators]
+        drawn_conditions: list[Condition] = [self.conditions.draw(generator) for generator in generators]
         conditions, unconditional = (
             {key: value.to(device) for key, value in self.conditions.batch(samples).items()}
-            for samples in (drawn_conditions, [None] * len(drawn_conditions))
+            for samples in (drawn_conditions, [_without_text(condition) for condition in drawn_conditions])
         )
         device_generators = [torch.Generator(device).manual_seed(generator.initial_seed()) for generator in generators]
         points: list[tuple[torch.Tensor, float]] = []
@@ -235,6 +244,11 @@ def _collate(
     return {"noisy": torch.stack(list(noisy)), "times": torch.tensor(times), **encoder.batch(conditions)}
 
 
+def _without_text(condition: Condition) -> Condition:
+    """Return the condition of an unconditional sample, which lacks what is `DROPPED`."""
+    return {key: value for key, value in condition.items() if key not in DROPPED}
+
+
 class ClassConditions:
     """Collates class labels. The label of an unconditional sample is `num_classes`.
 
@@ -251,7 +265,7 @@ class ClassConditions:
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
         """Return {"class_labels": int64 [B]} for B samples. Raise ValueError for labels that the model does not have."""
-        labels = torch.tensor([self.num_classes if row is None else int(row["class_labels"]) for row in samples])
+        labels = torch.tensor([int(row.get("class_labels", self.num_classes)) for row in samples])
         if not 0 <= labels.min() <= labels.max() <= self.num_classes:
             raise ValueError(
                 f"data: got the classes {labels.tolist()}, expected 0 to {self.num_classes - 1} as the model has."
@@ -276,31 +290,33 @@ class TextConditions:
         self.empty: Conditions | None = None  # conditions of the empty prompt, set by the first call of `encode`
 
     def draw(self, generator: torch.Generator) -> Condition:
-        """Return a random prompt."""
-        return self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
+        """Return {"prompt": a random prompt}."""
+        return {"prompt": self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
         """Return the conditions of a batch. The conditions of the empty prompt are stored for later batches.
 
         Args:
-            samples: B texts, dicts of encoded conditions, or None for the empty prompt.
+            samples: Conditions of B samples, with a text "prompt", encoded texts, or neither for the empty prompt.
 
         Returns:
             The conditions that all samples have, [B, ...] each, on the CPU.
         """
-        texts = [sample for sample in samples if isinstance(sample, str)]
+        texts = [sample["prompt"] for sample in samples if "prompt" in sample]
         encoded: Conditions = {}
-        if texts or (self.empty is None and any(sample is None for sample in samples)):
+        if texts or (self.empty is None and any("encoder_hidden_states" not in sample for sample in samples)):
             encoded, self.empty = self.encode(texts or [""])
         rows: list[Conditions] = []
         text_numbers = itertools.count()
         for sample in samples:
-            if sample is None:
-                sample = {key: value[0] for key, value in (self.empty or {}).items()}
-            elif isinstance(sample, str):
+            row = dict(sample)
+            if "prompt" in row:
                 number = next(text_numbers)
-                sample = {key: value[number] for key, value in encoded.items()}
-            rows.append(sample)
+                del row["prompt"]
+                row |= {key: value[number] for key, value in encoded.items()}
+            elif "encoder_hidden_states" not in row:
+                row |= {key: value[0] for key, value in (self.empty or {}).items()}
+            rows.append(row)
         shared_keys = [key for key in rows[0] if all(key in row for row in rows)]
         return {key: torch.stack([row[key].cpu() for row in rows]) for key in shared_keys}
 
@@ -317,7 +333,9 @@ def open_latents(data: Any) -> Latents:
     Args:
         data: One of
             - a folder of safetensors files, each with `latents` [N, C, (F,) h, w], scaled as the model's input, and
-              `class_labels` [N], or `prompt_embeds` [N, L, D] and optionally `prompt_attention_mask` [N, L];
+              `class_labels` [N], or `prompt_embeds` [N, L, D] and optionally `prompt_attention_mask` [N, L]. Models of
+              image to video also need `condition` [N, D, F, h, w], the further channels of their input, and with an image
+              encoder `image_embeds` [N, L, D]; VACE needs `control` [N, D, F, h, w];
             - a dict of such tensors;
             - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), or a Dataset of `datasets`, with
               such columns, or with texts in the column `prompt`.

@@ -66,6 +66,13 @@ class Task(abc.ABC, Generic[StageT]):
         self.show_bars = False  # set by the loop
         # Set by the loop: whether this process holds the student's weights. With FSDP only the main process does.
         self.has_weights = True
+        # Set by the loop, for the last of several `parts`: the hash of the first student before its run, and its record.
+        self.earlier_student: str | None = None
+        self.earlier_record: dict[str, Any] | None = None
+
+    def parts(self) -> "tuple[Task, ...]":
+        """Return the task of each run that trains a model of a pipeline, in order. There are at most two."""
+        return (self,)
 
     def check(self, stages: Sequence[StageT]) -> None:
         """Check student, teacher and stages before any data is opened or anything is written.
@@ -143,6 +150,20 @@ class Task(abc.ABC, Generic[StageT]):
         """Return evaluation scores of the student by name, to be logged in the history."""
         return {}
 
+    def check_previews(self, source: Any) -> None:
+        """Raise ValueError if the model cannot make previews for the data that `open` returned."""
+        raise ValueError("preview_every: got a number with a model that makes no images, expected 0.")
+
+    def preview(self, source: Any, stage: StageT, seed: int) -> list[Any]:
+        """Return an image that the student makes, or the frames of a video, as PIL images.
+
+        Args:
+            source: The data that `open` returned.
+            stage: The current stage.
+            seed: Random seed of the run.
+        """
+        raise NotImplementedError
+
     @contextlib.contextmanager
     def prepare(self, stage: StageT) -> Iterator[None]:
         """Context manager that changes the student for the duration of `stage`, for example by adding LoRA."""
@@ -160,9 +181,19 @@ class Task(abc.ABC, Generic[StageT]):
 
     def load(self, folder: Path) -> None:
         """Load into the student, in place, the weights that `save` wrote to `folder`."""
-        subfolder = "" if self.returned is self.student else "transformer"  # the pipeline's component
-        trained = type(self.student).from_pretrained(folder, subfolder=subfolder, dtype=self.student.dtype)
-        self.student.load_state_dict(trained.state_dict())
+        load_weights(self.student, folder)
+
+
+def load_weights(model: Any, folder: Path, subfolder: str = "") -> None:
+    """Load into a model, in place, the weights that were saved to a folder, or as a component of a pipeline.
+
+    Args:
+        model: A model of transformers or diffusers.
+        folder: The folder.
+        subfolder: Name of the component.
+    """
+    trained = type(model).from_pretrained(folder, subfolder=subfolder, dtype=model.dtype)
+    model.load_state_dict(trained.state_dict())
 
 
 class Objective(nn.Module):

@@ -1,41 +1,35 @@
-"""The task of diffusion transformers, alone or in a pipeline. Their `Family` must have `conditions`.
+"""The task of diffusion transformers, alone or in a pipeline.
 
-Without latents, the teacher samples trajectories for given prompts or random classes, and the student is trained on their
-points.
+The data are latents, for families with `Family.conditions`, or what the teacher samples trajectories for: prompts, random
+classes, or any arguments of its pipeline. Of a pipeline with two transformers, each is trained in a run of its own.
 """
 
 import contextlib
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...checkpoints.fingerprint import hash_json
-from ...conversion.model_family import family_of
+from ...conversion.model_family import family_of, is_of_diffusers
 from ...data import Reader
-from ...models.families import DIFFUSION, Family
+from ...models.families import Family
 from ..adapters import import_peft
-from ..datasets.latents import (
-    ClassConditions,
-    LatentReader,
-    Latents,
-    TextConditions,
-    TrajectoryReader,
-    open_latents,
-    read_prompts,
-)
-from ..denoising import Conditions, NoiseProcess, predict
+from ..datasets.calls import CallReader, PipelineArguments, open_arguments
+from ..datasets.latents import ClassConditions, LatentReader, Latents, TextConditions, TrajectoryReader, open_latents
+from ..denoising import Conditions, NoiseProcess, call, make_arguments
+from ..pipeline_calls import EXPERTS, sample_calls, sample_images
 from ..recipe import DiffusionStage
 from ..trainable import find_mhla_attentions
-from .base import LossAndLogs, Objective, Task
+from .base import LossAndLogs, Objective, Task, load_weights
 
 AXES = ("frames", "rows", "columns")
-LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
-TRAINABLE_BASES = tuple(family.base for family in DIFFUSION if family.conditions)
+LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_query", "to_key", "to_value", "out_layer")
 
 
 class DiffusionObjective(Objective):
@@ -45,37 +39,42 @@ class DiffusionObjective(Objective):
         student: See `Objective`.
         teacher: See `Objective`.
         stage: See `Objective`.
-        get_names: Function that returns the names of the tensors of the current batch, in order: "noisy", "times", the
-            names of the conditions, and with data "target".
+        get_batch: Function that returns the names of the tensors of the current batch, in order, and further arguments of
+            the transformer. The names are "noisy", "times", those of the conditions, and with data "target"; or those of
+            arguments of the transformer.
     """
 
     def __init__(
-        self, student: Any, teacher: Any, stage: DiffusionStage, get_names: Callable[[], Sequence[str]]
-    ) -> None:
+        self, student: Any, teacher: Any, stage: DiffusionStage,
+        get_batch: Callable[[], tuple[Sequence[str], dict[str, Any]]],
+    ) -> None:  # fmt: skip
         super().__init__(student, teacher, stage)
-        self.get_names = get_names
+        self.get_batch = get_batch
 
     def forward(self, *tensors_and_weight: Any) -> LossAndLogs:
         """Return the loss of a micro-batch, and the values to log.
 
         Args:
-            *tensors_and_weight: The tensors in the order of `get_names()`, then 1 / number of samples in the whole batch.
+            *tensors_and_weight: The tensors in the order of `get_batch()`, then 1 / number of samples in the whole batch.
         """
-        tensors = tensors_and_weight[:-1]
+        names, constants = self.get_batch()
+        batch = dict(zip(names, tensors_and_weight[:-1], strict=True))
         sample_weight = tensors_and_weight[-1]
-        batch = dict(zip(self.get_names(), tensors, strict=True))
-        noisy = batch.pop("noisy")
-        times = batch.pop("times")
         target = batch.pop("target", None)
+        num_channels = None
+        if "noisy" in batch:
+            noisy = batch.pop("noisy")
+            num_channels = noisy.shape[1]  # without the variance that DiT and PixArt also predict
+            batch = make_arguments(self.student, noisy, batch.pop("times"), batch)
         if self.stage.loss == "transfer":
-            loss = self._transfer_loss(noisy, times, batch) * sample_weight
+            loss = self._transfer_loss(batch, constants) * sample_weight
             return loss, {"loss": loss.detach()}
         logs: dict[str, torch.Tensor] = {}
         total: Any = 0.0
-        prediction = predict(self.student, noisy, times, batch)
+        prediction = call(self.student, batch, constants)[:, :num_channels]
         if self.stage.loss == "prediction":
             with torch.no_grad():
-                teacher_prediction = predict(self.teacher, noisy, times, batch)
+                teacher_prediction = call(self.teacher, batch, constants)[:, :num_channels]
             total = _sum_of_means(prediction, teacher_prediction) * sample_weight
             logs["match"] = total.detach()
         if target is not None:
@@ -84,12 +83,12 @@ class DiffusionObjective(Objective):
             logs["denoise"] = denoising.detach()
         return total, {"loss": total.detach(), **logs}
 
-    def _transfer_loss(self, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    def _transfer_loss(self, arguments: dict[str, Any], constants: dict[str, Any]) -> torch.Tensor:
         """Return the relative L1 error of attention outputs, summed over layers and samples; see `Objective`.
 
         The student's attention modules are called with the size of the grid that the tokens form.
         """
-        grid = self.student.token_grid(noisy)
+        grid = self.student.token_grid(**arguments, **constants)
         state = self.student.mhla_state
 
         def call_attention(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -97,9 +96,7 @@ class DiffusionObjective(Objective):
                 return checkpoint(state.run, grid, attention, *args, use_reentrant=False, **kwargs)
             return state.run(grid, attention, *args, **kwargs)
 
-        return self.attention_transfer_loss(
-            lambda: predict(self.teacher, noisy, times, conditions), call_attention, torch.abs
-        )
+        return self.attention_transfer_loss(lambda: call(self.teacher, arguments, constants), call_attention, torch.abs)
 
 
 def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -108,29 +105,71 @@ def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 class DiffusionTask(Task[DiffusionStage]):
-    """The task of a diffusers transformer, or of a pipeline with one. A pipeline is saved as a whole.
+    """The task of a diffusers transformer, or of a pipeline with one or two. A pipeline is saved as a whole.
 
     Args:
         student: A transformer or a pipeline.
         teacher: A transformer or a pipeline, or None. Student or teacher must be a pipeline, because its scheduler is used.
+        component: Name of the transformer in a pipeline.
+
+    Attributes:
+        pipeline: The teacher or, if it is none, the student, as a pipeline.
+        reads_calls: Whether batches without latents are calls that the pipeline makes, rather than points on trajectories
+            that `sample_latents` samples.
     """
 
     name = "diffusion"
     unit = "samples"
-    expected_model = f"a {', '.join(TRAINABLE_BASES)} or a pipeline with one"
+    expected_model = "a transformer of diffusers that `convert` takes, or a pipeline with one"
     trains_without_data = True
 
-    def __init__(self, student: Any, teacher: Any) -> None:
+    def __init__(self, student: Any, teacher: Any, component: str = EXPERTS[0]) -> None:
         super().__init__(student, teacher)
-        self.student, self.teacher = (getattr(model, "transformer", model) for model in (student, teacher))
+        self.models = (student, teacher)
+        self.component = component
+        self.student, self.teacher = (getattr(model, component, model) for model in (student, teacher))
         self.pipeline: Any = next((model for model in (teacher, student) if hasattr(model, "scheduler")), None)
-        self.names: tuple[str, ...] = ()  # names of the tensors in the current batch
+        self.reads_calls = False
+        self.batch: tuple[tuple[str, ...], dict[str, Any]] = ((), {})  # see `DiffusionObjective`
+
+    def parts(self) -> tuple[Task, ...]:
+        """Return a task for each transformer of Wan 2.2: that for much noise, which is saved alone, then that for little.
+
+        Raise ValueError if student or teacher is no such pipeline, or it does not say when to change the transformer.
+        """
+        if all(getattr(model, EXPERTS[1], None) is None for model in self.models):
+            return (self,)
+        for argument, model in zip(("student", "teacher"), self.models, strict=True):
+            if model is not None and getattr(model, EXPERTS[1], None) is None:
+                raise ValueError(f"{argument}: got one transformer, expected a pipeline with two as the other has.")
+        if self.pipeline.config.get("boundary_ratio") is None:
+            raise ValueError(
+                "boundary_ratio: got None in a pipeline with two transformers, expected when to change them."
+            )
+        first, last = (type(self)(*self.models, component) for component in EXPERTS)
+        first.returned = first.student
+        return first, last
+
+    def _time_range(self) -> tuple[float, float]:
+        """Return the lowest time that the transformer is used for, and the one below which all are; see `NoiseProcess`."""
+        if self.pipeline.components.get(EXPERTS[1]) is None:
+            return 0.0, math.inf
+        boundary = self.pipeline.config.boundary_ratio * self.pipeline.scheduler.config.num_train_timesteps
+        return (boundary, math.inf) if self.component == EXPERTS[0] else (0.0, boundary)
+
+    def load(self, folder: Path) -> None:
+        """Load into the student, in place, the weights that `save` wrote to `folder`, of a pipeline all transformers."""
+        if self.returned is self.student:
+            super().load(folder)
+            return
+        for component in EXPERTS[: EXPERTS.index(self.component) + 1]:
+            load_weights(getattr(self.returned, component), folder, component)
 
     def check(self, stages: Sequence[DiffusionStage]) -> None:
         """Check student, teacher and stages; see `Task.check`.
 
-        Also check that families and channels match, that the student or the teacher is a pipeline, and that this pipeline
-        has one transformer. Set `condition_names` and `process`, which the other methods use.
+        Also check that families and channels match, and that the student or the teacher is a pipeline. Set
+        `condition_names`, `fixed_size`, and `reads_calls`, which the other methods use.
         """
         family = self._check_model("student", self.student)
         models = [self.student] if self.teacher is None else [self.student, self.teacher]
@@ -138,50 +177,65 @@ class DiffusionTask(Task[DiffusionStage]):
             self._check_model("teacher", self.teacher)
         if self.pipeline is None:
             raise ValueError("teacher: got no pipeline as student or teacher, expected one of them, for its scheduler.")
-        if self.pipeline.components.get("transformer_2") is not None:
-            raise ValueError("student: got a pipeline with two transformers for different times, expected one.")
-        config = self.student.config
-        if (config.out_channels or math.inf) < config.in_channels:  # the input image takes additional channels
-            raise ValueError("student: got an image-to-video model, expected one that generates from text alone.")
-        descriptions = [f"{_trainable_family(model).base} of {model.config.in_channels} channels" for model in models]
+        descriptions = [f"{_base_of(model)} of {model.config.get('in_channels')} channels" for model in models]
         if descriptions[0] != descriptions[-1]:
             raise ValueError(f"teacher: got a {descriptions[-1]}, expected a {descriptions[0]} as the student is.")
         self.condition_names = family.conditions
-        self.process = NoiseProcess(self.pipeline.scheduler)
+        self.fixed_size = family.fixed_size
+        has_experts = self.pipeline.components.get(EXPERTS[1]) is not None
+        self.reads_calls = not family.conditions or bool(self._image_columns()) or has_experts
         super().check(stages)
         if any(stage.trainable == "lora" for stage in stages):
             import_peft()
 
     def _check_model(self, argument: str, model: Any) -> Family:
         """Return the family of a model. Raise TypeError if it cannot be trained."""
-        family = _trainable_family(model)
+        family = family_of(model) if is_of_diffusers(model) else None
         if family is None:
             raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         return family
 
+    def _image_columns(self) -> list[str]:
+        """Return the columns of latents that the model needs besides a text or a class."""
+        config = self.student.config
+        needs = {
+            "condition": _latent_channels(self.student) < (config.get("in_channels") or 0),
+            "image_embeds": config.get("image_dim"),
+            "control": config.get("vace_in_channels"),
+        }
+        return [column for column, is_needed in needs.items() if is_needed]
+
     def open(self, data: Any, stages: Sequence[DiffusionStage]) -> Any:
-        """Open latents (see `open_latents`) or prompts (see `read_prompts`); None means random classes.
+        """Open latents (see `open_latents`) or arguments of the pipeline (see `open_arguments`); None means random classes.
 
         See `Task.open` for the arguments, the result and the errors.
         """
-        prompts = read_prompts(data)
+        arguments = None if data is None else open_arguments(data)
+        latents = open_latents(data) if data is not None and arguments is None else None
         takes_text = "encoder_hidden_states" in self.condition_names
-        latents = open_latents(data) if data is not None and prompts is None else None
-        self._check_data(stages, prompts, latents, takes_text)
-        for stage in stages:
-            self._check_shape(self._latent_shape(stage) if latents is None else latents.shape, stage, latents)
+        self._check_data(stages, arguments, latents, takes_text)
+        prompts: list[str] = []
+        if arguments is not None:
+            self.reads_calls = self.reads_calls or list(arguments.rows[0]) != ["prompt"]
+            if self.reads_calls:
+                arguments.check(self.pipeline)
+            else:
+                prompts = [row["prompt"] for row in arguments.rows]
+        if not self.reads_calls or latents is not None:
+            for stage in stages:
+                self._check_shape(self._latent_shape(stage) if latents is None else latents.shape, stage, latents)
         conditions: Any
         if takes_text:
-            conditions = TextConditions(self._encode, prompts or ())
+            conditions = TextConditions(self._encode, prompts)
         else:
-            conditions = ClassConditions(self.student.config.num_embeds_ada_norm)
+            conditions = ClassConditions(self.student.config.get("num_embeds_ada_norm"))
         scheduler_config = self.pipeline.scheduler.config.items()
-        description = {"kind": "trajectories"} if latents is None else latents.describe()
-        if prompts is not None:
-            description["prompts"] = hash_json(prompts)
+        source = arguments if latents is None else latents
+        description = {"kind": "trajectories"} if source is None else source.describe()
         description["scheduler"] = hash_json({key: value for key, value in scheduler_config if not key.startswith("_")})
         return types.SimpleNamespace(
             latents=latents,
+            arguments=arguments,
             conditions=conditions,
             name="the teacher's trajectories" if latents is None else latents.name,
             describe=lambda: description,
@@ -193,22 +247,56 @@ class DiffusionTask(Task[DiffusionStage]):
         """Return a reader of noisy latents or, if there are no latents, of points on the teacher's trajectories."""
         key = (seed, number)
         if source.latents is not None:
-            return LatentReader(source.latents, source.conditions, self.process, stage, key, state)
+            process = NoiseProcess(self.pipeline.scheduler, self._time_range())
+            return LatentReader(source.latents, source.conditions, process, stage, key, state)
+        if self.reads_calls:
+
+            def sample(arguments: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+                return sample_calls(self.pipeline, self.component, self.teacher, arguments, stage, seed)
+
+            return CallReader(sample, source.arguments, stage, key, state)
         teacher = (self.teacher, self.pipeline.scheduler)
         shape = self._latent_shape(stage)
         return TrajectoryReader(teacher, shape, source.conditions, stage, key, state, self.show_bars)
+
+    def check_previews(self, source: Any) -> None:
+        """Raise ValueError if the data do not say what the pipeline samples for, as latents of image to video."""
+        PipelineArguments([self._preview_arguments(source)], source.name, None).check(self._student_pipeline())
+
+    def preview(self, source: Any, stage: DiffusionStage, seed: int) -> list[Any]:
+        """Return what the student samples for the first row of the data; see `Task.preview`."""
+        arguments = self._preview_arguments(source)
+        return sample_images(self._student_pipeline(), self.component, self.student, arguments, stage, seed)
+
+    def _student_pipeline(self) -> Any:
+        """Return the pipeline that the student belongs to, or that of the teacher."""
+        return self.models[0] if hasattr(self.models[0], "scheduler") else self.pipeline
+
+    def _preview_arguments(self, source: Any) -> dict[str, Any]:
+        """Return arguments of the pipeline for the first row of the data, of latents its class or prompt."""
+        if source.arguments is not None:
+            return dict(source.arguments.rows[0])
+        if source.latents is None:
+            return {"class_labels": [0]}
+        condition = source.latents.sample(0)[1]
+        if "class_labels" in condition:
+            return {"class_labels": [int(condition["class_labels"])]}
+        if "prompt" in condition:
+            return {"prompt": condition["prompt"]}
+        names = {"prompt_embeds": "encoder_hidden_states", "prompt_attention_mask": "encoder_attention_mask"}
+        return {name: condition[key][None] for name, key in names.items() if key in condition}
 
     def take(
         self, reader: Any, stage: DiffusionStage, rows: slice
     ) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
         """Return the arguments of `DiffusionObjective.forward`, and store the names of the tensors for it."""
         batch = reader.take_rows(stage.batch_size, rows)
-        self.names = tuple(batch)
+        self.batch = (tuple(batch), getattr(reader, "constants", {}))
         return tuple(batch.values()), (1 / stage.batch_size,)
 
     def objective(self, stage: DiffusionStage) -> Objective:
         """Return the module that computes the loss of `stage`."""
-        return DiffusionObjective(self.student, self.teacher, stage, lambda: self.names)
+        return DiffusionObjective(self.student, self.teacher, stage, lambda: self.batch)
 
     @contextlib.contextmanager
     def prepare(self, stage: DiffusionStage) -> Iterator[None]:
@@ -242,19 +330,19 @@ class DiffusionTask(Task[DiffusionStage]):
             self.student.disable_gradient_checkpointing()
 
     def _check_data(
-        self, stages: Sequence[DiffusionStage], prompts: list[str] | None, latents: Latents | None, takes_text: bool
+        self,
+        stages: Sequence[DiffusionStage],
+        arguments: PipelineArguments | None,
+        latents: Latents | None,
+        takes_text: bool,
     ) -> None:
         """Raise ValueError if the data do not suit the model, a loss needs latents instead, or texts cannot be encoded."""
         columns = () if latents is None else latents.columns
-        condition_columns = ("prompt_embeds", "prompt") if takes_text else ("class_labels", "label")
-        if latents is not None and not set(condition_columns) & set(columns):
-            raise ValueError(
-                f"data: got {latents.name!r} without {condition_columns[0]!r}, "
-                "expected the column, which conditions the model."
-            )
-        if latents is None and takes_text and prompts is None:
+        if latents is not None:
+            self._check_latents(latents, takes_text)
+        if arguments is None and latents is None and (takes_text or self.reads_calls):
             raise ValueError("data: got None with a model of texts, expected latents or a list of prompts.")
-        if latents is None and not takes_text and prompts is not None:
+        if arguments is not None and "class_labels" in self.condition_names:
             raise ValueError("data: got prompts with a model of classes, expected latents or None.")
         data_losses = [stage.name for stage in stages if stage.loss == "denoising" or stage.data_weight]
         if latents is None and data_losses:
@@ -266,6 +354,23 @@ class DiffusionTask(Task[DiffusionStage]):
                 "one, or latents with prompt_embeds and drop_condition 0."
             )
 
+    def _check_latents(self, latents: Latents, takes_text: bool) -> None:
+        """Raise ValueError if the model cannot be trained on latents, or they lack a column that conditions it."""
+        model = type(self.student).__name__
+        if not self.condition_names:
+            raise ValueError(f"data: got latents with {model}, expected arguments of its pipeline, such as prompts.")
+        parameters = inspect.signature(type(self.pipeline).__call__).parameters
+        if self.pipeline.config.get("expand_timesteps") and "image" in parameters:
+            raise ValueError("data: got latents with a first frame as condition (TI2V), expected prompts and images.")
+        text_columns = ("prompt_embeds", "prompt") if takes_text else ("class_labels", "label")
+        missing = [column for column in self._image_columns() if column not in latents.columns]
+        if not set(text_columns) & set(latents.columns):
+            missing.insert(0, text_columns[0])
+        if missing:
+            raise ValueError(
+                f"data: got {latents.name!r} without {missing[0]!r}, expected the column, which conditions the model."
+            )
+
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
         """Return the shape of a sample's latents: (channels, rows, columns), for video (channels, frames, rows, columns).
 
@@ -273,10 +378,11 @@ class DiffusionTask(Task[DiffusionStage]):
         size does not have as many axes as the model.
         """
         config = self.student.config
+        channels = _latent_channels(self.student)
         pipeline = self.pipeline
         num_axes = len(_patch_size(self.student))
         if stage.size is None and num_axes == 2 and isinstance(config.get("sample_size"), int):
-            return config.in_channels, config.sample_size, config.sample_size
+            return channels, config.sample_size, config.sample_size
         if stage.size is None or len(stage.size) != num_axes:
             raise ValueError(
                 f"size: got {stage.size} in stage {stage.name!r}, expected "
@@ -287,21 +393,21 @@ class DiffusionTask(Task[DiffusionStage]):
             scale = 2 ** (len(pipeline.vae.config.block_out_channels) - 1)
         rows, columns = stage.size[-2:]
         latent_frames = [(frames - 1) // pipeline.vae_scale_factor_temporal + 1 for frames in stage.size[:-2]]
-        return (config.in_channels, *latent_frames, rows // scale, columns // scale)
+        return (channels, *latent_frames, rows // scale, columns // scale)
 
     def _check_shape(self, shape: tuple[int, ...], stage: DiffusionStage, latents: Latents | None) -> None:
         """Raise ValueError if the shape of the latents does not fit the model or the stage."""
         config = self.student.config
         patch_size = _patch_size(self.student)
         sample_size = config.get("sample_size")
-        fixed_size = _trainable_family(self.student).fixed_size
+        channels = _latent_channels(self.student)
         expected = None
-        if len(shape) != len(patch_size) + 1 or shape[0] != config.in_channels:
+        if len(shape) != len(patch_size) + 1 or shape[0] != channels:
             axes = ", ".join(AXES[-len(patch_size) :])
-            expected = f"[{config.in_channels}, {axes}], of the model's own VAE"
+            expected = f"[{channels}, {axes}], of the model's own VAE"
         elif any(side % patch for side, patch in zip(shape[1:], patch_size, strict=True)):
             expected = f"sides that the patches {list(patch_size)} divide"
-        elif fixed_size and shape[1:] != (sample_size, sample_size):
+        elif self.fixed_size and shape[1:] != (sample_size, sample_size):
             expected = f"sides of {sample_size}, the model's sample_size"
         elif latents is not None and stage.size is not None and shape != self._latent_shape(stage):
             expected = f"{list(self._latent_shape(stage))}, by the stage's size"
@@ -330,10 +436,16 @@ class DiffusionTask(Task[DiffusionStage]):
         return conditions, {key: value[:1] for key, value in empty.items()}
 
 
-def _trainable_family(model: Any) -> Any:
-    """Return the model's family if it can be trained, that is, if it has `conditions`; else None."""
-    family = family_of(model)
-    return family if family is not None and family.conditions else None
+def _latent_channels(model: Any) -> int:
+    """Return the number of channels of the noisy latents; the input of models of image to video has more. 0: unknown."""
+    in_channels = model.config.get("in_channels") or 0
+    return min(in_channels, model.config.get("out_channels") or in_channels)
+
+
+def _base_of(model: Any) -> str:
+    """Return the name of the softmax class of a model that can be trained."""
+    family: Any = family_of(model)
+    return family.base
 
 
 def _patch_size(model: Any) -> tuple[int, ...]:

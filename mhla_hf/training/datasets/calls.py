@@ -1,0 +1,294 @@
+"""Training inputs that are recorded from the teacher's pipeline: what it calls its transformer with while it samples.
+
+Everything that a pipeline takes can thus condition the training (images, videos, masks), and what it makes of its arguments
+(packed tokens, positions, pooled texts) need not be known here. Every trajectory has its own random generator, seeded with
+(seed, stage, number), so it does not depend on the process that samples it, nor on where a run was interrupted.
+"""
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from PIL.Image import Image
+from torch.utils._pytree import tree_flatten
+
+from ...checkpoints.fingerprint import hash_json
+from ...data import Reader, check_data_path, identify_files, load_split
+from ..recipe import DiffusionStage
+from .latents import Batch, Key, make_generator, read_prompts
+
+Call = dict[str, Any]  # arguments of a transformer for one sample
+# Names of the number of frames among the arguments of pipelines.
+FRAME_ARGUMENTS = ("num_frames", "frames", "video_length")
+
+
+class PipelineArguments:
+    """A dataset of arguments of a pipeline, such as prompts and images.
+
+    Args:
+        rows: Map-style dataset whose rows are dicts of arguments.
+        name: Name of the data in error messages.
+        identity: JSON-serializable value that identifies the data.
+    """
+
+    def __init__(self, rows: Any, name: str, identity: Any) -> None:
+        self.rows = rows
+        self.name = name
+        self.identity = identity
+
+    def check(self, pipeline: Any) -> None:
+        """Raise ValueError if the pipeline does not take these arguments, or requires others."""
+        parameters = inspect.signature(type(pipeline).__call__).parameters
+        columns = list(self.rows[0])
+        caller = type(pipeline).__name__
+        if unknown := [name for name in columns if name not in parameters]:
+            raise ValueError(f"data: got {self.name} with {unknown[0]!r}, expected only arguments of {caller}.")
+        required = [name for name, value in parameters.items() if value.default is value.empty and name != "self"]
+        if missing := [name for name in required if name not in columns and value_is_data(parameters[name])]:
+            raise ValueError(f"data: got {self.name} without {missing[0]!r}, expected it, which {caller} requires.")
+
+    def describe(self) -> dict[str, Any]:
+        """Return a JSON-serializable description that identifies the data."""
+        return {"kind": "trajectories", "samples": len(self.rows), "source": self.identity}
+
+
+def value_is_data(parameter: inspect.Parameter) -> bool:
+    """Return whether a parameter of a pipeline takes a value, unlike `**kwargs`."""
+    return parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+
+
+def open_arguments(data: Any) -> PipelineArguments | None:
+    """Open arguments of a pipeline; return None if the data hold something else, such as latents.
+
+    Args:
+        data: One of
+            - prompts (see `read_prompts`);
+            - a list of dicts of arguments, such as {"prompt": text, "image": PIL image};
+            - a folder of images with a `metadata.jsonl` or `.csv`, as `datasets` reads it: "file_name" becomes the argument
+              `image`, "last_image_file_name" `last_image`, and other columns are arguments, too;
+            - the id of a dataset on the Hub, or a Dataset of `datasets`, whose columns are arguments.
+
+    Raises:
+        ValueError, ImportError: The data cannot be opened.
+    """
+    if isinstance(data, (list, tuple)) and data and all(isinstance(row, Mapping) for row in data):
+        return PipelineArguments(list(data), "a list of arguments", hash_json([_identify(row) for row in data]))
+    if (prompts := read_prompts(data)) is not None:
+        return PipelineArguments([{"prompt": prompt} for prompt in prompts], "prompts", hash_json(prompts))
+    if isinstance(data, (str, Path)):
+        path, name = check_data_path(data), str(data)
+        if not path.exists():
+            rows = load_split(name)
+            return None if "latents" in rows.column_names else PipelineArguments(rows, repr(name), name)
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        if any(file.suffix == ".safetensors" for file in files) or not files:
+            return None
+        rows = load_split(name, "imagefolder", data_dir=str(path), drop_labels=True)
+        return PipelineArguments(rows, repr(name), identify_files(files))
+    if hasattr(data, "column_names") and "latents" not in data.column_names:
+        return PipelineArguments(data, "a dataset", getattr(data, "_fingerprint", None))
+    return None
+
+
+def _identify(value: Any) -> Any:
+    """Return a JSON-serializable value that identifies an argument of a pipeline."""
+    if isinstance(value, Mapping):
+        return {key: _identify(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_identify(item) for item in value]
+    if isinstance(value, Image):
+        return hashlib.sha256(numpy.asarray(value).tobytes()).hexdigest()[:32]
+    if isinstance(value, torch.Tensor):
+        return hashlib.sha256(value.numpy(force=True).tobytes()).hexdigest()[:32]
+    return value
+
+
+class CallReader(Reader):
+    """Reads calls of the teacher's transformer, in random order, from trajectories that its pipeline samples.
+
+    Every row of the batch has a trajectory. With guidance, every step of it gives two inputs, with and without text. After
+    the last input, new trajectories are sampled. A process samples those of its own rows only, and when a run resumes, it
+    samples the current ones again.
+
+    Args:
+        sample: Function of a row of the data and a seed that samples a trajectory and returns its calls.
+        source: The data.
+        stage: The stage.
+        key: (seed, number of the stage).
+        state: A result of `state()` from which to resume; None starts at the beginning.
+
+    Attributes:
+        constants: Arguments of the transformer that are the same in all rows of the current batch.
+    """
+
+    def __init__(
+        self, sample: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, stage: DiffusionStage,
+        key: Key, state: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(key, state)
+        self.sample = sample
+        self.source = source
+        self.stage = stage
+        self.position: int = state["position"] if state else 0  # in the current trajectories; `next` is their number
+        self.trajectories: list[list[Call]] = []
+        self.constants: Call = {}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state from which a new reader can resume, a JSON-serializable dict."""
+        return {"next": self.next, "position": self.position}
+
+    def take_rows(self, count: int, rows: slice) -> Batch:
+        """Read the next batch, and return this process's rows; sample new trajectories first if all calls were read.
+
+        Args:
+            count: Number of samples in the batch.
+            rows: The rows to return; R of them.
+
+        Returns:
+            The arguments that differ from row to row, [R, ...] each, on the CPU.
+
+        Raises:
+            ValueError: The rows cannot be one batch.
+        """
+        if not self.trajectories:
+            self.trajectories = [self._sample(self.next * count + row) for row in range(*rows.indices(count))]
+        calls = [trajectory[self.position] for trajectory in self.trajectories]
+        self.position += 1
+        if self.position == len(self.trajectories[0]):
+            self.next += 1
+            self.position = 0
+            self.trajectories = []
+        tensors, self.constants = collate_calls(calls)
+        return tensors
+
+    def _sample(self, number: int) -> list[Call]:
+        """Sample a trajectory, and return its calls in random order."""
+        row = self.source.rows[self.shuffled(number, len(self.source.rows))]
+        calls = self.sample(row, make_generator(*self.key, number).initial_seed())
+        order = numpy.random.default_rng((*self.key, number)).permutation(len(calls))
+        return [calls[index] for index in order]
+
+
+def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
+    """Make a batch of calls with one sample each.
+
+    Args:
+        calls: R calls, whose tensors [1, ...] become those of the batch. All other arguments have to be equal.
+
+    Returns:
+        The tensors, [R, ...] each, and the arguments that all calls have in common.
+
+    Raises:
+        ValueError: The calls differ in an argument, or in the shape of a tensor.
+    """
+    tensors: Batch = {}
+    constants: Call = {}
+    for name, value in calls[0].items():
+        values = [call[name] for call in calls]
+        if isinstance(value, torch.Tensor):
+            same = all(other.shape == value.shape for other in values)
+        else:
+            same = all(_equal(other, value) for other in values)
+        if not same:
+            expected = "the same in all rows of a batch: batch_size 1, or data of one size and prompts of one length"
+            raise ValueError(f"data: got samples that differ in {name!r} of the transformer, expected {expected}.")
+        if isinstance(value, torch.Tensor):
+            tensors[name] = torch.cat(values)
+        else:
+            constants[name] = value.value if isinstance(value, Constant) else value
+    return tensors, constants
+
+
+class Constant:
+    """A tensor, or a structure of tensors, that has no axis for samples, such as rotary embeddings.
+
+    Args:
+        value: The tensor or the structure.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two arguments of a transformer are equal."""
+    if one is other:
+        return True
+    ones, structure = tree_flatten(one.value if isinstance(one, Constant) else one)
+    others, other_structure = tree_flatten(other.value if isinstance(other, Constant) else other)
+    return structure == other_structure and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+        for a, b in zip(ones, others, strict=True)
+    )
+
+
+@contextlib.contextmanager
+def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
+    """Context manager that yields a list, to which the calls of `transformer` are appended, one for each sample."""
+    parameters = inspect.signature(transformer.forward).parameters
+    calls: list[Call] = []
+    copies: dict[
+        int, tuple[torch.Tensor, torch.Tensor]
+    ] = {}  # the first of each pair keeps its id from being used again
+
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in copies:
+            copies[id(x)] = (x, x.to("cpu", copy=True))
+        return copies[id(x)][1]
+
+    def record(_module: Any, args: Any, kwargs: Any) -> None:
+        arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        arguments.pop("return_dict", None)
+        count = len(arguments["hidden_states"])
+        rows: list[Call] = [{} for _ in range(count)]
+        for name, value in arguments.items():
+            if name == "timestep" and value.numel() == 1:
+                value = value.reshape(1).expand(count)
+            is_text = name.startswith("encoder_hidden_states")
+            # Image embeddings of Wan have a row for each of a sample's images.
+            is_sample = isinstance(value, torch.Tensor) and value.ndim > 0 and (is_text or len(value) == count)
+            if is_sample:
+                parts = (copy(value) if is_text else value.to("cpu", copy=True)).chunk(count)
+            else:
+                has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
+                parts = (Constant(value) if has_tensors else value,) * count
+            for row, part in zip(rows, parts, strict=True):
+                row[name] = part
+        calls.extend(rows)
+
+    with transformer.register_forward_pre_hook(record, with_kwargs=True):
+        yield calls
+
+
+def make_call_options(pipeline: Any, arguments: Mapping[str, Any], stage: DiffusionStage) -> dict[str, Any]:
+    """Return the arguments with which a pipeline samples for a row of the data.
+
+    Args:
+        pipeline: A pipeline of diffusers.
+        arguments: A row of the data. It overrides what the stage says.
+        stage: The stage, which sets the size, the number of steps, and the guidance.
+    """
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    options: dict[str, Any] = {"num_inference_steps": stage.sampling_steps, "guidance_scale": stage.guidance}
+    if stage.size:
+        # A pipeline that changes a video takes the number of frames from it.
+        frames = next((name for name in FRAME_ARGUMENTS if name in parameters), FRAME_ARGUMENTS[0])
+        options |= dict(zip((frames, "height", "width")[-len(stage.size) :], stage.size, strict=True))
+        height, width = stage.size[-2:]
+        # VACE takes the size of its videos from themselves.
+        arguments = {
+            name: [image.resize((width, height)) for image in value] if _is_video(name, value) else value
+            for name, value in arguments.items()
+        }
+    return {**{name: value for name, value in options.items() if name in parameters}, **arguments}
+
+
+def _is_video(name: str, value: Any) -> bool:
+    """Return whether an argument of a pipeline is a video, or a mask of one."""
+    is_images = isinstance(value, list) and bool(value) and all(isinstance(image, Image) for image in value)
+    return is_images and name in ("video", "mask")

@@ -1,0 +1,119 @@
+"""Calls of diffusers' pipelines during training, in which the teacher samples trajectories, and the student previews."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch.distributed.tensor import DTensor
+
+from .datasets.calls import Call, make_call_options, recorded
+from .recipe import DiffusionStage
+
+EXPERTS = ("transformer", "transformer_2")  # of Wan 2.2, for much noise and for little
+
+
+def sample_calls(
+    pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
+) -> list[Call]:
+    """Sample with a pipeline, and return the calls of a transformer that it makes, one for each sample, on the CPU.
+
+    Args:
+        pipeline: A pipeline of diffusers. Its models are moved to the device of `transformer`, of two
+            transformers only the one in use.
+        component: Name of a transformer of the pipeline.
+        transformer: The module to use in its place.
+        arguments: Arguments of the pipeline.
+        stage: The stage, which sets the other arguments; see `make_call_options`.
+        seed: Seed of the noise.
+    """
+    device = next(transformer.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    options = {**make_call_options(pipeline, arguments, stage), "output_type": "latent", "generator": generator}
+    with (
+        prepared(pipeline, component, transformer),
+        recorded(transformer) as calls,
+        swapped(pipeline, component, device, stops=component == EXPERTS[0]),
+    ):
+        pipeline(**options)
+    if not calls:
+        expected = f"enough for a step with {component!r}"
+        raise ValueError(f"sampling_steps: got {stage.sampling_steps} in stage {stage.name!r}, expected {expected}.")
+    return calls
+
+
+@torch.no_grad()
+def sample_images(
+    pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
+) -> list[Image]:
+    """Sample with a pipeline, and return the image, or the frames of the video. See `sample_calls` for the arguments."""
+    device = next(transformer.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    options = {**make_call_options(pipeline, arguments, stage), "output_type": "pil", "generator": generator}
+    with prepared(pipeline, component, transformer), swapped(pipeline, component, device):
+        result = pipeline(**options)
+    return list(result.frames[0] if hasattr(result, "frames") else result.images[:1])
+
+
+class LastCall(Exception):
+    """Stops a pipeline that no longer calls the recorded transformer."""
+
+
+@contextlib.contextmanager
+def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = False) -> Iterator[None]:
+    """Context manager that keeps only the transformer in use on the device, if the pipeline has two (Wan 2.2).
+
+    Args:
+        pipeline: A pipeline of diffusers.
+        component: Name of the transformer that is in use before and after. Sharded ones stay where they are.
+        device: The device.
+        stops: Whether to stop the pipeline, without an error, where it would call the second one.
+    """
+    first, second = (pipeline.components.get(name) for name in EXPERTS)
+    if second is None:
+        yield
+        return
+
+    def use(module: Any) -> None:
+        other = first if module is second else second
+        if device.type != "cpu" and not any(isinstance(parameter, DTensor) for parameter in other.parameters()):
+            other.to("cpu")
+        module.to(device)
+
+    def swap(module: Any, _args: Any) -> None:
+        if module is second and stops:
+            raise LastCall
+        use(module)
+
+    with contextlib.ExitStack() as stack:
+        for module in (first, second):
+            stack.callback(module.register_forward_pre_hook(swap).remove)
+        with contextlib.suppress(LastCall):
+            yield
+        use(first if component == EXPERTS[0] else second)
+
+
+@contextlib.contextmanager
+def prepared(pipeline: Any, component: str, transformer: Any) -> Iterator[None]:
+    """Context manager that makes a pipeline ready to sample on the device of `transformer`, without a progress bar.
+
+    Args:
+        pipeline: A pipeline of diffusers.
+        component: Name of a transformer of the pipeline.
+        transformer: The module to use in its place until the end.
+    """
+    device = next(transformer.parameters()).device
+    # The module may be sharded or trained, so it does not become the component that the pipeline saves.
+    components = vars(pipeline)
+    original, bar = components[component], components.get("_progress_bar_config")
+    components[component] = transformer
+    pipeline.set_progress_bar_config(disable=True)
+    for name, module in pipeline.components.items():
+        if isinstance(module, torch.nn.Module) and name not in EXPERTS:
+            module.to(device)
+    try:
+        yield
+    finally:
+        components[component] = original
+        components["_progress_bar_config"] = bar or {}

@@ -1,0 +1,283 @@
+"""Calls recorded from pipelines: they are the trajectory, every family that converts is trained with them, and latents of
+models that are conditioned by images train on the same inputs."""
+
+import copy
+
+import pytest
+import torch
+from PIL import Image
+from tiny_grid_pipelines import GRID_PIPELINES
+from tiny_pipelines import CALLS, PIPELINES, PROMPT
+from tiny_wan_pipelines import IMAGES, SIZE, WAN_DATA, WAN_PIPELINES, picture
+
+import mhla_hf
+from mhla_hf.training.datasets.calls import collate_calls, open_arguments
+from mhla_hf.training.denoising import NoiseProcess, call, make_arguments, sample_latents
+from mhla_hf.training.pipeline_calls import sample_calls
+from mhla_hf.training.recipe import DiffusionStage
+
+COMMON = {"batch_size": 2, "sampling_steps": 2, "guidance": 3.0, "size": SIZE}
+
+
+def stages(steps=1, **changes):
+    """A stage for what conversion added, and one for all."""
+    common = {**COMMON, **changes}
+    return [
+        DiffusionStage("transfer", "transfer", steps, 1e-2, trainable="mhla", **common),
+        DiffusionStage("match", "prediction", steps, 1e-3, **common),
+    ]
+
+
+def converted(pipe):
+    """The pipeline, its second layer converted."""
+    torch.manual_seed(1)
+    size = pipe.transformer.config.patch_size
+    is_video = not isinstance(size, int) or "Video" in type(pipe.transformer).__name__
+    layout = (1, 2, 2) if is_video or pipe.transformer.config.get("patch_size_t") else (2, 2)
+    return mhla_hf.convert(pipe, layers=[1], layout=layout)
+
+
+def distill(out, name, steps=1, data=None, pipelines=WAN_PIPELINES, **options):
+    """A Wan pipeline from itself."""
+    student, teacher = converted(pipelines[name]()), pipelines[name]()
+    options = {"stages": stages(steps), "progress": False, "log_every": 1} | options
+    return mhla_hf.distill(student, teacher, out=out, data=data or WAN_DATA[name], **options)
+
+
+def test_calls_are_the_points_of_a_trajectory():
+    """As `sample_latents` samples it, with and without text."""
+    pipe = PIPELINES["wan"]()
+    stage = DiffusionStage("m", "prediction", 1, 1.0, **COMMON)
+    calls = sample_calls(pipe, "transformer", pipe.transformer, {"prompt": PROMPT}, stage, 3)
+    noise = torch.randn(1, 16, 3, 8, 10, generator=torch.Generator().manual_seed(3))
+    texts = pipe.encode_prompt([PROMPT], max_sequence_length=512)
+    text, empty = ({"encoder_hidden_states": encoded} for encoded in texts)
+    points = []
+    options = {"steps": 2, "guidance": 3.0, "on_step": lambda *point: points.append(point)}
+    sample_latents(pipe.transformer, pipe.scheduler, noise, text, empty, **options)
+    assert len(calls) == 4
+    for index, recorded in enumerate(calls):
+        latents, time = points[index // 2]
+        torch.testing.assert_close(recorded["hidden_states"], latents, rtol=1e-5, atol=1e-5)
+        assert recorded["timestep"].tolist() == [time]
+        expected = (empty if index % 2 else text)["encoder_hidden_states"]
+        torch.testing.assert_close(recorded["encoder_hidden_states"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["i2v", "flf2v", "vace", "v2v", "ti2v"])
+def test_wan_from_images_and_videos(lab, tmp_path, name):
+    """What a pipeline takes conditions the training."""
+    student = distill(tmp_path / "a", name)
+    assert lab.record(tmp_path / "a")["data"]["kind"] == "trajectories"
+    again = converted(WAN_PIPELINES[name]())
+    mhla_hf.distill(
+        again, WAN_PIPELINES[name](), out=tmp_path / "a", data=WAN_DATA[name], stages=stages(), progress=False
+    )
+    torch.testing.assert_close(again.transformer.state_dict(), student.transformer.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", GRID_PIPELINES)
+def test_every_family_from_its_pipeline(lab, tmp_path, name):
+    """Without any knowledge of what the pipeline makes of its arguments."""
+    row = {key: value for key, value in CALLS[type(GRID_PIPELINES[name]()).__name__].items() if key != "output_type"}
+    if name == "ltx2":  # without the guidance for which it calls the transformer in other ways
+        row = {**row, "stg_scale": 0.0, "modality_scale": 1.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0}
+    row = {"prompt": PROMPT, **row}
+    distill(tmp_path / "a", name, data=[row], pipelines=GRID_PIPELINES, stages=stages(size=None))
+    assert all(entry["loss"] > 0 for entry in lab.history(tmp_path / "a"))
+
+
+def latents_of(name):
+    """Latents with the conditions that the pipeline makes of the first two rows."""
+    pipe = WAN_PIPELINES[name]()
+    stage = DiffusionStage("m", "prediction", 1, 1.0, **{**COMMON, "sampling_steps": 1, "guidance": 1.0})
+    calls = [sample_calls(pipe, "transformer", pipe.transformer, row, stage, 0)[0] for row in WAN_DATA[name]]
+    batch, _ = collate_calls(calls)
+    columns = {"latents": batch["hidden_states"][:, :16], "prompt_embeds": batch["encoder_hidden_states"]}
+    if name == "vace":
+        return {**columns, "control": batch["control_hidden_states"]}, calls
+    images = batch["encoder_hidden_states_image"]
+    images = images if name == "i2v" else images.unflatten(0, (2, 2))
+    return {**columns, "condition": batch["hidden_states"][:, 16:], "image_embeds": images}, calls
+
+
+@pytest.mark.parametrize("name", ["i2v", "flf2v", "vace"])
+def test_latents_with_conditions(lab, tmp_path, name):
+    """They make the inputs that the pipeline makes."""
+    data, calls = latents_of(name)
+    transformer = WAN_PIPELINES[name]().transformer
+    recorded, constants = collate_calls(calls)
+    names = {"prompt_embeds": "encoder_hidden_states", "image_embeds": "encoder_hidden_states_image"}
+    names |= {"control": "control_hidden_states", "condition": "condition"}
+    conditions = {names[key]: value for key, value in data.items() if key != "latents"}
+    arguments = make_arguments(transformer, data["latents"], recorded["timestep"], conditions)
+    with torch.no_grad():
+        assert torch.equal(call(transformer, arguments), call(transformer, recorded, constants))
+    distill(tmp_path / "a", name, data=data)
+    assert [entry["loss"] > 0 for entry in lab.history(tmp_path / "a")] == [True, True]
+    first = next(key for key in ("control", "condition") if key in data)
+    with pytest.raises(ValueError, match=f"without '{first}', expected the column, which conditions the model"):
+        distill(tmp_path / "b", name, data={key: value for key, value in data.items() if key != first})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["i2v", "i2v-a14b"])
+def test_learns_in_40_steps(lab, tmp_path, name):
+    """40 of each loss, and of each transformer."""
+    distill(tmp_path / "a", name, stages=stages(40, sampling_steps=4))
+    history = lab.history(tmp_path / "a")
+    for stage in lab.record(tmp_path / "a")["stages"]:
+        losses = [entry["loss"] for entry in history if entry["stage"] == stage["name"]]
+        first, last = sum(losses[:8]) / 8, sum(losses[-8:]) / 8
+        print(f"{name}, {stage['name']}: {first:.4f} to {last:.4f}")
+        assert last < 0.9 * first
+
+
+def test_killed_run_ends_as_the_whole_one(lab, tmp_path):
+    """In the middle of a trajectory."""
+
+    def work(out="out"):
+        distill(tmp_path / out, "i2v", 3, save_every=1)
+
+    work("whole")
+    lab.kill(work, lambda: lab.newest(tmp_path / "out") >= 2)
+    work()
+    assert lab.record(tmp_path / "out")["resumed"] == 1
+    assert lab.weights(tmp_path / "out" / "transformer") == lab.weights(tmp_path / "whole" / "transformer")
+    assert lab.history(tmp_path / "out") == lab.history(tmp_path / "whole")
+
+
+EXPERTS = ("transformer", "transformer_2")
+
+
+def test_experts_have_their_own_times():
+    """The pipeline changes the transformer at 800; of the first, it samples no more than its share."""
+    pipe = WAN_PIPELINES["a14b"]()
+    stage = DiffusionStage("m", "prediction", 1, 1.0, **{**COMMON, "sampling_steps": 4})
+    times = {}
+    for name in EXPERTS:
+        calls = sample_calls(pipe, name, getattr(pipe, name), {"prompt": PROMPT}, stage, 0)
+        times[name] = [round(float(recorded["timestep"])) for recorded in calls]
+    assert times == {"transformer": [1000, 1000, 858, 858], "transformer_2": [602, 602, 9, 9]}
+    random = torch.Generator().manual_seed(0)
+    process = NoiseProcess(pipe.scheduler, (800.0, float("inf")))
+    assert min(process.draw_time(random, "logit-normal", 1.0) for _ in range(50)) >= 800
+    stage = DiffusionStage("m", "prediction", 1, 1.0, **{**COMMON, "sampling_steps": 1})
+    with pytest.raises(ValueError, match=r"sampling_steps: got 1 .* expected enough for a step with 'transformer_2'"):
+        sample_calls(pipe, "transformer_2", pipe.transformer_2, {"prompt": PROMPT}, stage, 0)
+
+
+@pytest.mark.parametrize("data", [None, "latents"])
+def test_experts_are_trained_in_turn(lab, tmp_path, data):
+    """On prompts and on latents; a second call finds the result."""
+    if data:
+        noise = torch.randn(2, 16, 3, 8, 10, generator=torch.Generator().manual_seed(0))
+        data = {"latents": noise, "prompt_embeds": torch.zeros(2, 512, 32)}
+    before = converted(WAN_PIPELINES["a14b"]())
+    options = {"data": data, "stages": stages(sampling_steps=4)}
+    student = distill(tmp_path / "a", "a14b", **options)
+    again = distill(tmp_path / "a", "a14b", **options)
+    for name in EXPERTS:
+        first, trained, loaded = (getattr(pipe, name).state_dict() for pipe in (before, student, again))
+        assert not torch.equal(first["blocks.1.ffn.net.2.weight"], trained["blocks.1.ffn.net.2.weight"])
+        torch.testing.assert_close(loaded, trained, rtol=0, atol=0)
+    record = lab.record(tmp_path / "a")
+    assert [stage["name"] for stage in record["stages"]] == [
+        f"{noise} noise: {name}" for noise in ("high", "low") for name in ("transfer", "match")
+    ]
+    assert (record["steps"], record["samples"], len(record["history"])) == (4, 8, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("killed_in", ["out.high_noise", "out"])
+def test_killed_expert_ends_as_the_whole_one(lab, tmp_path, killed_in):
+    def work(out="out"):
+        distill(tmp_path / out, "a14b", 2, save_every=1, stages=stages(2, sampling_steps=4, batch_size=1))
+
+    work("whole")
+    lab.kill(work, lambda: lab.newest(tmp_path / killed_in) >= 3)
+    assert not (tmp_path / "out").exists()
+    work()
+    for name in EXPERTS:
+        assert lab.weights(tmp_path / "out" / name) == lab.weights(tmp_path / "whole" / name)
+    assert lab.history(tmp_path / "out") == lab.history(tmp_path / "whole")
+    assert lab.record(tmp_path / "out")["resumed"] == 1
+
+
+def test_refused_experts(tmp_path):
+    pipe = converted(WAN_PIPELINES["a14b"]())
+    options = {"out": tmp_path / "a", "data": ["a cat"], "stages": stages(), "progress": False}
+    with pytest.raises(ValueError, match="teacher: got one transformer, expected a pipeline with two"):
+        mhla_hf.distill(pipe, PIPELINES["wan"](), **options)
+    pipe.register_to_config(boundary_ratio=None)
+    with pytest.raises(ValueError, match="boundary_ratio: got None in a pipeline with two transformers"):
+        mhla_hf.distill(pipe, pipe, **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["i2v", "a14b", "latents", "dit"])
+def test_previews_change_nothing(lab, tmp_path, name):
+    """They are saved and tracked, and training is the same."""
+    data = WAN_DATA.get(name)
+    if name == "latents":
+        noise = torch.randn(2, 16, 3, 8, 10, generator=torch.Generator().manual_seed(0))
+        data, name = {"latents": noise, "prompt_embeds": torch.zeros(2, 512, 32)}, "wan"
+    make = {**WAN_PIPELINES, **PIPELINES}[name]
+    for every in (0, 1):
+        run = stages(batch_size=1, sampling_steps=4, size=None if name == "dit" else SIZE)[:1]
+        options = {"stages": run, "preview_every": every, "tracker": "tensorboard" if every else ""}
+        out = tmp_path / str(every)
+        mhla_hf.distill(converted(make()), make(), data=data, out=out, progress=False, log_every=1, **options)
+    assert lab.weights(tmp_path / "0") == lab.weights(tmp_path / "1")
+    files = sorted(path.relative_to(out / "previews").as_posix() for path in (out / "previews").rglob("*.*"))
+    ending = "png" if name == "dit" else "gif"
+    assert files == [f"{run}step-000000001.{ending}" for run in (["high_noise/"] if name == "a14b" else []) + [""]]
+    with Image.open(out / "previews" / files[0]) as image:
+        assert getattr(image, "n_frames", 1) == (1 if name == "dit" else SIZE[0])
+    events = b"".join(path.read_bytes() for path in (out / "runs").rglob("events*"))
+    assert b"preview" in events and not (tmp_path / "0" / "previews").exists()
+
+
+def test_previews_that_cannot_be_made(lab, tmp_path):
+    data, _ = latents_of("i2v")
+    with pytest.raises(ValueError, match="without 'image', expected it, which WanImageToVideoPipeline requires"):
+        distill(tmp_path / "a", "i2v", data=data, preview_every=1)
+    with pytest.raises(ValueError, match="preview_every: got a number with a model that makes no images, expected 0"):
+        lab.train(tmp_path / "a", preview_every=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_images(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(2):
+        picture(number).save(folder / f"{number}.png")
+    rows = ['{"file_name": "0.png", "prompt": "a cat walks"}', '{"file_name": "1.png", "prompt": "a dog"}']
+    (folder / "metadata.jsonl").write_text("\n".join(rows))
+    source = open_arguments(folder)
+    assert [source.rows[number]["prompt"] for number in range(2)] == [row["prompt"] for row in IMAGES]
+    assert source.rows[1]["image"].tobytes() == picture(1).tobytes()
+    source.check(WAN_PIPELINES["i2v"]())
+    assert open_arguments(copy.deepcopy(IMAGES)).identity == open_arguments(IMAGES).identity
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("i2v", ["a cat"], "data: got prompts without 'image', expected it, which WanImageToVideoPipeline requires"),
+        ("i2v", [{"image": 1, "text": "a"}], "with 'text', expected only arguments of WanImageToVideoPipeline"),
+        ("ti2v", {"latents": torch.zeros(1, 16, 3, 8, 10), "prompt_embeds": torch.zeros(1, 4, 32)},
+            "got latents with a first frame as condition"),
+        ("ltx", {"latents": torch.zeros(1, 8)}, "got latents with MHLALTXVideoTransformer3DModel, expected arguments"),
+    ],
+)  # fmt: skip
+def test_refused(tmp_path, name, data, words):
+    with pytest.raises(ValueError, match=words):
+        distill(tmp_path / "a", name, data=data, pipelines={**WAN_PIPELINES, **GRID_PIPELINES})
+    assert not list(tmp_path.iterdir())
+
+
+def test_samples_of_different_sizes_are_no_batch():
+    calls = [{"hidden_states": torch.zeros(1, side), "num_frames": 1} for side in (2, 3)]
+    with pytest.raises(ValueError, match="differ in 'hidden_states' of the transformer, expected the same"):
+        collate_calls(calls)
