@@ -64,7 +64,7 @@ class Family:
             has the same name after "MHLA".
         overrides: Default settings that differ from those of `kind`.
         conditions: Arguments of a diffusion model besides the latents and the time, in the order of the training data.
-            Diffusion families without conditions cannot be trained.
+            Diffusion families without conditions are trained from calls of their pipelines, not from latents.
         prefix: Number of tokens before the grid of a vision tower, not counting register tokens.
         fixed_size: Whether a diffusion model takes square latents of its `sample_size` only.
     """

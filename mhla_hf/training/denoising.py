@@ -60,7 +60,8 @@ def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str,
         key: value.to(transformer.dtype) if key != "timestep" and is_floating_point(value) else value
         for key, value in arguments.items()
     }
-    return transformer(**casts, **(constants or {}), return_dict=False)[0].float()
+    output = transformer(**casts, **(constants or {}), return_dict=False)
+    return (output if isinstance(output, torch.Tensor) else output[0]).float()  # Kandinsky 5 returns no tuple
 
 
 def is_floating_point(value: Any) -> bool:

@@ -6,12 +6,14 @@ import copy
 import pytest
 import torch
 from PIL import Image
+from tiny_bare_pipelines import BARE_ARGUMENTS, BARE_PIPELINES
 from tiny_grid_pipelines import GRID_PIPELINES
-from tiny_pipelines import CALLS, PIPELINES, PROMPT
+from tiny_pipelines import CALLS, PIPELINES, PROMPT, TRANSFORMERS, inputs, tiny_transformer
 from tiny_wan_pipelines import IMAGES, SIZE, WAN_DATA, WAN_PIPELINES, picture
 
 import mhla_hf
-from mhla_hf.training.datasets.calls import collate_calls, open_arguments
+from mhla_hf.conversion.model_family import family_of
+from mhla_hf.training.datasets.calls import collate_calls, open_arguments, recorded
 from mhla_hf.training.denoising import NoiseProcess, call, make_arguments, sample_latents
 from mhla_hf.training.pipeline_calls import sample_calls
 from mhla_hf.training.recipe import DiffusionStage
@@ -31,9 +33,7 @@ def stages(steps=1, **changes):
 def converted(pipe):
     """The pipeline, its second layer converted."""
     torch.manual_seed(1)
-    size = pipe.transformer.config.patch_size
-    is_video = not isinstance(size, int) or "Video" in type(pipe.transformer).__name__
-    layout = (1, 2, 2) if is_video or pipe.transformer.config.get("patch_size_t") else (2, 2)
+    layout = (1, 2, 2) if family_of(pipe.transformer).kind.axes == 3 else (2, 2)
     return mhla_hf.convert(pipe, layers=[1], layout=layout)
 
 
@@ -56,12 +56,26 @@ def test_calls_are_the_points_of_a_trajectory():
     options = {"steps": 2, "guidance": 3.0, "on_step": lambda *point: points.append(point)}
     sample_latents(pipe.transformer, pipe.scheduler, noise, text, empty, **options)
     assert len(calls) == 4
-    for index, recorded in enumerate(calls):
+    for index, arguments in enumerate(calls):
         latents, time = points[index // 2]
-        torch.testing.assert_close(recorded["hidden_states"], latents, rtol=1e-5, atol=1e-5)
-        assert recorded["timestep"].tolist() == [time]
+        torch.testing.assert_close(arguments["hidden_states"], latents, rtol=1e-5, atol=1e-5)
+        assert arguments["timestep"].tolist() == [time]
         expected = (empty if index % 2 else text)["encoder_hidden_states"]
-        torch.testing.assert_close(recorded["encoder_hidden_states"], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(arguments["encoder_hidden_states"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_calls_of_one_or_two_rows_make_a_batch(family):
+    """A batch of recorded rows gives what the calls gave, for every transformer that converts."""
+    transformer = tiny_transformer(family)
+    with torch.no_grad(), recorded(transformer) as calls:
+        for seed, batch in enumerate((1, 2)):
+            transformer(**inputs(family, seed=seed, batch=batch))
+        arguments, constants = collate_calls(calls)
+        expected = torch.cat([call(transformer, inputs(family, seed=seed, batch=seed + 1)) for seed in range(2)])
+        got = call(transformer, arguments, constants)
+    assert len(got) == 3
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["i2v", "flf2v", "vace", "v2v", "ti2v"])
@@ -76,7 +90,7 @@ def test_wan_from_images_and_videos(lab, tmp_path, name):
     torch.testing.assert_close(again.transformer.state_dict(), student.transformer.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", GRID_PIPELINES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "ltx2")) for n in GRID_PIPELINES])
 def test_every_family_from_its_pipeline(lab, tmp_path, name):
     """Without any knowledge of what the pipeline makes of its arguments."""
     row = {key: value for key, value in CALLS[type(GRID_PIPELINES[name]()).__name__].items() if key != "output_type"}
@@ -84,6 +98,13 @@ def test_every_family_from_its_pipeline(lab, tmp_path, name):
         row = {**row, "stg_scale": 0.0, "modality_scale": 1.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0}
     row = {"prompt": PROMPT, **row}
     distill(tmp_path / "a", name, data=[row], pipelines=GRID_PIPELINES, stages=stages(size=None))
+    assert all(entry["loss"] > 0 for entry in lab.history(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("name", BARE_PIPELINES)
+def test_joint_families_from_their_pipelines(lab, tmp_path, name):
+    data = [BARE_ARGUMENTS[name]]
+    distill(tmp_path / "a", name, data=data, pipelines=BARE_PIPELINES, stages=stages(size=None))
     assert all(entry["loss"] > 0 for entry in lab.history(tmp_path / "a"))
 
 
@@ -106,13 +127,13 @@ def test_latents_with_conditions(lab, tmp_path, name):
     """They make the inputs that the pipeline makes."""
     data, calls = latents_of(name)
     transformer = WAN_PIPELINES[name]().transformer
-    recorded, constants = collate_calls(calls)
+    batch, constants = collate_calls(calls)
     names = {"prompt_embeds": "encoder_hidden_states", "image_embeds": "encoder_hidden_states_image"}
     names |= {"control": "control_hidden_states", "condition": "condition"}
     conditions = {names[key]: value for key, value in data.items() if key != "latents"}
-    arguments = make_arguments(transformer, data["latents"], recorded["timestep"], conditions)
+    arguments = make_arguments(transformer, data["latents"], batch["timestep"], conditions)
     with torch.no_grad():
-        assert torch.equal(call(transformer, arguments), call(transformer, recorded, constants))
+        assert torch.equal(call(transformer, arguments), call(transformer, batch, constants))
     distill(tmp_path / "a", name, data=data)
     assert [entry["loss"] > 0 for entry in lab.history(tmp_path / "a")] == [True, True]
     first = next(key for key in ("control", "condition") if key in data)
@@ -157,7 +178,7 @@ def test_experts_have_their_own_times():
     times = {}
     for name in EXPERTS:
         calls = sample_calls(pipe, name, getattr(pipe, name), {"prompt": PROMPT}, stage, 0)
-        times[name] = [round(float(recorded["timestep"])) for recorded in calls]
+        times[name] = [round(float(arguments["timestep"])) for arguments in calls]
     assert times == {"transformer": [1000, 1000, 858, 858], "transformer_2": [602, 602, 9, 9]}
     random = torch.Generator().manual_seed(0)
     process = NoiseProcess(pipe.scheduler, (800.0, float("inf")))

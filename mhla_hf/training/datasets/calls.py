@@ -254,6 +254,8 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
             is_sample = isinstance(value, torch.Tensor) and value.ndim > 0 and (is_text or len(value) == count)
             if is_sample:
                 parts = (copy(value) if is_text else value.to("cpu", copy=True)).chunk(count)
+            elif isinstance(value, list) and len(value) == count and all(isinstance(item, list) for item in value):
+                parts = tuple([item] for item in value)  # the sizes of the images of each row
             else:
                 has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
                 parts = (Constant(value) if has_tensors else value,) * count

@@ -348,6 +348,8 @@ class DiffusionTask(Task[DiffusionStage]):
         if latents is None and data_losses:
             raise ValueError(f"data: got no latents, expected some for the loss on data in stage {data_losses[0]!r}.")
         encodes = "prompt_embeds" not in columns or any(stage.drop_condition for stage in stages)
+        if arguments is not None:
+            encodes = "prompt" in arguments.rows[0]
         if takes_text and encodes and self.pipeline.components.get("text_encoder") is None:
             raise ValueError(
                 "teacher: got a pipeline without text encoder, expected "
