@@ -55,14 +55,15 @@ def run(about: str, recipe: str, arguments: list[str] | None = None) -> Any:
     is_bf16 = chosen_recipe.run.get("mixed_precision") == "bf16"
     teacher = load_pipeline(name, dtype="bfloat16" if is_bf16 else "float32", device="cpu")
     torch.manual_seed(args.seed)
-    if "preset" in chosen_recipe.settings:
-        transformer = mhla_hf.MHLADiTTransformer2DModel.from_preset(**chosen_recipe.settings)
-    else:
-        softmax_class = type(teacher.transformer)
-        transformer = softmax_class.from_pretrained(name, subfolder="transformer", dtype=torch.float32)
-        mhla_hf.convert(transformer, **chosen_recipe.settings)
     student = copy.copy(teacher)
-    student.register_modules(transformer=transformer)
+    if "preset" in chosen_recipe.settings:
+        student.register_modules(transformer=mhla_hf.MHLADiTTransformer2DModel.from_preset(**chosen_recipe.settings))
+    else:
+        for component in ("transformer", "transformer_2"):  # Wan 2.2 has both
+            if softmax := getattr(teacher, component, None):
+                transformer = type(softmax).from_pretrained(name, subfolder=component, dtype=torch.float32)
+                student.register_modules(**{component: transformer})
+        mhla_hf.convert(student, **chosen_recipe.settings)
     mhla_hf.distill(
         student,
         teacher if any(stage.needs_teacher for stage in chosen_recipe.stages) else None,

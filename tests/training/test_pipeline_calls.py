@@ -13,7 +13,7 @@ from tiny_wan_pipelines import IMAGES, SIZE, WAN_DATA, WAN_PIPELINES, picture
 
 import mhla_hf
 from mhla_hf.conversion.model_family import family_of
-from mhla_hf.training.datasets.calls import collate_calls, open_arguments, recorded
+from mhla_hf.training.datasets.calls import CallReader, collate_calls, open_arguments, recorded
 from mhla_hf.training.denoising import NoiseProcess, call, make_arguments, sample_latents
 from mhla_hf.training.pipeline_calls import sample_calls
 from mhla_hf.training.recipe import DiffusionStage
@@ -94,10 +94,9 @@ def test_wan_from_images_and_videos(lab, tmp_path, name):
 def test_every_family_from_its_pipeline(lab, tmp_path, name):
     """Without any knowledge of what the pipeline makes of its arguments."""
     row = {key: value for key, value in CALLS[type(GRID_PIPELINES[name]()).__name__].items() if key != "output_type"}
-    if name == "ltx2":  # without the guidance for which it calls the transformer in other ways
-        row = {**row, "stg_scale": 0.0, "modality_scale": 1.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0}
-    row = {"prompt": PROMPT, **row}
-    distill(tmp_path / "a", name, data=[row], pipelines=GRID_PIPELINES, stages=stages(size=None))
+    if name == "ltx2":  # some of its calls leave the attention of these blocks out
+        row = {**row, "spatio_temporal_guidance_blocks": [0]}
+    distill(tmp_path / "a", name, data=[{"prompt": PROMPT, **row}], pipelines=GRID_PIPELINES, stages=stages(size=None))
     assert all(entry["loss"] > 0 for entry in lab.history(tmp_path / "a"))
 
 
@@ -296,6 +295,24 @@ def test_refused(tmp_path, name, data, words):
     with pytest.raises(ValueError, match=words):
         distill(tmp_path / "a", name, data=data, pipelines={**WAN_PIPELINES, **GRID_PIPELINES})
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_of_a_batch_have_calls_of_one_kind():
+    """In an order of times that differs from row to row; every call is read once."""
+
+    def sample(_row, seed):
+        kinds = [{"height": 1}, {"height": 2}, {"height": 1, "mask": torch.ones(1)}]
+        return [{"timestep": torch.tensor([time]), **kind} for time in range(4) for kind in kinds]
+
+    stage = DiffusionStage("m", "prediction", 1, 1.0)
+    reader = CallReader(sample, open_arguments(["a", "b"]), stage, (0, 0), None)
+    seen, orders = [], set()
+    for _ in range(12):
+        batch = reader.take_rows(2, slice(0, 2))
+        seen.append((int(batch["timestep"][0]), reader.constants["height"], "mask" in batch))
+        orders.add(tuple(batch["timestep"].tolist()))
+    assert len(set(seen)) == 12 and any(one != other for one, other in orders)
+    assert reader.state() == {"next": 1, "position": 0}
 
 
 def test_samples_of_different_sizes_are_no_batch():

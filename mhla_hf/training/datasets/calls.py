@@ -167,11 +167,17 @@ class CallReader(Reader):
         return tensors
 
     def _sample(self, number: int) -> list[Call]:
-        """Sample a trajectory, and return its calls in random order."""
+        """Sample a trajectory, and return its calls in random order.
+
+        All rows of a batch have calls of the same kind at the same position, which one batch can hold.
+        """
         row = self.source.rows[self.shuffled(number, len(self.source.rows))]
         calls = self.sample(row, make_generator(*self.key, number).initial_seed())
-        order = numpy.random.default_rng((*self.key, number)).permutation(len(calls))
-        return [calls[index] for index in order]
+        kinds = [next(index for index, other in enumerate(calls) if _same_kind(call, other)) for call in calls]
+        row_order = numpy.random.default_rng((*self.key, number))
+        shuffled = {kind: iter(row_order.permutation(numpy.flatnonzero(numpy.equal(kinds, kind)))) for kind in kinds}
+        batch_order = numpy.random.default_rng((*self.key, self.next)).permutation(kinds)
+        return [calls[next(shuffled[kind])] for kind in batch_order]
 
 
 def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
@@ -189,12 +195,8 @@ def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
     tensors: Batch = {}
     constants: Call = {}
     for name, value in calls[0].items():
-        values = [call[name] for call in calls]
-        if isinstance(value, torch.Tensor):
-            same = all(other.shape == value.shape for other in values)
-        else:
-            same = all(_equal(other, value) for other in values)
-        if not same:
+        values: list[Any] = [call.get(name) for call in calls]
+        if not all(_same_form(value, other) for other in values):
             expected = "the same in all rows of a batch: batch_size 1, or data of one size and prompts of one length"
             raise ValueError(f"data: got samples that differ in {name!r} of the transformer, expected {expected}.")
         if isinstance(value, torch.Tensor):
@@ -215,10 +217,17 @@ class Constant:
         self.value = value
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two arguments of a transformer are equal."""
+def _same_kind(one: Call, other: Call) -> bool:
+    """Return whether two calls can be rows of one batch."""
+    return one.keys() == other.keys() and all(_same_form(value, other[name]) for name, value in one.items())
+
+
+def _same_form(one: Any, other: Any) -> bool:
+    """Return whether an argument of two calls has the same shape or, if it is no tensor of a sample, the same value."""
     if one is other:
         return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape
     ones, structure = tree_flatten(one.value if isinstance(one, Constant) else one)
     others, other_structure = tree_flatten(other.value if isinstance(other, Constant) else other)
     return structure == other_structure and all(
