@@ -118,12 +118,13 @@ def compare(one, other, bound=1e-5):
     for a, b in zip(*histories, strict=True):
         for key in {"loss", "ce", "match", "accuracy", "grad_norm"} & set(a):
             assert abs(a[key] - b[key]) <= bound * abs(a[key]), (a["stage"], a["step"], key, a[key], b[key])
-    pipeline = (one / "model_index.json").exists()
-    file = "transformer/diffusion_pytorch_model.safetensors" if pipeline else "model.safetensors"
-    first, second = (load_file(folder / file) for folder in (one, other))
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.linalg.norm(value - second[name]) <= bound * torch.linalg.norm(value), name
+    files = [file for name in ("model.safetensors", "transformer*/*.safetensors") for file in one.glob(name)]
+    assert files
+    for file in files:
+        first, second = (load_file(folder / file.relative_to(one)) for folder in (one, other))
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            assert torch.linalg.norm(value - second[name]) <= bound * torch.linalg.norm(value), name
 
 
 def fork(function, count, *arguments):

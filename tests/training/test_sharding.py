@@ -84,6 +84,16 @@ def test_other_kinds_of_models_sharded_equal_one_process(tmp_path, kind):
 
 
 @pytest.mark.slow
+def test_two_transformers_sharded_equal_one_process(tmp_path):
+    """Each in its run, on what the teacher's pipeline samples with both."""
+    for setup, processes in ((None, 1), ("fsdp2_8gpu", 2)):
+        script = TESTS / "sharded_kinds.py"
+        code, text = launch(tmp_path, setup, processes, "experts", f"{processes}", script=script)
+        assert code == 0, text
+    compare(tmp_path / "1", tmp_path / "2")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("setup", ["fsdp2_8gpu", "ddp"])
 def test_killed_five_times_and_gone_on_with_other_numbers_of_processes(place, one, setup, alone):
