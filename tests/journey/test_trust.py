@@ -61,6 +61,7 @@ COMMANDS = {
     "convert a classifier": "convert vit new",
     "convert a pipeline": "convert wan new",
     "distill": f"distill llama --recipe {LANGUAGE} --data notes.txt --out new",
+    "distill a pipeline": "distill wan --recipe wan_hybrid --data notes.txt --max-steps 1 --out new",
     "analyze": "analyze llama",
     "analyze a classifier": "analyze vit",
     "analyze a pipeline": "analyze wan",

@@ -209,7 +209,7 @@ def test_experts_are_trained_in_turn(lab, tmp_path, data):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("killed_in", ["out.high_noise", "out"])
+@pytest.mark.parametrize("killed_in", [pytest.param("out.high_noise", marks=pytest.mark.slow), "out"])
 def test_killed_expert_ends_as_the_whole_one(lab, tmp_path, killed_in):
     def work(out="out"):
         distill(tmp_path / out, "a14b", 2, save_every=1, stages=stages(2, sampling_steps=4, batch_size=1))
@@ -235,25 +235,26 @@ def test_refused_experts(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["i2v", "a14b", "latents", "dit"])
+@pytest.mark.parametrize("name", ["i2v", "a14b", "latents", "dit", "pixart"])
 def test_previews_change_nothing(lab, tmp_path, name):
     """They are saved and tracked, and training is the same."""
-    data = WAN_DATA.get(name)
+    data = WAN_DATA.get(name, None if name == "dit" else [PROMPT])
+    is_image = name in ("dit", "pixart")
     if name == "latents":
         noise = torch.randn(2, 16, 3, 8, 10, generator=torch.Generator().manual_seed(0))
         data, name = {"latents": noise, "prompt_embeds": torch.zeros(2, 512, 32)}, "wan"
     make = {**WAN_PIPELINES, **PIPELINES}[name]
     for every in (0, 1):
-        run = stages(batch_size=1, sampling_steps=4, size=None if name == "dit" else SIZE)[:1]
+        run = stages(batch_size=1, sampling_steps=4, size=None if is_image else SIZE)[:1]
         options = {"stages": run, "preview_every": every, "tracker": "tensorboard" if every else ""}
         out = tmp_path / str(every)
         mhla_hf.distill(converted(make()), make(), data=data, out=out, progress=False, log_every=1, **options)
     assert lab.weights(tmp_path / "0") == lab.weights(tmp_path / "1")
     files = sorted(path.relative_to(out / "previews").as_posix() for path in (out / "previews").rglob("*.*"))
-    ending = "png" if name == "dit" else "gif"
+    ending = "png" if is_image else "gif"
     assert files == [f"{run}step-000000001.{ending}" for run in (["high_noise/"] if name == "a14b" else []) + [""]]
     with Image.open(out / "previews" / files[0]) as image:
-        assert getattr(image, "n_frames", 1) == (1 if name == "dit" else SIZE[0])
+        assert getattr(image, "n_frames", 1) == (1 if is_image else SIZE[0])
     events = b"".join(path.read_bytes() for path in (out / "runs").rglob("events*"))
     assert b"preview" in events and not (tmp_path / "0" / "previews").exists()
 
@@ -285,6 +286,8 @@ def test_a_folder_of_images(tmp_path):
     ("name", "data", "words"),
     [
         ("i2v", ["a cat"], "data: got prompts without 'image', expected it, which WanImageToVideoPipeline requires"),
+        ("ti2v", ["a cat"], "data: got prompts without 'image', expected it, which WanImageToVideoPipeline requires"),
+        ("aura-flow", ["a cat"], r"size: got \[9, 64, 80\] in stage 'transfer', expected \[rows, columns\] in pixels"),
         ("i2v", [{"image": 1, "text": "a"}], "with 'text', expected only arguments of WanImageToVideoPipeline"),
         ("ti2v", {"latents": torch.zeros(1, 16, 3, 8, 10), "prompt_embeds": torch.zeros(1, 4, 32)},
             "got latents with a first frame as condition"),

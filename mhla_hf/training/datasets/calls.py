@@ -41,25 +41,26 @@ class PipelineArguments:
         self.name = name
         self.identity = identity
 
-    def check(self, pipeline: Any) -> None:
-        """Raise ValueError if the pipeline does not take these arguments, or requires others."""
+    def check(self, pipeline: Any, stages: Sequence[DiffusionStage] = ()) -> None:
+        """Raise ValueError if the pipeline does not take these arguments or the size of a stage, or requires others."""
         parameters = inspect.signature(type(pipeline).__call__).parameters
         columns = list(self.rows[0])
         caller = type(pipeline).__name__
         if unknown := [name for name in columns if name not in parameters]:
             raise ValueError(f"data: got {self.name} with {unknown[0]!r}, expected only arguments of {caller}.")
-        required = [name for name, value in parameters.items() if value.default is value.empty and name != "self"]
-        if missing := [name for name in required if name not in columns and value_is_data(parameters[name])]:
+        named = [value for value in parameters.values() if value.kind is not value.VAR_KEYWORD][1:]
+        required = [value.name for value in named if value.default is value.empty]
+        if missing := [name for name in required if name not in columns]:
             raise ValueError(f"data: got {self.name} without {missing[0]!r}, expected it, which {caller} requires.")
+        takes_frames = not {*FRAME_ARGUMENTS, "video"}.isdisjoint(parameters)
+        for stage in stages:
+            if len(stage.size or ()) == 3 and not takes_frames:
+                expected = f"[rows, columns] in pixels for {caller}"
+                raise ValueError(f"size: got {stage.size} in stage {stage.name!r}, expected {expected}.")
 
     def describe(self) -> dict[str, Any]:
         """Return a JSON-serializable description that identifies the data."""
         return {"kind": "trajectories", "samples": len(self.rows), "source": self.identity}
-
-
-def value_is_data(parameter: inspect.Parameter) -> bool:
-    """Return whether a parameter of a pipeline takes a value, unlike `**kwargs`."""
-    return parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
 
 
 def open_arguments(data: Any) -> PipelineArguments | None:
@@ -286,6 +287,7 @@ def make_call_options(pipeline: Any, arguments: Mapping[str, Any], stage: Diffus
     """
     parameters = inspect.signature(type(pipeline).__call__).parameters
     options: dict[str, Any] = {"num_inference_steps": stage.sampling_steps, "guidance_scale": stage.guidance}
+    options["use_resolution_binning"] = False  # which would sample at another size
     if stage.size:
         # A pipeline that changes a video takes the number of frames from it.
         frames = next((name for name in FRAME_ARGUMENTS if name in parameters), FRAME_ARGUMENTS[0])

@@ -216,9 +216,11 @@ class DiffusionTask(Task[DiffusionStage]):
         self._check_data(stages, arguments, latents, takes_text)
         prompts: list[str] = []
         if arguments is not None:
-            self.reads_calls = self.reads_calls or list(arguments.rows[0]) != ["prompt"]
+            # With a time for each token, Wan 2.2 5B starts from an image, too.
+            has_token_times = bool(self.pipeline.config.get("expand_timesteps"))
+            self.reads_calls = self.reads_calls or has_token_times or list(arguments.rows[0]) != ["prompt"]
             if self.reads_calls:
-                arguments.check(self.pipeline)
+                arguments.check(self.pipeline, stages)
             else:
                 prompts = [row["prompt"] for row in arguments.rows]
         if not self.reads_calls or latents is not None:
