@@ -37,6 +37,7 @@ from .heads import render_heads
 from .judge import render_lookups, render_tasks
 from .kvpress_rows import render as render_kvpress
 from .mqar import render_mqar
+from .recipe_costs import render_costs
 from .rows import describe_setup
 from .speed import prefill_table, render_speed, speed_table
 from .studies.rank import render_random_rank
@@ -224,6 +225,7 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "lookups": render_lookups,
     "tasks": render_tasks,
     "recipes": render_recipes,
+    "recipe_costs": lambda record: f"{render_costs(record)}\n\n{command_and_date(record)}",
     "kvpress": render_kvpress,
     "mqar": render_mqar,
     "encoder": render_encoder,

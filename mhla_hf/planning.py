@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .bench import time_call
 from .checkpoints.file_io import PathLike
-from .checkpoints.load import choose_device, load_config
+from .checkpoints.load import choose_device, is_pipeline, load_config
 from .checkpoints.provenance import describe_run
 from .conversion import convert
 from .conversion.model_family import softmax_config
@@ -35,6 +35,7 @@ from .models.families import ENCODERS, VISION
 from .models.language import MHLAForCausalLM
 from .nn.settings import is_whole
 from .training.costs import count_active_parameters, estimate_costs
+from .training.diffusion_costs import estimate_diffusion_costs, read_pipeline_configs, suits_transformer
 from .training.recipe import read_recipe, recipe_names
 
 TIMED_LENGTHS = tuple(256 << n for n in range(10))
@@ -167,8 +168,8 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
     """Describe the package's training recipes.
 
     Args:
-        model: Folder or Hub id of a softmax language model. The costs of the recipes that convert a language model are
-            estimated for it. Without it, only the costs of recipes that train a language model from scratch are.
+        model: Folder or Hub id of a softmax language model or a pipeline. The costs of the recipes that convert a model of
+            this kind are estimated for it. Without it, only those of recipes for language models from scratch are.
         tflops: See `plan`.
 
     Returns:
@@ -177,7 +178,8 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
         `tflops`).
     """
     check_tflops(tflops)
-    config = None if model is None else load_config(model)
+    pipeline = read_pipeline_configs(model) if model is not None and is_pipeline(model) else None
+    config = None if model is None or pipeline else load_config(model)
     stage_keys = ("name", "loss", "steps", "batch_size", "seq_len")
     recipes = []
     for name in recipe_names():
@@ -193,6 +195,8 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
             sizes = student.num_parameters(), count_active_parameters(student)
             student = convert(student, **settings)
         costs = {} if student is None else estimate_costs(student, recipe, *sizes, tflops)
+        if pipeline and suits_transformer(recipe, pipeline[0]):
+            costs = estimate_diffusion_costs(*pipeline, recipe, tflops)
         recipes.append({
             "name": name,
             "task": recipe.task,

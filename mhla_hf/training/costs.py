@@ -80,6 +80,11 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
         teacher_weights = active if stage.needs_teacher else 0
         flops = (6 * student_weights + 2 * teacher_weights) * tokens
         stages.append({"name": stage.name, "tokens": tokens, "trained": trained, "memory": memory, "flops": flops})
+    return add_up_stages(stages, tflops)
+
+
+def add_up_stages(stages: list[dict[str, Any]], tflops: float | None) -> dict[str, Any]:
+    """Return the dict that `estimate_costs` describes, from the dicts of its stages."""
     total_flops = sum(stage["flops"] for stage in stages)
     peak_memory = max(sum(stage["memory"].values()) for stage in stages)
     hours = None if tflops is None else total_flops / (tflops * 1e12) / 3600

@@ -256,6 +256,7 @@ class Recipe:
         tokenizer: Folder or Hub id of the tokenizer; None means that of `base`.
         data: Training data in any form that `distill` accepts.
         settings: Arguments of `convert`; or, to train from scratch, `preset` and arguments of `MHLAConfig`.
+        processes: Number of processes for which the costs of a diffusion recipe are estimated.
         run: Fields of `Options`.
     """
 
@@ -266,6 +267,7 @@ class Recipe:
     tokenizer: str | None = None
     data: str | None = None
     settings: dict = dataclasses.field(default_factory=dict)
+    processes: int = values.at_least(1, 1)
     run: dict = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

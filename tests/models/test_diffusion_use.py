@@ -42,7 +42,7 @@ def run(model, family="wan", size=None):
 
 
 SLOW = pytest.mark.slow
-PEFT_GRIDS = ("ltx2.3", "cosmos", "kandinsky5", "flux", "chroma", "sd3.5", "cogvideox", "mochi")
+PEFT_GRIDS = ("ltx2.3", "cosmos", "kandinsky5", *(family for family in JOINT_SIZES if family != "sd3"))
 GRIDS = [pytest.param(family, marks=SLOW) for family in [*SIZES, *JOINT_SIZES]]
 # The forward of these reads the values of a mask, or positions of tokens, so only the blocks make graphs.
 BLOCKS_ONLY = ("wan", *READS_VALUES)
@@ -75,7 +75,7 @@ def test_lora_is_trained_fused_and_saved_with_the_model(family, tmp_path):
     model.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=ADAPTERS))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or ".mhla.mixing." in name or ".mhla.norm." in name)
-    optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=0.3)
+    optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], lr=0.02)
     for _ in range(2):
         model(**inputs(family)).sample.square().mean().backward()
         optimizer.step()

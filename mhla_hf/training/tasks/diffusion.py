@@ -420,12 +420,13 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> tuple[Conditions, Conditions]:
-        """Encode B texts with the pipeline. Its text encoder is moved to the student's device.
+        """Encode B texts with the pipeline. Its text encoder is on the student's device only for that.
 
         Returns:
             The conditions of the texts, [B, ...] each, and those of the empty prompt, [1, ...] each.
         """
         pipeline = self.pipeline
+        encoder_device = pipeline.text_encoder.device
         pipeline.text_encoder.to(self.student.device)
         arguments = {"prompt": texts, "do_classifier_free_guidance": True, "device": self.student.device}
         accepted = inspect.signature(pipeline.encode_prompt).parameters
@@ -434,6 +435,7 @@ class DiffusionTask(Task[DiffusionStage]):
             if key in accepted and key in defaults:
                 arguments[key] = defaults[key].default
         encoded = pipeline.encode_prompt(**arguments)
+        pipeline.text_encoder.to(encoder_device)
         half = len(encoded) // 2
         conditions = dict(zip(self.condition_names, encoded[:half], strict=True))
         empty = dict(zip(self.condition_names, encoded[half:], strict=True))
