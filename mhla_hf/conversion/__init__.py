@@ -86,8 +86,9 @@ def convert(
         TypeError, ValueError: An argument is not valid. The model is unchanged.
     """
     if samples is not None:
-        if text is not None:
-            raise ValueError("text: got some along with samples, expected one of the two.")
+        for name, value in (("text", text), ("context", context), ("checkpoint", checkpoint)):
+            if value is not None:
+                raise ValueError(f"{name}: got {value!r:.40} along with samples, expected None.")
         calibration = importlib.import_module(".calibration", __package__)  # imports diffusers
         learning = {"keep": keep, "effort": effort, "seed": seed, "progress": progress}
         return calibration.convert_with_samples(model, settings, layers, overrides, samples, **learning)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..models.grid_attention import find_grid_attentions
 from ..nn.settings import MHLASettings
 from .diffusers_models import check_conversion, convert_diffusion
 from .grid_fit import Call, GridFit, errors_of_layers, grid_layers, move, output_error, run_call, softmax_layers
-from .model_family import is_of_diffusers
+from .model_family import family_of, is_of_diffusers
 from .steps import parse_share
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
@@ -27,7 +28,7 @@ logger = logging.getLogger("mhla_hf")
 RUNS, HELD_OUT_RUNS = 6, 2  # runs of the sampler to learn from, and to measure on
 SAMPLING_STEPS = 20  # per run
 IMAGES_AT_ONCE = 8
-FIT_STEPS = 60
+FIT_STEPS = 100
 MEASURED_CALLS = 8  # at most, evenly spaced among those of the held-out runs
 # Settings that learn best from samples, where they differ from those of the family.
 LEARNED: dict[str, Any] = {"feature_map": "hedgehog", "normalize": True, "output_norm": False, "per_head": True}
@@ -80,7 +81,7 @@ def check_samples(model: Any, samples: Any) -> None:
 def sampling_runs(model: Any, samples: Any, seed: int) -> list[Callable[[], Any]]:
     """Return functions that call the softmax original, each on inputs of its own; see `convert` for the arguments."""
     if isinstance(samples, torch.Tensor):
-        return [lambda batch=batch: model(batch.to(model.device)) for batch in samples.split(IMAGES_AT_ONCE)]
+        return [partial(model, batch.to(model.device)) for batch in samples.split(IMAGES_AT_ONCE)]
     random_numbers = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**62, (RUNS + HELD_OUT_RUNS,), generator=random_numbers).tolist()
 
@@ -92,7 +93,7 @@ def sampling_runs(model: Any, samples: Any, seed: int) -> list[Callable[[], Any]
         options = {"prompt": value, "output_type": "latent"} if isinstance(value, str) else {"class_labels": [value]}
         return model(**options, num_inference_steps=SAMPLING_STEPS, generator=generator)
 
-    return [lambda number=number: sample(number) for number in range(len(seeds))]
+    return [partial(sample, number) for number in range(len(seeds))]
 
 
 def convert_with_samples(
@@ -111,7 +112,9 @@ def convert_with_samples(
     """
     is_default = settings is None and layers is None
     if settings is None:
-        overrides = {**LEARNED, **overrides}
+        family = family_of(getattr(model, "transformer", model))
+        rope = "near" if family is not None and family.kind.joint else "before"
+        overrides = {**LEARNED, "rope": rope, **overrides}
     checked = check_models(model, settings, "all" if is_default else layers, overrides)
     check_samples(model, samples)
     if not isinstance(effort, int | float) or not 0 < effort < float("inf"):
@@ -129,7 +132,6 @@ def convert_with_samples(
                 raise ValueError(
                     f"samples: got some that do not run {type(transformer).__name__}, expected ones that do."
                 )
-        processors = [softmax_processors(transformer) for transformer in transformers]
         if is_of_diffusers(model):
             convert_diffusion(model, settings, "all" if is_default else layers, overrides)
         else:
@@ -137,7 +139,7 @@ def convert_with_samples(
         for number, (transformer, _, mhla) in enumerate(checked):
             own_calls = [run[number] for run in calls]
             report = learn_from_calls(transformer, own_calls, num_kept[number], effort, seed, progress)
-            keep_softmax_layers(transformer, mhla, report["softmax_layers"], processors[number])
+            keep_softmax_layers(transformer, mhla, report["softmax_layers"])
             report["seconds"] = round(time.monotonic() - start_time)
             if is_of_diffusers(transformer):
                 transformer.register_to_config(mhla_measured=report)
@@ -201,28 +203,24 @@ def count_kept_layers(family: Family, num_layers: int, keep: float | int | str |
     return count
 
 
-def softmax_processors(transformer: Any) -> list[Any]:
-    """Return the attention processors of the layers of a softmax model of diffusers; nothing for one of transformers."""
-    return [attn.processor for attn in find_self_attentions(transformer)] if is_of_diffusers(transformer) else []
-
-
-def keep_softmax_layers(model: Any, settings: MHLASettings, chosen: list[int], processors: list[Any]) -> None:
+def keep_softmax_layers(model: Any, settings: MHLASettings, chosen: list[int]) -> None:
     """Turn MHLA layers into softmax layers again, and record the remaining ones in the configuration, in place.
 
     Args:
         model: A converted diffusion or vision model.
         settings: Its settings, with `layers` as a list.
         chosen: Layers that get softmax.
-        processors: From `softmax_processors`, before the conversion.
     """
     attentions = find_self_attentions(model) if is_of_diffusers(model) else find_grid_attentions(model)
     for index in chosen:
         if is_of_diffusers(model):
+            base_processor = attentions[index].processor.base_processor
             del attentions[index].processor  # torch sets no other object in place of a module
-            attentions[index].processor = processors[index]
+            attentions[index].processor = base_processor
         else:
             restore_softmax(attentions[index], model.config)
-    remaining = replace(settings, layers=[index for index in settings.layers if index not in chosen]).to_dict()
+    layers: Any = settings.layers
+    remaining = replace(settings, layers=[index for index in layers if index not in chosen]).to_dict()
     if is_of_diffusers(model):
         model.register_to_config(mhla=remaining)
     else:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ..models.diffusion_inputs import find_self_attentions
 from ..models.grid_attention import find_grid_attentions
@@ -186,11 +187,7 @@ def balance_joint_masses(
 
 def move(value: Any, device: Any) -> Any:
     """Return a copy of an argument in which all tensors, also those in lists, tuples, and dictionaries, are on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device)
-    if isinstance(value, dict):
-        return {key: move(item, device) for key, item in value.items()}
-    return type(value)(move(item, device) for item in value) if type(value) in (list, tuple) else value
+    return tree_map(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, value)
 
 
 @torch.no_grad()
