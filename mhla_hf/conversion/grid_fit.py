@@ -131,8 +131,10 @@ class GridFit(OutputFit):
     def attend(
         self, core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Compute the output of a core for the tokens of the grid, [B, T, H, V]."""
-        return attend_grid(core, q, k, v, options)
+        """Compute the output of a core for the tokens of the grid, fp32 [B, T, H, V], as its parameters are."""
+        if options.get("hidden_states") is not None:
+            options = {**options, "hidden_states": options["hidden_states"].float()}
+        return attend_grid(core, q.float(), k.float(), v.float(), options)
 
 
 def attend_grid(core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:

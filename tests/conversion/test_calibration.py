@@ -12,6 +12,7 @@ from tiny_pipelines import PIPELINES, TRANSFORMERS, inputs, tiny_transformer
 import mhla_hf
 from mhla_hf.conversion import calibration
 from mhla_hf.conversion.grid_fit import Call, grid_layers, move, run_call, softmax_layers
+from mhla_hf.share.card import write_card
 
 SOFTMAX = [name for name in TRANSFORMERS if not name.startswith("sana")]
 LEARNS = ("dit", "wan", "sd3", "flux")
@@ -53,6 +54,21 @@ def test_every_layer_comes_closer_and_the_base_stays(name):
     assert all(torch.equal(state[key], value) for key, value in base.items())
 
 
+@pytest.mark.parametrize("name", ["dit", "sd3"])
+def test_all_modules_of_a_core_learn_in_half_precision(name):
+    model = tiny_transformer(name).bfloat16()
+
+    def sample(generator):
+        arguments = inputs(name, seed=int(torch.randint(2**31, (), generator=generator)))
+        model(**{key: value.bfloat16() if value.is_floating_point() else value for key, value in arguments.items()})
+
+    mhla_hf.convert(model, samples=sample, effort=0.02, progress=False, cpe=3, gate=True, layers=[1])
+    core = grid_layers(model)[1].mhla
+    assert core.cpe.conv.weight.dtype == core.gate.weight.dtype == torch.bfloat16
+    assert core.mixing.weight.dtype == torch.float32
+    assert all(x.float().abs().max() > 0 for x in (core.cpe.conv.weight, core.gate.weight))
+
+
 def test_joint_layers_read_far_tokens_from_the_start():
     model = learned("sd3", effort=0.001)
     balances = [holder.mhla.mixing.balance for holder in grid_layers(model).values()]
@@ -78,6 +94,9 @@ def test_layers_that_matter_keep_softmax_and_the_record_is_saved(tmp_path):
     assert loaded.config.mhla_measured == report
     arguments = Call((), inputs("sd3"))
     torch.testing.assert_close(run_call(loaded, arguments), run_call(model, arguments))
+    card = write_card(tmp_path, name="toy", license="mit").read_text()
+    assert f"| with softmax layers | {report['output']['kept']:.4f} |" in card
+    assert f"changes the output most: {chosen}." in card
 
 
 def test_as_many_layers_keep_softmax_as_without_samples():
