@@ -28,6 +28,7 @@ from mhla_hf.speed import cache_bytes
 from mhla_hf.training.recipe import read_recipe, recipe_names
 
 from . import digits_dit, digits_vit
+from .calibrate_grids import render_calibration
 from .costs import costs_table
 from .demo.figures import plot_gains
 from .demo.journey import render_short
@@ -226,6 +227,7 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "tasks": render_tasks,
     "recipes": render_recipes,
     "recipe_costs": lambda record: f"{render_costs(record)}\n\n{command_and_date(record)}",
+    "calibration": render_calibration,
     "kvpress": render_kvpress,
     "mqar": render_mqar,
     "encoder": render_encoder,

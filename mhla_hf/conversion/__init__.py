@@ -3,7 +3,8 @@
 Everything is checked before anything is changed. The records in `models/families.py` say which models convert and with which
 settings. The conversion itself is the same for all families of transformers (`transformers_models.py`) and for all of
 diffusers (`diffusers_models.py`), because MHLA classes are derived from the base's classes. With text, a language model or
-text encoder then learns from its softmax original (`language.py`, `encoder.py`).
+text encoder then learns from its softmax original (`language.py`, `encoder.py`), and with samples, a diffusion or vision
+model (`calibration.py`).
 """
 
 import importlib
@@ -26,6 +27,7 @@ def convert(
     *,
     tokenizer: object | None = None,
     text: object | None = None,
+    samples: object | None = None,
     keep: float | int | str | None = None,
     context: int | None = None,
     layers: str | Sequence[int] | None = None,
@@ -44,6 +46,7 @@ def convert(
     their softmax originals, without labels, and the KV heads whose softmax a language model needs most keep it, along with
     the query heads that read them. Without `text`, such a model at first reads little beyond its softmax window, and needs
     training (`mhla_hf.distill`), as does every other model except Sana, whose attention is linear before the conversion.
+    With `samples`, a diffusion or vision model learns in the same way, and starts its training closer to the original.
 
     Args:
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
@@ -54,26 +57,41 @@ def convert(
         tokenizer: The model's tokenizer, needed if `text` is not token ids.
         text: What to learn from; about 35,000 tokens of it are read, or 100,000 for an encoder. A text file, a folder of
             text files, a dataset, a list of texts, int64 token ids [N], or "self" for text that a language model samples.
+        samples: What a diffusion or vision model learns from, without labels or data of its own: for a pipeline, a list of
+            prompts or class labels, for which the softmax original samples; for a vision model, images [N, C, height,
+            width]. A function samples by itself, for other sizes or inputs: it is called several times with a
+            `torch.Generator`, and has to run the pipeline or transformer, such as `lambda generator: pipe("a cat",
+            num_frames=33, generator=generator)`.
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
             percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". 0: none.
-            Default: 1/6. Not for encoders, which have no cache.
+            Default: 1/6. Not for encoders, which have no cache. With `samples`, how many of the converted layers get softmax
+            back, as a share, number, or percentage: those that change the model's output most. Default: as many as without
+            `samples`, if neither `settings` nor `layers` are given, else none.
         context: Number of tokens at which a cache has the size `keep`. Default: the model's positions.
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; takes precedence over
-            `settings`. Default: those of `settings`; without `settings`, "all" with `text`, else those of the model's
-            family, such as "2/3" for language models and encoders.
-        effort: Multiplier for the number of rows and steps, with `text`: 0.5 takes half of the time and is less accurate.
+            `settings`. Default: those of `settings`; without `settings`, "all" with `text` or `samples`, else those of the
+            model's family, such as "2/3" for language models and encoders.
+        effort: Multiplier for the number of rows and steps, with `text` or `samples`: 0.5 takes half of the time and is less
+            accurate.
         seed: Decides which passages of `text` are read, and what the model samples.
         checkpoint: File for the progress of a conversion with text, from which the same call resumes.
         progress: Whether to show progress bars on stderr.
         **overrides: Single fields of `MHLASettings`, which take precedence over `settings`.
 
     Returns:
-        `model`, the same object. After a conversion with text, `model.config.mhla_measured` has its scores, and so do
-        config.json and the model card.
+        `model`, the same object. After a conversion with `text` or `samples`, `mhla_measured` in the configuration of the
+        model or transformer has its scores, and so do config.json and the model card.
 
     Raises:
         TypeError, ValueError: An argument is not valid. The model is unchanged.
     """
+    if samples is not None:
+        for name, value in (("text", text), ("context", context), ("checkpoint", checkpoint)):
+            if value is not None:
+                raise ValueError(f"{name}: got {value!r:.40} along with samples, expected None.")
+        calibration = importlib.import_module(".calibration", __package__)  # imports diffusers
+        learning = {"keep": keep, "effort": effort, "seed": seed, "progress": progress}
+        return calibration.convert_with_samples(model, settings, layers, overrides, samples, **learning)
     if text is not None:
         language = importlib.import_module(".language", __package__)  # imports the data modules
         options = {

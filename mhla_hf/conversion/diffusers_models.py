@@ -67,6 +67,35 @@ def convert_diffusion(
     Raises:
         ValueError, TypeError: A transformer cannot be converted with these settings; nothing is changed.
     """
+    checked = check_conversion(model, settings, layers, overrides)
+    for transformer, model_class, mhla_settings in checked:
+        transformer.__class__ = model_class
+        if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
+            transformer._old_forward = types.MethodType(model_class.forward, transformer)
+        transformer.install_mhla(mhla_settings)
+        attentions: Any = find_self_attentions(transformer)
+        for attn in (attentions[index] for index in mhla_settings.layers):
+            match_device_and_dtype(attn.processor.mhla, next(attn.parameters()).device, transformer.dtype)
+        if transformer.is_gradient_checkpointing:
+            transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
+    update_pipeline_configs([transformer for transformer, *_ in checked])
+    return model
+
+
+def check_conversion(
+    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
+) -> list[tuple[Any, Any, MHLASettings]]:
+    """Check that the transformers of a pipeline can be converted, and resolve their settings.
+
+    Args:
+        model, settings, layers, overrides: As in `convert`.
+
+    Returns:
+        The softmax transformers, their MHLA classes, and their settings, with `layers` as a list of indices.
+
+    Raises:
+        ValueError, TypeError: As in `convert_diffusion`.
+    """
     transformers = [model]
     if hasattr(model, "components"):
         components = [getattr(model, name, None) for name in ("transformer", "transformer_2")]
@@ -83,18 +112,7 @@ def convert_diffusion(
         mhla_settings = resolve_settings(model_class, transformer, mhla_settings)
         check_no_hooks_or_offload(transformer)
         checked.append((transformer, model_class, mhla_settings))
-    for transformer, model_class, mhla_settings in checked:
-        transformer.__class__ = model_class
-        if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
-            transformer._old_forward = types.MethodType(model_class.forward, transformer)
-        transformer.install_mhla(mhla_settings)
-        attentions: Any = find_self_attentions(transformer)
-        for attn in (attentions[index] for index in mhla_settings.layers):
-            match_device_and_dtype(attn.processor.mhla, next(attn.parameters()).device, transformer.dtype)
-        if transformer.is_gradient_checkpointing:
-            transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
-    update_pipeline_configs(transformers)
-    return model
+    return checked
 
 
 def update_pipeline_configs(transformers: list[Any]) -> None:

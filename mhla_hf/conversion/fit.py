@@ -69,14 +69,36 @@ class OutputFit:
         self.parameters: dict[nn.Module, list[nn.Parameter]] = {}
         self.optimizers: dict[nn.Module, torch.optim.Adam] = {}
         self.dtypes: dict[nn.Parameter, torch.dtype] = {}
-        for attention in mhla_layers(model).values():
-            core = attention.mhla
-            parts = (core.q_map, core.k_map, core.mixing)
-            self.parameters[core] = [x for part in parts for x in part.parameters() if x.requires_grad]
+        for core in self.find_cores():
+            self.parameters[core] = self.fitted_parameters(core)
             for x in self.parameters[core]:
                 self.dtypes[x] = x.dtype
                 x.data = x.data.float()
             self.optimizers[core] = torch.optim.Adam(self.parameters[core], lr=lr)
+
+    def find_cores(self) -> list[Any]:
+        """Return the MHLA cores of the model."""
+        return [attention.mhla for attention in mhla_layers(self.model).values()]
+
+    def fitted_parameters(self, core: Any) -> list[nn.Parameter]:
+        """Return the parameters of a core that are fitted."""
+        parts = (core.q_map, core.k_map, core.mixing)
+        return [x for part in parts for x in part.parameters() if x.requires_grad]
+
+    def observe_softmax(self, inputs: Any) -> None:
+        """Run the softmax original on inputs of a step, with `learn` as the observer of its layers."""
+        with softmax_instead(self.model, observe=self.learn):
+            run_body(self.model, inputs)
+
+    def start(self, core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
+        """Initialize a core from the inputs of its first update, in place; see `learn` for the arguments."""
+        start_from_inputs(core, q[:, :START_TOKENS], k[:, :START_TOKENS], options)
+
+    def attend(
+        self, core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Compute the output of a core, in the shape of `o` of `learn`."""
+        return core(q, k, v, **options)
 
     def finish(self) -> None:
         """Cast the parameters back to the dtypes that they had before the fit, in place."""
@@ -84,19 +106,18 @@ class OutputFit:
             x.data = x.data.to(dtype)
 
     @torch.no_grad()
-    def step(self, ids: torch.Tensor) -> float:
-        """Update all cores on a batch, in place. The first step initializes them from its batch (`start_from_inputs`).
+    def step(self, inputs: Any) -> float:
+        """Update all cores on a batch, in place. The first step initializes them from its batch (`start`).
 
         Args:
-            ids: Token ids, int64 [B, T], without padding.
+            inputs: Token ids, int64 [B, T], without padding.
 
         Returns:
             The squared error of the outputs before this step, divided by the sum of their squares, averaged over layers.
         """
         for optimizer in self.optimizers.values():
             optimizer.param_groups[0]["lr"] = self.lr * (1 - self.done / self.steps)
-        with softmax_instead(self.model, observe=self.learn):
-            run_body(self.model, ids)
+        self.observe_softmax(inputs)
         self.done += 1
         return sum(self.errors.values()) / len(self.errors)
 
@@ -105,11 +126,11 @@ class OutputFit:
     ) -> None:
         """Update one core so that its output for q, k, and v comes closer to o; see `SoftmaxCore` for the arguments."""
         if not self.done:
-            start_from_inputs(core, q[:, :START_TOKENS], k[:, :START_TOKENS], options)
+            self.start(core, q, k, options)
         energy = o.float().square().sum()
         for update in range(self.updates):
             with torch.enable_grad():
-                error = (core(q, k, v, **options).float() - o.float()).square().sum() / energy
+                error = (self.attend(core, q, k, v, options).float() - o.float()).square().sum() / energy
                 gradients = torch.autograd.grad(error, self.parameters[core])
             if not update:
                 self.errors[core] = float(error.detach())
@@ -138,8 +159,7 @@ class OutputFit:
 def start_from_inputs(core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
     """Initialize the feature maps and the balance of a core from real queries and keys, in place.
 
-    The bias of a map cancels the mean of its inputs, because real queries and keys before RoPE are mostly a constant. With a
-    local softmax, the far part is then given the weight that far tokens have in the softmax.
+    With a local softmax, the far part is given the weight that far tokens have in the softmax.
 
     Args:
         core: The MHLA core.
@@ -151,12 +171,39 @@ def start_from_inputs(core: Any, q: torch.Tensor, k: torch.Tensor, options: dict
         far_q, far_k = core.unrotate(q, cos_sin), core.unrotate(k, cos_sin)
     else:
         far_q, far_k = q, k
-    for feature_map, x in ((core.q_map, far_q), (core.k_map, far_k)):
+    center_maps(core, far_q, far_k)
+    if core.settings.local:
+        balance_masses(core, q, k, core.q_map(far_q), core.k_map(far_k), options.get("scale"))
+
+
+def center_maps(core: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Let the bias of each feature map cancel the mean of its inputs, in place.
+
+    Real queries and keys before RoPE are mostly a constant.
+
+    Args:
+        core: The MHLA core.
+        q, k: Inputs of its maps, [B, T, H, K] and [B, T, G, K].
+    """
+    for feature_map, x in ((core.q_map, q), (core.k_map, k)):
         if hasattr(feature_map, "bias"):
             mean = x.float().mean((0, 1))  # [H or G, K]
             feature_map.bias.copy_(-torch.einsum("hk,hkf->hf", mean, feature_map.weight.float()))
-    if core.settings.local:
-        balance_masses(core, q, k, core.q_map(far_q), core.k_map(far_k), options.get("scale"))
+
+
+def far_masses(
+    score: torch.Tensor, log_total: torch.Tensor, mhla_weight: torch.Tensor, is_far: torch.Tensor
+) -> torch.Tensor:
+    """Compute the weight of all far keys in the softmax and in MHLA, [2], each summed over queries.
+
+    Args:
+        score: Scores of the softmax, [Q, S].
+        log_total: Log of the sum of e^score over all keys of the softmax, [Q, 1].
+        mhla_weight: Weights of MHLA on the scale of e^score, [Q, S].
+        is_far: Which keys are far, [Q, S].
+    """
+    weights = ((score - log_total).exp(), mhla_weight / log_total.exp())
+    return torch.stack([(weight * is_far).sum() for weight in weights])
 
 
 def balance_masses(
@@ -187,10 +234,8 @@ def balance_masses(
         for row in range(len(q)):
             score = (q[row, :, head] @ k[row, :, kv_head].T).float() * scale
             log_total = score.masked_fill(is_hidden, float("-inf")).logsumexp(-1, keepdim=True)
-            mhla_weight = (
-                (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head] / log_total.exp()
-            )
-            masses = masses + torch.stack([(x * is_far).sum() for x in ((score - log_total).exp(), mhla_weight)])
+            mhla_weight = (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head]
+            masses = masses + far_masses(score, log_total, mhla_weight, is_far)
         if bool((masses > NEGLIGIBLE).all()):
             balance[head] = (masses[0] / masses[1]).log()
 
@@ -286,7 +331,7 @@ class GateFit:
         for x in trainable:  # only gates need gradients here
             x.requires_grad_(False)
         try:
-            gated = replaced_cores(self.model, lambda core: GatedCore(core, next(gates)))
+            gated = replaced_cores(mhla_layers(self.model), lambda core: GatedCore(core, next(gates)))
             with gated as cores, recomputed_layers(self.model):
                 kl = mean_kl(teacher.float(), log_probabilities(self.model, ids, positions))
                 gradients = torch.autograd.grad(kl, [core.gate for core in cores.values()])

@@ -18,12 +18,13 @@ from ..data import TokenRing, open_text
 from ..models.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import ENCODERS, LANGUAGE
 from ..models.transformers_api import forward_cached, set_attention_function
-from ..nn.settings import MHLASettings, is_whole
+from ..nn.settings import MHLASettings
 from .encoder import EmbeddingScores, read_encoder_rows
 from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, read_twice
 from .sizes import LayerSizes, sizes_of_conversion
+from .steps import is_number, parse_share
 from .teacher import is_encoder, log_probabilities, mean_kl, mhla_layers, softmax_instead
-from .transformers_models import checked_settings, convert_in_place, convertible_family
+from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
 logger = logging.getLogger("mhla_hf")
 # Numbers of rows, of ROW_TOKENS tokens each: to fit outputs, to learn gates, and to measure on.
@@ -222,12 +223,8 @@ def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, cont
                 "and a context where softmax takes more."
             )
         num_kept_heads = min(num_heads - 1, int((max_bytes - state_bytes) / bytes_per_head))
-    elif isinstance(keep, str) and keep.endswith("%") and is_number(keep[:-1]):
-        num_kept_heads = round(float(keep[:-1]) / 100 * num_heads)
-    elif isinstance(keep, float) and 0 <= keep <= 1:
-        num_kept_heads = round(keep * num_heads)
-    elif isinstance(keep, int) and is_whole(keep, 0):
-        num_kept_heads = keep
+    else:
+        num_kept_heads = parse_share(keep, num_heads)
     if num_kept_heads is None or num_kept_heads >= num_heads:
         raise ValueError(
             f"keep: got {keep!r}, expected less than all {num_heads} KV heads, as a share, a number, a percentage, "
@@ -240,11 +237,6 @@ def parse_size(text: str) -> int | None:
     """Convert a size such as "64MiB" to bytes, rounded down. Return None if the text is not a size in KiB, MiB, or GiB."""
     number, unit = text[:-3], text[-3:]
     return int(float(number) * UNITS[unit]) if unit in UNITS and is_number(number) else None
-
-
-def is_number(text: str) -> bool:
-    """Return whether a text is a number of at least 0, in digits with at most one point."""
-    return text.replace(".", "", 1).isdecimal()
 
 
 class Checkpoint:
@@ -416,9 +408,7 @@ def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
     for index, heads in chosen.items():
         attention = layers[index]
         if index in softmax_layers:
-            attention.__class__ = type(attention).__bases__[1]
-            attention.config = config
-            del attention.mhla
+            restore_softmax(attention, config)
         else:
             keep_softmax_heads(attention, config, heads)
     mhla_indices: Any = settings.layers

@@ -78,7 +78,7 @@ def sizes_of_layers(model: Any) -> dict[int, LayerSizes]:
     ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
     sizes: dict[int, LayerSizes] = {}
     model.set_experts_implementation("batched_mm")  # others read the number of tokens per expert, a value without data
-    with replaced_cores(model, CountingCore) as cores, torch.device("meta"), torch.no_grad():
+    with replaced_cores(mhla_layers(model), CountingCore) as cores, torch.device("meta"), torch.no_grad():
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # with 4 axes, it is not searched for padding
         forward_cached(model.base_model, ids, attention_mask=mask, mhla_padding=(None, None))
     for index, attention in mhla_layers(model).items():

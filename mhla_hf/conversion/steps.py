@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..nn.settings import MHLASettings
+from ..nn.settings import MHLASettings, is_whole
 
 
 def choose_settings(
@@ -56,3 +56,21 @@ def match_device_and_dtype(core: torch.nn.Module, device: torch.device, dtype: t
     for name, parameter in core.named_parameters():
         if not name.startswith("mixing."):
             parameter.data = parameter.data.to(dtype)
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a number of at least 0, in digits with at most one point."""
+    return text.replace(".", "", 1).isdecimal()
+
+
+def parse_share(keep: float | int | str, total: int) -> int | None:
+    """Convert a part of `total` to a number: a share up to 1.0, a number, or a percentage such as "17%".
+
+    Returns:
+        The number, which may be larger than `total`, or None if `keep` is none of these.
+    """
+    if isinstance(keep, str) and keep.endswith("%") and is_number(keep[:-1]):
+        return round(float(keep[:-1]) / 100 * total)
+    if isinstance(keep, float) and 0 <= keep <= 1:
+        return round(keep * total)
+    return keep if isinstance(keep, int) and is_whole(keep, 0) else None

@@ -90,12 +90,15 @@ def run_body(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def replaced_cores(model: Any, replace: Callable[[Any], nn.Module]) -> Iterator[dict[int, Any]]:
-    """Context manager that replaces every MHLA core by `replace(core)`, in place, and yields the new modules by layer index.
+def replaced_cores(layers: dict[int, Any], replace: Callable[[Any], nn.Module]) -> Iterator[dict[int, Any]]:
+    """Context manager that replaces the MHLA core of each layer by `replace(core)`, and yields the new modules by layer.
 
     The MHLA cores are restored at the end, even after an exception.
+
+    Args:
+        layers: Modules with a child `mhla`, the core, by layer index.
+        replace: Returns the module that takes the place of a core.
     """
-    layers = mhla_layers(model)
     cores = {index: attention.mhla for index, attention in layers.items()}
     for index, attention in layers.items():
         attention.mhla = replace(cores[index])
@@ -113,7 +116,7 @@ def softmax_instead(model: Any, observe: Callable[..., None] | None = None) -> A
         model: A converted language model or text encoder.
         observe: See `SoftmaxCore`.
     """
-    return replaced_cores(model, lambda core: SoftmaxCore(core, observe))
+    return replaced_cores(mhla_layers(model), lambda core: SoftmaxCore(core, observe))
 
 
 def log_probabilities(model: Any, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:

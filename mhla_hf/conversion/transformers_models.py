@@ -181,6 +181,18 @@ def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
     return model
 
 
+def restore_softmax(attention: Any, config: Any) -> None:
+    """Turn the attention module of an MHLA layer into that of the base again, and delete its MHLA weights, in place.
+
+    Args:
+        attention: The attention module.
+        config: Configuration of the model, which softmax layers refer to.
+    """
+    attention.__class__ = type(attention).__bases__[1]
+    attention.config = config
+    del attention.mhla
+
+
 def convertible_family(model: Any) -> Family:
     """Return the family of a softmax model of transformers that can be converted.
 

@@ -320,5 +320,9 @@ def check_grid_settings(settings: MHLASettings, model: str, joint: bool) -> None
     positions = ("before", "near") if joint else ("before", "after")
     if settings.rope not in positions:
         raise ValueError(f"rope: got {settings.rope!r}, expected one of {list(positions)} for {model}.")
+    if settings.rope == "after" and settings.feature_map == "hedgehog":
+        raise ValueError(
+            f'feature_map: got "hedgehog" with rope="after", expected a map of unchanged width for {model}.'
+        )
     if joint and settings.mixing_form == "free":
         raise ValueError(f'mixing_form: got "free", expected "softmax" or "direct" for {model}.')

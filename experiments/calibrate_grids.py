@@ -1,0 +1,365 @@
+"""Calibrate tiny diffusion models, and compare their velocity with that of other starts, on one CPU core.
+
+    python -m experiments.calibrate_grids --out out/grids
+
+Three softmax models are trained by flow matching on scikit-learn's digits, in pixel space: a DiT with class labels, a
+Stable Diffusion 3 that reads the class's name as text, and a Wan of digits that move and bounce, with the same texts.
+Each is then converted in several ways. The results are `calibrate_grids.json` and a table of the velocity's error on
+trajectories of the softmax model, also on a larger image and a longer video than those of the fit.
+"""
+
+import argparse
+import copy
+import functools
+import itertools
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import (
+    DiTTransformer2DModel,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    WanTransformer3DModel,
+)
+from safetensors.torch import load_file, save_file
+
+import mhla_hf
+from mhla_hf.checkpoints.file_io import atomic_file, write_json
+from mhla_hf.checkpoints.provenance import describe_run
+from mhla_hf.cli import script
+from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
+from mhla_hf.training.denoising import Conditions, NoiseProcess, predict, sample_latents
+
+from .digits_dit import CLASSES, SIDE, digits
+from .rows import describe_setup
+
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TEXT_WIDTH, TEXT_LENGTH = 32, 5
+TITLES = {"dit": "DiT", "sd3": "SD3", "wan": "Wan"}
+FIT_SAMPLING_STEPS, HELD_OUT_STEPS = 20, 8
+OFF = -30.0  # balance at which MHLA has no weight
+SOFTMAX_PART, CALIBRATED, ONE_KEPT = "softmax part alone", "calibrated", "calibrated, one of four layers softmax"
+Size = tuple[int, ...]  # rows and columns, for video also frames, of latents
+Point = tuple[torch.Tensor, torch.Tensor, Conditions]  # noisy latents, times, and conditions
+
+
+def text_conditions(labels: torch.Tensor, pooled: bool) -> Conditions:
+    """Encode the names of classes: a fixed random vector for every letter.
+
+    Args:
+        labels: Classes, int64 [B].
+        pooled: Whether to add the mean as "pooled_projections".
+
+    Returns:
+        "encoder_hidden_states" [B, TEXT_LENGTH, TEXT_WIDTH], zero after the end of a name.
+    """
+    table = torch.randn(1 + len(LETTERS), TEXT_WIDTH, generator=torch.Generator().manual_seed(0))
+    table[0] = 0.0
+    codes = torch.tensor([[1 + LETTERS.index(x) for x in name] + [0] * (TEXT_LENGTH - len(name)) for name in NAMES])
+    text = table[codes[labels]]  # [B, TEXT_LENGTH, TEXT_WIDTH]
+    return {"encoder_hidden_states": text, **({"pooled_projections": text.mean(1)} if pooled else {})}
+
+
+def place_digits(images: torch.Tensor, size: Size, generator: torch.Generator) -> torch.Tensor:
+    """Put each digit at a random place of a larger canvas; in videos, it moves straight and bounces off the edges.
+
+    Args:
+        images: [B, 1, 16, 16].
+        size: Size of the canvas; for videos, its first number is that of frames.
+        generator: Random number generator.
+
+    Returns:
+        [B, 1, *size].
+    """
+    *frames, height, width = size
+    num_frames = frames[0] if frames else 1
+    canvas = torch.full((len(images), 1, num_frames, height, width), -1.0)
+    ranges = torch.tensor([height - SIDE + 1, width - SIDE + 1])
+    start = torch.rand(len(images), 2, generator=generator) * ranges
+    speed = 3.0 * torch.rand(len(images), 2, generator=generator) - 1.5
+    for row, frame in itertools.product(range(len(images)), range(num_frames)):
+        place = (start[row] + frame * speed[row]) % (2 * ranges)
+        top, left = torch.minimum(place, 2 * ranges - place).long().clamp_max(ranges - 1).tolist()
+        canvas[row, :, frame, top : top + SIDE, left : left + SIDE] = images[row]
+    return canvas if frames else canvas[:, :, 0]
+
+
+class Task(NamedTuple):
+    """A model to train and to convert.
+
+    Attributes:
+        make: Returns the softmax model, with random weights.
+        conditions: Returns the conditions of classes [B].
+        sizes: Sizes of the latents that it is trained on; it is fitted on the first.
+        batch: Samples per training step.
+        steps: Training steps.
+        fit_batch: Samples per trajectory to fit and to measure on.
+    """
+
+    make: Callable[[], Any]
+    conditions: Callable[[torch.Tensor], Conditions]
+    sizes: tuple[Size, ...]
+    batch: int
+    steps: int
+    fit_batch: int
+
+
+class Start(NamedTuple):
+    """A way to convert a model.
+
+    Attributes:
+        settings: Settings of `convert`.
+        learns: Whether the MHLA layers are fitted.
+        tasks: Tasks that it is for; empty for all.
+    """
+
+    settings: dict[str, Any]
+    learns: bool = False
+    tasks: tuple[str, ...] = ()
+
+
+LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
+STARTS = {
+    "locality (the default without samples)": Start({}),
+    SOFTMAX_PART: Start({}, tasks=("sd3",)),
+    "plain linear attention": Start({**LINEAR, "normalize": True, "output_norm": False}, tasks=("dit", "wan")),
+    "plain linear attention, calibrated": Start(LINEAR, learns=True),
+    CALIBRATED: Start({}, learns=True),
+}
+
+
+def make_dit() -> DiTTransformer2DModel:
+    """Return a DiT on pixels, with DiT's initial weights."""
+    model = DiTTransformer2DModel(
+        sample_size=SIDE, patch_size=2, in_channels=1, out_channels=1, num_layers=4, num_attention_heads=3,
+        attention_head_dim=32, num_embeds_ada_norm=CLASSES, attention_bias=True,
+    )  # fmt: skip
+    mhla_hf.MHLADiTTransformer2DModel.initialize_weights(model)
+    return model
+
+
+def make_sd3() -> SD3Transformer2DModel:
+    """Return a small Stable Diffusion 3 on pixels."""
+    return SD3Transformer2DModel(
+        sample_size=32, patch_size=2, in_channels=1, out_channels=1, num_layers=4, num_attention_heads=2,
+        attention_head_dim=32, joint_attention_dim=TEXT_WIDTH, caption_projection_dim=64,
+        pooled_projection_dim=TEXT_WIDTH, pos_embed_max_size=16, qk_norm="rms_norm",
+    )  # fmt: skip
+
+
+def make_wan() -> WanTransformer3DModel:
+    """Return a small Wan on pixels."""
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=32, in_channels=1, out_channels=1,
+        text_dim=TEXT_WIDTH, freq_dim=64, ffn_dim=256, num_layers=4, rope_max_seq_len=64,
+    )  # fmt: skip
+
+
+TASKS = {
+    "dit": Task(make_dit, lambda labels: {"class_labels": labels}, ((16, 16),), 16, 600, 4),
+    "sd3": Task(make_sd3, lambda labels: text_conditions(labels, True), ((16, 16), (24, 24)), 8, 600, 4),
+    "wan": Task(make_wan, lambda labels: text_conditions(labels, False), ((8, 16, 16), (16, 16, 16)), 2, 500, 1),
+}
+
+
+@functools.cache
+def training_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the images and labels to train on; see `digits`."""
+    return digits()[:2]
+
+
+def draw_batch(task: Task, size: Size, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw digits on canvases of one size, [B, 1, *size], and their classes [B]."""
+    images, labels = training_digits()
+    rows = torch.randint(len(images), (task.batch,), generator=generator)
+    return place_digits(images[rows], size, generator), labels[rows]
+
+
+def train(task: Task, path: Path) -> Any:
+    """Train the softmax model of a task by flow matching, or load it.
+
+    Args:
+        task: The task.
+        path: File of the weights, written if it does not exist.
+
+    Returns:
+        The model, in eval mode.
+    """
+    torch.manual_seed(0)
+    model = task.make()
+    if not path.exists():
+        generator, process = torch.Generator().manual_seed(1), NoiseProcess(FlowMatchEulerDiscreteScheduler())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, task.steps, pct_start=0.1)
+        averaged = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
+        )
+        for step in range(task.steps):
+            clean, labels = draw_batch(task, task.sizes[step % len(task.sizes)], generator)
+            times = [process.draw_time(generator, "logit-normal", None) for _ in labels]
+            noise = torch.randn(clean.shape, generator=generator)
+            noisy, target = (torch.stack(x) for x in zip(*map(process.mix, clean, noise, times), strict=True))
+            loss = (predict(model, noisy, torch.tensor(times), task.conditions(labels)) - target).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            averaged.update_parameters(model)
+            if not step % 50:
+                print(f"{path.stem}, step {step}: loss {loss:.4f}", file=sys.stderr, flush=True)
+        with atomic_file(path) as temporary_path:
+            save_file({k: v.contiguous() for k, v in averaged.module.state_dict().items()}, temporary_path)
+    model.load_state_dict(load_file(path))
+    return model.eval()
+
+
+def trajectories(task: Task, model: Any, size: Size, batch: int, generator: torch.Generator, steps: int) -> list[Point]:
+    """Sample random classes with a model, without guidance.
+
+    Args:
+        task: The task.
+        model: The softmax model.
+        size: Size of the latents.
+        batch: Number of samples.
+        generator: Random number generator.
+        steps: Sampling steps.
+
+    Returns:
+        Noisy latents [batch, 1, *size], times [batch], and conditions of each step.
+    """
+    conditions = task.conditions(torch.randint(CLASSES, (batch,), generator=generator))
+    noise = torch.randn(batch, 1, *size, generator=generator)
+    points: list[Point] = []
+
+    def keep(noisy: torch.Tensor, time: float) -> None:
+        points.append((noisy, torch.full((batch,), time), conditions))
+
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    sample_latents(model, scheduler, noise, conditions, None, steps=steps, guidance=1.0, on_step=keep)
+    return points
+
+
+@torch.no_grad()
+def velocity_error(student: Any, teacher: Any, points: Sequence[Point]) -> float:
+    """Compute the squared error of a student's velocity, divided by the squared norm of the teacher's, over all points."""
+    sums = torch.zeros(2)
+    for point in points:
+        expected = predict(teacher, *point)
+        sums += torch.stack([(predict(student, *point) - expected).square().sum(), expected.square().sum()])
+    return float(sums[0] / sums[1])
+
+
+def converted(task: Task, teacher: Any, start: Start, seed: int) -> Any:
+    """Return a copy of a softmax model as a start converts it, in eval mode."""
+    student = copy.deepcopy(teacher)
+    if not start.learns:
+        return mhla_hf.convert(student, layers="all", **start.settings)
+
+    def sample(generator: torch.Generator) -> None:
+        trajectories(task, student, task.sizes[0], task.fit_batch, generator, FIT_SAMPLING_STEPS)
+
+    return mhla_hf.convert(student, samples=sample, keep=0, seed=seed, progress=False, **start.settings)
+
+
+def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
+    """Convert the model of a task in all ways, and measure its velocity on held-out trajectories of the softmax model.
+
+    Args:
+        name: Key of `TASKS`.
+        folder: Folder with the weights of the softmax models, which are trained if it does not have them.
+        seeds: Number of seeds of each fit.
+
+    Returns:
+        "errors": errors by start and then by size, one for each seed; "layers": the report of each layer by seed, and
+        "seconds" of the fits.
+    """
+    task = TASKS[name]
+    teacher = train(task, folder / f"{name}.safetensors")
+    held_out = {
+        "x".join(map(str, size)): trajectories(
+            task, teacher, size, task.fit_batch, torch.Generator().manual_seed(1000), HELD_OUT_STEPS
+        )
+        for size in task.sizes
+    }
+    errors: dict[str, dict[str, list[float]]] = {}
+    reports, seconds = [], []
+
+    def store(row: str, student: Any) -> None:
+        by_size = errors.setdefault(row, {size: [] for size in held_out})
+        for size, points in held_out.items():
+            by_size[size].append(velocity_error(student, teacher, points))
+        print(f"{name}, {row}: {by_size}", file=sys.stderr, flush=True)
+
+    for row, start in STARTS.items():
+        if start.tasks and name not in start.tasks:
+            continue
+        for seed in range(seeds if start.learns else 1):
+            started = time.perf_counter()
+            student = converted(task, teacher, start, seed)
+            if row == SOFTMAX_PART:
+                for holder in grid_layers(student).values():
+                    holder.mhla.mixing.balance.data.fill_(OFF)
+            if row == CALIBRATED:
+                reports.append(student.config.mhla_measured)
+                seconds.append(round(time.perf_counter() - started, 1))
+            store(row, student)
+            if row == CALIBRATED:
+                layers = reports[-1]["layers"]
+                most_damaging = max(layers, key=lambda index: layers[index]["alone"])
+                with softmax_layers({0: grid_layers(student)[int(most_damaging)]}):
+                    store(ONE_KEPT, student)
+    return {"errors": errors, "reports": reports, "seconds": seconds, "parameters": teacher.num_parameters()}
+
+
+def render_calibration(record: Mapping[str, Any]) -> str:
+    """Render the table of errors: the mean over seeds of the fit, the lowest, and the highest."""
+    columns = [(name, size) for name, task in record["tasks"].items() for size in next(iter(task["errors"].values()))]
+    titles = [f"{TITLES[name]} {size.replace('x', ' x ')}" for name, size in columns]
+    lines = [f"| start | {' | '.join(titles)} |", "|---|" + "---:|" * len(columns)]
+    for row in dict.fromkeys(row for task in record["tasks"].values() for row in task["errors"]):
+        cells = []
+        for name, size in columns:
+            values = record["tasks"][name]["errors"].get(row, {}).get(size, [])
+            cell = f"{statistics.mean(values):.4f}" if values else "-"
+            cells.append(f"{cell} ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else cell)
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    fits = ", ".join(
+        f"{TITLES[name]} {statistics.mean(task['seconds']):.0f} s" for name, task in record["tasks"].items()
+    )
+    return "\n".join([*lines, "", f"A fit with its measurements took: {fits}. {describe_setup(record)}"])
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the script, and return the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/grids"), help="folder to create, or with trained models")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds of each fit (default: 3)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parser.parse_args(arguments)
+    if args.seeds < 1:
+        parser.error(f"--seeds: got {args.seeds}, expected at least 1.")
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = {
+        "tasks": {name: measure(name, args.out, args.seeds) for name in args.tasks},
+        "seeds": list(range(args.seeds)),
+        "threads": args.threads,
+        **describe_run(shlex.join(["python", "-m", "experiments.calibrate_grids", *arguments])),
+    }
+    write_json(args.out / "calibrate_grids.json", results)
+    print(render_calibration(results))
+    return results
+
+
+if __name__ == "__main__":
+    script(main, "calibrate_grids")

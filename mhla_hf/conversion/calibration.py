@@ -1,0 +1,284 @@
+"""convert() with samples: the MHLA layers of a diffusion or vision model learn the outputs of their softmax originals.
+
+There are neither labels nor data: a diffusion model learns from the inputs that its transformer gets while the softmax
+original samples. The layers whose conversion changes the model's output most can keep softmax.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ..models.diffusion_inputs import find_self_attentions
+from ..models.families import VISION, Family
+from ..models.grid_attention import find_grid_attentions
+from ..nn.settings import MHLASettings
+from .diffusers_models import check_conversion, convert_diffusion
+from .grid_fit import Call, GridFit, errors_of_layers, grid_layers, move, output_error, run_call, softmax_layers
+from .model_family import family_of, is_of_diffusers
+from .steps import parse_share
+from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
+
+logger = logging.getLogger("mhla_hf")
+RUNS, HELD_OUT_RUNS = 6, 2  # runs of the sampler to learn from, and to measure on
+SAMPLING_STEPS = 20  # per run
+IMAGES_AT_ONCE = 8
+FIT_STEPS = 100
+MEASURED_CALLS = 8  # at most, evenly spaced among those of the held-out runs
+# Settings that learn best from samples, where they differ from those of the family.
+LEARNED: dict[str, Any] = {"feature_map": "hedgehog", "normalize": True, "output_norm": False, "per_head": True}
+
+
+def record_calls(transformers: Sequence[Any], sample: Callable[[], Any]) -> list[list[Call]]:
+    """Record the arguments of all forward passes of transformers while a function runs.
+
+    Args:
+        transformers: The transformers.
+        sample: The function.
+
+    Returns:
+        The calls of each transformer.
+    """
+    calls: list[list[Call]] = [[] for _ in transformers]
+
+    def recorder(number: int) -> Callable[..., None]:
+        return lambda _, args, kwargs: calls[number].append(Call(move(args, "cpu"), move(kwargs, "cpu")))
+
+    hooks = [x.register_forward_pre_hook(recorder(i), with_kwargs=True) for i, x in enumerate(transformers)]
+    try:
+        with torch.no_grad():
+            sample()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def check_samples(model: Any, samples: Any) -> None:
+    """Raise TypeError or ValueError if `samples` of `convert` do not suit a model."""
+    if callable(samples):
+        return
+    if isinstance(samples, torch.Tensor):
+        if is_of_diffusers(model) or samples.ndim != 4 or len(samples) < 2 * IMAGES_AT_ONCE:
+            raise ValueError(
+                f"samples: got a tensor of shape {list(samples.shape)} with {type(model).__name__}, expected at least "
+                f"{2 * IMAGES_AT_ONCE} images [N, channels, height, width] with a vision model."
+            )
+        return
+    kinds = {type(sample) for sample in samples} if isinstance(samples, list | tuple) else set()
+    if kinds not in ({str}, {int}) or not hasattr(model, "components"):
+        raise TypeError(
+            f"samples: got {type(samples).__name__} with {type(model).__name__}, expected a list of prompts or of class "
+            "labels with a pipeline, images with a vision model, or a function of a torch.Generator that samples."
+        )
+
+
+def sampling_runs(model: Any, samples: Any, seed: int) -> list[Callable[[], Any]]:
+    """Return functions that call the softmax original, each on inputs of its own; see `convert` for the arguments."""
+    if isinstance(samples, torch.Tensor):
+        return [partial(model, batch.to(model.device)) for batch in samples.split(IMAGES_AT_ONCE)]
+    random_numbers = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(2**62, (RUNS + HELD_OUT_RUNS,), generator=random_numbers).tolist()
+
+    def sample(number: int) -> Any:
+        generator = torch.Generator().manual_seed(seeds[number])
+        if callable(samples):
+            return samples(generator)
+        value = samples[number % len(samples)]
+        options = {"prompt": value, "output_type": "latent"} if isinstance(value, str) else {"class_labels": [value]}
+        return model(**options, num_inference_steps=SAMPLING_STEPS, generator=generator)
+
+    return [partial(sample, number) for number in range(len(seeds))]
+
+
+def convert_with_samples(
+    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any],
+    samples: Any, *, keep: float | int | str | None, effort: float, seed: int, progress: bool,
+) -> Any:  # fmt: skip
+    """Convert a diffusion or vision model in place, fit it to its softmax original, and measure it.
+
+    See `convert` for the arguments. The scores go to `mhla_measured` in the configuration of each transformer.
+
+    Returns:
+        `model`, in train or eval mode as before.
+
+    Raises:
+        TypeError, ValueError: An argument is not valid.
+    """
+    is_default = settings is None and layers is None
+    if settings is None:
+        family = family_of(getattr(model, "transformer", model))
+        rope = "near" if family is not None and family.kind.joint else "before"
+        overrides = {**LEARNED, "rope": rope, **overrides}
+    checked = check_models(model, settings, "all" if is_default else layers, overrides)
+    check_samples(model, samples)
+    if not isinstance(effort, int | float) or not 0 < effort < float("inf"):
+        raise ValueError(f"effort: got {effort!r}, expected a number above 0.")
+    num_kept = [count_kept_layers(family, len(mhla.layers), keep, is_default) for _, family, mhla in checked]
+    start_time = time.monotonic()
+    transformers = [transformer for transformer, *_ in checked]
+    modes = [transformer.training for transformer in transformers]
+    for transformer in transformers:
+        transformer.eval()
+    try:
+        calls = [record_calls(transformers, run) for run in sampling_runs(model, samples, seed)]
+        for number, transformer in enumerate(transformers):
+            if any(not run[number] for run in calls):
+                raise ValueError(
+                    f"samples: got some that do not run {type(transformer).__name__}, expected ones that do."
+                )
+        if is_of_diffusers(model):
+            convert_diffusion(model, settings, "all" if is_default else layers, overrides)
+        else:
+            convert_in_place(*checked[0])
+        for number, (transformer, _, mhla) in enumerate(checked):
+            own_calls = [run[number] for run in calls]
+            report = learn_from_calls(transformer, own_calls, num_kept[number], effort, seed, progress)
+            keep_softmax_layers(transformer, mhla, report["softmax_layers"])
+            report["seconds"] = round(time.monotonic() - start_time)
+            if is_of_diffusers(transformer):
+                transformer.register_to_config(mhla_measured=report)
+            else:
+                transformer.config.mhla_measured = report
+            logger.info("convert: error of the output %s", report["output"])
+    finally:
+        for transformer, mode in zip(transformers, modes, strict=True):
+            transformer.train(mode)
+    return model
+
+
+def check_models(
+    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
+) -> list[tuple[Any, Family, MHLASettings]]:
+    """Check that a model can be converted and can learn from samples; see `convert` for the arguments.
+
+    Returns:
+        Each transformer of a pipeline, or the model itself, with its family and its settings.
+
+    Raises:
+        TypeError, ValueError: It cannot.
+    """
+    if not is_of_diffusers(model):
+        family = convertible_family(model)
+        if family not in VISION:
+            expected = "None, or a diffusion or vision model; a language model or text encoder learns from `text`"
+            raise ValueError(f"samples: got some for {type(model).__name__}, expected {expected}.")
+        return [(model, family, checked_settings(model, family, settings, layers, overrides))]
+    checked = []
+    for transformer, model_class, mhla_settings in check_conversion(model, settings, layers, overrides):
+        if model_class.family.kind.linear:
+            raise ValueError(
+                f"samples: got some for {model_class.family.base}, whose attention is linear, expected None."
+            )
+        checked.append((transformer, model_class.family, mhla_settings))
+    return checked
+
+
+def count_kept_layers(family: Family, num_layers: int, keep: float | int | str | None, is_default: bool) -> int:
+    """Compute how many of the layers that are converted get softmax back.
+
+    Args:
+        family: Family of the model.
+        num_layers: Number of layers that are converted.
+        keep: A share of them, their number, or a percentage. None: as many as without samples if the layers are the default
+            ones, else none.
+        is_default: Whether these are the default layers.
+
+    Raises:
+        ValueError: `keep` is none of these, or means all layers.
+    """
+    if keep is None:
+        default = MHLASettings(**family.defaults)
+        return num_layers - len(default.resolve_layers(num_layers)) if is_default else 0
+    count = parse_share(keep, num_layers)
+    if count is None or count >= num_layers:
+        raise ValueError(
+            f"keep: got {keep!r}, expected less than all {num_layers} layers, as a share, a number, or a percentage."
+        )
+    return count
+
+
+def keep_softmax_layers(model: Any, settings: MHLASettings, chosen: list[int]) -> None:
+    """Turn MHLA layers into softmax layers again, and record the remaining ones in the configuration, in place.
+
+    Args:
+        model: A converted diffusion or vision model.
+        settings: Its settings, with `layers` as a list.
+        chosen: Layers that get softmax.
+    """
+    attentions = find_self_attentions(model) if is_of_diffusers(model) else find_grid_attentions(model)
+    for index in chosen:
+        if is_of_diffusers(model):
+            base_processor = attentions[index].processor.base_processor
+            del attentions[index].processor  # torch sets no other object in place of a module
+            attentions[index].processor = base_processor
+        else:
+            restore_softmax(attentions[index], model.config)
+    layers: Any = settings.layers
+    remaining = replace(settings, layers=[index for index in layers if index not in chosen]).to_dict()
+    if is_of_diffusers(model):
+        model.register_to_config(mhla=remaining)
+    else:
+        model.config.mhla = remaining
+
+
+def learn_from_calls(
+    model: Any, runs: Sequence[Sequence[Call]], num_kept: int, effort: float, seed: int, progress: bool
+) -> dict[str, Any]:
+    """Fit the MHLA layers of a model that was just converted, and choose the layers that keep softmax, in place.
+
+    Args:
+        model: A converted diffusion or vision model in eval mode, still with the base's weights.
+        runs: Calls of each run of the sampler.
+        num_kept: Number of layers to choose: those whose conversion alone changes the output most.
+        effort: Multiplier for the number of steps.
+        seed: Seed of the order of the calls.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        A JSON-serializable dict for `mhla_measured`. Errors are squared errors relative to the squared norm, on held-out
+        calls: under "output" that of the model's output before and after the fit, and with the layers that keep softmax;
+        under "layers" that of each layer's own output before and after the fit, and that of the model's output if only this
+        layer is converted ("alone").
+    """
+    num_held_out = max(1, len(runs) * HELD_OUT_RUNS // (RUNS + HELD_OUT_RUNS))
+    fit_calls, held_out = (
+        [call for run in part for call in run] for part in (runs[:-num_held_out], runs[-num_held_out:])
+    )
+    held_out = held_out[:: -(-len(held_out) // MEASURED_CALLS)]
+    layers = grid_layers(model)
+    with softmax_layers(layers):
+        expected = [run_call(model, call) for call in held_out]
+    errors = {"converted": output_error(model, held_out, expected)}
+    layer_errors = {"converted": errors_of_layers(model, held_out)}
+    steps = max(1, round(FIT_STEPS * effort))
+    fit = GridFit(model, steps=steps)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(len(fit_calls), generator=generator) for _ in range(-(-steps // len(fit_calls)))])
+    for index in tqdm(order[:steps].tolist(), desc="fit MHLA to softmax", unit="call", disable=not progress):
+        fit.step(fit_calls[index])
+    fit.finish()
+    errors["fitted"] = output_error(model, held_out, expected)
+    layer_errors["fitted"] = errors_of_layers(model, held_out)
+    layer_errors["alone"] = {}
+    for index in layers:
+        with softmax_layers({other: holder for other, holder in layers.items() if other != index}):
+            layer_errors["alone"][index] = output_error(model, held_out, expected)
+    chosen = sorted(sorted(layers, key=lambda index: -layer_errors["alone"][index])[:num_kept])
+    if chosen:
+        with softmax_layers({index: layers[index] for index in chosen}):
+            errors["kept"] = output_error(model, held_out, expected)
+    by_layer = {str(index): {key: round(values[index], 5) for key, values in layer_errors.items()} for index in layers}
+    return {
+        "calls": len(fit_calls),
+        "steps": steps,
+        "seed": seed,
+        "output": {key: round(value, 5) for key, value in errors.items()},
+        "layers": by_layer,
+        "softmax_layers": chosen,
+    }

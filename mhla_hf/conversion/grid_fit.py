@@ -1,0 +1,231 @@
+"""Fitting the MHLA layers of diffusion and vision models to their softmax originals, and measuring what is lost."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ..models.diffusion_inputs import find_self_attentions
+from ..models.grid_attention import find_grid_attentions
+from ..nn.joint import TextTokens, far_block_mask
+from ..ops.blocks import Blocks
+from .fit import NEGLIGIBLE, OutputFit, center_maps, far_masses
+from .model_family import is_of_diffusers
+from .teacher import replaced_cores, softmax_attention
+
+START_QUERIES = 256  # from which the balance of a joint layer is initialized
+
+
+class Call(NamedTuple):
+    """Arguments of one forward pass of a model, with tensors on the CPU."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class GridSoftmaxCore(nn.Module):
+    """Computes softmax attention in place of the MHLA core of a grid, with or without a text.
+
+    Args:
+        core: The MHLA core.
+        observe: As in `SoftmaxCore`. With a text, o is the output of the grid; the MHLA core computes that of the text by
+            softmax, too.
+    """
+
+    def __init__(self, core: Any, observe: Callable[..., None] | None = None) -> None:
+        super().__init__()
+        self.core = core
+        self.observe = observe
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        text: TextTokens | None = None,
+        *,
+        rotate: Any = None,
+        shard: None = None,
+        **options: Any,
+    ) -> Any:
+        """Attend by softmax, and call `observe`. See `GridMHLA` and `JointMHLA` for the arguments and the result.
+
+        Args:
+            q, k, v: [B, T, H, K], [B, T, H, K], and [B, T, H, V].
+            text: The tokens of the text; None if the core is that of a grid alone.
+            rotate: Rotary embedding of q and k, or None.
+            shard: Must be None; the tokens are not spread over processes.
+            **options: Further arguments of the core, of which softmax needs none.
+        """
+        rotated_q, rotated_k = (x.to(v.dtype) for x in ((q, k) if rotate is None else rotate(q, k)))
+        if text is None:
+            o = softmax_attention(rotated_q, rotated_k, v, None, False)
+            result: Any = o
+        else:
+            text = text._replace(q=text.q.to(v.dtype), k=text.k.to(v.dtype), v=text.v.to(v.dtype))
+            keys, values = torch.cat([text.k, rotated_k], 1), torch.cat([text.v, v], 1)
+            mask = text.mask
+            if mask is not None:
+                mask = F.pad(mask, (0, keys.shape[1] - mask.shape[-1]), value=float(mask.dtype == torch.bool))
+            o = masked_softmax(rotated_q, keys, values, mask)
+            result = o, masked_softmax(text.q, keys, values, text.full_mask)
+            options["text"] = text
+        if self.observe is not None:
+            self.observe(self.core, q, k, v, o, {"rotate": rotate, **options})
+        return result
+
+
+def masked_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Compute softmax attention, [B, T, H, V].
+
+    Args:
+        q, k, v: [B, T, H, K], [B, S, H, K], and [B, S, H, V].
+        mask: Broadcastable to [B, H, T, S]: bool, or what is added to the scores; None to use all keys.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.to(v.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+def grid_layers(model: Any) -> dict[int, Any]:
+    """Return the modules that hold the MHLA cores of a diffusion or vision model, by layer index."""
+    if is_of_diffusers(model):
+        holders: dict[int, Any] = {i: attn.processor for i, attn in enumerate(find_self_attentions(model))}
+    else:
+        holders = find_grid_attentions(model)
+    return {index: holder for index, holder in holders.items() if hasattr(holder, "mhla")}
+
+
+class GridFit(OutputFit):
+    """Fits the MHLA cores of a diffusion or vision model to the softmax outputs of their layers; see `OutputFit`.
+
+    All parameters of a core are fitted. The inputs of a step are a `Call`.
+    """
+
+    def find_cores(self) -> list[Any]:
+        """Return the MHLA cores of the model."""
+        return [holder.mhla for holder in grid_layers(self.model).values()]
+
+    def fitted_parameters(self, core: Any) -> list[nn.Parameter]:
+        """Return all parameters of a core that are trained."""
+        return [x for x in core.parameters() if x.requires_grad]
+
+    def observe_softmax(self, inputs: Call) -> None:
+        """Run the softmax original on the inputs of a step, with `learn` as the observer of its layers."""
+        with softmax_layers(grid_layers(self.model), self.learn):
+            run_call(self.model, inputs)
+
+    def start(self, core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
+        """Initialize the feature maps and the balance of a core, in place; see `learn` for the arguments."""
+        rotate = options["rotate"]
+        rotated_q, rotated_k = (q, k) if rotate is None else rotate(q, k)
+        far_q, far_k = (rotated_q, rotated_k) if core.settings.rope == "before" else (q, k)
+        center_maps(core, far_q, far_k)
+        if "text" in options:
+            balance_joint_masses(core, (rotated_q, rotated_k), (far_q, far_k), options["text"], options["grid"])
+
+    def attend(
+        self, core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Compute the output of a core for the tokens of the grid, fp32 [B, T, H, V], as its parameters are."""
+        if options.get("hidden_states") is not None:
+            options = {**options, "hidden_states": options["hidden_states"].float()}
+        return attend_grid(core, q.float(), k.float(), v.float(), options)
+
+
+def attend_grid(core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Compute the output of a core for the tokens of the grid, [B, T, H, V]; see `SoftmaxCore` for the arguments."""
+    o = core(q, k, v, **options)
+    return o[0] if isinstance(o, tuple) else o
+
+
+def balance_joint_masses(
+    core: Any,
+    rotated: tuple[torch.Tensor, torch.Tensor],
+    far: tuple[torch.Tensor, torch.Tensor],
+    text: TextTokens,
+    grid: Sequence[int],
+) -> None:
+    """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
+
+    A head keeps its balance if its far tokens weigh at most `NEGLIGIBLE` in the softmax or in MHLA.
+
+    Args:
+        core: A `JointMHLA`.
+        rotated: Rotated queries and keys of the grid, [B, T, H, K].
+        far: Those that the feature maps read.
+        text: The tokens of the text.
+        grid: Number of tokens along each axis.
+    """
+    (q, k), settings = rotated, core.settings
+    blocks = Blocks.grid(tuple(grid), core.mixing.layout)
+    index = blocks.index(q.device)
+    rows = torch.linspace(0, len(index) - 1, min(START_QUERIES, len(index)), device=q.device).long()
+    mixing = core.mixing(blocks.counts)[0].expand(q.shape[2], -1, -1)  # [H, M, M]
+    is_far = torch.ones_like(mixing[0])  # [M, M]
+    if settings.local is not None:
+        is_far = far_block_mask(blocks.counts, settings.window, q.device)
+    is_far, mixing = (x[..., index[rows], :][..., index] for x in (is_far, mixing * is_far))  # [Q, T], [H, Q, T]
+    q_features, k_features = core.q_map(far[0]), core.k_map(far[1])
+    keys = torch.cat([text.k.to(k.dtype), k], 1)
+    for head in range(q.shape[2]):
+        masses: Any = 0.0
+        for row in range(len(q)):
+            score = (q[row, rows, head] @ keys[row, :, head].T).float() * q.shape[3] ** -0.5  # [Q, S + T]
+            if text.mask is not None:
+                mask = text.mask.expand(len(q), -1, -1, -1)[row, 0]  # [1, S]
+                mask = torch.where(mask, 0.0, float("-inf")) if mask.dtype == torch.bool else mask.float()
+                score = score + F.pad(mask, (0, score.shape[1] - mask.shape[1]))
+            log_total = score.logsumexp(-1, keepdim=True)
+            weight = (q_features[row, rows, head] @ k_features[row, :, head].T).float() * mixing[head]
+            masses = masses + far_masses(score[:, -len(index) :], log_total, weight, is_far)
+        if bool((masses > NEGLIGIBLE).all()):
+            core.mixing.balance[head] = (masses[0] / masses[1]).log()
+
+
+def move(value: Any, device: Any) -> Any:
+    """Return a copy of an argument in which all tensors, also those in lists, tuples, and dictionaries, are on a device."""
+    return tree_map(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, value)
+
+
+@torch.no_grad()
+def run_call(model: Any, call: Call) -> torch.Tensor:
+    """Run a model with recorded arguments, and return its first output."""
+    args, kwargs = move(tuple(call), model.device)
+    return model(*args, **kwargs)[0]
+
+
+def softmax_layers(
+    layers: dict[int, Any], observe: Callable[..., None] | None = None
+) -> AbstractContextManager[dict[int, Any]]:
+    """Return a context manager that computes some of the `grid_layers` of a model by softmax; see `GridSoftmaxCore`."""
+    return replaced_cores(layers, lambda core: GridSoftmaxCore(core, observe))
+
+
+def output_error(model: Any, calls: Sequence[Call], expected: Sequence[torch.Tensor]) -> float:
+    """Compute the squared error of a model's outputs, divided by the sum of squares of the expected ones."""
+    errors = [
+        (run_call(model, call).float() - x.float()).square().sum() for call, x in zip(calls, expected, strict=True)
+    ]
+    return float(torch.stack(errors).sum() / torch.stack([x.float().square().sum() for x in expected]).sum())
+
+
+def errors_of_layers(model: Any, calls: Sequence[Call]) -> dict[int, float]:
+    """Compute the same error for the output of each MHLA layer, on the inputs that its softmax original gets, by index."""
+    layers = grid_layers(model)
+    sums = {holder.mhla: torch.zeros(2, device=model.device) for holder in layers.values()}
+
+    def measure(
+        core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, options: dict[str, Any]
+    ) -> None:
+        error = attend_grid(core, q, k, v, options).float() - o.float()
+        sums[core] += torch.stack([error.square().sum(), o.float().square().sum()])
+
+    with softmax_layers(layers, measure):
+        for call in calls:
+            run_call(model, call)
+    return {index: float(sums[holder.mhla][0] / sums[holder.mhla][1]) for index, holder in layers.items()}

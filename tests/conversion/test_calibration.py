@@ -1,0 +1,168 @@
+"""convert() with samples: what the MHLA layers of diffusion and vision models learn from their softmax originals."""
+
+import json
+
+import diffusers
+import pytest
+import torch
+from small_models import softmax_model
+from small_towers import softmax_tower
+from tiny_pipelines import PIPELINES, TRANSFORMERS, inputs, tiny_transformer
+
+import mhla_hf
+from mhla_hf.conversion import calibration
+from mhla_hf.conversion.grid_fit import Call, grid_layers, move, run_call, softmax_layers
+from mhla_hf.share.card import write_card
+
+SOFTMAX = [name for name in TRANSFORMERS if not name.startswith("sana")]
+LEARNS = ("dit", "wan", "sd3", "flux")
+
+
+def sampler(model, name):
+    """A function that runs a transformer on random inputs, which stand for those of a trajectory."""
+
+    def sample(generator):
+        model(**inputs(name, seed=int(torch.randint(2**31, (), generator=generator))))
+
+    return sample
+
+
+def learned(name, keep=0, effort=0.06, **options):
+    model = tiny_transformer(name)
+    return mhla_hf.convert(model, samples=sampler(model, name), keep=keep, effort=effort, progress=False, **options)
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_softmax_instead_of_all_layers_is_the_original(name):
+    model, arguments = tiny_transformer(name), inputs(name, batch=2)
+    expected = run_call(model, Call((), arguments))
+    mhla_hf.convert(model, layers="all")
+    with softmax_layers(grid_layers(model)):
+        bound = 1e-2 if name.startswith("kandinsky") else 1e-4  # which rotates in bf16
+        torch.testing.assert_close(run_call(model, Call((), arguments)), expected, rtol=bound, atol=bound)
+    assert (run_call(model, Call((), arguments)) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", LEARNS)
+def test_every_layer_comes_closer_and_the_base_stays(name):
+    base, model = tiny_transformer(name).state_dict(), learned(name)
+    report = model.config.mhla_measured
+    assert all(layer["fitted"] < layer["converted"] for layer in report["layers"].values()), report
+    assert report["output"]["fitted"] < report["output"]["converted"] and report["softmax_layers"] == []
+    state = model.state_dict()
+    assert {key for key in state if ".mhla." not in key} == set(base)
+    assert all(torch.equal(state[key], value) for key, value in base.items())
+
+
+@pytest.mark.parametrize("name", ["dit", "sd3"])
+def test_all_modules_of_a_core_learn_in_half_precision(name):
+    model = tiny_transformer(name).bfloat16()
+
+    def sample(generator):
+        arguments = inputs(name, seed=int(torch.randint(2**31, (), generator=generator)))
+        model(**{key: value.bfloat16() if value.is_floating_point() else value for key, value in arguments.items()})
+
+    mhla_hf.convert(model, samples=sample, effort=0.02, progress=False, cpe=3, gate=True, layers=[1])
+    core = grid_layers(model)[1].mhla
+    assert core.cpe.conv.weight.dtype == core.gate.weight.dtype == torch.bfloat16
+    assert core.mixing.weight.dtype == torch.float32
+    assert all(x.float().abs().max() > 0 for x in (core.cpe.conv.weight, core.gate.weight))
+
+
+def test_joint_layers_read_far_tokens_from_the_start():
+    model = learned("sd3", effort=0.001)
+    balances = [holder.mhla.mixing.balance for holder in grid_layers(model).values()]
+    assert all((balance > -3).all() for balance in balances), balances
+
+
+def test_the_same_seed_gives_the_same_model():
+    first, second, other = (learned("dit", seed=seed, effort=0.01).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    assert any(not torch.equal(value, other[key]) for key, value in first.items())
+
+
+def test_layers_that_matter_keep_softmax_and_the_record_is_saved(tmp_path):
+    model = learned("sd3", keep=1 / 3)
+    report = model.config.mhla_measured
+    (chosen,) = report["softmax_layers"]
+    assert report["layers"][str(chosen)]["alone"] == max(layer["alone"] for layer in report["layers"].values())
+    assert report["output"]["kept"] < report["output"]["fitted"]
+    assert model.config.mhla["layers"] == [index for index in range(3) if index != chosen] == list(grid_layers(model))
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["mhla_measured"] == report
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert loaded.config.mhla_measured == report
+    arguments = Call((), inputs("sd3"))
+    torch.testing.assert_close(run_call(loaded, arguments), run_call(model, arguments))
+    card = write_card(tmp_path, name="toy", license="mit").read_text()
+    assert f"| with softmax layers | {report['output']['kept']:.4f} |" in card
+    assert f"changes the output most: {chosen}." in card
+
+
+def test_as_many_layers_keep_softmax_as_without_samples():
+    model = learned("wan", keep=None)
+    assert len(model.config.mhla["layers"]) == len(mhla_hf.convert(tiny_transformer("wan")).config.mhla["layers"])
+
+
+def test_pipelines_sample_prompts_and_labels(monkeypatch):
+    monkeypatch.setattr(calibration, "SAMPLING_STEPS", 2)
+    pipe = PIPELINES["dit"]()
+    pipe.set_progress_bar_config(disable=True)
+    mhla_hf.convert(pipe, samples=[3, 7], effort=0.05, progress=False)
+    report = pipe.transformer.config.mhla_measured
+    assert report["calls"] == 12 and report["output"]["fitted"] < report["output"]["converted"]
+    seen = []
+    pipe = PIPELINES["wan"]()
+    monkeypatch.setattr(type(pipe), "__call__", lambda self, **options: seen.append(options))
+    with pytest.raises(ValueError, match="do not run WanTransformer3DModel"):
+        mhla_hf.convert(pipe, samples=["a cat", "a dog"], progress=False)
+    assert [options["prompt"] for options in seen] == ["a cat", "a dog"] * 4 and seen[0]["output_type"] == "latent"
+    assert type(pipe.transformer) is diffusers.WanTransformer3DModel
+
+
+def test_a_classifier_learns_from_images(tmp_path):
+    images = torch.randn(40, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    base, model = softmax_tower("ViTForImageClassification").state_dict(), softmax_tower("ViTForImageClassification")
+    mhla_hf.convert(model, samples=images, keep=1, effort=0.1, progress=False)
+    report = model.config.mhla_measured
+    assert all(layer["fitted"] < layer["converted"] for layer in report["layers"].values()), report
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in base.items())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert loaded.config.mhla_measured["output"] == report["output"] and len(loaded.config.mhla["layers"]) == 1
+    torch.testing.assert_close(loaded(images[:2]).logits, model(images[:2]).logits)
+
+
+def test_arguments_move_with_what_holds_them():
+    moved = move({"a": [torch.ones(2)], "b": (torch.ones(1), "c"), "d": None}, "meta")
+    assert moved["a"][0].is_meta and moved["b"][0].is_meta and moved["b"][1] == "c" and moved["d"] is None
+
+
+REFUSED = {
+    "a text for a diffusion model": (lambda: learned("dit", text=["a"]), "text: got ['a'] along with samples"),
+    "a language model": (lambda: mhla_hf.convert(softmax_model(), samples=["a"]), "samples: got some for Llama"),
+    "linear attention": (lambda: learned("sana"), "samples: got some for SanaTransformer2DModel, whose attention"),
+    "prompts without a pipeline": (
+        lambda: mhla_hf.convert(tiny_transformer("dit"), samples=["a"]),
+        "samples: got list with DiTTransformer2DModel",
+    ),
+    "no samples": (lambda: mhla_hf.convert(PIPELINES["dit"](), samples=[]), "samples: got list with DiTPipeline"),
+    "images for a pipeline": (
+        lambda: mhla_hf.convert(PIPELINES["dit"](), samples=torch.ones(64, 4, 8, 8)),
+        "samples: got a tensor of shape [64, 4, 8, 8] with DiTPipeline",
+    ),
+    "too few images": (
+        lambda: mhla_hf.convert(softmax_tower("ViTModel"), samples=torch.ones(3, 3, 32, 32)),
+        "samples: got a tensor of shape [3, 3, 32, 32] with ViTModel",
+    ),
+    "all layers": (lambda: learned("dit", keep=2), "keep: got 2, expected less than all 2 layers"),
+    "no share": (lambda: learned("dit", keep="many"), "keep: got 'many', expected less than all"),
+    "no effort": (lambda: learned("dit", effort=0), "effort: got 0, expected"),
+}
+
+
+@pytest.mark.parametrize(("convert", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused(convert, words):
+    with pytest.raises((TypeError, ValueError)) as error:
+        convert()
+    assert words in str(error.value) and str(error.value).count(". ") == 0, error.value

@@ -1,0 +1,31 @@
+"""The experiment on calibrated grids, in miniature."""
+
+import json
+
+import torch
+
+from experiments import calibrate_grids
+from experiments.calibrate_grids import CALIBRATED, ONE_KEPT, STARTS, TASKS, main, place_digits, render_calibration
+from mhla_hf.conversion import calibration
+
+
+def test_a_small_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "dit", TASKS["dit"]._replace(steps=2, batch=2, fit_batch=1))
+    monkeypatch.setattr(calibration, "FIT_STEPS", 2)
+    for name in ("FIT_SAMPLING_STEPS", "HELD_OUT_STEPS"):
+        monkeypatch.setattr(calibrate_grids, name, 1)
+    record = main(["--out", str(tmp_path), "--tasks", "dit", "--seeds", "1"])
+    assert record == json.loads((tmp_path / "calibrate_grids.json").read_text())
+    rows = [row for row, start in STARTS.items() if not start.tasks or "dit" in start.tasks]
+    assert list(record["tasks"]["dit"]["errors"]) == [*rows, ONE_KEPT]
+    assert len(record["tasks"]["dit"]["reports"][0]["layers"]) == 4
+    assert f"| {CALIBRATED} | " in render_calibration(record)
+
+
+def test_digits_stay_whole_where_they_move():
+    images = torch.rand(3, 1, 16, 16)
+    for size in ((16, 16), (24, 20), (5, 24, 20)):
+        canvas = place_digits(images, size, torch.Generator().manual_seed(0))
+        assert canvas.shape == (3, 1, *size)
+        inside = (canvas + 1).sum((-1, -2)).reshape(3, -1)
+        torch.testing.assert_close(inside, (images + 1).sum((-1, -2)).expand_as(inside))
