@@ -12,7 +12,7 @@ from tiny_pipelines import PIPELINES, TRANSFORMERS, inputs, tiny_transformer
 import mhla_hf
 from mhla_hf.conversion import calibration
 from mhla_hf.conversion.grid_fit import Call, grid_layers, move, run_call, softmax_layers
-from mhla_hf.share.card import write_card
+from mhla_hf.share.card import render_plain_card
 
 SOFTMAX = [name for name in TRANSFORMERS if not name.startswith("sana")]
 LEARNS = ("dit", "wan", "sd3", "flux")
@@ -94,7 +94,7 @@ def test_layers_that_matter_keep_softmax_and_the_record_is_saved(tmp_path):
     assert loaded.config.mhla_measured == report
     arguments = Call((), inputs("sd3"))
     torch.testing.assert_close(run_call(loaded, arguments), run_call(model, arguments))
-    card = write_card(tmp_path, name="toy", license="mit").read_text()
+    card = render_plain_card(tmp_path, "me/toy", None, {"license": "mit"})
     assert f"| with softmax layers | {report['output']['kept']:.4f} |" in card
     assert f"changes the output most: {chosen}." in card
 

@@ -11,7 +11,8 @@ from mhla_hf.conversion import calibration
 
 def test_a_small_run(tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "dit", TASKS["dit"]._replace(steps=2, batch=2, fit_batch=1))
-    monkeypatch.setattr(calibration, "FIT_STEPS", 2)
+    for name in ("FIT_STEPS", "RUNS", "HELD_OUT_RUNS"):
+        monkeypatch.setattr(calibration, name, 1)
     for name in ("FIT_SAMPLING_STEPS", "HELD_OUT_STEPS"):
         monkeypatch.setattr(calibrate_grids, name, 1)
     record = main(["--out", str(tmp_path), "--tasks", "dit", "--seeds", "1"])
