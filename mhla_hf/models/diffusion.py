@@ -44,11 +44,11 @@ class MHLATransformerMixin:
         family: The record of the family.
         mhla_defaults: Default settings, from the record.
         mhla_arguments: Further arguments of the constructor and their defaults. `install_mhla` reads their values from the
-            config.
+            config. "mhla_measured" is the report of a conversion with samples, which is only stored.
     """
 
     family: Family
-    mhla_arguments: dict[str, Any] = {}
+    mhla_arguments: dict[str, Any] = {"mhla_measured": None}
 
     def __init_subclass__(cls: Any, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -275,16 +275,14 @@ def make_constructor(base: Any, further: dict[str, Any]) -> Any:
         arguments.
     """
 
-    def __init__(
-        self: Any, *, mhla: dict[str, Any] | None = None, mhla_measured: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self: Any, *, mhla: dict[str, Any] | None = None, **kwargs: Any) -> None:
         base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
         settings = MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})})
         self.install_mhla(resolve_settings(type(self), self, settings))
 
     constructor: Any = __init__
     signature = inspect.signature(base.__init__)
-    kind, added = inspect.Parameter.KEYWORD_ONLY, {**further, "mhla": None, "mhla_measured": None}
+    kind, added = inspect.Parameter.KEYWORD_ONLY, {**further, "mhla": None}
     parameters = [inspect.Parameter(name, kind, default=default) for name, default in added.items()]
     constructor.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *parameters])
     return constructor

@@ -105,7 +105,13 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
     """
 
     family = DIT
-    mhla_arguments = {"input_norm": False, "timestep_freq_shift": 1, "dig_block": False, "shared_embeddings": False}
+    mhla_arguments = {
+        **MHLATransformerMixin.mhla_arguments,
+        "input_norm": False,
+        "timestep_freq_shift": 1,
+        "dig_block": False,
+        "shared_embeddings": False,
+    }
     _repeated_blocks = ["BasicTransformerBlock", "DiGBlock"]
     _no_split_modules = ["BasicTransformerBlock", "DiGBlock"]
 
