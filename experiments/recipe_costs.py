@@ -5,15 +5,14 @@ which `tests/training/test_diffusion_costs.py` and `test_costs.py` compare with 
 """
 
 import argparse
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
-from mhla_hf.checkpoints.file_io import write_json
+from mhla_hf.checkpoints.file_io import read_json, write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 from mhla_hf.conversion import convert
@@ -79,22 +78,18 @@ def estimate(recipe: Recipe) -> dict[str, Any] | None:
     return estimate_costs(convert(student, **settings), recipe, *sizes, None)
 
 
-def recipe_rows() -> list[dict[str, Any]]:
-    """Return a row per recipe whose costs can be estimated, with a list of its stages."""
-    rows = []
-    for name in recipe_names():
-        recipe = read_recipe(name)
-        costs = estimate(recipe)
-        if costs is None:
-            continue
-        stages = []
-        for stage, told in zip(recipe.stages, costs["stages"], strict=True):
-            states = sum(size for purpose, size in told["memory"].items() if purpose not in ("activations", "logits"))
-            peak = sum(told["memory"].values())
-            sizes = {"states": states, "peak": peak, "disk": told.get("disk")}
-            stages.append({"name": stage.name, "steps": stage.steps, "samples": stage.batch_size, **sizes})
-        rows.append({"recipe": name, "base": recipe.base, "processes": recipe.processes, "stages": stages})
-    return rows
+def make_row(name: str) -> dict[str, Any] | None:
+    """Return the row of a recipe, with a list of its stages; None if its costs cannot be estimated."""
+    recipe = read_recipe(name)
+    costs = estimate(recipe)
+    if costs is None:
+        return None
+    stages = []
+    for stage, told in zip(recipe.stages, costs["stages"], strict=True):
+        states = sum(size for purpose, size in told["memory"].items() if purpose not in ("activations", "logits"))
+        sizes = {"states": states, "peak": sum(told["memory"].values()), "disk": told.get("disk")}
+        stages.append({"name": stage.name, "steps": stage.steps, "samples": stage.batch_size, **sizes})
+    return {"recipe": name, "base": recipe.base, "processes": recipe.processes, "stages": stages}
 
 
 def render_costs(record: Mapping[str, Any]) -> str:
@@ -124,12 +119,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Estimate, write the record, and return it."""
     parser = argparse.ArgumentParser("python -m experiments.recipe_costs", description=__doc__)
     parser.add_argument("--out", default="docs/recipes/costs.json", help="JSON file to write")
-    options = parser.parse_args(arguments)
-    command = shlex.join(
-        ["python", "-m", "experiments.recipe_costs", *(sys.argv[1:] if arguments is None else arguments)]
+    parser.add_argument(
+        "--recipes", nargs="+", default=recipe_names(), help="names (default: all); other rows are kept"
     )
-    record = {**describe_run(command, torch.device("cpu")), "rows": recipe_rows()}
-    write_json(options.out, record)
+    options = parser.parse_args(arguments)
+    record: dict[str, Any] = read_json(Path(options.out)) or {}
+    command = "python -m experiments.recipe_costs"
+    for name in options.recipes:
+        rows = {row["recipe"]: row for row in record.get("rows", ())} | {name: make_row(name)}
+        kept = [rows[name] for name in recipe_names() if rows.get(name)]
+        record = {**describe_run(command, torch.device("cpu")), "rows": kept}
+        write_json(options.out, record)
     print(render_costs(record))
     return record
 

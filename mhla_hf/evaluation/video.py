@@ -153,7 +153,7 @@ class Bench:
     """
 
     def __init__(self, python: str | Path | None) -> None:
-        executable = python and shutil.which(str(Path(python).resolve() if Path(python).is_file() else python))
+        executable = python and shutil.which(str(Path(python).absolute() if Path(python).is_file() else python))
         if not executable:
             raise ValueError(f"settings: python: got {python!r}, expected an interpreter that has vbench.")
         self.python = str(executable)

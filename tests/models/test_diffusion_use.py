@@ -10,7 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 import accelerate
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, MagCacheConfig, PyramidAttentionBroadcastConfig, QuantoConfig, WanPipeline
+from diffusers import (
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    QuantoConfig,
+    TaylorSeerCacheConfig,
+    TorchAoConfig,
+    WanPipeline,
+)
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.training_utils import EMAModel
@@ -172,6 +180,18 @@ def test_int8_weights_quantize_the_gate_and_not_the_mixing(tmp_path):
         assert 0 < distance(run(one), before) < 0.05
 
 
+def test_torchao_quantizes_the_gate_and_not_the_mixing(tmp_path):
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model = converted()
+    before = run(model)
+    model.save_pretrained(tmp_path)
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig(version=2))
+    loaded = MHLAWanTransformer3DModel.from_pretrained(tmp_path, quantization_config=config, torch_dtype=torch.float32)
+    core = find_self_attentions(loaded)[1].processor.mhla
+    assert type(core.gate.weight.data) is not torch.Tensor and type(core.mixing.weight.data) is torch.Tensor
+    assert 0 < distance(run(loaded), before) < 0.05
+
+
 @pytest.mark.parametrize(
     "kind, family",
     [("block_level", "wan"), ("leaf_level", "sana"), ("sequential", "pixart"), ("model", "wan")]
@@ -243,6 +263,7 @@ def test_stock_lora_files_load_and_fuse(tmp_path):
     stock = tiny_transformer("wan")
     targets = ["to_q", "to_k", "to_v", "to_out.0"]
     stock.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False))
+    expected = generate(WanPipeline(**{**PIPELINES["wan"]().components, "transformer": stock}))
     WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers=get_peft_model_state_dict(stock))
     pipe = mhla_hf.convert(PIPELINES["wan"](), gate=True)
     before = generate(pipe)
@@ -252,6 +273,8 @@ def test_stock_lora_files_load_and_fuse(tmp_path):
     pipe.fuse_lora()
     pipe.unload_lora_weights()
     assert distance(generate(pipe), with_lora) <= 1e-5
+    with mhla_hf.use_mhla_in_steps(pipe, end=0):
+        assert distance(generate(pipe), expected) <= 1e-5
 
 
 def test_layerwise_casting_leaves_the_mixing_alone():
@@ -278,6 +301,8 @@ CACHES = {
         spatial_attention_timestep_skip_range=(0, 1000), spatial_attention_block_identifiers=("blocks",),
         current_timestep_callback=lambda: pipe.current_timestep),
     "first-block": lambda pipe: FirstBlockCacheConfig(threshold=10.0),
+    "taylorseer": lambda pipe: TaylorSeerCacheConfig(cache_interval=3, disable_cache_before_step=1,
+        cache_identifiers=[r".*blocks\.\d+\.attn1?"]),
     "mag": lambda pipe: MagCacheConfig(num_inference_steps=4, retention_ratio=0.2, threshold=10.0, mag_ratios=[1.0] * 4),
 }  # fmt: skip
 
@@ -294,5 +319,8 @@ def test_caches_skip_mhla_layers_and_leave_nothing(name, family):
     pipe.transformer.enable_cache(CACHES[name](pipe))
     cached = generate(pipe, num_inference_steps=4)
     assert len(calls) < full and torch.isfinite(cached).all()
+    calls.clear()
+    with mhla_hf.use_mhla_in_steps(pipe, end=0):
+        assert torch.isfinite(generate(pipe, num_inference_steps=4)).all() and not calls
     pipe.transformer.disable_cache()
     assert torch.equal(generate(pipe, num_inference_steps=4), plain)

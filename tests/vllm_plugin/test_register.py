@@ -4,15 +4,16 @@ import importlib
 import pkgutil
 import sys
 import tomllib
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from small_models import refused
 from transformers import AutoConfig
 
-from experiments.docs import ROOT
 from mhla_hf.vllm_plugin import register as plugin
 
+ROOT = Path(__file__).parents[2]
 CONFIGURATION = "mhla_hf.vllm_plugin.configuration"
 
 
