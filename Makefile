@@ -66,7 +66,7 @@ $(VENV)-vllm/.installed: pyproject.toml
 	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) -e . pytest
 	touch $@
 
-test-vllm: $(VENV)-vllm/.installed  ## the plugin inside vLLM, on the CPU: about half an hour
+test-vllm: $(VENV)-vllm/.installed  ## the plugin inside vLLM, on the CPU: about five minutes
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -m slow tests/vllm_plugin $(ARGS)
 
 lint: $(VENV)/.test  ## ruff, and mypy on mhla_hf, experiments, and the public names
