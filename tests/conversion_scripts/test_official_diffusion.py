@@ -146,7 +146,7 @@ def test_every_other_wan_weight_lies_where_diffusers_puts_it():
     own = model.state_dict()
     assert {key for key in own if ".mhla." not in key} == set(theirs)
     assert all(torch.equal(own[key], value) for key, value in theirs.items())
-    stock = WanTransformer3DModel(**{k: v for k, v in model.config.items() if k != "mhla" and not k.startswith("_")})
+    stock = WanTransformer3DModel(**{k: v for k, v in model.config.items() if not k.startswith(("mhla", "_"))})
     stock.load_state_dict(theirs)
 
 
