@@ -209,7 +209,8 @@ def render_vllm(record: Mapping[str, Any]) -> str:
             }
             cells = [f"{count * NEW_TOKENS / seconds[name]:.1f}" for name in names]
             way = "one by one, `generate`" if place == "transformers" else "together, vLLM"
-            lines.append(f"| new tokens per second, {count} requests, {way} | {' | '.join(cells)} |")
+            requests = f"{count} request{'s' if count > 1 else ''}"
+            lines.append(f"| new tokens per second, {requests}, {way} | {' | '.join(cells)} |")
     note = ""
     if record["rows"]:
         note += f"Perplexity over {record['rows'] * ROW_TOKENS:,} tokens, "
