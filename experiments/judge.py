@@ -33,8 +33,8 @@ from .heads import FORMS, converted, load, read_text
 from .rows import Row, add_rows, describe_setup, format_mean
 
 SOFTMAX = "softmax"
-LENGTHS = {1024: 2, 4096: 1}  # tokens of a long text: number of texts
-FACTS = {1024: (12, 12), 4096: (12, 24)}  # tokens of a long text: number of codes and of lookups in it
+LENGTHS = {1024: 2, 4096: 1, 8192: 1}  # tokens of a long text: number of texts
+FACTS = {1024: (12, 12), 4096: (12, 24), 8192: (12, 24)}  # tokens of a long text: number of codes and of lookups in it
 NEAR = 448  # tokens at the end of a text that have no facts, so that all facts have left the window
 SHOWN = 3  # other facts repeated before a question, as examples of the format
 TASKS = {  # folder in lm-eval, examples in the prompt: about 1,100 tokens
@@ -45,7 +45,7 @@ TASKS = {  # folder in lm-eval, examples in the prompt: about 1,100 tokens
     "winogrande": ("winogrande", 50),
     "openbookqa": ("openbookqa", 70),
 }
-NUM_DOCUMENTS = 20  # per task
+NUM_DOCUMENTS = 60  # per task
 MAX_ANSWER_TOKENS, PASSAGE_TOKENS = 80, 1400
 PASSAGES = {
     "1933 Treasure Coast hurricane": "Where and when did the hurricane make landfall in Florida, and what was the damage?",
