@@ -1,6 +1,7 @@
 """`use_mhla_in_steps`: some steps of a diffusion pipeline with MHLA, and the others with the attention of the base."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,10 @@ class StepSwitch:
         self.transformers = transformers
         self.steps = slice(start, end)
         self.index = 0  # of the step that runs next
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepSwitch":
+        """Copy without the transformers, which a copied scheduler (as that of LTX-2 for audio) must not switch."""
+        return StepSwitch(copy.deepcopy(self.scheduler, memo), [], self.steps.start, self.steps.stop)
 
     def run(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the method `name` of the scheduler, and choose the attention of the next step.

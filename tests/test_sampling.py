@@ -1,5 +1,7 @@
 """MHLA in some steps of sampling, and the attention of the base in the others."""
 
+import copy
+
 import pytest
 import torch
 from ops_cases import distance
@@ -109,3 +111,11 @@ def test_a_pipeline_that_has_nothing_to_switch():
     expected = "expected one with a scheduler and a converted transformer"
     with pytest.raises(ValueError, match=expected), mhla_hf.use_mhla_in_steps(PIPELINES["wan"]()):
         pass
+
+
+def test_a_copied_scheduler_holds_no_transformer():
+    pipe = converted_pipeline("wan")
+    with mhla_hf.use_mhla_in_steps(pipe, start=1):
+        scheduler = copy.deepcopy(pipe.scheduler)
+        assert scheduler.step.func.__self__.transformers == []
+        assert pipe.scheduler.step.func.__self__.transformers == [pipe.transformer]

@@ -58,8 +58,8 @@ def convert(
         text: What to learn from; about 35,000 tokens of it are read, or 100,000 for an encoder. A text file, a folder of
             text files, a dataset, a list of texts, int64 token ids [N], or "self" for text that a language model samples.
         samples: What a diffusion or vision model learns from, without labels or data of its own: for a pipeline, a list of
-            prompts or class labels, for which the softmax original samples; for a vision model, images [N, C, height,
-            width]. A function samples by itself, for other sizes or inputs: it is called several times with a
+            prompts or class labels, for eight of which the softmax original samples; for a vision model, images [N, C,
+            height, width]. A function samples by itself, for other sizes or inputs: it is called several times with a
             `torch.Generator`, and has to run the pipeline or transformer, such as `lambda generator: pipe("a cat",
             num_frames=33, generator=generator)`.
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a

@@ -84,6 +84,9 @@ def sampling_runs(model: Any, samples: Any, seed: int) -> list[Callable[[], Any]
         return [partial(model, batch.to(model.device)) for batch in samples.split(IMAGES_AT_ONCE)]
     random_numbers = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**62, (RUNS + HELD_OUT_RUNS,), generator=random_numbers).tolist()
+    if not callable(samples) and len(samples) > len(seeds):
+        order = torch.randperm(len(samples), generator=random_numbers).tolist()
+        samples = [samples[index] for index in order[: len(seeds)]]
 
     def sample(number: int) -> Any:
         generator = torch.Generator().manual_seed(seeds[number])

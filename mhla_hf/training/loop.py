@@ -115,6 +115,7 @@ def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Ta
     if (folder.out / RECORD).is_file():
         last.earlier_student = identify_student(first.student)
     else:
+        folder.check_free()
         train(first, first_folder)
         last.earlier_student = first_folder.identity["student"]
         last.earlier_record = read_json(first_folder.out / RECORD)

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from .datasets.calls import Call, make_call_options, recorded
 from .recipe import DiffusionStage
+from .trainable import HALF_DTYPES
 
 EXPERTS = ("transformer", "transformer_2")  # of Wan 2.2, for much noise and for little
 
@@ -30,7 +32,8 @@ def sample_calls(
     """
     device = next(transformer.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    options = {**make_call_options(pipeline, arguments, stage), "output_type": "latent", "generator": generator}
+    options = tensors_to(device, make_call_options(pipeline, arguments, stage))
+    options |= {"output_type": "latent", "generator": generator}
     with (
         prepared(pipeline, component, transformer),
         recorded(transformer) as calls,
@@ -50,10 +53,22 @@ def sample_images(
     """Sample with a pipeline, and return the image, or the frames of the video. See `sample_calls` for the arguments."""
     device = next(transformer.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    options = {**make_call_options(pipeline, arguments, stage), "output_type": "pil", "generator": generator}
-    with prepared(pipeline, component, transformer), swapped(pipeline, component, device):
+    options = tensors_to(device, make_call_options(pipeline, arguments, stage))
+    options |= {"output_type": "pil", "generator": generator}
+    dtypes = {module.dtype for module in pipeline.components.values() if isinstance(module, torch.nn.Module)}
+    half = next((dtype for dtype in HALF_DTYPES if dtype in dtypes), None)
+    # A student is trained in fp32, and the other models of its pipeline may be in half precision.
+    is_mixed = half is not None and transformer.dtype == torch.float32
+    autocast = torch.autocast(device.type, dtype=half) if is_mixed else contextlib.nullcontext()
+    with prepared(pipeline, component, transformer), swapped(pipeline, component, device), autocast:
         result = pipeline(**options)
     return list(result.frames[0] if hasattr(result, "frames") else result.images[:1])
+
+
+def tensors_to(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a pipeline with their tensors on a device."""
+    moved: dict[str, Any] = tree_map_only(torch.Tensor, lambda x: x.to(device), options)
+    return moved
 
 
 class LastCall(Exception):
@@ -98,6 +113,8 @@ def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = F
 def prepared(pipeline: Any, component: str, transformer: Any) -> Iterator[None]:
     """Context manager that makes a pipeline ready to sample on the device of `transformer`, without a progress bar.
 
+    At the end, the other models return to their devices.
+
     Args:
         pipeline: A pipeline of diffusers.
         component: Name of a transformer of the pipeline.
@@ -109,11 +126,17 @@ def prepared(pipeline: Any, component: str, transformer: Any) -> Iterator[None]:
     original, bar = components[component], components.get("_progress_bar_config")
     components[component] = transformer
     pipeline.set_progress_bar_config(disable=True)
-    for name, module in pipeline.components.items():
-        if isinstance(module, torch.nn.Module) and name not in EXPERTS:
-            module.to(device)
+    homes = {
+        module: next(module.parameters()).device
+        for name, module in pipeline.components.items()
+        if isinstance(module, torch.nn.Module) and name not in EXPERTS
+    }
     try:
+        for module in homes:
+            module.to(device)
         yield
     finally:
+        for module, home in homes.items():
+            module.to(home)
         components[component] = original
         components["_progress_bar_config"] = bar or {}

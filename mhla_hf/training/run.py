@@ -227,10 +227,10 @@ class Run:
                 if is_last or progress["step"] % self.options.log_every == 0:
                     stop = self._log(stage, sums, grad_norm, optimizer.param_groups[-1]["lr"], bar)
                     sums.clear()
-                if self.options.preview_every and progress["total"] % self.options.preview_every == 0:
-                    self._preview(stage)
                 if is_last or stop or progress["step"] % self.options.save_every == 0:
                     self._save_state(reader, sums, grad_norm, stage)
+                if self.options.preview_every and progress["total"] % self.options.preview_every == 0:
+                    self._preview(stage)
                 if stop and progress["total"] < self.total_steps:
                     step = f"step {progress['total']} of {self.total_steps}, saved in {self.folder.state}"
                     raise KeyboardInterrupt(f"stopped after {step}; the same command resumes the run")

@@ -120,6 +120,17 @@ class RunFolder:
         if (self.out / RECORD).is_file():
             self._check_identity((read_json(self.out / RECORD) or {}).get("fingerprint", {}))
             return "finished"
+        self.check_free()
+        state = max(self._list_states(), default=None)
+        if state is not None:
+            stored_identity = read_json(state / IDENTITY)
+            if stored_identity is None:
+                raise unreadable_state(state, f"{IDENTITY} is missing")
+            self._check_identity(stored_identity)
+        return state
+
+    def check_free(self) -> None:
+        """Raise ValueError if the folder of the result, or that of the state, holds files of something else."""
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
             raise ValueError(
                 f"out: got {str(self.out)!r}, which is a file or holds other files, expected a new or empty folder."
@@ -129,13 +140,6 @@ class RunFolder:
                 f"out: got {str(self.out)!r}, but {str(self.state)!r}, for the run's state, holds other files, "
                 "expected no such folder."
             )
-        state = max(self._list_states(), default=None)
-        if state is not None:
-            stored_identity = read_json(state / IDENTITY)
-            if stored_identity is None:
-                raise unreadable_state(state, f"{IDENTITY} is missing")
-            self._check_identity(stored_identity)
-        return state
 
     def begin(self) -> None:
         """Create the state folder, lock it, and remove unfinished files of a killed process.

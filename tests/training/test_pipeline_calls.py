@@ -15,7 +15,7 @@ import mhla_hf
 from mhla_hf.conversion.model_family import family_of
 from mhla_hf.training.datasets.calls import CallReader, collate_calls, open_arguments, recorded
 from mhla_hf.training.denoising import NoiseProcess, call, make_arguments, sample_latents
-from mhla_hf.training.pipeline_calls import sample_calls
+from mhla_hf.training.pipeline_calls import sample_calls, sample_images
 from mhla_hf.training.recipe import DiffusionStage
 
 COMMON = {"batch_size": 2, "sampling_steps": 2, "guidance": 3.0, "size": SIZE}
@@ -259,6 +259,17 @@ def test_previews_change_nothing(lab, tmp_path, name):
     assert b"preview" in events and not (tmp_path / "0" / "previews").exists()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["wan", "a14b", "ltx", "latte"])
+def test_previews_of_an_fp32_student_in_a_pipeline_of_bf16(name):
+    pipe = {**WAN_PIPELINES, **PIPELINES, **GRID_PIPELINES}[name]().to(torch.bfloat16)
+    student = pipe.transformer.float()
+    is_grid = name in GRID_PIPELINES
+    stage = DiffusionStage("m", "prediction", 1, 1.0, **{**COMMON, "size": None if is_grid else SIZE})
+    row = {key: value for key, value in CALLS[type(pipe).__name__].items() if key != "output_type"} if is_grid else {}
+    assert sample_images(pipe, "transformer", student, {"prompt": PROMPT, **row}, stage, 0)
+
+
 def test_previews_that_cannot_be_made(lab, tmp_path):
     data, _ = latents_of("i2v")
     with pytest.raises(ValueError, match="without 'image', expected it, which WanImageToVideoPipeline requires"):
@@ -316,6 +327,34 @@ def test_rows_of_a_batch_have_calls_of_one_kind():
         orders.add(tuple(batch["timestep"].tolist()))
     assert len(set(seen)) == 12 and any(one != other for one, other in orders)
     assert reader.state() == {"next": 1, "position": 0}
+
+
+def test_arguments_without_rows_and_dicts_of_rows():
+    module = torch.nn.Module()
+    module.forward = lambda hidden_states, padding_mask, sizes: None
+    with recorded(module) as calls:
+        for number in range(2):
+            module(
+                hidden_states=torch.zeros(1, 4),
+                padding_mask=torch.ones(1, 1),
+                sizes={"height": torch.full((1,), number)},
+            )
+    tensors, constants = collate_calls(calls)
+    assert list(tensors) == ["hidden_states"] and constants["padding_mask"].shape == (1, 1)
+    assert constants["sizes"]["height"].tolist() == [0, 1]
+
+
+def test_tensors_identify_data_in_any_dtype():
+    one, other = (open_arguments([{"prompt_embeds": torch.full((1, 2), x, dtype=torch.bfloat16)}]) for x in (1, 2))
+    assert one.identity != other.identity
+
+
+def test_a_folder_in_use_is_refused_before_the_first_expert(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds other files, expected a new or empty folder"):
+        distill(tmp_path / "out", "a14b")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_samples_of_different_sizes_are_no_batch():

@@ -23,6 +23,7 @@ from ..recipe import DiffusionStage
 from .latents import Batch, Key, make_generator, read_prompts
 
 Call = dict[str, Any]  # arguments of a transformer for one sample
+SHARED_ARGUMENTS = ("padding_mask",)  # of transformers: tensors [1, ...] for all samples
 # Names of the number of frames among the arguments of pipelines.
 FRAME_ARGUMENTS = ("num_frames", "frames", "video_length")
 
@@ -105,7 +106,8 @@ def _identify(value: Any) -> Any:
     if isinstance(value, Image):
         return hashlib.sha256(numpy.asarray(value).tobytes()).hexdigest()[:32]
     if isinstance(value, torch.Tensor):
-        return hashlib.sha256(value.numpy(force=True).tobytes()).hexdigest()[:32]
+        numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()  # numpy has no bfloat16
+        return [str(value.dtype), list(value.shape), hashlib.sha256(numbers.tobytes()).hexdigest()[:32]]
     return value
 
 
@@ -185,10 +187,11 @@ def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
     """Make a batch of calls with one sample each.
 
     Args:
-        calls: R calls, whose tensors [1, ...] become those of the batch. All other arguments have to be equal.
+        calls: R calls, whose tensors [1, ...], also in dicts, become those of the batch. All other arguments have to be
+            equal.
 
     Returns:
-        The tensors, [R, ...] each, and the arguments that all calls have in common.
+        The tensors, [R, ...] each; and dicts of such tensors, and the arguments that all calls have in common.
 
     Raises:
         ValueError: The calls differ in an argument, or in the shape of a tensor.
@@ -202,6 +205,8 @@ def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
             raise ValueError(f"data: got samples that differ in {name!r} of the transformer, expected {expected}.")
         if isinstance(value, torch.Tensor):
             tensors[name] = torch.cat(values)
+        elif _has_tensors(value):
+            constants[name] = {key: torch.cat([row[key] for row in values]) for key in value}
         else:
             constants[name] = value.value if isinstance(value, Constant) else value
     return tensors, constants
@@ -223,18 +228,30 @@ def _same_kind(one: Call, other: Call) -> bool:
     return one.keys() == other.keys() and all(_same_form(value, other[name]) for name, value in one.items())
 
 
+def _has_tensors(value: Any) -> bool:
+    """Return whether a value is a dict of tensors of a sample; those for all samples are a `Constant`."""
+    return isinstance(value, dict) and bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
+
+
 def _same_form(one: Any, other: Any) -> bool:
     """Return whether an argument of two calls has the same shape or, if it is no tensor of a sample, the same value."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape
+    if _has_tensors(one) and _has_tensors(other):
+        return {key: x.shape for key, x in one.items()} == {key: x.shape for key, x in other.items()}
     ones, structure = tree_flatten(one.value if isinstance(one, Constant) else one)
     others, other_structure = tree_flatten(other.value if isinstance(other, Constant) else other)
     return structure == other_structure and all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
         for a, b in zip(ones, others, strict=True)
     )
+
+
+def _has_rows(value: Any, count: int) -> bool:
+    """Return whether a value is a tensor with a row for each of `count` samples."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == count
 
 
 @contextlib.contextmanager
@@ -262,10 +279,13 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
             is_text = name.startswith("encoder_hidden_states")
             # Image embeddings of Wan have a row for each of a sample's images.
             is_sample = isinstance(value, torch.Tensor) and value.ndim > 0 and (is_text or len(value) == count)
+            is_sample = is_sample and name not in SHARED_ARGUMENTS
             if is_sample:
                 parts = (copy(value) if is_text else value.to("cpu", copy=True)).chunk(count)
             elif isinstance(value, list) and len(value) == count and all(isinstance(item, list) for item in value):
                 parts = tuple([item] for item in value)  # the sizes of the images of each row
+            elif isinstance(value, dict) and value and all(_has_rows(item, count) for item in value.values()):
+                parts = tuple({key: item[row : row + 1].cpu() for key, item in value.items()} for row in range(count))
             else:
                 has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
                 parts = (Constant(value) if has_tensors else value,) * count
