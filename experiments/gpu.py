@@ -36,7 +36,10 @@ LANGUAGE = SMOLLM2 | {  # four layers with the heads of Llama-3.2-1B
     "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }  # fmt: skip
-PAGE_CASE = (64, 64, 64, 1, 3, 1, True, True, 6, 4, True)  # widths of keys, values, and features, ...
+PAGE_CASE: dict[str, Any] = {  # heads of SmolLM2 with the defaults of a conversion with text
+    "width": 64, "value_width": 64, "num_features": 64, "num_rates": 1, "share": 3, "heads_per_page": 1, "has_power": True,
+    "softmax": True, "lag": 6, "num_sinks": 4, "normalize": True,
+}  # fmt: skip
 CAUSAL: dict[str, Any] = {"causal": True, "normalize": False}
 Variant = tuple[Blocks, dict[str, Any], dict[str, Any]]  # blocks, options of `make_inputs`, options of `mhla`
 VARIANTS: dict[str, Variant] = {
@@ -171,7 +174,7 @@ def window_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "t
 
 def page_errors(device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
     """Return the relative error of decoding in the pages of a serving engine against PyTorch in fp64."""
-    (o,), (exact,) = small_page_call(torch.device(device), dtype, dtype, *PAGE_CASE)
+    (o,), (exact,) = small_page_call(torch.device(device), dtype, dtype, **PAGE_CASE)
     return {"tokens": relative_error(o, exact)}
 
 

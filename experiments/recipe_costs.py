@@ -85,9 +85,9 @@ def make_row(name: str) -> dict[str, Any] | None:
     if costs is None:
         return None
     stages = []
-    for stage, told in zip(recipe.stages, costs["stages"], strict=True):
-        states = sum(size for purpose, size in told["memory"].items() if purpose not in ("activations", "logits"))
-        sizes = {"states": states, "peak": sum(told["memory"].values()), "disk": told.get("disk")}
+    for stage, estimated in zip(recipe.stages, costs["stages"], strict=True):
+        states = sum(size for purpose, size in estimated["memory"].items() if purpose not in ("activations", "logits"))
+        sizes = {"states": states, "peak": sum(estimated["memory"].values()), "disk": estimated.get("disk")}
         stages.append({"name": stage.name, "steps": stage.steps, "samples": stage.batch_size, **sizes})
     return {"recipe": name, "base": recipe.base, "processes": recipe.processes, "stages": stages}
 

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .conversion.model_family import transformers_of
+
 # Methods of schedulers that pipelines call before the first step, for those that begin in the middle, and after each step.
 COUNTED_METHODS = ("set_timesteps", "set_begin_index", "step")
 
@@ -19,7 +21,7 @@ class StepSwitch:
         start, end: As in `use_mhla_in_steps`.
     """
 
-    def __init__(self, scheduler: Any, transformers: list[Any], start: int, end: int | None):
+    def __init__(self, scheduler: Any, transformers: list[Any], start: int, end: int | None) -> None:
         self.scheduler = scheduler
         self.transformers = transformers
         self.steps = slice(start, end)
@@ -46,7 +48,7 @@ class StepSwitch:
 
 @contextlib.contextmanager
 def use_mhla_in_steps(pipeline: Any, start: int = 0, end: int | None = None) -> Iterator[None]:
-    """Return a context manager in which MHLA runs in some steps of sampling, and the attention of the base in the others.
+    """Context manager in which MHLA runs in some steps of sampling, and the attention of the base in the others.
 
     The base's attention uses the projections of the converted model. They are the teacher's unless training changed them.
     Steps are those of `pipeline.scheduler`, and both passes of classifier-free guidance belong to one step.
@@ -63,8 +65,7 @@ def use_mhla_in_steps(pipeline: Any, start: int = 0, end: int | None = None) -> 
         >>> with mhla_hf.use_mhla_in_steps(pipe, start=5):  # softmax in the first five steps
         ...     video = pipe("a cat walks").frames[0]
     """
-    components = [getattr(pipeline, name, None) for name in ("transformer", "transformer_2")]
-    transformers = [component for component in components if hasattr(component, "use_base_attention")]
+    transformers = [x for x in transformers_of(pipeline) if hasattr(x, "use_base_attention")]
     scheduler: Any = getattr(pipeline, "scheduler", None)
     if not transformers or not hasattr(scheduler, "step"):
         raise ValueError(

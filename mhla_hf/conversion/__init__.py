@@ -10,7 +10,7 @@ model (`calibration.py`).
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..nn.settings import MHLASettings
 from .model_family import is_of_diffusers
@@ -57,16 +57,15 @@ def convert(
         tokenizer: The model's tokenizer, needed if `text` is not token ids.
         text: What to learn from; about 35,000 tokens of it are read, or 100,000 for an encoder. A text file, a folder of
             text files, a dataset, a list of texts, int64 token ids [N], or "self" for text that a language model samples.
-        samples: What a diffusion or vision model learns from, without labels or data of its own: for a pipeline, a list of
-            prompts or class labels, for eight of which the softmax original samples; for a vision model, images [N, C,
-            height, width]. A function samples by itself, for other sizes or inputs: it is called several times with a
-            `torch.Generator`, and has to run the pipeline or transformer, such as `lambda generator: pipe("a cat",
-            num_frames=33, generator=generator)`.
+        samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
+            the softmax original samples eight. For a vision model, unlabeled images [N, C, height, width]. For other sizes
+            or inputs, a function that runs the pipeline or transformer, called several times with a `torch.Generator`:
+            `lambda generator: pipe("a cat", num_frames=33, generator=generator)`.
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
             percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". 0: none.
             Default: 1/6. Not for encoders, which have no cache. With `samples`, how many of the converted layers get softmax
-            back, as a share, number, or percentage: those that change the model's output most. Default: as many as without
-            `samples`, if neither `settings` nor `layers` are given, else none.
+            back, as a share, number, or percentage: those whose conversion changes the model's output most. Default: as many
+            as the family's default `layers` leave, or none if `settings` or `layers` are given.
         context: Number of tokens at which a cache has the size `keep`. Default: the model's positions.
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; takes precedence over
             `settings`. Default: those of `settings`; without `settings`, "all" with `text` or `samples`, else those of the
@@ -85,24 +84,17 @@ def convert(
     Raises:
         TypeError, ValueError: An argument is not valid. The model is unchanged.
     """
+    learning: dict[str, Any] = {"keep": keep, "effort": effort, "seed": seed, "progress": progress}
     if samples is not None:
         for name, value in (("text", text), ("context", context), ("checkpoint", checkpoint)):
             if value is not None:
                 raise ValueError(f"{name}: got {value!r:.40} along with samples, expected None.")
         calibration = importlib.import_module(".calibration", __package__)  # imports diffusers
-        learning = {"keep": keep, "effort": effort, "seed": seed, "progress": progress}
         return calibration.convert_with_samples(model, settings, layers, overrides, samples, **learning)
     if text is not None:
         language = importlib.import_module(".language", __package__)  # imports the data modules
-        options = {
-            "keep": keep,
-            "context": context,
-            "effort": effort,
-            "seed": seed,
-            "checkpoint": checkpoint,
-            "progress": progress,
-        }
-        return language.convert_with_text(model, settings, layers, overrides, tokenizer, text, **options)
+        learning |= {"context": context, "checkpoint": checkpoint}
+        return language.convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning)
     if is_of_diffusers(model):
         diffusers_models = importlib.import_module(".diffusers_models", __package__)  # imports diffusers
         return diffusers_models.convert_diffusion(model, settings, layers, overrides)

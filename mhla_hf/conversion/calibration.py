@@ -4,6 +4,7 @@ There are neither labels nor data: a diffusion model learns from the inputs that
 original samples. The layers whose conversion changes the model's output most can keep softmax.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from ..nn.settings import MHLASettings
 from .diffusers_models import check_conversion, convert_diffusion
 from .grid_fit import Call, GridFit, errors_of_layers, grid_layers, move, output_error, run_call, softmax_layers
 from .model_family import family_of, is_of_diffusers
-from .steps import parse_share
+from .steps import check_effort, parse_share
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
 logger = logging.getLogger("mhla_hf")
@@ -47,15 +48,13 @@ def record_calls(transformers: Sequence[Any], sample: Callable[[], Any]) -> list
     calls: list[list[Call]] = [[] for _ in transformers]
 
     def recorder(number: int) -> Callable[..., None]:
-        return lambda _, args, kwargs: calls[number].append(Call(move(args, "cpu"), move(kwargs, "cpu")))
+        # Copies, because a pipeline may change its tensors in place.
+        return lambda _, *arguments: calls[number].append(Call(*move(arguments, "cpu", copy=True)))
 
-    hooks = [x.register_forward_pre_hook(recorder(i), with_kwargs=True) for i, x in enumerate(transformers)]
-    try:
-        with torch.no_grad():
-            sample()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for number, transformer in enumerate(transformers):
+            stack.enter_context(transformer.register_forward_pre_hook(recorder(number), with_kwargs=True))
+        sample()
     return calls
 
 
@@ -118,10 +117,10 @@ def convert_with_samples(
         family = family_of(getattr(model, "transformer", model))
         rope = "near" if family is not None and family.kind.joint else "before"
         overrides = {**LEARNED, "rope": rope, **overrides}
-    checked = check_models(model, settings, "all" if is_default else layers, overrides)
+    layers = "all" if is_default else layers
+    checked = check_models(model, settings, layers, overrides)
     check_samples(model, samples)
-    if not isinstance(effort, int | float) or not 0 < effort < float("inf"):
-        raise ValueError(f"effort: got {effort!r}, expected a number above 0.")
+    check_effort(effort)
     num_kept = [count_kept_layers(family, len(mhla.layers), keep, is_default) for _, family, mhla in checked]
     start_time = time.monotonic()
     transformers = [transformer for transformer, *_ in checked]
@@ -136,7 +135,7 @@ def convert_with_samples(
                     f"samples: got some that do not run {type(transformer).__name__}, expected ones that do."
                 )
         if is_of_diffusers(model):
-            convert_diffusion(model, settings, "all" if is_default else layers, overrides)
+            convert_diffusion(model, settings, layers, overrides)
         else:
             convert_in_place(*checked[0])
         for number, (transformer, _, mhla) in enumerate(checked):
@@ -144,10 +143,7 @@ def convert_with_samples(
             report = learn_from_calls(transformer, own_calls, num_kept[number], effort, seed, progress)
             keep_softmax_layers(transformer, mhla, report["softmax_layers"])
             report["seconds"] = round(time.monotonic() - start_time)
-            if is_of_diffusers(transformer):
-                transformer.register_to_config(mhla_measured=report)
-            else:
-                transformer.config.mhla_measured = report
+            update_config(transformer, mhla_measured=report)
             logger.info("convert: error of the output %s", report["output"])
     finally:
         for transformer, mode in zip(transformers, modes, strict=True):
@@ -224,10 +220,15 @@ def keep_softmax_layers(model: Any, settings: MHLASettings, chosen: list[int]) -
             restore_softmax(attentions[index], model.config)
     layers: Any = settings.layers
     remaining = replace(settings, layers=[index for index in layers if index not in chosen]).to_dict()
+    update_config(model, mhla=remaining)
+
+
+def update_config(model: Any, **values: Any) -> None:
+    """Set values in the configuration of a model of diffusers or transformers."""
     if is_of_diffusers(model):
-        model.register_to_config(mhla=remaining)
+        model.register_to_config(**values)
     else:
-        model.config.mhla = remaining
+        model.config.update(values)
 
 
 def learn_from_calls(

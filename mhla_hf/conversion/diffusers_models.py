@@ -15,7 +15,7 @@ from ..models.diffusion import resolve_settings
 from ..models.diffusion_inputs import find_self_attentions
 from ..models.families import DIFFUSION
 from ..nn.settings import MHLASettings
-from .model_family import mhla_class, transformer_family
+from .model_family import mhla_class, transformer_family, transformers_of
 from .steps import choose_settings, match_device_and_dtype
 
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
@@ -96,10 +96,7 @@ def check_conversion(
     Raises:
         ValueError, TypeError: As in `convert_diffusion`.
     """
-    transformers = [model]
-    if hasattr(model, "components"):
-        components = [getattr(model, name, None) for name in ("transformer", "transformer_2")]
-        transformers = [component for component in components if component is not None]
+    transformers = transformers_of(model) if hasattr(model, "components") else [model]
     if not transformers:
         raise ValueError(
             f"model: got {type(model).__name__}, which has no transformer, expected a pipeline of one of {CONVERTIBLE}."

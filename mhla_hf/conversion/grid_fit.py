@@ -1,4 +1,4 @@
-"""Fitting the MHLA layers of diffusion and vision models to their softmax originals, and measuring what is lost."""
+"""Fits the MHLA layers of diffusion and vision models to the softmax attention that they replace, and measures errors."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ..models.diffusion_inputs import find_self_attentions
 from ..models.grid_attention import find_grid_attentions
@@ -63,7 +63,7 @@ class GridSoftmaxCore(nn.Module):
         """
         rotated_q, rotated_k = (x.to(v.dtype) for x in ((q, k) if rotate is None else rotate(q, k)))
         if text is None:
-            o = softmax_attention(rotated_q, rotated_k, v, None, False)
+            o = softmax_attention(rotated_q, rotated_k, v)
             result: Any = o
         else:
             text = text._replace(q=text.q.to(v.dtype), k=text.k.to(v.dtype), v=text.v.to(v.dtype))
@@ -71,24 +71,12 @@ class GridSoftmaxCore(nn.Module):
             mask = text.mask
             if mask is not None:
                 mask = F.pad(mask, (0, keys.shape[1] - mask.shape[-1]), value=float(mask.dtype == torch.bool))
-            o = masked_softmax(rotated_q, keys, values, mask)
-            result = o, masked_softmax(text.q, keys, values, text.full_mask)
+            o = softmax_attention(rotated_q, keys, values, mask=mask)
+            result = o, softmax_attention(text.q, keys, values, mask=text.full_mask)
             options["text"] = text
         if self.observe is not None:
             self.observe(self.core, q, k, v, o, {"rotate": rotate, **options})
         return result
-
-
-def masked_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Compute softmax attention, [B, T, H, V].
-
-    Args:
-        q, k, v: [B, T, H, K], [B, S, H, K], and [B, S, H, V].
-        mask: Broadcastable to [B, H, T, S]: bool, or what is added to the scores; None to use all keys.
-    """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = mask if mask is None or mask.dtype == torch.bool else mask.to(v.dtype)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 def grid_layers(model: Any) -> dict[int, Any]:
@@ -187,9 +175,15 @@ def balance_joint_masses(
             core.mixing.balance[head] = (masses[0] / masses[1]).log()
 
 
-def move(value: Any, device: Any) -> Any:
-    """Return a copy of an argument in which all tensors, also those in lists, tuples, and dictionaries, are on a device."""
-    return tree_map(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, value)
+def move(value: Any, device: Any, copy: bool = False) -> Any:
+    """Return a value with all of its tensors, also those in lists, tuples, and dictionaries, on a device.
+
+    Args:
+        value: A tensor, a structure of tensors, or anything else.
+        device: The device.
+        copy: Whether to copy tensors that are on the device already.
+    """
+    return tree_map_only(torch.Tensor, lambda x: x.detach().to(device, copy=copy), value)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from ..nn.settings import MHLASettings
 from .encoder import EmbeddingScores, read_encoder_rows
 from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, read_twice
 from .sizes import LayerSizes, sizes_of_conversion
-from .steps import is_number, parse_share
+from .steps import check_effort, is_number, parse_share
 from .teacher import is_encoder, log_probabilities, mean_kl, mhla_layers, softmax_instead
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
@@ -73,8 +73,7 @@ def convert_with_text(
             f'text: got a text along with {conflict}, expected local="softmax" and no softmax_heads, '
             "which the conversion chooses."
         )
-    if not isinstance(effort, int | float) or not 0 < effort < float("inf"):
-        raise ValueError(f"effort: got {effort!r}, expected a number above 0.")
+    check_effort(effort)
     if is_text_encoder and (keep or context):
         name, value = ("keep", keep) if keep else ("context", context)
         raise ValueError(f"{name}: got {value!r} with {type(model).__name__}, an encoder, expected None.")

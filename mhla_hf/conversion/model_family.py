@@ -19,6 +19,18 @@ MHLA_FIELDS = (
 )
 
 
+TRANSFORMERS = (
+    "transformer",
+    "transformer_2",
+)  # of a pipeline of diffusers; of Wan 2.2 for high noise and for low noise
+
+
+def transformers_of(pipeline: Any) -> list[Any]:
+    """Return the transformers of a pipeline of diffusers, in order."""
+    components = [getattr(pipeline, name, None) for name in TRANSFORMERS]
+    return [component for component in components if component is not None]
+
+
 def is_of_diffusers(model: Any) -> bool:
     """Return whether an object is a pipeline or model of diffusers, without importing diffusers."""
     diffusers = sys.modules.get("diffusers")

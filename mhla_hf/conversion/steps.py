@@ -74,3 +74,9 @@ def parse_share(keep: float | int | str, total: int) -> int | None:
     if isinstance(keep, float) and 0 <= keep <= 1:
         return round(keep * total)
     return keep if isinstance(keep, int) and is_whole(keep, 0) else None
+
+
+def check_effort(effort: Any) -> None:
+    """Raise ValueError if `effort` of `convert` is not a number above 0."""
+    if not isinstance(effort, int | float) or not 0 < effort < float("inf"):
+        raise ValueError(f"effort: got {effort!r}, expected a number above 0.")

@@ -52,11 +52,27 @@ class SoftmaxCore(nn.Module):
 
 
 def softmax_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute softmax attention, [B, T, H, V], of q [B, T, H, K], k [B, T, G, K], and v [B, T, G, V]."""
+    """Compute softmax attention, [B, T, H, V].
+
+    Args:
+        q, k, v: [B, T, H, K], [B, S, G, K], and [B, S, G, V].
+        scale: Multiplier of the scores (default: K^-0.5).
+        causal: Whether queries see no later keys; then S is T and there is no mask.
+        mask: Broadcastable to [B, H, T, S]: bool, or what is added to the scores. None to use all keys.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True).transpose(1, 2)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(v.dtype)
+    is_grouped = q.shape[1] != k.shape[1]
+    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=is_grouped)
+    return o.transpose(1, 2)
 
 
 def is_encoder(model: Any) -> bool:

@@ -232,8 +232,8 @@ class MHLAProcessorsMixin:
     def set_attn_processor(self: Any, processor: Any) -> None:
         """Set processors as the base does, except in MHLA layers, whose processors hold their weights.
 
-        Another processor that is given for an MHLA layer becomes the one that `use_base_attention` chooses, unless it has
-        weights. A warning is logged.
+        A processor passed for an MHLA layer replaces the one that `use_base_attention` runs, if it has no weights. A warning
+        is logged.
 
         Args:
             processor: One processor for all layers, or a dictionary of them by name.

@@ -16,7 +16,6 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import AutoModel
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -51,7 +50,7 @@ class MemoryPeak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):  # one that was there before, such as a weight, or is counted
+            if isinstance(tensor, torch.Tensor):  # an input, such as a weight, or a tensor that is counted already
                 self.storages.add(tensor.untyped_storage())
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
@@ -86,7 +85,7 @@ def estimate_diffusion_costs(
         tflops: As in `estimate_costs`.
 
     Returns:
-        As `estimate_costs`. Each stage also has "disk", the bytes of the states that a run keeps.
+        A dict as that of `estimate_costs`. Each stage also has "disk", the bytes of the states that a run keeps.
     """
     stages = []
     for stage in recipe.stages:
@@ -133,7 +132,7 @@ def suits_transformer(recipe: Recipe, config: Mapping[str, Any]) -> bool:
 def measure_depths(config: Mapping[str, Any], shape: tuple[int, ...], recipe: Recipe, stage: Any) -> int:
     """Return the bytes that a step allocates for a micro-batch, without the gradients that it leaves.
 
-    They grow linearly with the number of layers, so that of a deep model two shallow ones are measured.
+    The bytes grow linearly with the number of layers, so those of a deep model are extrapolated from two shallow ones.
 
     Args:
         config: See `estimate_diffusion_costs`.
@@ -148,12 +147,13 @@ def measure_depths(config: Mapping[str, Any], shape: tuple[int, ...], recipe: Re
 
 
 def measure_activations(config: Mapping[str, Any], shape: tuple[int, ...], recipe: Recipe, stage: Any) -> int:
-    """Return the same by a step of a model with all of its layers. See `measure_depths` for the arguments."""
+    """Return the bytes that a step of a model with all of its layers allocates. See `measure_depths` for the arguments."""
     with torch.device("meta"):
         task = make_task(config, recipe, stage)
     with task.prepare(stage), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         for model in (task.student, task.teacher):
-            fill_with_fakes(model)
+            if model is not None:
+                model.to_empty(device="cpu")  # fake tensors, which have sizes and no values
         set_trainable(task.student, stage, {})
         task.set_gradient_checkpointing(recipe.run.get("gradient_checkpointing", False))
         batch = make_batch(task, stage, shape, stage.batch_size // stage.grad_accum // recipe.processes)
@@ -174,17 +174,6 @@ def make_task(config: Mapping[str, Any], recipe: Recipe, stage: Any) -> Diffusio
     task = DiffusionTask(student, teacher)
     task.has_weights = False
     return task
-
-
-def fill_with_fakes(model: nn.Module | None) -> None:
-    """Replace all parameters and buffers of a model on the meta device by fake tensors on the CPU, in place."""
-    for module in () if model is None else model.modules():
-        tensors: Any
-        for tensors in (module._parameters, module._buffers):
-            for name, value in tensors.items():
-                if value is not None:
-                    fake = torch.empty_like(value, device="cpu")
-                    tensors[name] = nn.Parameter(fake) if isinstance(value, nn.Parameter) else fake
 
 
 def latent_shape(config: Mapping[str, Any], vae: Mapping[str, Any], stage: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Calls of diffusers' pipelines during training, in which the teacher samples trajectories, and the student previews."""
+"""Calls of diffusers pipelines during training: they sample the teacher's trajectories and the student's previews."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
+from ..conversion.grid_fit import move
+from ..conversion.model_family import TRANSFORMERS
 from .datasets.calls import Call, make_call_options, recorded
 from .recipe import DiffusionStage
 from .trainable import HALF_DTYPES
-
-EXPERTS = ("transformer", "transformer_2")  # of Wan 2.2, for much noise and for little
 
 
 def sample_calls(
@@ -31,15 +30,13 @@ def sample_calls(
         seed: Seed of the noise.
     """
     device = next(transformer.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    options = tensors_to(device, make_call_options(pipeline, arguments, stage))
-    options |= {"output_type": "latent", "generator": generator}
+    options = make_options(pipeline, device, arguments, stage, seed)
     with (
         prepared(pipeline, component, transformer),
         recorded(transformer) as calls,
-        swapped(pipeline, component, device, stops=component == EXPERTS[0]),
+        swapped(pipeline, component, device, stops=component == TRANSFORMERS[0]),
     ):
-        pipeline(**options)
+        pipeline(**options, output_type="latent")
     if not calls:
         expected = f"enough for a step with {component!r}"
         raise ValueError(f"sampling_steps: got {stage.sampling_steps} in stage {stage.name!r}, expected {expected}.")
@@ -52,23 +49,23 @@ def sample_images(
 ) -> list[Image]:
     """Sample with a pipeline, and return the image, or the frames of the video. See `sample_calls` for the arguments."""
     device = next(transformer.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    options = tensors_to(device, make_call_options(pipeline, arguments, stage))
-    options |= {"output_type": "pil", "generator": generator}
+    options = make_options(pipeline, device, arguments, stage, seed)
     dtypes = {module.dtype for module in pipeline.components.values() if isinstance(module, torch.nn.Module)}
     half = next((dtype for dtype in HALF_DTYPES if dtype in dtypes), None)
     # A student is trained in fp32, and the other models of its pipeline may be in half precision.
     is_mixed = half is not None and transformer.dtype == torch.float32
     autocast = torch.autocast(device.type, dtype=half) if is_mixed else contextlib.nullcontext()
     with prepared(pipeline, component, transformer), swapped(pipeline, component, device), autocast:
-        result = pipeline(**options)
+        result = pipeline(**options, output_type="pil")
     return list(result.frames[0] if hasattr(result, "frames") else result.images[:1])
 
 
-def tensors_to(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a pipeline with their tensors on a device."""
-    moved: dict[str, Any] = tree_map_only(torch.Tensor, lambda x: x.to(device), options)
-    return moved
+def make_options(
+    pipeline: Any, device: torch.device, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
+) -> dict[str, Any]:
+    """Return the arguments of a call of a pipeline, with tensors and random generator on a device; see `sample_calls`."""
+    options = move(make_call_options(pipeline, arguments, stage), device)
+    return {**options, "generator": torch.Generator(device).manual_seed(seed)}
 
 
 class LastCall(Exception):
@@ -85,7 +82,7 @@ def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = F
         device: The device.
         stops: Whether to stop the pipeline, without an error, where it would call the second one.
     """
-    first, second = (pipeline.components.get(name) for name in EXPERTS)
+    first, second = (pipeline.components.get(name) for name in TRANSFORMERS)
     if second is None:
         yield
         return
@@ -103,10 +100,10 @@ def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = F
 
     with contextlib.ExitStack() as stack:
         for module in (first, second):
-            stack.callback(module.register_forward_pre_hook(swap).remove)
+            stack.enter_context(module.register_forward_pre_hook(swap))
         with contextlib.suppress(LastCall):
             yield
-        use(first if component == EXPERTS[0] else second)
+        use(first if component == TRANSFORMERS[0] else second)
 
 
 @contextlib.contextmanager
@@ -126,17 +123,17 @@ def prepared(pipeline: Any, component: str, transformer: Any) -> Iterator[None]:
     original, bar = components[component], components.get("_progress_bar_config")
     components[component] = transformer
     pipeline.set_progress_bar_config(disable=True)
-    homes = {
+    devices = {
         module: next(module.parameters()).device
         for name, module in pipeline.components.items()
-        if isinstance(module, torch.nn.Module) and name not in EXPERTS
+        if isinstance(module, torch.nn.Module) and name not in TRANSFORMERS
     }
     try:
-        for module in homes:
+        for module in devices:
             module.to(device)
         yield
     finally:
-        for module, home in homes.items():
-            module.to(home)
+        for module, original_device in devices.items():
+            module.to(original_device)
         components[component] = original
         components["_progress_bar_config"] = bar or {}

@@ -122,7 +122,7 @@ class NoRotation:
         return torch.zeros(*positions.shape, 1, 0, device=positions.device)
 
 
-class PagePool:
+class PagePool(PageTensors):
     """The memory of all pages, as tensors with one row per page.
 
     Args:
@@ -137,7 +137,7 @@ class PagePool:
             num_bytes = prod(shape) * dtype.itemsize
             parts.append(memory[:, offset : offset + num_bytes].view(dtype).unflatten(1, shape))
             offset += num_bytes
-        self.running, self.pending, self.k, self.v = parts
+        super().__init__(*parts)
 
     def gather(self, pages: torch.Tensor, position: torch.Tensor, form: LocalForm) -> LocalState:
         """Copy pages into a state.
@@ -255,18 +255,17 @@ class PagedAttention:
         # The step maps one old key, that of the token `lag - 1` blocks before the new one.
         old_position = position - (form.lag - 1) * form.block_size
         cos_sin = self.table.read(old_position)[:, None]
-        tensors = PageTensors(pool.running, pool.pending, pool.k, pool.v)
         choice = choose_implementation(
             form.impl,
             q.device,
             lambda: triton_refusal(q[None], k[None], v[None]),
-            lambda: page_fault(q, tensors, pages, self.decays, self.balance, form),
+            lambda: page_fault(q, pool, pages, self.decays, self.balance, form),
         )
         if choice == "triton":
             pool.write_token(pages, ring_slot(position, pool.layout.num_slots, form.sinks), k, v)
             old_k = pool.read_keys(pages, ring_slot(old_position.clamp(min=0), pool.layout.num_slots, form.sinks))
             k_features = self.map_keys(old_k[:, None], cos_sin.to(old_k.dtype))[:, 0]
-            return page_step(q, q_features, k_features, tensors, pages, position, self.decays, self.balance, form)
+            return page_step(q, q_features, k_features, pool, pages, position, self.decays, self.balance, form)
         state = pool.gather(pages, position, form)
         o = local_step(
             q[:, None],

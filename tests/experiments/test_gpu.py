@@ -28,7 +28,8 @@ def test_every_kind_of_call_has_a_definition(name):
 def test_kernels_are_rows_and_so_are_failures(monkeypatch):
     """In the interpreter: right, wrong, failed and too late."""
     monkeypatch.setattr(gpu, "SEQUENCE", Blocks.sequence(50, 16))
-    monkeypatch.setattr(gpu, "PAGE_CASE", (16, 16, 16, 1, 1, 1, True, True, 1, 0, True))
+    small = {"width": 16, "value_width": 16, "num_features": 16, "share": 1, "lag": 1, "num_sinks": 0}
+    monkeypatch.setattr(gpu, "PAGE_CASE", {**gpu.PAGE_CASE, **small})
     rows = gpu.check_kernels("cpu", variants=FEW)
     made = itertools.product(("bfloat16", "float32"), ("sequence", "window", "decoding", "decoding in pages"))
     assert [(row["dtype"], row["kind"]) for row in rows] == [*made]

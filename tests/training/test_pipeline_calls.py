@@ -318,8 +318,7 @@ def test_rows_of_a_batch_have_calls_of_one_kind():
         kinds = [{"height": 1}, {"height": 2}, {"height": 1, "mask": torch.ones(1)}]
         return [{"timestep": torch.tensor([time]), **kind} for time in range(4) for kind in kinds]
 
-    stage = DiffusionStage("m", "prediction", 1, 1.0)
-    reader = CallReader(sample, open_arguments(["a", "b"]), stage, (0, 0), None)
+    reader = CallReader(sample, open_arguments(["a", "b"]), (0, 0), None)
     seen, orders = [], set()
     for _ in range(12):
         batch = reader.take_rows(2, slice(0, 2))

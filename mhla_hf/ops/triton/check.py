@@ -118,6 +118,16 @@ def find_fault(
     return f"the Triton kernels gave {name} with a relative error of {max(errors):.1e} on {device}, for {kind_text}"
 
 
+def random_tensors(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return a function like `torch.rand(*shape, dtype=dtype)` on a device, with a random generator seeded with 0."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.rand(shape, generator=generator).to(device, dtype)
+
+    return random
+
+
 def small_call(
     device: torch.device,
     dtype: torch.dtype,

@@ -11,7 +11,7 @@ import torch
 
 from ..decays import Decays, LocalForm
 from ..torch_local import SinkTokens, near_and_far
-from .check import Results, concrete, known_fault
+from .check import Results, concrete, known_fault, random_tensors
 from .common import constexpr, dot, invert_or_zero, load_tile, program_of, store_tile
 from .register import register_operator
 from .tuning import (
@@ -390,15 +390,11 @@ def small_local_call(
         The outputs of the kernel and of PyTorch.
     """
     form = LocalForm(block_size, lag, num_sinks, width**-0.5, normalize, unrounded=unrounded)
-    generator = torch.Generator().manual_seed(0)
+    random = random_tensors(device)
     num_blocks = lag + 2
     num_heads = 2
     num_kv_heads = 1 if grouped else 2
     num_tokens = num_blocks * block_size
-
-    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.rand(shape, generator=generator).to(device, dtype)
-
     q = random(1, num_tokens, num_heads, width, dtype=dtype)
     k = random(1, num_tokens, num_kv_heads, width, dtype=dtype)
     q_features = random(1, num_tokens, num_heads, num_features, dtype=dtype)

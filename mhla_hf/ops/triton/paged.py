@@ -13,12 +13,12 @@ import torch
 from ..decays import Decays, LocalForm
 from ..local import local_attention
 from ..torch_layout import ring_slot
-from .check import Results, known_fault
+from .check import Results, known_fault, random_tensors
 from .common import constexpr, invert_or_zero
 from .tuning import kernel, next_lanes, num_tiles, on_device, tl
 
 
-@dataclass(frozen=True)
+@dataclass
 class PageTensors:
     """The parts of all pages; see `LocalState` for what they hold.
 
@@ -55,7 +55,7 @@ def advance_kernel(
     v_tile = tl.program_id(0) % num_v_tiles
     item = (tl.program_id(0) // num_v_tiles).to(tl.int64)
     row, head = item // num_kv_heads, item % num_kv_heads
-    page, unit = tl.load(pages + row * (num_kv_heads // U) + head // U), head % U
+    page, head_in_page = tl.load(pages + row * (num_kv_heads // U) + head // U), head % U
     token = tl.load(position + row)
     opens, old = token % block_size == 0, token - (lag - 1) * block_size
     num_far_lanes, num_far_values = tl.where(old >= sinks, F, 0), tl.where(old >= sinks, V, 0)
@@ -64,17 +64,17 @@ def advance_kernel(
     inside = (v_lanes[:, None] <= V) & (f_lanes[None, :] < F)
     # What a page holds before a request's first token belongs to another request.
     held = inside & (v_lanes[:, None] < tl.where(token > 0, V + 1, 0))
-    pending_lanes = pending[0] + page * pending[1] + unit * (V + 1) * F + lanes
+    pending_lanes = pending[0] + page * pending[1] + head_in_page * (V + 1) * F + lanes
     entering = tl.load(pending_lanes, mask=held, other=0.0)
     if opens:
         for r in tl.static_range(R):
             rate = tl.load(log_rate + head * R + r)
-            running_lanes = running[0] + page * running[1] + (unit * R + r) * (V + 1) * F + lanes
+            running_lanes = running[0] + page * running[1] + (head_in_page * R + r) * (V + 1) * F + lanes
             total = tl.load(running_lanes, mask=held, other=0.0)
             tl.store(running_lanes, total * tl.exp(rate) + entering * tl.exp(rate * lag), mask=inside)
     features = tl.load(k_features + item * F + f_lanes, mask=f_lanes < num_far_lanes, other=0.0).to(tl.float32)
     slot = tl.where(old < sinks, 0, sinks + old % (num_slots - sinks))
-    value_lanes = values[0] + page * values[1] + (unit * num_slots + slot) * V + v_lanes
+    value_lanes = values[0] + page * values[1] + (head_in_page * num_slots + slot) * V + v_lanes
     value = tl.load(value_lanes, mask=v_lanes < num_far_values, other=0.0).to(tl.float32)
     value = tl.where(v_lanes == V, 1.0, value)
     entering = tl.where(opens, 0.0, entering) + value[:, None] * features[None, :]
@@ -103,7 +103,7 @@ def page_attention_kernel(
     item = (tl.program_id(0) // num_v_tiles).to(tl.int64)
     row, head = item // num_heads, item % num_heads
     kv_head = head // (num_heads // num_kv_heads)
-    page, unit = tl.load(pages + row * (num_kv_heads // U) + kv_head // U), kv_head % U
+    page, head_in_page = tl.load(pages + row * (num_kv_heads // U) + kv_head // U), kv_head % U
     token = tl.load(position + row)
     block = token // block_size
     d_lanes, f_lanes = tl.arange(0, BD), tl.arange(0, BF)
@@ -116,7 +116,7 @@ def page_attention_kernel(
 
     far, far_den, total_weight = tl.zeros([BV], tl.float32), 0.0, 0.0
     for r in tl.static_range(R):
-        sums = running[0] + page * running[1] + (unit * R + r) * (V + 1) * F
+        sums = running[0] + page * running[1] + (head_in_page * R + r) * (V + 1) * F
         tile = sums + v_lanes[:, None] * F + f_lanes[None, :]
         inside = (v_lanes[:, None] < V) & (f_lanes[None, :] < F)
         w = tl.load(weight + head * R + r)
@@ -131,7 +131,7 @@ def page_attention_kernel(
         age = (token - slot + sinks + ring) % ring
         visible = tl.where(slot < sinks, slot <= token, (age <= oldest_age) & (token - age >= sinks))
         visible &= slot < num_slots
-        places = (unit * num_slots + slot)[:, None]
+        places = (head_in_page * num_slots + slot)[:, None]
         k_tile = keys[0] + page * keys[1] + places * D + d_lanes[None, :]
         key = tl.load(k_tile, mask=visible[:, None] & (d_lanes[None, :] < D), other=0.0).to(tl.float32)
         score = tl.sum(key * query[None, :], 1) * scale
@@ -190,9 +190,9 @@ def page_step(
         fp32 [N, H, V].
     """
     batch, num_heads, key_width = q.shape
-    _, units, num_slots, value_width = tensors.v.shape
+    _, heads_per_page, num_slots, value_width = tensors.v.shape
     num_rates, num_features = tensors.running.shape[2], tensors.running.shape[-1]
-    num_kv_heads = pages.shape[1] * units
+    num_kv_heads = pages.shape[1] * heads_per_page
     o = torch.empty(batch, num_heads, value_width, dtype=torch.float32, device=q.device)
     if not batch:
         return o
@@ -205,8 +205,8 @@ def page_step(
     shared: dict[str, Any] = {
         "running": running, "values": values, "pages": pages.contiguous(), "position": position,
         "block_size": form.block_size, "lag": form.lag, "sinks": form.sinks, "num_slots": num_slots,
-        "num_kv_heads": num_kv_heads, "R": num_rates, "U": units, "V": value_width, "F": num_features, "BV": value_tile,
-        "BF": feature_lanes, "num_warps": 4, "enable_fp_fusion": True,
+        "num_kv_heads": num_kv_heads, "R": num_rates, "U": heads_per_page, "V": value_width, "F": num_features,
+        "BV": value_tile, "BF": feature_lanes, "num_warps": 4, "enable_fp_fusion": True,
     }  # fmt: skip
     with on_device(q):
         advance_kernel[(batch * num_kv_heads * num_tiles(value_width + 1, value_tile),)](
@@ -243,10 +243,18 @@ def page_fault(
     form: LocalForm,
 ) -> str | None:
     """Return why the kernels cannot be trusted for a kind of call of `page_step`, or None if they can; see `known_fault`."""
-    units, _, key_width = tensors.k.shape[1:]
+    heads_per_page, _, key_width = tensors.k.shape[1:]
     widths = (key_width, tensors.v.shape[-1], tensors.running.shape[-1], tensors.running.shape[2])
-    share = q.shape[1] // (pages.shape[1] * units)
-    options = (share, units, decays.power is not None, balance is not None, form.lag, form.sinks, form.normalize)
+    share = q.shape[1] // (pages.shape[1] * heads_per_page)
+    options = (
+        share,
+        heads_per_page,
+        decays.power is not None,
+        balance is not None,
+        form.lag,
+        form.sinks,
+        form.normalize,
+    )
     return known_fault(small_page_call, (q.device, tensors.k.dtype, tensors.v.dtype, *widths, *options))
 
 
@@ -259,7 +267,7 @@ def small_page_call(
     num_features: int,
     num_rates: int,
     share: int,
-    units: int,
+    heads_per_page: int,
     has_power: bool,
     softmax: bool,
     lag: int,
@@ -275,12 +283,8 @@ def small_page_call(
     """
     form = LocalForm(4, lag, num_sinks, width**-0.5, normalize)
     num_tokens = (lag + 3) * form.block_size
-    num_kv_heads = 2 * units
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.rand(shape, generator=generator).to(device, dtype)
-
+    num_kv_heads = 2 * heads_per_page
+    random = random_tensors(device)
     q = random(num_tokens, share * num_kv_heads, width, dtype=dtype)
     k = random(num_tokens, num_kv_heads, width, dtype=dtype)
     v = random(num_tokens, num_kv_heads, value_width, dtype=value_dtype) - 0.5
@@ -296,10 +300,10 @@ def small_page_call(
     num_slots = num_sinks + lag * form.block_size
     sums = (value_width + 1, num_features)
     tensors = PageTensors(
-        running=torch.full((3, units, num_rates, *sums), torch.nan, device=device),
-        pending=torch.full((3, units, *sums), torch.nan, device=device),
-        k=torch.full((3, units, num_slots, width), torch.nan, dtype=dtype, device=device),
-        v=torch.full((3, units, num_slots, value_width), torch.nan, dtype=value_dtype, device=device),
+        running=torch.full((3, heads_per_page, num_rates, *sums), torch.nan, device=device),
+        pending=torch.full((3, heads_per_page, *sums), torch.nan, device=device),
+        k=torch.full((3, heads_per_page, num_slots, width), torch.nan, dtype=dtype, device=device),
+        v=torch.full((3, heads_per_page, num_slots, value_width), torch.nan, dtype=value_dtype, device=device),
     )
     pages = torch.tensor([[2, 0]], device=device)
     outputs = []
@@ -307,7 +311,7 @@ def small_page_call(
         position = torch.tensor([t], device=device)
         slot = ring_slot(position, num_slots, num_sinks)
         for held, new in ((tensors.k, k), (tensors.v, v)):
-            held[pages, :, slot[:, None]] = new[None, t].unflatten(1, (2, units))
+            held[pages, :, slot[:, None]] = new[None, t].unflatten(1, (2, heads_per_page))
         old = k_features[None, max(t - (lag - 1) * form.block_size, 0)]
         outputs.append(page_step(q[None, t], q_features[None, t], old, tensors, pages, position, decays, balance, form))
     exact = local_attention(

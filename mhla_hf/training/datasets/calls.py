@@ -104,7 +104,7 @@ def _identify(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_identify(item) for item in value]
     if isinstance(value, Image):
-        return hashlib.sha256(numpy.asarray(value).tobytes()).hexdigest()[:32]
+        return [value.mode, list(value.size), hashlib.sha256(value.tobytes()).hexdigest()[:32]]
     if isinstance(value, torch.Tensor):
         numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()  # numpy has no bfloat16
         return [str(value.dtype), list(value.shape), hashlib.sha256(numbers.tobytes()).hexdigest()[:32]]
@@ -121,7 +121,6 @@ class CallReader(Reader):
     Args:
         sample: Function of a row of the data and a seed that samples a trajectory and returns its calls.
         source: The data.
-        stage: The stage.
         key: (seed, number of the stage).
         state: A result of `state()` from which to resume; None starts at the beginning.
 
@@ -130,13 +129,12 @@ class CallReader(Reader):
     """
 
     def __init__(
-        self, sample: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, stage: DiffusionStage,
-        key: Key, state: dict[str, Any] | None,
+        self, sample: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, key: Key,
+        state: dict[str, Any] | None,
     ) -> None:  # fmt: skip
         super().__init__(key, state)
         self.sample = sample
         self.source = source
-        self.stage = stage
         self.position: int = state["position"] if state else 0  # in the current trajectories; `next` is their number
         self.trajectories: list[list[Call]] = []
         self.constants: Call = {}
@@ -259,9 +257,8 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
     """Context manager that yields a list, to which the calls of `transformer` are appended, one for each sample."""
     parameters = inspect.signature(transformer.forward).parameters
     calls: list[Call] = []
-    copies: dict[
-        int, tuple[torch.Tensor, torch.Tensor]
-    ] = {}  # the first of each pair keeps its id from being used again
+    # (tensor, copy) by the tensor's id. The tensor is kept so that its id is not used again.
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def copy(x: torch.Tensor) -> torch.Tensor:
         if id(x) not in copies:
@@ -276,10 +273,9 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
         for name, value in arguments.items():
             if name == "timestep" and value.numel() == 1:
                 value = value.reshape(1).expand(count)
-            is_text = name.startswith("encoder_hidden_states")
             # Image embeddings of Wan have a row for each of a sample's images.
-            is_sample = isinstance(value, torch.Tensor) and value.ndim > 0 and (is_text or len(value) == count)
-            is_sample = is_sample and name not in SHARED_ARGUMENTS
+            is_text = name.startswith("encoder_hidden_states") and isinstance(value, torch.Tensor)
+            is_sample = (is_text or _has_rows(value, count)) and name not in SHARED_ARGUMENTS
             if is_sample:
                 parts = (copy(value) if is_text else value.to("cpu", copy=True)).chunk(count)
             elif isinstance(value, list) and len(value) == count and all(isinstance(item, list) for item in value):

@@ -34,9 +34,8 @@ CONDITION_COLUMNS = {
 # What a sample that is trained without its condition lacks. Images stay, as in classifier-free guidance.
 DROPPED = ("prompt", "class_labels", "encoder_hidden_states", "encoder_attention_mask")
 
-Condition = dict[
-    str, Any
-]  # condition of one sample: tensors by argument of the transformer, and maybe a text, "prompt"
+# Condition of one sample: tensors by argument of the transformer, and possibly a text, "prompt".
+Condition = dict[str, Any]
 Batch = dict[str, torch.Tensor]
 Key = tuple[int, int]  # (seed, number of the stage)
 # (number of the sample, [(latents, time), ...] in random order, condition)

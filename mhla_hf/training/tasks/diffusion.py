@@ -16,14 +16,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...checkpoints.fingerprint import hash_json
-from ...conversion.model_family import family_of, is_of_diffusers
+from ...conversion.model_family import TRANSFORMERS, family_of, is_of_diffusers
 from ...data import Reader
 from ...models.families import Family
 from ..adapters import import_peft
 from ..datasets.calls import CallReader, PipelineArguments, open_arguments
 from ..datasets.latents import ClassConditions, LatentReader, Latents, TextConditions, TrajectoryReader, open_latents
 from ..denoising import Conditions, NoiseProcess, call, make_arguments
-from ..pipeline_calls import EXPERTS, sample_calls, sample_images
+from ..pipeline_calls import sample_calls, sample_images
 from ..recipe import DiffusionStage
 from ..trainable import find_mhla_attentions
 from .base import LossAndLogs, Objective, Task, load_weights
@@ -123,7 +123,7 @@ class DiffusionTask(Task[DiffusionStage]):
     expected_model = "a transformer of diffusers that `convert` takes, or a pipeline with one"
     trains_without_data = True
 
-    def __init__(self, student: Any, teacher: Any, component: str = EXPERTS[0]) -> None:
+    def __init__(self, student: Any, teacher: Any, component: str = TRANSFORMERS[0]) -> None:
         super().__init__(student, teacher)
         self.models = (student, teacher)
         self.component = component
@@ -133,36 +133,46 @@ class DiffusionTask(Task[DiffusionStage]):
         self.batch: tuple[tuple[str, ...], dict[str, Any]] = ((), {})  # see `DiffusionObjective`
 
     def parts(self) -> tuple[Task, ...]:
-        """Return a task for each transformer of Wan 2.2: that for much noise, which is saved alone, then that for little.
+        """Return a task for each transformer of Wan 2.2: first high noise, which is saved alone, then low noise.
 
-        Raise ValueError if student or teacher is no such pipeline, or it does not say when to change the transformer.
+        Raise ValueError if only one of student and teacher has two transformers, or the pipeline has no `boundary_ratio`.
         """
-        if all(getattr(model, EXPERTS[1], None) is None for model in self.models):
+        if all(getattr(model, TRANSFORMERS[1], None) is None for model in self.models):
             return (self,)
         for argument, model in zip(("student", "teacher"), self.models, strict=True):
-            if model is not None and getattr(model, EXPERTS[1], None) is None:
+            if model is not None and getattr(model, TRANSFORMERS[1], None) is None:
                 raise ValueError(f"{argument}: got one transformer, expected a pipeline with two as the other has.")
         if self.pipeline.config.get("boundary_ratio") is None:
             raise ValueError(
-                "boundary_ratio: got None in a pipeline with two transformers, expected when to change them."
+                "boundary_ratio: got None in a pipeline with two transformers, expected a number from 0 to 1."
             )
-        first, last = (type(self)(*self.models, component) for component in EXPERTS)
+        first, last = (type(self)(*self.models, component) for component in TRANSFORMERS)
         first.returned = first.student
         return first, last
 
+    @property
+    def _has_two_transformers(self) -> bool:
+        """Whether the pipeline has two transformers, as Wan 2.2."""
+        return self.pipeline.components.get(TRANSFORMERS[1]) is not None
+
+    @property
+    def _takes_text(self) -> bool:
+        """Whether the model is conditioned on encoded texts."""
+        return "encoder_hidden_states" in self.condition_names
+
     def _time_range(self) -> tuple[float, float]:
-        """Return the lowest time that the transformer is used for, and the one below which all are; see `NoiseProcess`."""
-        if self.pipeline.components.get(EXPERTS[1]) is None:
+        """Return the range of times, without its end, for which the transformer is used; see `NoiseProcess`."""
+        if not self._has_two_transformers:
             return 0.0, math.inf
         boundary = self.pipeline.config.boundary_ratio * self.pipeline.scheduler.config.num_train_timesteps
-        return (boundary, math.inf) if self.component == EXPERTS[0] else (0.0, boundary)
+        return (boundary, math.inf) if self.component == TRANSFORMERS[0] else (0.0, boundary)
 
     def load(self, folder: Path) -> None:
         """Load into the student, in place, the weights that `save` wrote to `folder`, of a pipeline all transformers."""
         if self.returned is self.student:
             super().load(folder)
             return
-        for component in EXPERTS[: EXPERTS.index(self.component) + 1]:
+        for component in TRANSFORMERS[: TRANSFORMERS.index(self.component) + 1]:
             load_weights(getattr(self.returned, component), folder, component)
 
     def check(self, stages: Sequence[DiffusionStage]) -> None:
@@ -182,8 +192,7 @@ class DiffusionTask(Task[DiffusionStage]):
             raise ValueError(f"teacher: got a {descriptions[-1]}, expected a {descriptions[0]} as the student is.")
         self.condition_names = family.conditions
         self.fixed_size = family.fixed_size
-        has_experts = self.pipeline.components.get(EXPERTS[1]) is not None
-        self.reads_calls = not family.conditions or bool(self._image_columns()) or has_experts
+        self.reads_calls = not family.conditions or bool(self._image_columns()) or self._has_two_transformers
         super().check(stages)
         if any(stage.trainable == "lora" for stage in stages):
             import_peft()
@@ -212,8 +221,7 @@ class DiffusionTask(Task[DiffusionStage]):
         """
         arguments = None if data is None else open_arguments(data)
         latents = open_latents(data) if data is not None and arguments is None else None
-        takes_text = "encoder_hidden_states" in self.condition_names
-        self._check_data(stages, arguments, latents, takes_text)
+        self._check_data(stages, arguments, latents)
         prompts: list[str] = []
         if arguments is not None:
             # With a time for each token, Wan 2.2 5B starts from an image, too.
@@ -227,7 +235,7 @@ class DiffusionTask(Task[DiffusionStage]):
             for stage in stages:
                 self._check_shape(self._latent_shape(stage) if latents is None else latents.shape, stage, latents)
         conditions: Any
-        if takes_text:
+        if self._takes_text:
             conditions = TextConditions(self._encode, prompts)
         else:
             conditions = ClassConditions(self.student.config.get("num_embeds_ada_norm"))
@@ -256,7 +264,7 @@ class DiffusionTask(Task[DiffusionStage]):
             def sample(arguments: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
                 return sample_calls(self.pipeline, self.component, self.teacher, arguments, stage, seed)
 
-            return CallReader(sample, source.arguments, stage, key, state)
+            return CallReader(sample, source.arguments, key, state)
         teacher = (self.teacher, self.pipeline.scheduler)
         shape = self._latent_shape(stage)
         return TrajectoryReader(teacher, shape, source.conditions, stage, key, state, self.show_bars)
@@ -332,17 +340,13 @@ class DiffusionTask(Task[DiffusionStage]):
             self.student.disable_gradient_checkpointing()
 
     def _check_data(
-        self,
-        stages: Sequence[DiffusionStage],
-        arguments: PipelineArguments | None,
-        latents: Latents | None,
-        takes_text: bool,
+        self, stages: Sequence[DiffusionStage], arguments: PipelineArguments | None, latents: Latents | None
     ) -> None:
         """Raise ValueError if the data do not suit the model, a loss needs latents instead, or texts cannot be encoded."""
         columns = () if latents is None else latents.columns
         if latents is not None:
-            self._check_latents(latents, takes_text)
-        if arguments is None and latents is None and (takes_text or self.reads_calls):
+            self._check_latents(latents)
+        if arguments is None and latents is None and (self._takes_text or self.reads_calls):
             raise ValueError("data: got None with a model of texts, expected latents or a list of prompts.")
         if arguments is not None and "class_labels" in self.condition_names:
             raise ValueError("data: got prompts with a model of classes, expected latents or None.")
@@ -352,13 +356,13 @@ class DiffusionTask(Task[DiffusionStage]):
         encodes = "prompt_embeds" not in columns or any(stage.drop_condition for stage in stages)
         if arguments is not None:
             encodes = "prompt" in arguments.rows[0]
-        if takes_text and encodes and self.pipeline.components.get("text_encoder") is None:
+        if self._takes_text and encodes and self.pipeline.components.get("text_encoder") is None:
             raise ValueError(
                 "teacher: got a pipeline without text encoder, expected "
                 "one, or latents with prompt_embeds and drop_condition 0."
             )
 
-    def _check_latents(self, latents: Latents, takes_text: bool) -> None:
+    def _check_latents(self, latents: Latents) -> None:
         """Raise ValueError if the model cannot be trained on latents, or they lack a column that conditions it."""
         model = type(self.student).__name__
         if not self.condition_names:
@@ -366,7 +370,7 @@ class DiffusionTask(Task[DiffusionStage]):
         parameters = inspect.signature(type(self.pipeline).__call__).parameters
         if self.pipeline.config.get("expand_timesteps") and "image" in parameters:
             raise ValueError("data: got latents with a first frame as condition (TI2V), expected prompts and images.")
-        text_columns = ("prompt_embeds", "prompt") if takes_text else ("class_labels", "label")
+        text_columns = ("prompt_embeds", "prompt") if self._takes_text else ("class_labels", "label")
         missing = [column for column in self._image_columns() if column not in latents.columns]
         if not set(text_columns) & set(latents.columns):
             missing.insert(0, text_columns[0])
