@@ -33,8 +33,10 @@ example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text none --layers 2/3 --set window=2
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text notes.txt --keep 1/6
   mhla-hf convert sentence-transformers/all-MiniLM-L6-v2 out/minilm-mhla --text notes.txt
-  mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
-Without text, and for models other than those of text, distillation recovers the quality: mhla-hf distill.
+  mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --samples prompts.txt --device cuda
+  mhla-hf convert facebook/DiT-XL-2-256 out/dit-mhla --samples 1,207,281,985
+  mhla-hf convert facebook/deit-small-patch16-224 out/deit-mhla --samples photos
+Without text or samples, distillation recovers the quality: mhla-hf distill. After samples, it brings models closer still.
 """
 PLAN = """\
 example:
@@ -69,6 +71,7 @@ example:
   mhla-hf recipes --model meta-llama/Llama-3.2-1B --tflops 300           with memory and hours, for this model
 Memory is that of one process: weights, gradients, moments, the teacher, activations, and logits.
 """
+MAX_IMAGES = 256  # that a classifier learns from
 # Kind of model -> (function that loads one, recipe that distills it), for all but causal language models.
 OTHER_KINDS = {"images": ("load_classifier", None), "encoders": ("load_encoder", "encoder")}
 
@@ -79,8 +82,10 @@ def convert_options(add: AddArgument) -> None:
     add("out", metavar="OUT", help="output folder")
     add("--text", help="text that a language model or an encoder learns from: file, folder or dataset; none: nothing is "
         "learned (default: self, what the model itself writes, for a language model, and none for an encoder)")  # fmt: skip
+    add("--samples", help="what a pipeline or classifier learns from: a .txt file with one prompt per line, class labels "
+        "such as 1,207, or a folder or dataset of images (default: nothing is learned)")  # fmt: skip
     add("--keep", help="KV heads of a language model that keep softmax: a share, a number, or a cache size such as 64MiB "
-        "(default: 1/6)")  # fmt: skip
+        "(default: 1/6); with --samples, layers that keep softmax: a share or a number")  # fmt: skip
     add("--context", type=parse_count, help="tokens at which --keep counts bytes (default: the model's positions)")
     add(
         "--layers",
@@ -94,18 +99,20 @@ def convert_options(add: AddArgument) -> None:
         help="of learning: 0.5 takes half of the time and is less exact (default: 1)",
     )
     add_dtype_option(add)
+    add("--device", default="cpu", help="where the model learns, as torch names it (default: cpu)")
     add("--seed", type=parse_seed, default=0, help="random seed (default: 0)")
     add("--revision", help="branch, tag or commit on the Hub")
     add("--overwrite", action="store_true", help="replace the MHLA model in OUT")
 
 
 def run_convert(
-    model: str, out: str, text: str | None, keep: str | None, context: int | None, layers: str | None, settings: list[str],
-    effort: float, dtype: str, seed: int, revision: str | None, overwrite: bool, progress: bool, **_: Any,
+    model: str, out: str, text: str | None, samples: str | None, keep: str | None, context: int | None,
+    layers: str | None, settings: list[str], effort: float, dtype: str, device: str, seed: int, revision: str | None,
+    overwrite: bool, progress: bool, **_: Any,
 ) -> None:  # fmt: skip
-    parsed_settings = parse_settings(settings)
-    parsed_layers = parse_layers(layers)
-    parsed_keep = None if keep is None else parse_keep(keep)
+    options: dict[str, Any] = {"layers": parse_layers(layers), **parse_settings(settings)}
+    learning: dict[str, Any] = {"effort": effort, "seed": seed, "progress": progress}
+    learning["keep"] = None if keep is None else parse_keep(keep)
     check_new_folder(out, overwrite)
     if text not in (None, "self", "none"):
         check_data(text)
@@ -118,52 +125,94 @@ def run_convert(
     from ..checkpoints.save import save_model
     from ..conversion import convert
 
-    load_options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "revision": revision}
-    if load.is_pipeline(model, revision):
-        if text not in (None, "none"):
-            raise ValueError(f"text: got {text!r} with {model!r}, a pipeline, expected a causal language model.")
+    load_options: dict[str, Any] = {"dtype": dtype, "device": load.choose_device(device), "revision": revision}
+    kind = "pipelines" if load.is_pipeline(model, revision) else load.find_model_kind(model, revision)
+    if text not in (None, "none") and kind in ("pipelines", "images"):
+        raise ValueError(f"text: got {text!r} with {model!r}, expected a causal language model or an encoder of text.")
+    if samples is not None and kind not in ("pipelines", "images"):
+        raise ValueError(f"samples: got {samples!r} with {model!r}, expected a pipeline or an image classifier.")
+    if kind == "pipelines":
+        learning["samples"] = samples and read_pipeline_samples(samples)
         pipeline = load.load_pipeline(model, **load_options)
         torch.manual_seed(seed)
-        transformer = convert(pipeline, layers=parsed_layers, **parsed_settings).transformer
+        transformer = convert(pipeline, **learning, **options).transformer
         save_model(pipeline, out, overwrite=overwrite)
         words = ["mhla-hf", "distill", out, "--teacher", model, "--trust-remote-code", "--out", f"{out}-distilled"]
-        layers_text = f"{type(transformer).__name__}, layers {transformer.config.mhla['layers']} are MHLA"
-        print(f"{out}: {layers_text}; next, distill it: {shlex.join(words)} --recipe RECIPE --data PROMPTS")
+        print(f"{render_layers(out, transformer)}; next, distill it: {shlex.join(words)} --recipe RECIPE --data PROMPTS")
         return
-    kind = load.find_model_kind(model, revision)
-    if text not in (None, "none") and kind == "images":
-        raise ValueError(f"text: got {text!r} with {model!r}, expected a causal language model or an encoder of text.")
-    if text is None:
-        text = "none" if kind in OTHER_KINDS else "self"
     loader_name, recipe = OTHER_KINDS.get(kind or "", ("load_language_model", "language_llama_lite"))
     base, processor = getattr(load, loader_name)(model, **load_options)
-    torch.manual_seed(seed)
-    learning_options: dict[str, Any] = {}
     checkpoint = Path(f"{out}.part")
-    if text != "none":
-        learning_options = {
-            "tokenizer": processor,
-            "text": text,
-            "keep": parsed_keep,
-            "context": context,
-            "effort": effort,
-            "seed": seed,
-            "checkpoint": checkpoint,
-            "progress": progress,
-        }
-    converted = convert(base, layers=parsed_layers, **learning_options, **parsed_settings)
+    if samples is not None:
+        learning["samples"] = read_image_samples(samples, processor, base.config, seed)
+    elif text not in (None, "none") or (text is None and kind not in OTHER_KINDS):
+        text = text or "self"
+        learning |= {"text": text, "tokenizer": processor, "context": context, "checkpoint": checkpoint}
+    torch.manual_seed(seed)
+    convert(base, **learning, **options)
     files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
-    save_model(converted, out, processor, overwrite, files)
+    save_model(base, out, processor, overwrite, files)
     checkpoint.unlink(missing_ok=True)
-    if learning_options:
-        print(render_conversion(out, converted.config.mhla_measured))
+    if "text" in learning:
+        print(render_conversion(out, base.config.mhla_measured))
         return
     next_step = "distill it with conversion/image_classifier.py"
     if recipe:
         words = ["mhla-hf", "distill", out, "--teacher", model, "--out", f"{out}-distilled", "--recipe", recipe]
         next_step = f"distill it: {shlex.join(words)} --data TEXT"
-    config = converted.config
-    print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; next, {next_step}")
+    print(f"{render_layers(out, base)}; next, {next_step}")
+
+
+def read_pipeline_samples(samples: str) -> list[int] | list[str]:
+    """Return the class labels in "1,207", or the prompts in a .txt file with one per line.
+
+    Raises:
+        ValueError: It is neither, or the file does not exist or has no prompt.
+    """
+    from ..training.datasets.latents import read_prompts
+
+    items = [item.strip() for item in samples.split(",")]
+    if all(item.isdecimal() for item in items):
+        return [int(item) for item in items]
+    prompts = read_prompts(samples)
+    if prompts is None:
+        raise ValueError(f"samples: got {samples!r}, expected a .txt file of prompts, or class labels such as 1,207.")
+    return prompts
+
+
+def read_image_samples(samples: str, processor: Any, config: Any, seed: int) -> Any:
+    """Return the pixels of up to `MAX_IMAGES` images of a folder or dataset, drawn at random: fp32 [N, C, H, W].
+
+    Args:
+        samples: The folder or dataset; see `open_images`.
+        processor: The image processor of the classifier.
+        config: The configuration of the classifier.
+        seed: Seed of the draw.
+    """
+    import torch
+
+    from ..training.datasets.images import open_images, preprocess
+
+    images = open_images(samples)
+    rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:MAX_IMAGES].tolist()
+    return preprocess(processor, [images.image(row, getattr(config, "num_channels", 3)) for row in rows])
+
+
+def render_layers(out: str, model: Any) -> str:
+    """Render which layers of a model are MHLA, and the errors that a conversion with samples measured.
+
+    Args:
+        out: The folder of the converted model.
+        model: The model, or the transformer of a pipeline.
+    """
+    config = model.config
+    total = f" of {config.num_hidden_layers}" if hasattr(config, "num_hidden_layers") else ""
+    line = f"{out}: {type(model).__name__}, layers {config.mhla['layers']}{total} are MHLA"
+    if measured := getattr(config, "mhla_measured", None):
+        names = {"converted": "converted", "fitted": "fitted", "kept": "with softmax layers"}
+        errors = [f"{name} {measured['output'][key]:.4g}" for key, name in names.items() if key in measured["output"]]
+        line += f"; relative squared error of the output: {', '.join(errors)} ({measured['seconds']} s)"
+    return line
 
 
 def render_conversion(out: str, measured: Mapping[str, Any]) -> str:

@@ -85,17 +85,24 @@ def convert(
         TypeError, ValueError: An argument is not valid. The model is unchanged.
     """
     learning: dict[str, Any] = {"keep": keep, "effort": effort, "seed": seed, "progress": progress}
+    unused = {"context": context, "checkpoint": checkpoint}
     if samples is not None:
-        for name, value in (("text", text), ("context", context), ("checkpoint", checkpoint)):
-            if value is not None:
-                raise ValueError(f"{name}: got {value!r:.40} along with samples, expected None.")
+        check_unused("along with samples", text=text, **unused)
         calibration = importlib.import_module(".calibration", __package__)  # imports diffusers
         return calibration.convert_with_samples(model, settings, layers, overrides, samples, **learning)
     if text is not None:
         language = importlib.import_module(".language", __package__)  # imports the data modules
-        learning |= {"context": context, "checkpoint": checkpoint}
+        learning |= unused
         return language.convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning)
+    check_unused("without text or samples", keep=keep, **unused)
     if is_of_diffusers(model):
         diffusers_models = importlib.import_module(".diffusers_models", __package__)  # imports diffusers
         return diffusers_models.convert_diffusion(model, settings, layers, overrides)
     return convert_transformers_model(model, settings, layers, overrides)
+
+
+def check_unused(reason: str, **arguments: object) -> None:
+    """Raise ValueError if one of some arguments, which a conversion would not read for the reason given, is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name}: got {value!r:.40} {reason}, expected None.")

@@ -13,12 +13,13 @@ import pytest
 import torch
 import transformers
 from diffusers import DiffusionPipeline
+from PIL import Image
 from safetensors.torch import load_file
 from small_encoders import softmax_encoder
 from small_models import CACHE
 from small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_tokenizer
 from small_towers import softmax_tower
-from tiny_pipelines import generate, sana_pipeline, wan_pipeline
+from tiny_pipelines import dit_pipeline, generate, sana_pipeline, wan_pipeline
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -84,6 +85,15 @@ def test_an_image_classifier_is_converted(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "form:       mixing_form softmax, layout [2, 2], feature_map relu, normalize True\n" in said
     assert "--recipe RECIPE" in said
+    images = tmp_path / "images" / "one"
+    images.mkdir(parents=True)
+    for number in range(16):
+        Image.new("RGB", (40, 40), (16 * number, 0, 0)).save(images / f"{number}.png")
+    learning = ["--samples", str(images.parent), "--keep", "1", "--effort", "0.1"]
+    assert main(["convert", str(tmp_path / "vit"), str(tmp_path / "learned"), *learning]) == 0
+    config = AutoModelForImageClassification.from_pretrained(tmp_path / "learned").config
+    assert len(config.mhla["layers"]) == 1 and config.mhla_measured["steps"] == 10
+    assert f"fitted {config.mhla_measured['output']['fitted']:.4g}, with softmax layers" in capsys.readouterr().out
     softmax_tower("SiglipVisionModel").save_pretrained(tmp_path / "tower")
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "tower"), str(tmp_path / "new")]) == 2
@@ -107,9 +117,9 @@ def test_an_encoder_is_converted_with_its_head(tmp_path, monkeypatch, capsys, ki
     small_tokenizer().save_pretrained("encoder")
     line = ["encoder", "out", "--layers", "1,2", "--set", "block_size=8", "--quiet"]
     assert main(["convert", *line]) == 0
-    assert (
-        capsys.readouterr().out == "out: layers [1, 2] of 3 are MHLA; next, distill it: mhla-hf distill out "
-        "--teacher encoder --out out-distilled --recipe encoder --data TEXT\n"
+    assert capsys.readouterr().out.endswith(
+        ", layers [1, 2] of 3 are MHLA; next, distill it: mhla-hf distill out --teacher encoder --out out-distilled "
+        "--recipe encoder --data TEXT\n"
     )
     auto = getattr(transformers, {"Model": "AutoModel"}.get(head, f"AutoModel{head}"))
     model, info = auto.from_pretrained("out", output_loading_info=True)
@@ -157,6 +167,8 @@ BAD = {
     "layers": ("convert llama new --layers half", "layers: got 'half', expected"),
     "flag of the argument": ("convert llama new --layers half", "mhla-hf convert: --layers: got 'half'"),
     "setting unknown": ("convert llama new --set colour=red", "'colour'"),
+    "keep nothing": ("convert llama new --text none --keep 1", "--keep: got 1 without text or samples, expected None"),
+    "samples of a text model": ("convert llama new --samples prompts.txt", "--samples: got 'prompts.txt' with 'llama'"),
     "end of sequence x": ("convert eos_x new", "field 'eos_token_id'"),
     "a billion blocks": ("convert llama new --set num_blocks=1000000000", "num_blocks: got 1000000000, expected a w"),
     "text with NUL": ("distill llama --recipe recipe.yaml --data nul.txt --out new", "--data: got 'nul.txt', whose"),
@@ -502,3 +514,15 @@ def test_a_pipeline_is_converted_and_stays_itself(tmp_path, capsys):
     assert (generate(pipe) - generate(sana_pipeline())).abs().max() <= 1e-5
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "new")]) == 2
     assert "holds the source of its MHLA model" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_a_pipeline_learns_from_class_labels(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    dit_pipeline().save_pretrained("dit")
+    assert main(["convert", "dit", "new", "--samples", "prompts.pt"]) == 2
+    assert "--samples: got 'prompts.pt', expected a .txt file of prompts, or class" in capsys.readouterr().err
+    assert main(["convert", "dit", "new", "--samples", "1,2", "--effort", "0.05", "--set", "layout=2,2"]) == 0
+    config = DiffusionPipeline.from_pretrained("new", trust_remote_code=True).transformer.config
+    errors = config.mhla_measured["output"]
+    assert errors["fitted"] < errors["converted"] and config.mhla["feature_map"] == "hedgehog"
+    assert f"converted {errors['converted']:.4g}, fitted {errors['fitted']:.4g}" in capsys.readouterr().out
