@@ -1,0 +1,266 @@
+"""Compare MHLA with what else makes a video model faster, by speed and by distance from its samples, on one CPU core.
+
+    python -m experiments.diffusion_peers --out out/grids
+
+The model is the small Wan of `experiments.calibrate_grids`, which is trained if OUT has no `wan.safetensors`. Each way runs
+the same 20 sampling steps from the same noise as the original: at a size that the original was trained on, and at one with
+13.5 times as many tokens, where attention takes most of the time. No weight of the original changes.
+"""
+
+import argparse
+import contextlib
+import functools
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, PyramidAttentionBroadcastConfig
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from mhla_hf.checkpoints.file_io import write_json
+from mhla_hf.checkpoints.provenance import describe_run
+from mhla_hf.cli import script
+from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
+from mhla_hf.conversion.teacher import replaced_cores
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.training.denoising import sample_latents
+
+from .calibrate_grids import CALIBRATED, STARTS, TASKS, Size, converted, train
+from .digits_dit import CLASSES
+from .rows import describe_setup
+
+SIZES: tuple[Size, ...] = ((16, 16, 16), (24, 48, 48))
+STEPS, EXACT_STEPS = 20, 5
+ROUNDS = 2  # of which the faster one counts
+TILE = (4, 4, 8)  # tokens along each axis
+NEAR_TILES = 1  # that local attention reads on each side
+SPARSE_SHARE = 8  # sparse attention reads one of so many tiles
+PLAIN = "plain linear attention, calibrated"
+compiled_attention = torch.compile(flex_attention)
+TileChoice = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], torch.Tensor]
+
+
+def near_tiles(q: torch.Tensor, k: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+    """Return which tiles are at most `NEAR_TILES` apart along every axis, bool [1, 1, tiles, tiles]; see `TiledCore`."""
+    places = torch.cartesian_prod(*map(torch.arange, counts))
+    return ((places[:, None] - places).abs() <= NEAR_TILES).all(-1)[None, None]
+
+
+def similar_tiles(q: torch.Tensor, k: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+    """Return the tiles whose mean key fits each tile's mean query best, and its own: bool [B, H, tiles, tiles]."""
+    q, k = (x.unflatten(2, (-1, TILE[0] * TILE[1] * TILE[2])).mean(3) for x in (q, k))
+    scores = q @ k.mT  # [B, H, tiles, tiles]
+    count = max(1, scores.shape[-1] // SPARSE_SHARE)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count).indices, True)
+    return chosen | torch.eye(scores.shape[-1], dtype=torch.bool)
+
+
+class TiledCore(nn.Module):
+    """Computes softmax attention over some tiles of the grid, by PyTorch's `flex_attention`, in place of an MHLA core.
+
+    Args:
+        core: The MHLA core.
+        choose: Called with q and k [B, H, T, K], tile by tile, and the number of tiles along each axis. Returns which tiles
+            of keys each tile of queries reads, bool [B or 1, H or 1, tiles, tiles].
+    """
+
+    def __init__(self, core: Any, choose: TileChoice) -> None:
+        super().__init__()
+        self.core = core
+        self.choose = choose
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grid: Size, rotate: Any, **options: Any
+    ) -> torch.Tensor:
+        """Attend. See `GridMHLA` for the arguments; returns [B, T, H, V]."""
+        counts = tuple(size // side for size, side in zip(grid, TILE, strict=True))
+        order = tile_order(tuple(grid), counts)
+        q, k = rotate(q, k)
+        q, k, v = (x[:, order].transpose(1, 2).contiguous() for x in (q, k, v))
+        chosen = self.choose(q, k, counts)
+        numbers = chosen.sum(-1, dtype=torch.int32)
+        indices = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
+        mask = BlockMask.from_kv_blocks(numbers, indices, BLOCK_SIZE=TILE[0] * TILE[1] * TILE[2])
+        o = compiled_attention(q, k, v, block_mask=mask)
+        return o.transpose(1, 2)[:, order.argsort()]
+
+
+@functools.cache
+def tile_order(grid: Size, counts: Size) -> torch.Tensor:
+    """Return the indices of the tokens, row by row, in the order of their tiles, int64 [T]."""
+    return Blocks.grid(grid, counts).index(torch.device("cpu")).argsort(stable=True)
+
+
+class Way(NamedTuple):
+    """A way to run the model.
+
+    Attributes:
+        start: Key of `STARTS`, or None for the original.
+        context: Returns a context manager in which the model runs in this way.
+        exact_steps: Number of first steps that use the original's attention.
+    """
+
+    start: str | None
+    context: Callable[[Any, Callable[[], float]], contextlib.AbstractContextManager[Any]]
+    exact_steps: int = 0
+
+
+def unchanged(model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
+    """Run a model as it is."""
+    return contextlib.nullcontext()
+
+
+def one_kept(model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
+    """Compute the layer whose conversion alone changes the output most by softmax."""
+    layers = model.config.mhla_measured["layers"]
+    chosen = int(max(layers, key=lambda index: layers[index]["alone"]))
+    return softmax_layers({chosen: grid_layers(model)[chosen]})
+
+
+def tiled(choose: TileChoice, model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
+    """Compute all layers by softmax over some tiles; see `TiledCore`."""
+    return replaced_cores(grid_layers(model), lambda core: TiledCore(core, choose))
+
+
+@contextlib.contextmanager
+def broadcast(model: Any, now: Callable[[], float]) -> Iterator[None]:
+    """Reuse the output of each self-attention in every second step; `now` returns the time of the step."""
+    model.enable_cache(
+        PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(100, 900),
+            spatial_attention_block_identifiers=("blocks",),
+            current_timestep_callback=now,
+        )
+    )
+    try:
+        yield
+    finally:
+        model.disable_cache()
+
+
+WAYS = {
+    "softmax": Way(None, unchanged),
+    "MHLA, calibrated": Way(CALIBRATED, unchanged),
+    "MHLA, calibrated, one of four layers softmax": Way(CALIBRATED, one_kept),
+    f"MHLA, calibrated, softmax in the first {EXACT_STEPS} steps": Way(CALIBRATED, unchanged, EXACT_STEPS),
+    PLAIN: Way(PLAIN, unchanged),
+    "local: tiles of 128 tokens and their neighbors (`flex_attention`)": Way(
+        CALIBRATED, functools.partial(tiled, near_tiles)
+    ),
+    "sparse: the eighth of the tiles that fits best (`flex_attention`)": Way(
+        CALIBRATED, functools.partial(tiled, similar_tiles)
+    ),
+    "PAB, every second step": Way(None, broadcast),
+    "MHLA, calibrated, with PAB": Way(CALIBRATED, broadcast),
+}
+
+
+def sample(model: Any, way: Way, size: Size, seed: int) -> tuple[torch.Tensor, float]:
+    """Sample one video in a way.
+
+    Args:
+        model: The model, converted if the way needs it.
+        way: The way.
+        size: Size of the latents.
+        seed: Seed of the noise and of the class.
+
+    Returns:
+        The video [1, 1, *size], and the seconds per step.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    conditions = TASKS["wan"].conditions(torch.randint(CLASSES, (1,), generator=generator))
+    noise = torch.randn(1, 1, *size, generator=generator)
+    times: list[float] = []
+
+    def prepare(_: torch.Tensor, now: float) -> None:
+        times.append(now)
+        if way.start is not None:
+            model.use_base_attention(len(times) <= way.exact_steps)
+
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    with torch.no_grad(), way.context(model, lambda: times[-1]):
+        started = time.perf_counter()
+        video = sample_latents(model, scheduler, noise, conditions, None, steps=STEPS, guidance=1.0, on_step=prepare)
+        seconds = time.perf_counter() - started
+    return video, seconds / STEPS
+
+
+def measure(folder: Path, seeds: int) -> list[dict[str, Any]]:
+    """Measure all ways.
+
+    Args:
+        folder: Folder with the weights of the original, which is trained if it has none.
+        seeds: Number of seeds, each of a fit and of a video.
+
+    Returns:
+        Rows with "way", "size", "distances" (squared, relative to the squared norm of the original's video, by seed), and
+        "seconds" per step.
+    """
+    task = TASKS["wan"]
+    teacher = train(task, folder / "wan.safetensors")
+    rows: dict[tuple[str, Size], dict[str, Any]] = {}
+    for seed in range(seeds):
+        models: dict[str | None, Any] = {None: teacher}
+        models |= {start: converted(task, teacher, STARTS[start], seed) for start in (CALIBRATED, PLAIN)}
+        for size in SIZES:
+            for _ in range(ROUNDS if seed == 0 else 1):
+                for name, way in WAYS.items():
+                    video, seconds = sample(models[way.start], way, size, seed)
+                    if name == "softmax":
+                        expected = video
+                    row = rows.setdefault(
+                        (name, size), {"way": name, "size": size, "distances": [], "seconds": seconds}
+                    )
+                    row["seconds"] = min(row["seconds"], seconds)
+                    distance = float((video - expected).square().sum() / expected.square().sum())
+                    row["distances"][seed:] = [distance]
+                    print(f"{size}, {name}: {distance:.4f}, {seconds:.3f} s per step", file=sys.stderr, flush=True)
+    return list(rows.values())
+
+
+def render_peers(record: Mapping[str, Any]) -> str:
+    """Render the table: distance and speed at each size."""
+    sizes = list(dict.fromkeys(tuple(row["size"]) for row in record["rows"]))
+    titles = [f"{title}, {' x '.join(map(str, size))}" for size in sizes for title in ("distance", "times faster")]
+    lines = [f"| attention | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
+    exact = {tuple(row["size"]): row["seconds"] for row in record["rows"] if row["way"] == "softmax"}
+    for name in dict.fromkeys(row["way"] for row in record["rows"]):
+        cells = []
+        for row in (row for row in record["rows"] if row["way"] == name):
+            low, high = min(row["distances"]), max(row["distances"])
+            cells += [
+                f"{statistics.mean(row['distances']):.4f} ({low:.4f} to {high:.4f})" if high else "0",
+                f"{exact[tuple(row['size'])] / row['seconds']:.2f}",
+            ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    seconds = " and ".join(f"{value:.2f}" for value in exact.values())
+    return "\n".join([*lines, "", f"A step of softmax takes {seconds} s. {describe_setup(record)}"])
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the script, and return the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/grids"), help="folder to create, or with a trained model")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parser.parse_args(arguments)
+    if args.seeds < 1:
+        parser.error(f"--seeds: got {args.seeds}, expected at least 1.")
+    torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = measure(args.out, args.seeds)
+    record = {"rows": rows, **describe_run(shlex.join(["python", "-m", "experiments.diffusion_peers", *arguments]))}
+    write_json(args.out / "diffusion_peers.json", record)
+    print(render_peers(record))
+    return record
+
+
+if __name__ == "__main__":
+    script(main, "diffusion_peers")
