@@ -120,6 +120,22 @@ def image_positions(height, width):
     return torch.cat([torch.zeros(len(places), 1), places], 1)
 
 
+def image_sequence(family, sizes, noise):
+    """Arguments of a transformer for one image and those that it is an edit of, one after the other."""
+    parts = [JOINT_ARGUMENTS[family](size, noise) for size in sizes]
+    arguments = {**parts[0], "hidden_states": torch.cat([part["hidden_states"] for part in parts], 1)}
+    if family == "qwen-image":
+        batch = len(arguments["img_shapes"])
+        return {**arguments, "img_shapes": [[(1, *size) for size in sizes]] * batch}
+    for number, part in enumerate(parts):
+        part["img_ids"][:, 0] = number
+    arguments["img_ids"] = torch.cat([part["img_ids"] for part in parts])
+    if "attention_mask" in arguments:
+        added = arguments["hidden_states"].shape[1] - sizes[0][0] * sizes[0][1]
+        arguments["attention_mask"] = torch.nn.functional.pad(arguments["attention_mask"], (0, added), value=1.0)
+    return arguments
+
+
 def chroma(size, noise):
     """Arguments of Chroma. Its pipeline casts the mask to the dtype of the model, so that softmax adds it to the scores."""
     tokens = {"hidden_states": noise(size[0] * size[1], 8), "encoder_hidden_states": noise(6, 32)}

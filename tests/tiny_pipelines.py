@@ -4,6 +4,8 @@
 arguments of its transformer.
 """
 
+import functools
+
 import torch
 from diffusers import (
     AutoencoderDC,
@@ -27,7 +29,7 @@ from diffusers import (
     WanVACETransformer3DModel,
 )
 from tiny_grids import ARGUMENTS, SIZES
-from tiny_joint import JOINT_ARGUMENTS, JOINT_SIZES, joint_size
+from tiny_joint import JOINT_ARGUMENTS, JOINT_SIZES, image_sequence, joint_size
 from transformers import (
     Gemma2Config,
     Gemma2Model,
@@ -133,7 +135,7 @@ def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
 
     Args:
         family: A key of `TRANSFORMERS`.
-        size: Size of the latents without channels.
+        size: Size of the latents without channels; of several images, a list.
         batch: Batch size.
         seed: Seed of the values.
     """
@@ -144,7 +146,8 @@ def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
 
     sizes = TRANSFORMERS[family][1]
     if family in JOINT_ARGUMENTS:
-        return {"timestep": torch.full((batch,), 0.5), **JOINT_ARGUMENTS[family](size or joint_size(family), noise)}
+        make = functools.partial(image_sequence, family) if isinstance(size, list) else JOINT_ARGUMENTS[family]
+        return {"timestep": torch.full((batch,), 0.5), **make(size or joint_size(family), noise)}
     if family in ARGUMENTS:
         size = size or {"ltx": (3, 4, 5), "hunyuan-dit": (16, 16)}.get(family.rstrip(".23"), (3, 8, 10))
         return {"timestep": torch.full((batch,), 500.0), **ARGUMENTS[family](size, noise)}

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..models.diffusion_inputs import find_self_attentions
 from ..models.grid_attention import find_grid_attentions
-from ..nn.joint import TextTokens, far_block_mask
+from ..nn.joint import TextTokens, far_block_mask, split_grids
 from ..ops.blocks import Blocks
 from .fit import NEGLIGIBLE, OutputFit, center_maps, far_masses
 from .model_family import is_of_diffusers
@@ -136,7 +136,7 @@ def balance_joint_masses(
     rotated: tuple[torch.Tensor, torch.Tensor],
     far: tuple[torch.Tensor, torch.Tensor],
     text: TextTokens,
-    grid: Sequence[int],
+    grid: Sequence[Any],
 ) -> None:
     """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
 
@@ -147,10 +147,11 @@ def balance_joint_masses(
         rotated: Rotated queries and keys of the grid, [B, T, H, K].
         far: Those that the feature maps read.
         text: The tokens of the text.
-        grid: Number of tokens along each axis.
+        grid: Number of tokens along each axis; of several grids, a tuple each.
     """
     (q, k), settings = rotated, core.settings
-    blocks = Blocks.grid(tuple(grid), core.mixing.layout)
+    grids = split_grids(grid)
+    blocks = Blocks.grid(grids[0], core.mixing.layout, others=grids[1:])
     index = blocks.index(q.device)
     rows = torch.linspace(0, len(index) - 1, min(START_QUERIES, len(index)), device=q.device).long()
     mixing = core.mixing(blocks.counts)[0].expand(q.shape[2], -1, -1)  # [H, M, M]

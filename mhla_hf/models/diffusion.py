@@ -101,8 +101,8 @@ class MHLATransformerMixin:
         defaults = [name for name in self.config.get("_use_default_values", []) if name not in values]
         self.register_to_config(**values, _use_default_values=defaults)
 
-    def token_grid(self: Any, hidden_states: torch.Tensor, **arguments: Any) -> tuple[int, ...]:
-        """Compute the number of tokens along each axis of the grid from the arguments of a forward pass.
+    def token_grid(self: Any, hidden_states: torch.Tensor, **arguments: Any) -> tuple[Any, ...]:
+        """Compute the number of tokens along each axis of the grid from the arguments of a forward pass; see `read_grid`.
 
         Args:
             hidden_states: Latents, with the axes that `family.kind.latents` names.

@@ -3,6 +3,7 @@
 The forms of a family are named by its `AttentionKind`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -194,48 +195,56 @@ ROTARY_FORMS = {
 }
 
 
-def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[int, ...]:
-    """Compute the grid of an image from the positions of its tokens, the last but one column its rows (Flux).
+def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ...]:
+    """Compute the grid of an image from the positions of its tokens, the second column its rows (Flux).
 
     Args:
-        positions: Int or float [T, 3] or [B, T, 3].
+        positions: Int or float [T, 3 or 4] or [B, T, 3 or 4]; of several images, one after the other.
         num_tokens: Number of tokens T.
 
+    Returns:
+        Rows and columns; of several images, as for editing, a tuple of these for each.
+
     Raises:
-        ValueError: They are not those of one image in row-major order.
+        ValueError: They are not those of images in row-major order, each from (0, 0) on.
     """
     places = positions.reshape(-1, num_tokens, positions.shape[-1])[0, :, 1:3].long().cpu()
-    height, width = (int(side) + 1 for side in places[-1])
-    rows, columns = torch.arange(height), torch.arange(width)
-    if height * width != num_tokens or not torch.equal(places, torch.cartesian_prod(rows, columns)):
-        expected = "those of one image in row-major order; further images, as for editing, make no grid"
-        raise ValueError(f"img_ids: got positions of {num_tokens} tokens, expected {expected}.")
-    return height, width
+    first_tokens = (places == 0).all(-1).nonzero().flatten().tolist()
+    images = places.tensor_split(first_tokens[1:])
+    grids = tuple((int(image[-1, 0]) + 1, int(image[-1, 1]) + 1) for image in images)
+    for image, grid in zip(images, grids, strict=True):
+        if not torch.equal(image, torch.cartesian_prod(*map(torch.arange, grid))):
+            expected = "those of images in row-major order, each from (0, 0) on"
+            raise ValueError(f"img_ids: got positions of {num_tokens} tokens, expected {expected}.")
+    return grids if len(grids) > 1 else grids[0]
 
 
-def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[int, ...]:
+def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[Any, ...]:
     """Compute the grid of an image from the sizes that Qwen-Image gets.
 
     Args:
         shapes: (frames, rows, columns) of each image, in a list for each row of the batch if a row may have several images.
-        num_tokens: Number of tokens T.
+        num_tokens: Number of tokens T of a row.
+
+    Returns:
+        As `grid_of_positions`; frames count as rows.
 
     Raises:
-        ValueError: They are not those of one image per row with T tokens.
+        ValueError: They are not those of T tokens, or not the same in all rows.
     """
     first = shapes[0] if isinstance(shapes[0], list) else [shapes[0]]
-    frames, height, width = first[0]
-    if len(first) > 1 or frames * height * width != num_tokens or any(shape != shapes[0] for shape in shapes):
-        expected = f"one image of {num_tokens} tokens per row; further images, as for editing, make no grid"
+    grids = tuple((frames * height, width) for frames, height, width in first)
+    if sum(map(math.prod, grids)) != num_tokens or any(shape != shapes[0] for shape in shapes):
+        expected = f"images of {num_tokens} tokens together, the same in all rows"
         raise ValueError(f"img_shapes: got {shapes}, expected {expected}.")
-    return frames * height, width
+    return grids if len(grids) > 1 else grids[0]
 
 
 POSITION_FORMS = {"img_ids": grid_of_positions, "img_shapes": grid_of_shapes}
 
 
-def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-    """Compute the number of tokens along each axis of the grid.
+def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Compute the number of tokens along each axis of the grid; of several images, a tuple for each.
 
     Args:
         kind: The kind of the family.

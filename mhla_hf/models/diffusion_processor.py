@@ -24,27 +24,27 @@ class GridState(threading.local):
     """The grid of the forward pass that runs in the current thread, shared by a model and all of its processors.
 
     Attributes:
-        grid: Number of tokens per axis, or None outside of a forward pass.
+        grid: Number of tokens per axis, for each image if there are several; None outside of a forward pass.
         uses_base: Whether MHLA layers attend as the base does (`use_base_attention`).
     """
 
     def __init__(self) -> None:
         # `threading.local` calls this once in every thread.
-        self.grid: tuple[int, ...] | None = None
+        self.grid: tuple[Any, ...] | None = None
         self.uses_base = False
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Make copies and pickles start without a grid, because a copied model is not in the middle of a forward pass."""
         return type(self), ()
 
-    def current_grid(self) -> tuple[int, ...]:
+    def current_grid(self) -> tuple[Any, ...]:
         """Return the grid; raise ValueError if no forward pass of the whole transformer is running."""
         if self.grid is None:
             expected = "a call of the whole transformer; to run blocks again, use its enable_gradient_checkpointing"
             raise ValueError(f"grid: got none, expected {expected}.")
         return self.grid
 
-    def run(self, grid: tuple[int, ...] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, grid: tuple[Any, ...] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function with `grid` as the current grid, and return its result.
 
         The previous grid is restored afterwards, even if the function raises an exception.

@@ -1,11 +1,12 @@
 """The attention processor of MHLA layers in which tokens of text and of a grid share one attention, as in Flux."""
 
+import math
 from typing import Any
 
 import torch
 
 from ..nn.grid import rotate_pairs
-from ..nn.joint import TextTokens
+from ..nn.joint import TextTokens, split_grids
 from .diffusion_inputs import ROTARY_FORMS, attention_parts, project_heads
 from .diffusion_processor import GridAttnProcessor, allow_base_attention
 
@@ -21,7 +22,7 @@ class TextGridAttnProcessor(GridAttnProcessor):
     def count_text(self, num_tokens: int) -> int:
         """Return the number of text tokens in one sequence of text and grid; raise ValueError if the grid is larger."""
         grid = self.state.current_grid()
-        num_text = num_tokens - torch.Size(grid).numel()
+        num_text = num_tokens - sum(map(math.prod, split_grids(grid)))
         if num_text < 0:
             raise ValueError(f"grid: got {grid} for {num_tokens} tokens, expected at most as many.")
         return num_text

@@ -7,8 +7,12 @@ z_ts = <q_t, k_s> / sqrt(K), features phi, and a learned balance b per head:
     o_t = (sum_near e^z_ts v_s + e^b sum_far m[b(t), b(s)] <phi(q_t), phi(k_s)> v_s) / (the same with 1 for v_s)
 
 A query of the text reads all tokens by softmax.
+
+There may be several grids, such as an image and those that it is an edit of. Each is cut into the same number of blocks, and
+block m has the tokens of block m of every grid, so a query's own block has the same place in all images.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -83,6 +87,11 @@ def softmax_beside_zero(
         scale=q.shape[3] ** -0.5,
     ).transpose(1, 2)
     return o[..., :value_width], o[..., value_width : value_width + 1], o[..., value_width + 1 : value_width + 2]
+
+
+def split_grids(grid: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Return the size of each grid, where `grid` is that of the only one or has a tuple for each."""
+    return tuple(grid) if isinstance(grid[0], tuple) else (tuple(grid),)
 
 
 def near_blocks(counts: Sequence[int], window: int) -> list[list[int]]:
@@ -174,18 +183,18 @@ class JointMHLA(MHLACore):
         v: torch.Tensor,
         text: TextTokens,
         *,
-        grid: Sequence[int],
+        grid: Sequence[Any],
         hidden_states: torch.Tensor | None = None,
         rotate: Rotation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend over the text and the grid.
 
         Args:
-            q: [B, T, H, K], the T tokens of the grid in row-major order.
+            q: [B, T, H, K], the T tokens of the grid in row-major order; of several grids, one after the other.
             k: [B, T, H, K].
             v: [B, T, H, V].
             text: The tokens of the text, of which there may be none.
-            grid: Number of tokens along each axis, with as many axes as `settings.layout`.
+            grid: Number of tokens along each axis, with as many axes as `settings.layout`; of several grids, a tuple each.
             hidden_states: [B, T, hidden_size], the input of the layer for the tokens of the grid, which the gate reads.
             rotate: Rotary embedding of q and k; None if there is none. With `rope="near"`, only the softmax part has it.
 
@@ -195,7 +204,8 @@ class JointMHLA(MHLACore):
         Raises:
             ValueError: If the grid does not have T tokens.
         """
-        blocks = Blocks.grid(tuple(grid), self.mixing.layout)
+        grids = split_grids(grid)
+        blocks = Blocks.grid(grids[0], self.mixing.layout, others=grids[1:])
         if blocks.length != q.shape[1]:
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
         mixing, balance = self.mixing(blocks.counts)
@@ -221,7 +231,10 @@ class JointMHLA(MHLACore):
                 full_mask = full_mask.to(v.dtype)
             text_o = F.scaled_dot_product_attention(text_q, keys, values, attn_mask=full_mask).transpose(1, 2)
         o = self.finish_output(o, hidden_states, v.dtype)
-        return o + self.cpe(v, grid) if self.settings.cpe else o, text_o
+        if self.settings.cpe:
+            images = v.split([math.prod(one) for one in grids], 1)
+            o = o + torch.cat([self.cpe(image, one) for image, one in zip(images, grids, strict=True)], 1)
+        return o, text_o
 
     def attend_near(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: TextTokens, blocks: Blocks

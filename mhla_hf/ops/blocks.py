@@ -23,12 +23,15 @@ class Blocks:
         block_size: Tokens per block of a sequence; the last block may be shorter. None for a grid, whose axes are split as
             by `numpy.array_split`: the first blocks get one extra token if the axis does not divide evenly.
         prefix: Number of tokens before the grid (class or register tokens). They form one extra block, block 0.
+        others: Shapes of further grids, whose tokens come after those of the first. Each is split into the same number of
+            blocks, and block m has the tokens of block m of every grid.
     """
 
     shape: tuple[int, ...]
     counts: tuple[int, ...]
     block_size: int | None = None
     prefix: int = 0
+    others: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
     def sequence(length: int, block_size: int) -> "Blocks":
@@ -47,14 +50,19 @@ class Blocks:
 
     @staticmethod
     def grid(
-        shape: int | tuple[int, ...] | list[int], counts: int | tuple[int, ...] | list[int], *, prefix: int = 0
+        shape: int | tuple[int, ...] | list[int],
+        counts: int | tuple[int, ...] | list[int],
+        *,
+        prefix: int = 0,
+        others: tuple[tuple[int, ...], ...] = (),
     ) -> "Blocks":
         """Split each axis of a grid into a fixed number of blocks.
 
         Args:
             shape: Number of tokens along each of the 1 to 3 axes.
-            counts: Number of blocks along each axis; clamped to the number of tokens on that axis.
+            counts: Number of blocks along each axis; clamped to the number of tokens on that axis, of the smallest grid.
             prefix: Number of tokens before the grid, which form one extra block.
+            others: Shapes of further grids after the first; see `Blocks`.
 
         Raises:
             ValueError: If `shape` does not have 1 to 3 axes, `counts` differs from it in length, either holds anything but
@@ -71,22 +79,22 @@ class Blocks:
             check_positive_int(f"counts[{axis}]", count)
         if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 0:
             raise ValueError(f"prefix: got {prefix!r}, expected an integer of at least 0.")
-        clamped = tuple(min(size, count) for size, count in zip(shape, counts, strict=True))
-        return Blocks(shape, clamped, prefix=prefix)
+        clamped = tuple(min(sizes) for sizes in zip(shape, counts, *others, strict=True))
+        return Blocks(shape, clamped, prefix=prefix, others=others)
 
     @property
     def length(self) -> int:
         """Number of tokens T, prefix tokens included."""
-        return math.prod(self.shape) + self.prefix
+        return math.prod(self.shape) + self.prefix + sum(map(math.prod, self.others))
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks M, the prefix block included."""
         return math.prod(self.counts) + (self.prefix > 0)
 
-    def axis_sizes(self, axis: int) -> tuple[int, ...]:
-        """Return the size of each block along one axis, in tokens; the sizes sum to `shape[axis]`."""
-        length, count = self.shape[axis], self.counts[axis]
+    def axis_sizes(self, axis: int, shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Return the size of each block along one axis of a grid (default: the first), in tokens; they sum to its length."""
+        length, count = (self.shape if shape is None else shape)[axis], self.counts[axis]
         if self.block_size is not None:
             return (self.block_size,) * (count - 1) + (length - self.block_size * (count - 1),)
         size, remainder = length // count, length % count
@@ -94,38 +102,52 @@ class Blocks:
 
     def sizes(self) -> tuple[int, ...]:
         """Return the number of tokens in each of the M blocks, in block order."""
-        sizes: tuple[int, ...] = (1,)
-        for axis in range(len(self.shape)):
-            sizes = tuple(outer * inner for outer in sizes for inner in self.axis_sizes(axis))
+        grids = []
+        for shape in (self.shape, *self.others):
+            sizes: tuple[int, ...] = (1,)
+            for axis in range(len(shape)):
+                sizes = tuple(outer * inner for outer in sizes for inner in self.axis_sizes(axis, shape))
+            grids.append(sizes)
+        sizes = tuple(map(sum, zip(*grids, strict=True)))
         return (self.prefix, *sizes) if self.prefix else sizes
 
     @property
     def equal(self) -> bool:
         """Whether all blocks have the same number of tokens."""
-        grid = all(len(set(self.axis_sizes(axis))) == 1 for axis in range(len(self.shape)))
+        shapes = (self.shape, *self.others)
+        grid = all(len(set(self.axis_sizes(axis, shape))) == 1 for shape in shapes for axis in range(len(shape)))
         return grid and self.prefix in (0, self.sizes()[-1])
 
     @property
     def contiguous(self) -> bool:
         """Whether every block is a contiguous run of the row-major tokens, with the runs in block order."""
+        if self.others:
+            return set(self.counts) == {1}
         return all(count == 1 or self.counts[:axis] == self.shape[:axis] for axis, count in enumerate(self.counts))
 
     def index(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the block of each token, int64 [T]; tokens and blocks are both numbered in row-major order."""
+        if self.others:
+            block = torch.cat([self._index_grid(shape, device) for shape in (self.shape, *self.others)])
+        else:
+            block = self._index_grid(self.shape, device)
+        return torch.cat([block.new_zeros(self.prefix), block + 1]) if self.prefix else block
+
+    def _index_grid(self, shape: tuple[int, ...], device: torch.device | str | None) -> torch.Tensor:
+        """Return the block of each token of one grid, int64 [tokens], without the prefix."""
         block = torch.zeros(1, dtype=torch.int64, device=device)
-        for axis, count in enumerate(self.counts):
-            position = torch.arange(self.shape[axis], device=device)
+        for length, count in zip(shape, self.counts, strict=True):
+            position = torch.arange(length, device=device)
             if self.block_size is not None:
                 block_on_axis = position // self.block_size
             else:
-                size = self.shape[axis] // count
-                remainder = self.shape[axis] % count
+                size, remainder = length // count, length % count
                 end_of_larger = remainder * (size + 1)  # the first `remainder` blocks have one extra token
                 in_larger = position // (size + 1)
                 in_smaller = remainder + (position - end_of_larger) // size
                 block_on_axis = torch.where(position < end_of_larger, in_larger, in_smaller)
             block = (block[:, None] * count + block_on_axis[None, :]).flatten()
-        return torch.cat([block.new_zeros(self.prefix), block + 1]) if self.prefix else block
+        return block
 
 
 def check_positive_int(name: str, value: object) -> None:

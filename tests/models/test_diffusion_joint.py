@@ -7,10 +7,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import FluxKontextPipeline
 from ops_cases import distance
+from PIL import Image
 from small_models import shaken
-from tiny_joint import JOINT_SIZES, TEXT_LAST, VIDEOS, joint_size
-from tiny_pipelines import inputs, tiny_transformer
+from tiny_grid_pipelines import flux_pipeline
+from tiny_joint import JOINT_SIZES, PACKED, TEXT_LAST, VIDEOS, joint_size
+from tiny_pipelines import embedding, inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf.models.diffusion_inputs import find_self_attentions
@@ -33,6 +36,36 @@ def test_all_blocks_near_is_stock(family, window, layout):
     arguments = inputs(family, joint_size(family, 3, 5, 7), batch=2)
     assert distance(model(**arguments).sample, stock(**arguments).sample) <= 1e-5
     assert model.mhla_state.grid is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", PACKED)
+def test_images_to_edit_share_the_blocks_of_the_new_image(family):
+    """As in Flux Kontext and Qwen-Image-Edit: with all blocks near, as stock; without MHLA's far blocks, otherwise."""
+    model, stock = tiny_transformer(family), tiny_transformer(family)
+    mhla_hf.convert(model, layers="all", window=2, layout=[2, 2])
+    arguments = inputs(family, [(5, 7), (4, 3), (2, 6)], batch=2)
+    expected = stock(**arguments).sample
+    assert expected.shape[1] == 59 and distance(model(**arguments).sample, expected) <= 1e-5
+    local = mhla_hf.convert(tiny_transformer(family), layers="all", window=1, layout=[2, 2])
+    assert distance(local(**arguments).sample, expected) > 1e-3
+
+
+@torch.no_grad()
+def test_flux_kontext():
+    """The pipeline, with an image of another size than the new one."""
+    image = Image.effect_noise((80, 48), 90).convert("RGB")
+    size = {"height": 64, "width": 96, "max_area": 64 * 96, "_auto_resize": False}
+    texts = {"prompt_embeds": embedding(1, 6, 32), "pooled_prompt_embeds": embedding(1, 8)}
+
+    def sample(**settings):
+        pipe = FluxKontextPipeline(**flux_pipeline().components)
+        if settings:
+            mhla_hf.convert(pipe, layers="all", layout=[2, 2], **settings)
+        options = {"num_inference_steps": 2, "output_type": "latent", "generator": torch.Generator().manual_seed(0)}
+        return pipe(image=image, **size, **texts, **options).images
+
+    assert distance(sample(window=2), sample()) <= 1e-5 < distance(sample(window=1), sample())
 
 
 @contextlib.contextmanager

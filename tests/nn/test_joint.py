@@ -1,5 +1,6 @@
 """Attention over a text and a grid: its definition as a T x T computation, and its ends, softmax and linear attention."""
 
+import dataclasses
 from itertools import product
 from math import prod
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from ops_cases import distance
 
 from mhla_hf import MHLASettings
-from mhla_hf.nn.joint import JointMHLA, TextTokens, near_blocks
+from mhla_hf.nn.joint import JointMHLA, TextTokens, near_blocks, split_grids
 
 HEADS, WIDTH, NUM_TEXT = 2, 4, 5
 SIZES = {"num_heads": HEADS, "key_dim": WIDTH, "value_dim": WIDTH, "hidden_size": HEADS * WIDTH}
@@ -31,6 +32,9 @@ def heads(num_tokens, batch=2, dtype=torch.float64, scale=1.5):
 
 def block_places(grid, layout):
     """The place of the block of each token along each axis, as `numpy.array_split` cuts axes: list of tuples."""
+    if isinstance(grid[0], tuple):
+        counts = [min(sizes) for sizes in zip(layout, *grid, strict=True)]
+        return [place for image in grid for place in block_places(image, counts)]
     parts = [torch.arange(n).tensor_split(min(n, m)) for n, m in zip(grid, layout, strict=True)]
     by_axis = [[i for i, part in enumerate(axis) for _ in part] for axis in parts]
     return list(product(*by_axis))
@@ -47,7 +51,7 @@ def definition(core, q, k, v, text, grid, text_bias):
     """T x T: softmax weights of text and near blocks, MHLA weights of far blocks, over their sum; q and k not rotated."""
     settings = core.settings
     places = block_places(grid, settings.layout)
-    counts = [min(n, m) for n, m in zip(grid, settings.layout, strict=True)]
+    counts = [min(sizes) for sizes in zip(settings.layout, *split_grids(grid), strict=True)]
     index = torch.tensor([sum(p * prod(counts[i + 1 :]) for i, p in enumerate(place)) for place in places])
     weights, balance = core.mixing(counts)
     gap = (torch.tensor(places)[:, None] - torch.tensor(places)).abs().amax(-1)
@@ -68,6 +72,7 @@ def definition(core, q, k, v, text, grid, text_bias):
 
 
 GRIDS = [((5, 7), [2, 3]), ((1, 4, 3), [2, 2, 2]), ((3, 5, 4), [2, 2, 3]), ((4, 4), [1, 1])]
+GRIDS += [(((5, 7), (3, 4)), [2, 3]), (((4, 6), (1, 3), (4, 4)), [2, 2])]  # several images
 
 
 @pytest.mark.parametrize("masked", [None, "bool", "bias"])
@@ -78,7 +83,7 @@ def test_definition(grid, layout, local, masked):
     rope = "near" if masked else "before"
     core = core_of(layout, feature_map="softmax", rope=rope, per_head=masked == "bool", **local)
     torch.manual_seed(2)
-    q, k, v = (x.requires_grad_() for x in heads(torch.Size(grid).numel()))
+    q, k, v = (x.requires_grad_() for x in heads(sum(map(prod, split_grids(grid)))))
     texts = [x.requires_grad_() for x in heads(NUM_TEXT)]
     bias = torch.zeros(2, NUM_TEXT, dtype=torch.float64)
     mask = None
@@ -141,3 +146,15 @@ def test_near_blocks():
     assert near_blocks([2, 3], 1) == [[i] for i in range(6)]
     assert near_blocks([1, 4], 2) == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]
     assert near_blocks([2, 3], 2)[0] == [0, 1, 3, 4] and near_blocks([2, 3], 3) == [[*range(6)]] * 6
+
+
+@torch.no_grad()
+def test_the_position_convolution_sees_each_image_alone():
+    torch.manual_seed(3)
+    grids = ((5, 7), (3, 4))
+    (q, k, v), text = heads(47, dtype=torch.float32), TextTokens(*heads(NUM_TEXT, dtype=torch.float32))
+    core = core_of([2, 2], torch.float32, cpe=3)
+    with_cpe = core(q, k, v, text, grid=grids)[0]
+    images = [core.cpe(x, grid) for x, grid in zip(v.split([35, 12], 1), grids, strict=True)]
+    core.settings = dataclasses.replace(core.settings, cpe=0)
+    assert distance(core(q, k, v, text, grid=grids)[0] + torch.cat(images, 1), with_cpe) <= 1e-6

@@ -242,9 +242,9 @@ def kernel_blocks(
         starts: int64 [B], as in `mhla`; None if there is no left padding.
         edges: int32 [M, 2], the blocks of packed sequences, as in `KernelBlocks`; else None.
     """
-    num_axes = len(numbers) // 2 - 1
-    block_size, prefix = numbers[-2:]
-    blocks = Blocks(tuple(numbers[:num_axes]), tuple(numbers[num_axes:-2]), block_size or None, prefix)
+    block_size, prefix, num_axes, *sizes = numbers
+    counts, shape, *others = (tuple(sizes[i : i + num_axes]) for i in range(0, len(sizes), num_axes))
+    blocks = Blocks(shape, counts, block_size or None, prefix, tuple(others))
     size = blocks.block_size
     if edges is not None:
         assert size is not None  # packed sequences have blocks of a fixed size
@@ -258,8 +258,12 @@ def kernel_blocks(
 
 
 def blocks_as_numbers(blocks: Blocks) -> list[int]:
-    """Convert `Blocks` to integers, as operator schemas require: shape, counts, block size or 0, and prefix."""
-    return [*blocks.shape, *blocks.counts, blocks.block_size or 0, blocks.prefix]
+    """Convert `Blocks` to integers, as operator schemas require.
+
+    These are the block size or 0, the prefix, the number of axes, the counts, and the shape of each grid.
+    """
+    others = [size for shape in blocks.others for size in shape]
+    return [blocks.block_size or 0, blocks.prefix, len(blocks.counts), *blocks.counts, *blocks.shape, *others]
 
 
 @lru_cache(maxsize=1024)  # large, because a captured CUDA graph keeps reading the tables of its grid

@@ -32,6 +32,7 @@ GRIDS = {
     "2-D": Blocks.grid((5, 7), (2, 3)),
     "3-D": Blocks.grid((3, 4, 4), (2, 2, 2)),
     "prefix": Blocks.grid((5, 6), (2, 3), prefix=3),
+    "images": Blocks.grid((5, 7), (2, 3), others=((4, 3), (2, 6))),
     "even": Blocks.grid((4, 6), (2, 2)),
     "even 3-D": Blocks.grid((2, 4, 4), (2, 2, 2)),
     "thirds": Blocks.sequence(24, 6),
