@@ -13,6 +13,7 @@ from diffusers import (
     AutoencoderKLLTX2Video,
     AutoencoderKLLTXVideo,
     DDIMScheduler,
+    FluxKontextPipeline,
     FluxPipeline,
     HunyuanDiTPipeline,
     Kandinsky5T2VPipeline,
@@ -22,7 +23,8 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
-from tiny_pipelines import LETTERS, flow, image_vae, t5, tiny_transformer
+from PIL import Image
+from tiny_pipelines import LETTERS, embedding, flow, image_vae, t5, tiny_transformer
 from transformers import BertConfig, BertModel, BertTokenizer, T5Config, T5EncoderModel
 
 
@@ -128,11 +130,21 @@ def flux_pipeline() -> FluxPipeline:
     return FluxPipeline(**texts, vae=vae, scheduler=flow(), transformer=tiny_transformer("flux", in_channels=16))
 
 
+def kontext_pipeline() -> FluxKontextPipeline:
+    """Return a pipeline that edits an image, and is called with `EDIT`."""
+    return FluxKontextPipeline(**flux_pipeline().components)
+
+
 def aura_flow_pipeline() -> AuraFlowPipeline:
     parts = {"vae": image_vae(), "scheduler": flow(), "transformer": tiny_transformer("aura-flow")}
     return AuraFlowPipeline(**text(), **parts)
 
 
+EDIT = {
+    "image": Image.linear_gradient("L").resize((80, 48)).convert("RGB"),
+    **{"height": 64, "width": 96, "max_area": 64 * 96, "_auto_resize": False},
+    **{"prompt_embeds": embedding(1, 6, 32), "pooled_prompt_embeds": embedding(1, 8)},
+}
 GRID_PIPELINES = {
     "ltx": ltx_pipeline,
     "ltx2": ltx2_pipeline,

@@ -7,13 +7,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import FluxKontextPipeline
 from ops_cases import distance
-from PIL import Image
 from small_models import shaken
-from tiny_grid_pipelines import flux_pipeline
+from tiny_grid_pipelines import EDIT, kontext_pipeline
 from tiny_joint import JOINT_SIZES, PACKED, TEXT_LAST, VIDEOS, joint_size
-from tiny_pipelines import embedding, inputs, tiny_transformer
+from tiny_pipelines import inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf.models.diffusion_inputs import find_self_attentions
@@ -54,16 +52,13 @@ def test_images_to_edit_share_the_blocks_of_the_new_image(family):
 @torch.no_grad()
 def test_flux_kontext():
     """The pipeline, with an image of another size than the new one."""
-    image = Image.effect_noise((80, 48), 90).convert("RGB")
-    size = {"height": 64, "width": 96, "max_area": 64 * 96, "_auto_resize": False}
-    texts = {"prompt_embeds": embedding(1, 6, 32), "pooled_prompt_embeds": embedding(1, 8)}
 
     def sample(**settings):
-        pipe = FluxKontextPipeline(**flux_pipeline().components)
+        pipe = kontext_pipeline()
         if settings:
             mhla_hf.convert(pipe, layers="all", layout=[2, 2], **settings)
         options = {"num_inference_steps": 2, "output_type": "latent", "generator": torch.Generator().manual_seed(0)}
-        return pipe(image=image, **size, **texts, **options).images
+        return pipe(**EDIT, **options).images
 
     assert distance(sample(window=2), sample()) <= 1e-5 < distance(sample(window=1), sample())
 

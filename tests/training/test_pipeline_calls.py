@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from tiny_bare_pipelines import BARE_ARGUMENTS, BARE_PIPELINES
-from tiny_grid_pipelines import GRID_PIPELINES
+from tiny_grid_pipelines import EDIT, GRID_PIPELINES, kontext_pipeline
 from tiny_pipelines import CALLS, PIPELINES, PROMPT, TRANSFORMERS, inputs, tiny_transformer
 from tiny_wan_pipelines import IMAGES, SIZE, WAN_DATA, WAN_PIPELINES, picture
 
@@ -104,6 +104,11 @@ def test_every_family_from_its_pipeline(lab, tmp_path, name):
 def test_joint_families_from_their_pipelines(lab, tmp_path, name):
     data = [BARE_ARGUMENTS[name]]
     distill(tmp_path / "a", name, data=data, pipelines=BARE_PIPELINES, stages=stages(size=None))
+    assert all(entry["loss"] > 0 for entry in lab.history(tmp_path / "a"))
+
+
+def test_an_image_and_its_edit(lab, tmp_path):
+    distill(tmp_path / "a", "kontext", data=[EDIT], pipelines={"kontext": kontext_pipeline}, stages=stages(size=None))
     assert all(entry["loss"] > 0 for entry in lab.history(tmp_path / "a"))
 
 
