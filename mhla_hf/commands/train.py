@@ -138,7 +138,9 @@ def run_convert(
         transformer = convert(pipeline, **learning, **options).transformer
         save_model(pipeline, out, overwrite=overwrite)
         words = ["mhla-hf", "distill", out, "--teacher", model, "--trust-remote-code", "--out", f"{out}-distilled"]
-        print(f"{render_layers(out, transformer)}; next, distill it: {shlex.join(words)} --recipe RECIPE --data PROMPTS")
+        print(
+            f"{render_layers(out, transformer)}; next, distill it: {shlex.join(words)} --recipe RECIPE --data PROMPTS"
+        )
         return
     loader_name, recipe = OTHER_KINDS.get(kind or "", ("load_language_model", "language_llama_lite"))
     base, processor = getattr(load, loader_name)(model, **load_options)
