@@ -141,8 +141,8 @@ def measure_step(
     """
     with task.prepare(stage), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         for model in (task.student, task.teacher):
-            if model is not None:
-                model.to_empty(device="cpu")
+            for module in model.modules() if model is not None else ():  # each only once, if blocks share one
+                module.to_empty(device="cpu", recurse=False)
         set_trainable(task.student, stage, {})
         task.set_gradient_checkpointing(recipe.run.get("gradient_checkpointing", False))
         inputs = make_inputs()
