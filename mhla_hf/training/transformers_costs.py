@@ -26,7 +26,8 @@ from .tasks import find_task
 from .tasks.base import Task
 from .trainable import set_trainable
 
-MEASURED_SAMPLES = (8, 16)
+# Enough for the peak to be where the backward pass begins, not where it ends with all gradients.
+MEASURED_SAMPLES = (16, 32)
 
 
 def estimate_transformers_costs(config: Any, recipe: Recipe, tflops: float | None = None) -> dict[str, Any]:

@@ -44,7 +44,10 @@ def test_a_step_takes_the_memory_that_is_told(name):
     assert (task.teacher.dtype is torch.bfloat16) is (precision == "bf16")
 
 
-@pytest.mark.parametrize(("config", "names"), [(VIT, {"image_distill", "image_features"}), (BERT, {"encoder"})])
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [pytest.param(VIT, {"image_distill", "image_features"}, marks=pytest.mark.slow), (BERT, {"encoder"})],
+)
 def test_recipes_of_a_model(tmp_path, config, names):
     """Only those that convert a model of its kind."""
     config.save_pretrained(tmp_path)
