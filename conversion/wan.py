@@ -1,7 +1,7 @@
 """Turn Wan into a video model with MHLA: load, convert, distill from the original, evaluate, write the card.
 
     python conversion/wan.py --data prompts.txt --out out/wan
-    torchrun --nproc_per_node 8 conversion/wan.py --recipe wan_paper --data LATENTS --out out/wan
+    torchrun --nproc_per_node 4 conversion/wan.py --recipe wan_paper --data LATENTS --out out/wan
     python conversion/wan.py --data prompts.txt --out out/wan --judge table_5_vbench --set python=PYTHON_WITH_VBENCH
 
 No videos are needed: for prompts, the softmax original samples trajectories, and the student learns to predict what the

@@ -26,17 +26,15 @@ from .checkpoints.provenance import describe_run
 from .conversion import convert
 from .conversion.model_family import softmax_config
 from .conversion.sizes import cache_of_layers, cache_of_mhla, compare_caches
-from .conversion.transformers_models import family_to_convert, reason_to_keep_softmax
+from .conversion.transformers_models import reason_to_keep_softmax
 from .evaluation.records import render_rows
 from .models.cache import MHLACacheLayer
 from .models.causal_attention import find_causal_attentions
-from .models.configuration import MHLAConfig
-from .models.families import ENCODERS, VISION
-from .models.language import MHLAForCausalLM
 from .nn.settings import is_whole
 from .training.costs import count_active_parameters, estimate_costs
 from .training.diffusion_costs import estimate_diffusion_costs, read_pipeline_configs, suits_transformer
 from .training.recipe import read_recipe, recipe_names
+from .training.transformers_costs import estimate_transformers_costs, model_without_weights, suits_config
 
 TIMED_LENGTHS = tuple(256 << n for n in range(10))
 ROUNDS = 3  # measurements per length
@@ -128,22 +126,6 @@ def check_tflops(tflops: float | None) -> None:
         raise ValueError(f"tflops: got {tflops!r}, expected a number above 0.")
 
 
-def model_without_weights(config: Any) -> Any:
-    """Return the causal language model of a configuration, in eval mode on the meta device.
-
-    Raises:
-        NotConvertible, ValueError: The model is not a softmax language model that can be converted.
-    """
-    start = f"model: got {config.model_type!r}"
-    if getattr(config, "mhla", None) is not None:
-        raise ValueError(f"{start}, an MHLA model already, expected a softmax one.")
-    if (family := family_to_convert(config.model_type)) in (*ENCODERS, *VISION):
-        kind = "a vision tower" if family in VISION else "an encoder of text"
-        raise ValueError(f"{start}, {kind}, expected a causal language model.")
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).eval()
-
-
 def compare_saved_caches(config: Any, tokens: int) -> dict[str, int] | None:
     """Return the cache sizes of a converted decoder and of its softmax original.
 
@@ -168,8 +150,8 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
     """Describe the package's training recipes.
 
     Args:
-        model: Folder or Hub id of a softmax language model or a pipeline. The costs of the recipes that convert a model of
-            this kind are estimated for it. Without it, only those of recipes for language models from scratch are.
+        model: Folder or Hub id of a softmax model of transformers or a pipeline. The costs of the recipes that convert a
+            model of this kind are estimated for it. Without it, only those of recipes for language models from scratch are.
         tflops: See `plan`.
 
     Returns:
@@ -184,19 +166,11 @@ def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> 
     recipes = []
     for name in recipe_names():
         recipe = read_recipe(name)
-        student = None
-        settings = dict(recipe.settings)
-        if recipe.task == "language" and "preset" in settings:
-            with torch.device("meta"):
-                student = MHLAForCausalLM(MHLAConfig.preset(settings.pop("preset"), **settings))
-            sizes = student.num_parameters(), count_active_parameters(student)
-        elif recipe.task == "language" and config is not None:
-            student = model_without_weights(copy.deepcopy(config))
-            sizes = student.num_parameters(), count_active_parameters(student)
-            student = convert(student, **settings)
-        costs = {} if student is None else estimate_costs(student, recipe, *sizes, tflops)
+        costs: dict[str, Any] = {}
         if pipeline and suits_transformer(recipe, pipeline[0]):
             costs = estimate_diffusion_costs(*pipeline, recipe, tflops)
+        elif suits_config(recipe, config):
+            costs = estimate_transformers_costs(config, recipe, tflops)
         recipes.append({
             "name": name,
             "task": recipe.task,

@@ -16,7 +16,8 @@ from mhla_hf import planning
 from mhla_hf.cli import main
 from mhla_hf.conversion.transformers_models import NotConvertible
 from mhla_hf.models.cache import MHLACacheLayer
-from mhla_hf.planning import advise, find_crossover, model_without_weights, render_plan
+from mhla_hf.planning import advise, find_crossover, render_plan
+from mhla_hf.training.transformers_costs import model_without_weights
 
 COMMON = {"dtype": "bfloat16", "num_attention_heads": 32, "num_key_value_heads": 8}
 LARGE = {  # as their config.json says it

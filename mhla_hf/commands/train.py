@@ -480,7 +480,7 @@ def recipes_options(add: AddArgument) -> None:
     add(
         "--model",
         metavar="DIR_OR_ID",
-        help="softmax language model to estimate memory and hours for (from config.json)",
+        help="softmax model or pipeline to estimate memory and hours for (from config.json)",
     )
     add("--tflops", type=float, help="with --model: TFLOP/s of the training machine, to estimate hours")
     add_json_option(add)

@@ -5,7 +5,8 @@ from typing import Any
 from torch import nn
 
 from .output_head import CPU_CHUNK, GPU_CHUNK
-from .recipe import Recipe
+from .recipe import CommonStage, Recipe
+from .run_folder import NUM_KEPT_STATES
 from .trainable import set_trainable
 
 FP32_BYTES = 4
@@ -45,7 +46,7 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
     Returns:
         A dict with
             - "stages": a list of dicts with "name", "tokens", "trained" (number of parameters), "memory" (bytes by
-              purpose) and "flops";
+              purpose), "flops" and "disk" (bytes of the states that a run keeps);
             - "memory": the largest total memory of a stage, in bytes;
             - "flops": the FLOPs of all stages, without the products of attention with its keys and values;
             - "tflops": as given;
@@ -79,8 +80,21 @@ def estimate_costs(student: Any, recipe: Recipe, parameters: int, active: int, t
             student_weights = active + student.num_parameters() - parameters
         teacher_weights = active if stage.needs_teacher else 0
         flops = (6 * student_weights + 2 * teacher_weights) * tokens
-        stages.append({"name": stage.name, "tokens": tokens, "trained": trained, "memory": memory, "flops": flops})
+        disk = count_disk(student.num_parameters(), trained, stage)
+        sizes = {"tokens": tokens, "trained": trained, "memory": memory, "flops": flops, "disk": disk}
+        stages.append({"name": stage.name, **sizes})
     return add_up_stages(stages, tflops)
+
+
+def count_disk(parameters: int, trained: int, stage: CommonStage) -> int:
+    """Return the bytes of the states that a run keeps: weights, moments, and the average of `ema`.
+
+    Args:
+        parameters: Number of the student's parameters.
+        trained: Number of those that the stage trains.
+        stage: The stage.
+    """
+    return NUM_KEPT_STATES * FP32_BYTES * (parameters + (3 if stage.ema else 2) * trained)
 
 
 def add_up_stages(stages: list[dict[str, Any]], tflops: float | None) -> dict[str, Any]:

@@ -1,30 +1,22 @@
-"""Estimate the costs of diffusion recipes from the configuration of a transformer.
+"""Estimate the costs of diffusion recipes from the configuration of a transformer; see `step_costs`."""
 
-One training step runs for real, with the task's own losses, on tensors that have sizes and no values
-(`FakeTensorMode`), while the memory that its operators would take is counted. So gradient checkpointing, LoRA, mixed
-precision, and the teacher's share are not formulas of their own. PyTorch's operators for CPUs run, and the form of MHLA in
-PyTorch; the Triton kernels keep less.
-"""
-
+import functools
 import math
 import os
 import types
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import diffusers
 import torch
 from diffusers import AutoModel
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..conversion.model_family import mhla_class, transformer_family
 from ..models.diffusion_inputs import BLOCK_LISTS, read_grid
-from .costs import FP32_BYTES, add_up_stages
+from ..models.dit_transformer import MHLADiTTransformer2DModel
+from .costs import FP32_BYTES, add_up_stages, count_disk
 from .recipe import Recipe
-from .run_folder import NUM_KEPT_STATES
+from .step_costs import count_states, count_trained, measure_step, micro_batch_size, set_modes
 from .tasks.diffusion import DiffusionTask
 from .trainable import find_mhla_attentions, set_trainable
 
@@ -32,42 +24,6 @@ TEXT_TOKENS = 512
 # With FSDP2, a process holds the weights of the block at work and of the next one, and the gradients of one.
 GATHERED_BLOCKS = 2
 MEASURED_DEPTHS = (3, 6)  # multiples of three, for layers "2/3"
-
-
-class MemoryPeak(TorchDispatchMode):
-    """Counts the bytes of the tensors that operators create while the mode is active.
-
-    Attributes:
-        current: Bytes of those that still exist.
-        highest: The largest value of `current`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current = 0
-        self.highest = 0
-        self.storages: Any = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):  # an input, such as a weight, or a tensor that is counted already
-                self.storages.add(tensor.untyped_storage())
-        output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.storages:
-                self._add(tensor.untyped_storage())
-        return output
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage until it is freed."""
-        self.storages.add(storage)
-        size = storage.nbytes()
-        self.current += size
-        self.highest = max(self.highest, self.current)
-        weakref.finalize(storage, self._remove, size)
-
-    def _remove(self, size: int) -> None:
-        self.current -= size
 
 
 def estimate_diffusion_costs(
@@ -85,7 +41,7 @@ def estimate_diffusion_costs(
         tflops: As in `estimate_costs`.
 
     Returns:
-        A dict as that of `estimate_costs`. Each stage also has "disk", the bytes of the states that a run keeps.
+        A dict as that of `estimate_costs`.
     """
     stages = []
     for stage in recipe.stages:
@@ -97,8 +53,9 @@ def estimate_diffusion_costs(
         attention_parameters = sum(x.numel() for module in attentions for x in module.parameters())
         with torch.device("meta"), task.prepare(stage):
             set_trainable(task.student, stage, {})
-            trained = sum(x.numel() for x in task.student.parameters() if x.requires_grad)
-            memory = count_states(task, stage, trained, recipe.processes)
+            trained = count_trained(task)
+            memory = {name: size // recipe.processes for name, size in count_states(task, stage).items()}
+            memory["gathered"] = count_gathered(task.student, trained, recipe.processes)
         memory["activations"] = measure_depths(config, shape, recipe, stage)
         grid = read_grid(task.student.family.kind, task.student.config, torch.empty(1, *shape, device="meta"), {})
         tokens = stage.steps * stage.batch_size * math.prod(grid)
@@ -110,7 +67,7 @@ def estimate_diffusion_costs(
             "trained": trained,
             "memory": memory,
             "flops": (6 * student_weights + 2 * teacher_weights) * tokens,
-            "disk": NUM_KEPT_STATES * FP32_BYTES * (parameters + (3 if stage.ema else 2) * trained),
+            "disk": count_disk(parameters, trained, stage),
         })  # fmt: skip
     return add_up_stages(stages, tflops)
 
@@ -139,7 +96,7 @@ def measure_depths(config: Mapping[str, Any], shape: tuple[int, ...], recipe: Re
         shape: Shape of a sample's latents.
         recipe, stage: The recipe and its stage.
     """
-    depth = config.get("num_layers", 0)
+    depth = 0 if "preset" in recipe.settings else config.get("num_layers", 0)
     if depth <= MEASURED_DEPTHS[1] or recipe.settings.get("layers", "all") not in ("all", "2/3"):
         return measure_activations(config, shape, recipe, stage)
     shallow, deep = (measure_activations({**config, "num_layers": d}, shape, recipe, stage) for d in MEASURED_DEPTHS)
@@ -150,14 +107,8 @@ def measure_activations(config: Mapping[str, Any], shape: tuple[int, ...], recip
     """Return the bytes that a step of a model with all of its layers allocates. See `measure_depths` for the arguments."""
     with torch.device("meta"):
         task = make_task(config, recipe, stage)
-    with task.prepare(stage), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
-        for model in (task.student, task.teacher):
-            if model is not None:
-                model.to_empty(device="cpu")  # fake tensors, which have sizes and no values
-        set_trainable(task.student, stage, {})
-        task.set_gradient_checkpointing(recipe.run.get("gradient_checkpointing", False))
-        batch = make_batch(task, stage, shape, stage.batch_size // stage.grad_accum // recipe.processes)
-        return measure_step(task, stage, batch, recipe.run.get("mixed_precision") == "bf16")
+    count = micro_batch_size(recipe, stage)
+    return measure_step(task, recipe, stage, functools.partial(make_inputs, task, stage, shape, count))[0]
 
 
 def make_task(config: Mapping[str, Any], recipe: Recipe, stage: Any) -> DiffusionTask:
@@ -167,12 +118,13 @@ def make_task(config: Mapping[str, Any], recipe: Recipe, stage: Any) -> Diffusio
     """
     base: Any = getattr(diffusers, config["_class_name"])
     family: Any = transformer_family(base)
-    student = mhla_class(family, base).from_config({**config, "mhla": recipe.settings})
-    teacher = base.from_config(config) if stage.needs_teacher else None
-    if teacher is not None and recipe.run.get("mixed_precision") == "bf16":
-        teacher.to(torch.bfloat16)
-    task = DiffusionTask(student, teacher)
+    if "preset" in recipe.settings:
+        student = MHLADiTTransformer2DModel.from_preset(**recipe.settings)
+    else:
+        student = mhla_class(family, base).from_config({**config, "mhla": recipe.settings})
+    task = DiffusionTask(student, base.from_config(config) if stage.needs_teacher else None)
     task.has_weights = False
+    set_modes(task, recipe)
     return task
 
 
@@ -187,8 +139,8 @@ def latent_shape(config: Mapping[str, Any], vae: Mapping[str, Any], stage: Any) 
     return (config["in_channels"], *frames, *(side // spatial for side in stage.size[-2:]))
 
 
-def make_batch(task: DiffusionTask, stage: Any, shape: tuple[int, ...], count: int) -> dict[str, torch.Tensor]:
-    """Create the tensors of a micro-batch of `count` samples, by the names that `DiffusionTask.take` reads."""
+def make_inputs(task: DiffusionTask, stage: Any, shape: tuple[int, ...], count: int) -> tuple[Any, ...]:
+    """Return the arguments of the task's objective for `count` samples with latents of a shape."""
     config = task.student.config
     width = config.get("text_dim") or config.get("caption_channels")
     batch = {"noisy": torch.empty(count, *shape), "times": torch.empty(count)}
@@ -199,48 +151,12 @@ def make_batch(task: DiffusionTask, stage: Any, shape: tuple[int, ...], count: i
             batch[name] = torch.empty(count, TEXT_TOKENS, *([width] if name == "encoder_hidden_states" else []))
     if stage.loss == "denoising" or stage.data_weight:
         batch["target"] = torch.empty(count, *shape)
-    return batch
+    tensors, weights = task.take(types.SimpleNamespace(take_rows=lambda count, rows: batch), stage, slice(None))
+    return *tensors, *weights
 
 
-def count_states(task: DiffusionTask, stage: Any, trained: int, processes: int) -> dict[str, int]:
-    """Count the bytes that a process holds between the forward and backward passes, by purpose.
-
-    Returns:
-        A dict with the entries of `estimate_costs`' "memory" except for "activations" and "logits", and "average" (of
-        `ema`) and "gathered" (what FSDP2 gathers).
-    """
-    student: Any = task.student
+def count_gathered(student: Any, trained: int, processes: int) -> int:
+    """Return the bytes of the blocks that FSDP2 gathers in each of several processes; 0 for a single one."""
     blocks = [block for name in BLOCK_LISTS for block in getattr(student, name, None) or ()]
     block = max(sum(x.numel() for x in one.parameters()) for one in blocks)
-    blocks_gathered = (GATHERED_BLOCKS + (trained > 0)) * (processes > 1)
-    teacher = 0 if task.teacher is None else sum(x.nbytes for x in task.teacher.parameters())
-    return {
-        "weights": FP32_BYTES * sum(x.numel() for x in student.parameters()) // processes,
-        "gradients": FP32_BYTES * trained // processes,
-        "moments": 2 * FP32_BYTES * trained // processes,
-        "average": FP32_BYTES * trained * (stage.ema > 0) // processes,
-        "teacher": teacher // processes,
-        "gathered": FP32_BYTES * block * blocks_gathered,
-    }
-
-
-def measure_step(task: DiffusionTask, stage: Any, batch: dict[str, torch.Tensor], bf16: bool) -> int:
-    """Run the forward and backward pass of a micro-batch, and return the bytes that it allocates besides gradients.
-
-    Args:
-        task: The task, whose student requires gradients as in `stage`.
-        stage: The stage.
-        batch: The tensors of the micro-batch, by name.
-        bf16: Whether the step runs under autocast to bf16.
-    """
-    tensors, weights = task.take(types.SimpleNamespace(take_rows=lambda count, rows: batch), stage, slice(None))
-    trained = [parameter for parameter in task.student.parameters() if parameter.requires_grad]
-    if stage.grad_accum > 1:  # the gradients of earlier micro-batches
-        for parameter in trained:
-            parameter.grad = torch.empty_like(parameter)
-    with MemoryPeak() as memory:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss, _ = task.objective(stage)(*tensors, *weights)
-        loss.backward()
-    gradients = 0 if stage.grad_accum > 1 else sum(parameter.nbytes for parameter in trained)
-    return memory.highest - gradients
+    return FP32_BYTES * block * (GATHERED_BLOCKS + (trained > 0)) * (processes > 1)

@@ -358,7 +358,7 @@ def test_distill_takes_the_settings_of_a_recipe_from_the_command_line(shelf, tmp
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     given = "--max_steps 3 --batch-size 2 --learning-rate 2e-3 --device cpu --dtype bfloat16 --save-dtype float16"
     given += " --report-to tensorboard --set *.seq_len=64 --set distill.lr=5e-4 --set settings.block_size=32"
-    given += " --set distill.grad_accum=1"
+    given += " --set *.grad_accum=1"
     given += f" --set run.log_every=1 --recipe language_llama_lite --data train.txt --seed 1 --out {tmp_path / 'out'}"
     assert main(["distill", "llama", *given.split()]) == 0
     again = f"mhla-hf evaluate {tmp_path / 'out'} llama --recipe recall"

@@ -1,11 +1,9 @@
 """The memory of a stage of a diffusion recipe is what torch's allocator gives out in a real step."""
 
 import json
-import types
 
 import pytest
-import torch
-from torch.profiler import ProfilerActivity, profile
+from measured_steps import allocated
 
 from mhla_hf.planning import list_recipes
 from mhla_hf.training import diffusion_costs
@@ -25,33 +23,6 @@ def make_recipe(config, loss, trainable, checkpointed, precision, **changes):
     stage |= {"size": [17, 96, 128]} if is_video else {}
     run = {"gradient_checkpointing": checkpointed, "mixed_precision": precision}
     return Recipe([stage], "diffusion", settings={"layers": "2/3" if is_video else "all"}, run=run)
-
-
-def allocated(config, recipe):
-    """The largest sum of what a step allocates and has not freed, as torch's profiler tells."""
-    (stage,) = recipe.stages
-    task = diffusion_costs.make_task(config, recipe, stage)
-    shape = diffusion_costs.latent_shape(task.student.config, VAE, stage)
-    with task.prepare(stage):
-        set_trainable(task.student, stage, {})
-        task.set_gradient_checkpointing(recipe.run["gradient_checkpointing"])
-        batch = diffusion_costs.make_batch(task, stage, shape, stage.batch_size // stage.grad_accum)
-        reader = types.SimpleNamespace(take_rows=lambda count, rows: batch)
-        tensors, weights = task.take(reader, stage, slice(None))
-        objective = task.objective(stage)
-        for _ in range(2):  # the first also creates what stays, as the gradients of earlier micro-batches do
-            if stage.grad_accum == 1:
-                task.student.zero_grad()
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-                with torch.autocast("cpu", torch.bfloat16, enabled=recipe.run["mixed_precision"] == "bf16"):
-                    loss, _ = objective(*tensors, *weights)
-                loss.backward()
-    current = highest = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            current += event.nbytes()
-            highest = max(highest, current)
-    return highest
 
 
 CASES = {  # two models, with every kind of stage
@@ -74,7 +45,10 @@ def test_a_step_takes_the_memory_that_is_told(name):
     recipe = make_recipe(config, *options, **changes)
     (told,) = diffusion_costs.estimate_diffusion_costs(config, VAE, recipe)["stages"]
     gradients = told["memory"]["gradients"] if recipe.stages[0].grad_accum == 1 else 0
-    assert told["memory"]["activations"] + gradients == pytest.approx(allocated(config, recipe), rel=WITHIN)
+    task = diffusion_costs.make_task(config, recipe, recipe.stages[0])
+    shape = diffusion_costs.latent_shape(task.student.config, VAE, recipe.stages[0])
+    inputs = diffusion_costs.make_inputs(task, recipe.stages[0], shape, 4 // recipe.stages[0].grad_accum)
+    assert told["memory"]["activations"] + gradients == pytest.approx(allocated(task, recipe, inputs), rel=WITHIN)
     task = diffusion_costs.make_task(config, recipe, recipe.stages[0])
     with task.prepare(recipe.stages[0]):
         set_trainable(task.student, recipe.stages[0], {})
