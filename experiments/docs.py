@@ -217,6 +217,23 @@ def render_gpu(record: Mapping[str, Any]) -> str:
     )
 
 
+def render_diffusers_tests(record: Mapping[str, Any]) -> str:
+    """Render how many of diffusers' own tests passed and failed, with the stock class and with the MHLA class.
+
+    A star marks families of which only some of the pipeline's tests were run.
+    """
+    lines = [
+        "| family | model tests: stock | MHLA | pipeline tests: stock | MHLA | fails only with MHLA |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for row in record["rows"]:
+        runs = [row[kind][side] if row[kind] else None for kind in ("models", "pipelines") for side in (0, 1)]
+        cells = ["-" if run is None else f"{run[0]} / {run[1]}" for run in runs]
+        star = "*" if "partial" in row else ""
+        lines.append(f"| {row['family']}{star} | {' | '.join(cells)} | {', '.join(row['differs']) or '-'} |")
+    return "\n".join(lines)
+
+
 KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, which is None if there is no JSON file
     "bench": lambda record: f"{command_and_date(record)} {render_bench(record)}",
     "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
@@ -237,6 +254,7 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "costs": lambda record: costs_table(record["rows"]),
     "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
+    "diffusers_tests": render_diffusers_tests,
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),
     "digits_dit": lambda record: f"```text\n{digits_dit.render(record['over_seeds'])}\n```",
     "rank": render_random_rank,

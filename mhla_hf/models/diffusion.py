@@ -58,6 +58,8 @@ class MHLATransformerMixin:
         cls._repeated_blocks = cls._repeated_blocks or [n for n in base._no_split_modules or [] if n.endswith("Block")]
         cls.__init__ = register_to_config(make_constructor(base, cls.mhla_arguments))
         cls.forward = make_forward(base)
+        if hasattr(base, "_load_ip_adapter_weights"):  # what a pipeline's `load_ip_adapter` calls
+            cls._load_ip_adapter_weights = refuse_ip_adapter
         # Without accelerate, diffusers cannot load models with modules that stay in fp32.
         if base._keep_in_fp32_modules or is_accelerate_available():
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
@@ -237,7 +239,12 @@ class MHLAProcessorsMixin:
 
         Args:
             processor: One processor for all layers, or a dictionary of them by name.
+
+        Raises:
+            ValueError: The dictionary does not have as many processors as the model.
         """
+        if isinstance(processor, dict) and len(processor) != len(self.attn_processors):  # diffusers raises the error
+            return super().set_attn_processor(processor)  # type: ignore[misc]
         mhla_processors = {name: current for name, current in self.attn_processors.items() if holds_mhla(current)}
         processors = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
         if any(processors.get(name, current) is not current for name, current in mhla_processors.items()):
@@ -303,6 +310,11 @@ def make_forward(base: Any) -> Callable[..., Any]:
         return self.mhla_state.run(grid, base_forward, self, hidden_states, *args, **kwargs)
 
     return forward
+
+
+def refuse_ip_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise ValueError: an IP-Adapter replaces the processors of all layers, and those of MHLA layers hold weights."""
+    raise ValueError(f"model: got {type(self).__name__}, expected its base: MHLA layers have no IP-Adapter.")
 
 
 def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:

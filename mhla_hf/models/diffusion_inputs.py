@@ -167,8 +167,14 @@ def read_axes(rotary: Any, num_heads: int) -> RotaryAngles:
 
 
 def read_matrices(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read rotation matrices [.., T, 1, K / 2, 2, 2] for pairs of neighboring channels (Kandinsky)."""
-    return rotary[..., 0, 0].repeat_interleave(2, dim=-1), rotary[..., 1, 0].repeat_interleave(2, dim=-1), 1
+    """Read rotation matrices [.., T, 1, K / 2 or 1, 2, 2] for pairs of neighboring channels (Kandinsky).
+
+    One matrix turns all pairs of a head.
+    """
+    cos, sin = rotary[..., 0, 0], rotary[..., 1, 0]
+    if cos.shape[-1] > 1:
+        cos, sin = (x.repeat_interleave(2, dim=-1) for x in (cos, sin))
+    return cos, sin, 1
 
 
 def read_complex(rotary: Any, num_heads: int) -> RotaryAngles:

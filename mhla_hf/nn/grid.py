@@ -25,7 +25,8 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, distance
 
     Args:
         x: [B, T, H, K].
-        cos, sin: [.., T, 1, K] or [.., T, H, K], with every number twice, once for each channel of a pair.
+        cos, sin: [.., T, 1, K] or [.., T, H, K], with every number twice, once for each channel of a pair; or one number
+            for all pairs, [.., T, 1, 1].
         distance: Distance of the two channels of a pair: 1 for neighbors, K / 2 for the halves of a head. Twice the
             distance must divide K.
 

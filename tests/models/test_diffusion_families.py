@@ -13,7 +13,8 @@ from tiny_grids import SIZES
 from tiny_pipelines import inputs, tiny_transformer
 
 import mhla_hf
-from mhla_hf.models.diffusion_inputs import find_self_attentions
+from mhla_hf.models.diffusion_inputs import ROTARY_FORMS, find_self_attentions
+from mhla_hf.nn.grid import rotate_pairs
 
 SOFTMAX = F.scaled_dot_product_attention
 PAPER = {"rope": "after", "normalize": False, "output_norm": True}
@@ -74,6 +75,16 @@ def test_one_block_is_linear_attention(family):
         converted, expected = model(**arguments).sample, stock(**arguments).sample
     assert distance(converted, expected) <= 1e-5
     assert distance(converted, softmax) > 1e-3
+
+
+@pytest.mark.parametrize("pairs", [2, 1])
+def test_one_matrix_for_all_pairs_of_a_head(pairs):
+    """As in a Kandinsky whose axes have so few channels that only one of them rotates."""
+    angles, x = torch.randn(5, 1, pairs), torch.randn(2, 5, 3, 4)
+    cos, sin = angles.cos(), angles.sin()
+    matrices = torch.stack([cos, -sin, sin, cos], dim=-1).unflatten(-1, (2, 2))
+    expected = (matrices @ x.unflatten(-1, (2, 2, 1))).flatten(-3)
+    assert distance(rotate_pairs(x, *ROTARY_FORMS["matrices"](matrices, 3)), expected) <= 1e-6
 
 
 def blocks_of(size, layout):

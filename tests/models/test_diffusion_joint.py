@@ -7,8 +7,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import FluxPipeline, StableDiffusion3Pipeline
 from ops_cases import distance
-from small_models import shaken
+from small_models import refused, shaken
+from tiny_bare_pipelines import bare
 from tiny_grid_pipelines import EDIT, kontext_pipeline
 from tiny_joint import JOINT_SIZES, PACKED, TEXT_LAST, VIDEOS, joint_size
 from tiny_pipelines import inputs, tiny_transformer
@@ -185,3 +187,21 @@ def test_bf16_is_near(family, tmp_path):
     }
     output = half(**floats).sample
     assert output.dtype == torch.bfloat16 and distance(output.float(), expected) <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "pipeline_class", "encoder"),
+    [
+        ("flux", FluxPipeline, "image_encoder_pretrained_model_name_or_path"),
+        ("sd3", StableDiffusion3Pipeline, "image_encoder_folder"),
+    ],
+)
+def test_an_ip_adapter_is_an_error_when_it_is_loaded(family, pipeline_class, encoder):
+    """One layer is MHLA: the softmax layers would take it, and sampling would fail."""
+    pipe = bare(pipeline_class, family)
+    mhla_hf.convert(pipe, layers=[1])
+    processors = pipe.transformer.attn_processors
+    weights = {"image_proj": {"w": torch.zeros(1)}, "ip_adapter": {"w": torch.zeros(1)}}
+    with refused("model: got MHLA", "no IP-Adapter"):
+        pipe.load_ip_adapter(weights, weight_name=None, **{encoder: None})
+    assert all(found is processors[name] for name, found in pipe.transformer.attn_processors.items())

@@ -148,6 +148,14 @@ def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
     assert mhla_layers(model) == [1]
 
 
+def test_processors_that_are_not_one_per_layer_are_an_error_and_change_nothing():
+    model = converted("wan")
+    processors = model.attn_processors
+    with pytest.raises(ValueError, match="number of processors 1 does not match"):
+        model.set_attn_processor({next(iter(processors)): AttnProcessor2_0()})
+    assert all(found is processors[name] for name, found in model.attn_processors.items())
+
+
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_a_converted_model_has_the_methods_of_its_base(family):
     model = converted(family)
