@@ -37,7 +37,7 @@ from .rows import describe_setup
 
 SIZES: tuple[Size, ...] = ((16, 16, 16), (24, 48, 48))
 STEPS, EXACT_STEPS = 20, 5
-ROUNDS = 2  # of which the faster one counts
+ROUNDS = 2  # of the first seed; the fastest run of all counts
 TILE = (4, 4, 8)  # tokens along each axis
 NEAR_TILES = 1  # that local attention reads on each side
 SPARSE_SHARE = 8  # sparse attention reads one of so many tiles

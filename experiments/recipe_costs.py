@@ -108,7 +108,7 @@ def make_row(name: str) -> dict[str, Any]:
 
 def render_costs(record: Mapping[str, Any]) -> str:
     """Render the rows as a table: one line per recipe."""
-    lines = ["| recipe | GPUs | peak, GB (before activations) | samples | hours | disk, GB |", "|---" * 6 + "|"]
+    lines = ["| recipe | devices | peak, GB (before activations) | samples | hours | disk, GB |", "|---" * 6 + "|"]
     for row in record["rows"]:
         stages = row["stages"]
         peak = max(stage["peak"] for stage in stages) / 1e9

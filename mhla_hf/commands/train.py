@@ -1,10 +1,11 @@
 """The commands `mhla-hf convert`, `plan`, `teach`, `distill` and `recipes`."""
 
+import contextlib
 import logging
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def run_convert(
 ) -> None:  # fmt: skip
     options: dict[str, Any] = {"layers": parse_layers(layers), **parse_settings(settings)}
     learning: dict[str, Any] = {"effort": effort, "seed": seed, "progress": progress}
-    learning["keep"] = None if keep is None else parse_keep(keep)
+    learning |= {"keep": None if keep is None else parse_keep(keep), "context": context}
     check_new_folder(out, overwrite)
     if text not in (None, "self", "none"):
         check_data(text)
@@ -132,7 +133,7 @@ def run_convert(
     if samples is not None and kind not in ("pipelines", "images"):
         raise ValueError(f"samples: got {samples!r} with {model!r}, expected a pipeline or an image classifier.")
     if kind == "pipelines":
-        learning["samples"] = samples and read_pipeline_samples(samples)
+        learning["samples"] = None if samples is None else read_pipeline_samples(samples)
         pipeline = load.load_pipeline(model, **load_options)
         torch.manual_seed(seed)
         transformer = convert(pipeline, **learning, **options).transformer
@@ -149,7 +150,7 @@ def run_convert(
         learning["samples"] = read_image_samples(samples, processor, base.config, seed)
     elif text not in (None, "none") or (text is None and kind not in OTHER_KINDS):
         text = text or "self"
-        learning |= {"text": text, "tokenizer": processor, "context": context, "checkpoint": checkpoint}
+        learning |= {"text": text, "tokenizer": processor, "checkpoint": checkpoint}
     torch.manual_seed(seed)
     convert(base, **learning, **options)
     files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
@@ -176,7 +177,8 @@ def read_pipeline_samples(samples: str) -> list[int] | list[str]:
     items = [item.strip() for item in samples.split(",")]
     if all(item.isdecimal() for item in items):
         return [int(item) for item in items]
-    prompts = read_prompts(samples)
+    with named_samples():
+        prompts = read_prompts(samples)
     if prompts is None:
         raise ValueError(f"samples: got {samples!r}, expected a .txt file of prompts, or class labels such as 1,207.")
     return prompts
@@ -195,9 +197,19 @@ def read_image_samples(samples: str, processor: Any, config: Any, seed: int) -> 
 
     from ..training.datasets.images import open_images, preprocess
 
-    images = open_images(samples)
-    rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:MAX_IMAGES].tolist()
-    return preprocess(processor, [images.image(row, getattr(config, "num_channels", 3)) for row in rows])
+    with named_samples():
+        images = open_images(samples, labeled=False)
+        rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:MAX_IMAGES].tolist()
+        return preprocess(processor, [images.image(row, getattr(config, "num_channels", 3)) for row in rows])
+
+
+@contextlib.contextmanager
+def named_samples() -> Iterator[None]:
+    """Context manager in which errors about the argument `data` name `samples` instead."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace("data:", "samples:", 1)) from error
 
 
 def render_layers(out: str, model: Any) -> str:

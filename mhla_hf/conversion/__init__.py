@@ -59,8 +59,8 @@ def convert(
             text files, a dataset, a list of texts, int64 token ids [N], or "self" for text that a language model samples.
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
             the softmax original samples eight. For a vision model, unlabeled images [N, C, height, width]. For other sizes
-            or inputs, a function that runs the pipeline or transformer, called several times with a `torch.Generator`:
-            `lambda generator: pipe("a cat", num_frames=33, generator=generator)`.
+            or inputs, such as images to edit, a function that runs the pipeline or transformer, called several times with a
+            `torch.Generator`: `lambda generator: pipe("a cat", num_frames=33, generator=generator)`.
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
             percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". 0: none.
             Default: 1/6. Not for encoders, which have no cache. With `samples`, how many of the converted layers get softmax

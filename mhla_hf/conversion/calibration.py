@@ -5,6 +5,7 @@ original samples. The layers whose conversion changes the model's output most ca
 """
 
 import contextlib
+import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,11 @@ logger = logging.getLogger("mhla_hf")
 RUNS, HELD_OUT_RUNS = 6, 2  # runs of the sampler to learn from, and to measure on
 SAMPLING_STEPS = 20  # per run
 IMAGES_AT_ONCE = 8
+EDITING = (
+    "Edit",
+    "Kontext",
+    "Layered",
+)  # in names of pipelines that start from images, although their argument is optional
 FIT_STEPS = 100
 MEASURED_CALLS = 8  # at most, evenly spaced among those of the held-out runs
 # Settings that learn best from samples, where they differ from those of the family.
@@ -75,6 +81,16 @@ def check_samples(model: Any, samples: Any) -> None:
             f"samples: got {type(samples).__name__} with {type(model).__name__}, expected a list of prompts or of class "
             "labels with a pipeline, images with a vision model, or a function of a torch.Generator that samples."
         )
+    name, parameters = type(model).__name__, inspect.signature(type(model).__call__).parameters
+    required = [key for key, value in parameters.items() if value.default is value.empty]
+    if kinds == {int}:
+        num_classes = model.transformer.config.get("num_embeds_ada_norm") or 0
+        if "class_labels" not in parameters or not 0 <= min(samples) <= max(samples) < num_classes:
+            expected = f"labels below {num_classes}" if "class_labels" in parameters else "prompts"
+            raise ValueError(f"samples: got {samples!r:.40} with {name}, expected {expected}.")
+    elif "prompt" not in parameters or "image" in required or any(word in name for word in EDITING):
+        expected = "class labels" if "class_labels" in required else "a function of a torch.Generator that samples"
+        raise ValueError(f"samples: got prompts with {name}, expected {expected}.")
 
 
 def sampling_runs(model: Any, samples: Any, seed: int) -> list[Callable[[], Any]]:

@@ -5,6 +5,7 @@ no reference to the pipelines that hold it, so they are looked up among the obje
 """
 
 import gc
+import inspect
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -108,6 +109,7 @@ def check_conversion(
         mhla_settings = choose_settings(settings, defaults, layers, overrides)
         mhla_settings = resolve_settings(model_class, transformer, mhla_settings)
         check_no_hooks_or_offload(transformer)
+        check_no_image_cache(transformer)
         checked.append((transformer, model_class, mhla_settings))
     return checked
 
@@ -119,6 +121,15 @@ def update_pipeline_configs(transformers: list[Any]) -> None:
         for name, component in list(vars(pipeline).items()):
             if any(component is transformer for transformer in transformers):
                 setattr(pipeline, name, component)
+
+
+def check_no_image_cache(transformer: Any) -> None:
+    """Raise ValueError if processors of a transformer cache the keys of reference images (Flux 2 Klein KV)."""
+    for index, attn in enumerate(find_self_attentions(transformer)):
+        if "kv_cache" in inspect.signature(type(attn.processor).__call__).parameters:
+            name = type(attn.processor).__name__
+            expected = "one without a cache of reference images, as in Flux2KleinPipeline"
+            raise ValueError(f"model: got {name} in layer {index}, expected {expected}.")
 
 
 def check_no_hooks_or_offload(transformer: Any) -> None:

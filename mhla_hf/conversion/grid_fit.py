@@ -14,7 +14,7 @@ from ..models.grid_attention import find_grid_attentions
 from ..nn.joint import TextTokens, far_block_mask, split_grids
 from ..ops.blocks import Blocks
 from .fit import NEGLIGIBLE, OutputFit, center_maps, far_masses
-from .model_family import is_of_diffusers
+from .model_family import is_of_diffusers, keep_new_images
 from .teacher import replaced_cores, softmax_attention
 
 START_QUERIES = 256  # from which the balance of a joint layer is initialized
@@ -189,9 +189,10 @@ def move(value: Any, device: Any, copy: bool = False) -> Any:
 
 @torch.no_grad()
 def run_call(model: Any, call: Call) -> torch.Tensor:
-    """Run a model with recorded arguments, and return its first output."""
+    """Run a model with recorded arguments, and return its first output, without that for images to edit."""
     args, kwargs = move(tuple(call), model.device)
-    return model(*args, **kwargs)[0]
+    output = model(*args, **kwargs)[0]
+    return keep_new_images(model, output, args, kwargs) if is_of_diffusers(model) else output
 
 
 def softmax_layers(

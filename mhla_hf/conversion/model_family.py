@@ -1,9 +1,15 @@
 """The family that a model belongs to: its record in `models/families.py` and its MHLA classes."""
 
 import importlib
+import inspect
+import math
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from ..models.diffusion_inputs import read_grid
 from ..models.families import DIFFUSION, Family, family_of_type
 from ..models.transformers_api import config_class_of
 
@@ -52,6 +58,31 @@ def transformer_family(cls: type) -> Family | None:
     """Return the family of a class that diffusers itself defines; None for any other class."""
     family = next((family for family in DIFFUSION if cls.__name__ in family.classes), None)
     return family if family is not None and getattr(sys.modules["diffusers"], cls.__name__) is cls else None
+
+
+def keep_new_images(
+    transformer: Any, output: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.Tensor:
+    """Drop the tokens of images to edit from the output of a transformer, as its pipeline does.
+
+    Args:
+        transformer: A softmax or MHLA transformer of diffusers.
+        output: [B, T, C], with the tokens of the new image first; other shapes if it takes no images to edit.
+        args, kwargs: The arguments of its forward pass.
+
+    Returns:
+        [B, tokens of the new images, C].
+    """
+    family = family_of(transformer)
+    if family is None or not family.kind.positions:
+        return output
+    arguments = inspect.signature(type(transformer).forward).bind(transformer, *args, **kwargs).arguments
+    grid = read_grid(family.kind, transformer.config, arguments["hidden_states"], arguments)
+    if not isinstance(grid[0], tuple):
+        return output
+    # Qwen-Image-Layered makes several images from the last one.
+    new = grid[:-1] if transformer.config.get("use_layer3d_rope") else grid[:1]
+    return output[:, : sum(map(math.prod, new))]
 
 
 def mhla_class(family: Family, base: type) -> Any:

@@ -66,7 +66,8 @@ class Blocks:
 
         Raises:
             ValueError: If `shape` does not have 1 to 3 axes, `counts` differs from it in length, either holds anything but
-                positive integers, or `prefix` is not an integer of at least 0.
+                positive integers, or `prefix` is not an integer of at least 0; or if a shape in `others` differs from
+                `shape` in length or holds anything but positive integers.
         """
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         counts = (counts,) if isinstance(counts, int) else tuple(counts)
@@ -79,6 +80,12 @@ class Blocks:
             check_positive_int(f"counts[{axis}]", count)
         if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 0:
             raise ValueError(f"prefix: got {prefix!r}, expected an integer of at least 0.")
+        others = tuple(map(tuple, others))
+        for number, other in enumerate(others):
+            if len(other) != len(shape):
+                raise ValueError(f"others[{number}]: got {len(other)} axes, expected {len(shape)} as in shape.")
+            for axis, size in enumerate(other):
+                check_positive_int(f"others[{number}][{axis}]", size)
         clamped = tuple(min(sizes) for sizes in zip(shape, counts, *others, strict=True))
         return Blocks(shape, clamped, prefix=prefix, others=others)
 

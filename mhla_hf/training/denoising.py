@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..conversion.model_family import keep_new_images
+
 PIXELS_PER_LATENT = 8  # for PixArt, which is conditioned on the size of the image in pixels
 
 Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, [B, ...] each
@@ -49,7 +51,7 @@ def make_arguments(
 
 
 def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Call a diffusion transformer, and return its first output in fp32.
+    """Call a diffusion transformer, and return its first output in fp32, without that for images to edit.
 
     Args:
         transformer: A diffusers transformer.
@@ -60,8 +62,10 @@ def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str,
         key: value.to(transformer.dtype) if key != "timestep" and is_floating_point(value) else value
         for key, value in arguments.items()
     }
-    output = transformer(**casts, **(constants or {}), return_dict=False)
-    return (output if isinstance(output, torch.Tensor) else output[0]).float()  # Kandinsky 5 returns no tuple
+    arguments = {**casts, **(constants or {})}
+    output = transformer(**arguments, return_dict=False)
+    output = output if isinstance(output, torch.Tensor) else output[0]  # Kandinsky 5 returns no tuple
+    return keep_new_images(transformer, output, (), arguments).float()
 
 
 def is_floating_point(value: Any) -> bool:

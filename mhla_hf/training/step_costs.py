@@ -36,7 +36,15 @@ def count_convolution_backward(
     return (of_input + of_weight) * conv_flop_count(input_shape, weight_shape, output_shape, transposed=transposed)
 
 
-FLOPS = {**flop_registry, torch.ops.aten.convolution_backward: shape_wrapper(count_convolution_backward)}
+CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # which torch does not count, unlike that of GPUs
+FLOPS = {
+    **flop_registry,
+    torch.ops.aten.convolution_backward: shape_wrapper(count_convolution_backward),
+    getattr(torch.ops.aten, CPU_ATTENTION): flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
+    getattr(torch.ops.aten, f"{CPU_ATTENTION}_backward"): flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 class StepCounter(TorchDispatchMode):

@@ -5,14 +5,18 @@ import json
 import diffusers
 import pytest
 import torch
+from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
 from small_models import softmax_model
 from small_towers import softmax_tower
+from tiny_grid_pipelines import kontext_pipeline
+from tiny_joint import PACKED
 from tiny_pipelines import PIPELINES, TRANSFORMERS, inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf.conversion import calibration
 from mhla_hf.conversion.grid_fit import Call, grid_layers, move, run_call, softmax_layers
 from mhla_hf.share.card import render_plain_card
+from mhla_hf.training.denoising import call
 
 SOFTMAX = [name for name in TRANSFORMERS if not name.startswith("sana")]
 LEARNS = ("dit", "wan", "sd3", "flux")
@@ -113,7 +117,9 @@ def test_pipelines_sample_prompts_and_labels(monkeypatch):
     assert report["calls"] == 12 and report["output"]["fitted"] < report["output"]["converted"]
     seen = []
     pipe = PIPELINES["wan"]()
-    monkeypatch.setattr(type(pipe), "__call__", lambda self, **options: seen.append(options))
+    monkeypatch.setattr(
+        type(pipe), "__call__", lambda self, prompt, **options: seen.append({"prompt": prompt, **options})
+    )
     with pytest.raises(ValueError, match="do not run WanTransformer3DModel"):
         mhla_hf.convert(pipe, samples=["a cat", "a dog"], progress=False)
     assert [options["prompt"] for options in seen] == ["a cat", "a dog"] * 4 and seen[0]["output_type"] == "latent"
@@ -138,6 +144,24 @@ def test_arguments_move_with_what_holds_them():
     assert moved["a"][0].is_meta and moved["b"][0].is_meta and moved["b"][1] == "c" and moved["d"] is None
 
 
+def with_image_cache(transformer):
+    """As the pipeline of Flux 2 Klein KV changes its transformer."""
+    transformer.transformer_blocks[0].attn.set_processor(Flux2KVAttnProcessor())
+    return transformer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", PACKED)
+def test_only_the_new_image_counts(family):
+    """Pipelines drop what the transformer says of the images to edit."""
+    model, arguments = tiny_transformer(family), inputs(family, [(4, 5), (3, 2), (2, 2)])
+    new = run_call(model, Call((), arguments))
+    assert torch.equal(new, model(**arguments).sample[:, :20]) and torch.equal(new, call(model, arguments))
+    if family == "qwen-image":
+        model.register_to_config(use_layer3d_rope=True)
+        assert run_call(model, Call((), arguments)).shape[1] == 26
+
+
 REFUSED = {
     "a text for a diffusion model": (lambda: learned("dit", text=["a"]), "text: got ['a'] along with samples"),
     "a language model": (lambda: mhla_hf.convert(softmax_model(), samples=["a"]), "samples: got some for Llama"),
@@ -154,6 +178,22 @@ REFUSED = {
     "too few images": (
         lambda: mhla_hf.convert(softmax_tower("ViTModel"), samples=torch.ones(3, 3, 32, 32)),
         "samples: got a tensor of shape [3, 3, 32, 32] with ViTModel",
+    ),
+    "labels of other classes": (
+        lambda: mhla_hf.convert(PIPELINES["dit"](), samples=[1, 2000]),
+        "samples: got [1, 2000] with DiTPipeline, expected labels below 10",
+    ),
+    "labels for a text": (
+        lambda: mhla_hf.convert(PIPELINES["wan"](), samples=[1]),
+        "with WanPipeline, expected prompts",
+    ),
+    "prompts for an edit": (
+        lambda: mhla_hf.convert(kontext_pipeline(), samples=["a cat"]),
+        "got prompts with FluxKontextPipeline, expected a function of a torch.Generator",
+    ),
+    "a cache of images": (
+        lambda: mhla_hf.convert(with_image_cache(tiny_transformer("flux2"))),
+        "model: got Flux2KVAttnProcessor in layer 0, expected one without a cache of reference images",
     ),
     "all layers": (lambda: learned("dit", keep=2), "keep: got 2, expected less than all 2 layers"),
     "no share": (lambda: learned("dit", keep="many"), "keep: got 'many', expected less than all"),

@@ -85,11 +85,11 @@ def test_an_image_classifier_is_converted(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "form:       mixing_form softmax, layout [2, 2], feature_map relu, normalize True\n" in said
     assert "--recipe RECIPE" in said
-    images = tmp_path / "images" / "one"
-    images.mkdir(parents=True)
+    images = tmp_path / "images"
+    images.mkdir()
     for number in range(16):
         Image.new("RGB", (40, 40), (16 * number, 0, 0)).save(images / f"{number}.png")
-    learning = ["--samples", str(images.parent), "--keep", "1", "--effort", "0.1"]
+    learning = ["--samples", str(images), "--keep", "1", "--effort", "0.1"]
     assert main(["convert", str(tmp_path / "vit"), str(tmp_path / "learned"), *learning]) == 0
     config = AutoModelForImageClassification.from_pretrained(tmp_path / "learned").config
     assert len(config.mhla["layers"]) == 1 and config.mhla_measured["steps"] == 10
@@ -168,6 +168,7 @@ BAD = {
     "flag of the argument": ("convert llama new --layers half", "mhla-hf convert: --layers: got 'half'"),
     "setting unknown": ("convert llama new --set colour=red", "'colour'"),
     "keep nothing": ("convert llama new --text none --keep 1", "--keep: got 1 without text or samples, expected None"),
+    "context of a model without a cache": ("convert llama new --text none --context 9", "--context: got 9 without text"),
     "samples of a text model": ("convert llama new --samples prompts.txt", "--samples: got 'prompts.txt' with 'llama'"),
     "end of sequence x": ("convert eos_x new", "field 'eos_token_id'"),
     "a billion blocks": ("convert llama new --set num_blocks=1000000000", "num_blocks: got 1000000000, expected a w"),
@@ -521,6 +522,12 @@ def test_a_pipeline_learns_from_class_labels(tmp_path, monkeypatch, capsys):
     dit_pipeline().save_pretrained("dit")
     assert main(["convert", "dit", "new", "--samples", "prompts.pt"]) == 2
     assert "--samples: got 'prompts.pt', expected a .txt file of prompts, or class" in capsys.readouterr().err
+    Path("prompts.txt").write_text("a cat")
+    bad = {"prompts.txt": "got prompts with DiTPipeline, expected class labels", "1,2000": "expected labels below 10"}
+    bad |= {"no.txt": "--samples: got 'no.txt', which does not exist", "": "--samples: got '', expected a .txt"}
+    for samples, words in bad.items():
+        assert main(["convert", "dit", "new", "--samples", samples]) == 2
+        assert words in capsys.readouterr().err and not Path("new").exists()
     assert main(["convert", "dit", "new", "--samples", "1,2", "--effort", "0.05", "--set", "layout=2,2"]) == 0
     config = DiffusionPipeline.from_pretrained("new", trust_remote_code=True).transformer.config
     errors = config.mhla_measured["output"]

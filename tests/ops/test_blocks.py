@@ -63,6 +63,11 @@ def test_blocks_are_values():
         (lambda: Blocks.sequence(True, 2), "length: got True, expected an integer of at least 1."),
         (lambda: Blocks.grid((2, 2, 2, 2), (1, 1, 1, 1)), "shape: got 4 axes, expected 1, 2 or 3."),
         (lambda: Blocks.grid((2, 2), (1,)), "counts: got 1 axes, expected 2 as in shape."),
+        (lambda: Blocks.grid((2, 2), (1, 1), others=((3,),)), "others[0]: got 1 axes, expected 2 as in shape."),
+        (
+            lambda: Blocks.grid((2, 2), (1, 1), others=((3, 0),)),
+            "others[0][1]: got 0, expected an integer of at least 1.",
+        ),
         (lambda: Blocks.grid((2, 2), (1, -1)), "counts[1]: got -1, expected an integer of at least 1."),
     ],
 )

@@ -175,7 +175,7 @@ def find_output_size(processor: Any, channels: int) -> tuple[int, int]:
     return height, width
 
 
-def open_images(data: Any, split: str = "train") -> LabeledImages:
+def open_images(data: Any, split: str = "train", labeled: bool = True) -> LabeledImages:
     """Open labeled images from a folder, a dataset or tensors. See `LabeledImages` for the letters in shapes.
 
     Args:
@@ -186,6 +186,8 @@ def open_images(data: Any, split: str = "train") -> LabeledImages:
               class labels;
             - `LabeledImages`, which are returned unchanged.
         split: "train" or "test". The folder of "test" may also be called "val" or "validation".
+        labeled: Whether labels are needed. Without them, a folder may hold images anywhere, and a dataset needs no column of
+            labels; all labels are 0 then.
 
     Raises:
         ValueError, TypeError, ImportError: The data cannot be opened.
@@ -203,14 +205,14 @@ def open_images(data: Any, split: str = "train") -> LabeledImages:
     if isinstance(data, (str, Path)):
         path = check_data_path(data)
         if path.is_dir():
-            return _open_folder(path, split)
-        return _open_table(load_split(str(data), split=split), str(data))
+            return _open_folder(path, split, labeled)
+        return _open_table(load_split(str(data), split=split), str(data), labeled)
     if hasattr(data, "features") and hasattr(data, "__len__"):
-        return _open_table(data, "a dataset")
+        return _open_table(data, "a dataset", labeled)
     raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset or a pair of tensors.")
 
 
-def _open_folder(folder: Path, split: str) -> LabeledImages:
+def _open_folder(folder: Path, split: str, labeled: bool) -> LabeledImages:
     """Open a folder with one folder of images per class; see `open_images`. Images are identified by path and size."""
     split_folders = (folder / name for name in SPLIT_FOLDERS[split])
     root = next((path for path in split_folders if path.is_dir()), folder)
@@ -220,7 +222,7 @@ def _open_folder(folder: Path, split: str) -> LabeledImages:
                 raise ValueError(
                     f"data: got {str(folder)!r} with {name!r} and nothing to {split} on, expected {split}/CLASS in it."
                 )
-    class_folders = sorted(path for path in root.iterdir() if path.is_dir())
+    class_folders = sorted(path for path in root.iterdir() if path.is_dir()) if labeled else [root]
     files = [
         (path, label)
         for label, class_folder in enumerate(class_folders)
@@ -228,26 +230,29 @@ def _open_folder(folder: Path, split: str) -> LabeledImages:
         if path.suffix.lower() in IMAGE_ENDINGS
     ]
     if not files:
-        raise ValueError(f"data: got {str(folder)!r}, which holds no folders of images, expected one folder per class.")
+        expected = "no folders of images, expected one folder per class" if labeled else "no images, expected some"
+        raise ValueError(f"data: got {str(folder)!r}, which holds {expected}.")
     listing = "\n".join(f"{path.relative_to(root)} {path.stat().st_size}" for path, _ in files)
     identity = hashlib.sha256(listing.encode()).hexdigest()[:32]
     paths, labels = zip(*files, strict=True)
-    return LabeledImages(paths, labels, folder.name, [path.name for path in class_folders], identity)
+    class_names = [path.name for path in class_folders] if labeled else None
+    return LabeledImages(paths, labels, folder.name, class_names, identity)
 
 
-def _open_table(table: Any, name: str) -> LabeledImages:
-    """Open a `datasets.Dataset`. Raise ValueError if it has no column of images or none of labels."""
+def _open_table(table: Any, name: str, labeled: bool) -> LabeledImages:
+    """Open a `datasets.Dataset`. Raise ValueError if it has no column of images or, if `labeled`, none of labels."""
     types = {column: type(feature).__name__ for column, feature in table.features.items()}
     image_columns = [column for column, type_name in types.items() if type_name == "Image"]
     label_columns = [
         column for column, type_name in types.items() if type_name == "ClassLabel" or column in ("label", "labels")
     ]
-    if not image_columns or not label_columns:
-        raise ValueError(
-            f"data: got {name!r} with the columns {list(types)}, expected one of images and one of labels."
-        )
-    class_names = getattr(table.features[label_columns[0]], "names", None)
+    if not image_columns or (labeled and not label_columns):
+        expected = "one of images and one of labels" if labeled else "one of images"
+        raise ValueError(f"data: got {name!r} with the columns {list(types)}, expected {expected}.")
     images = table[image_columns[0]]
+    if not labeled:
+        return LabeledImages(images, [0] * len(images), name, None, table._fingerprint)
+    class_names = getattr(table.features[label_columns[0]], "names", None)
     labels = list(table[label_columns[0]])
     return LabeledImages(images, labels, name, class_names, table._fingerprint)
 

@@ -137,7 +137,7 @@ class ImageTask(Task[ImageStage]):
         """
         config = self.student.config
         reads_labels = any(stage.reads_labels for stage in stages)
-        images = open_images(data)
+        images = open_images(data, labeled=reads_labels)
         if self.test is not None:
             test_images = open_images(self.test, split="test")
             if test_images.class_names and reads_labels and images.class_names:
@@ -146,7 +146,7 @@ class ImageTask(Task[ImageStage]):
         self.num_classes = config.num_labels if reads_labels else 1
         if reads_labels:
             return images.renumber_for(config)
-        no_labels = torch.zeros(len(images))
+        no_labels = torch.zeros(len(images))  # data in memory may have some
         return LabeledImages(images.items, no_labels, images.name, identity=images.describe()["sha256"])
 
     def reader(self, source: Any, stage: ImageStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
