@@ -34,7 +34,8 @@ example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text none --layers 2/3 --set window=2
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text notes.txt --keep 1/6
   mhla-hf convert sentence-transformers/all-MiniLM-L6-v2 out/minilm-mhla --text notes.txt
-  mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --samples prompts.txt --device cuda
+  mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
+  mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-near --samples prompts.txt --device cuda
   mhla-hf convert facebook/DiT-XL-2-256 out/dit-mhla --samples 1,207,281,985
   mhla-hf convert facebook/deit-small-patch16-224 out/deit-mhla --samples photos
 Without text or samples, distillation recovers the quality: mhla-hf distill. After samples, it brings models closer still.
