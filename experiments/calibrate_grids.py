@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from diffusers import (
     DiTTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
@@ -34,18 +35,23 @@ from mhla_hf.checkpoints.file_io import atomic_file, write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
+from mhla_hf.nn.joint import JointMHLA
 from mhla_hf.training.denoising import Conditions, NoiseProcess, predict, sample_latents
 
 from .digits_dit import CLASSES, SIDE, digits
-from .rows import describe_setup
+from .rows import describe_setup, format_range
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TEXT_WIDTH, TEXT_LENGTH = 32, 5
 TITLES = {"dit": "DiT", "sd3": "SD3", "wan": "Wan"}
+VIDEO_SIDE = 12  # side of a digit in a video of 16 x 16 pixels
+FRAMES_PER_VIDEO = 16
 FIT_SAMPLING_STEPS, HELD_OUT_STEPS = 20, 8
 OFF = -30.0  # balance at which MHLA has no weight
-SOFTMAX_PART, CALIBRATED, ONE_KEPT = "softmax part alone", "calibrated", "calibrated, one of four layers softmax"
+LOCALITY, SOFTMAX_PART = "locality (the default without samples)", "softmax part alone"
+LINEAR_CALIBRATED = "plain linear attention, calibrated"
+CALIBRATED, ONE_KEPT = "calibrated", "calibrated, one of four layers softmax"
 Size = tuple[int, ...]  # rows and columns, for video also frames, of latents
 Point = tuple[torch.Tensor, torch.Tensor, Conditions]  # noisy latents, times, and conditions
 
@@ -68,27 +74,47 @@ def text_conditions(labels: torch.Tensor, pooled: bool) -> Conditions:
 
 
 def place_digits(images: torch.Tensor, size: Size, generator: torch.Generator) -> torch.Tensor:
-    """Put each digit at a random place of a larger canvas; in videos, it moves straight and bounces off the edges.
+    """Put each digit at a random place of a canvas; in videos, it moves straight and bounces off the edges.
 
     Args:
-        images: [B, 1, 16, 16].
-        size: Size of the canvas; for videos, its first number is that of frames.
+        images: [B, 1, side, side].
+        size: Size of the canvas, in which a digit fits; for videos, its first number is that of frames.
         generator: Random number generator.
 
     Returns:
         [B, 1, *size].
     """
     *frames, height, width = size
-    num_frames = frames[0] if frames else 1
+    side, num_frames = images.shape[-1], frames[0] if frames else 1
     canvas = torch.full((len(images), 1, num_frames, height, width), -1.0)
-    ranges = torch.tensor([height - SIDE + 1, width - SIDE + 1])
+    ranges = torch.tensor([height - side + 1, width - side + 1])
     start = torch.rand(len(images), 2, generator=generator) * ranges
     speed = 3.0 * torch.rand(len(images), 2, generator=generator) - 1.5
     for row, frame in itertools.product(range(len(images)), range(num_frames)):
         place = (start[row] + frame * speed[row]) % (2 * ranges)
         top, left = torch.minimum(place, 2 * ranges - place).long().clamp_max(ranges - 1).tolist()
-        canvas[row, :, frame, top : top + SIDE, left : left + SIDE] = images[row]
+        canvas[row, :, frame, top : top + side, left : left + side] = images[row]
     return canvas if frames else canvas[:, :, 0]
+
+
+def draw_digits(
+    images: torch.Tensor, labels: torch.Tensor, size: Size, count: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw random digits on canvases of one size; those of videos are smaller, so that they have room to move.
+
+    Args:
+        images: Images to draw from, [N, 1, 16, 16].
+        labels: Their classes, [N].
+        size: Size of the canvas, as for `place_digits`.
+        count: Number of canvases B.
+        generator: Random number generator.
+
+    Returns:
+        Canvases [B, 1, *size], and their classes [B].
+    """
+    rows = torch.randint(len(images), (count,), generator=generator)
+    side = VIDEO_SIDE if len(size) == 3 else SIDE
+    return place_digits(F.interpolate(images[rows], size=side, mode="bilinear"), size, generator), labels[rows]
 
 
 class Task(NamedTuple):
@@ -101,6 +127,7 @@ class Task(NamedTuple):
         batch: Samples per training step.
         steps: Training steps.
         fit_batch: Samples per trajectory to fit and to measure on.
+        frame_steps: Earlier training steps on single frames of videos, `FRAMES_PER_VIDEO` times as many per step.
     """
 
     make: Callable[[], Any]
@@ -109,6 +136,7 @@ class Task(NamedTuple):
     batch: int
     steps: int
     fit_batch: int
+    frame_steps: int = 0
 
 
 class Start(NamedTuple):
@@ -127,10 +155,10 @@ class Start(NamedTuple):
 
 LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
 STARTS = {
-    "locality (the default without samples)": Start({}),
+    LOCALITY: Start({}),
     SOFTMAX_PART: Start({}, tasks=("sd3",)),
     "plain linear attention": Start({**LINEAR, "normalize": True, "output_norm": False}, tasks=("dit", "wan")),
-    "plain linear attention, calibrated": Start(LINEAR, learns=True),
+    LINEAR_CALIBRATED: Start(LINEAR, learns=True),
     CALIBRATED: Start({}, learns=True),
 }
 
@@ -164,8 +192,16 @@ def make_wan() -> WanTransformer3DModel:
 
 TASKS = {
     "dit": Task(make_dit, lambda labels: {"class_labels": labels}, ((16, 16),), 16, 600, 4),
-    "sd3": Task(make_sd3, lambda labels: text_conditions(labels, True), ((16, 16), (24, 24)), 8, 600, 4),
-    "wan": Task(make_wan, lambda labels: text_conditions(labels, False), ((8, 16, 16), (16, 16, 16)), 2, 500, 1),
+    "sd3": Task(make_sd3, lambda labels: text_conditions(labels, True), ((16, 16), (24, 24)), 16, 1600, 4),
+    "wan": Task(
+        make_wan,
+        lambda labels: text_conditions(labels, False),
+        ((8, 16, 16), (16, 16, 16)),
+        2,
+        600,
+        1,
+        frame_steps=1200,
+    ),
 }
 
 
@@ -175,11 +211,9 @@ def training_digits() -> tuple[torch.Tensor, torch.Tensor]:
     return digits()[:2]
 
 
-def draw_batch(task: Task, size: Size, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw digits on canvases of one size, [B, 1, *size], and their classes [B]."""
-    images, labels = training_digits()
-    rows = torch.randint(len(images), (task.batch,), generator=generator)
-    return place_digits(images[rows], size, generator), labels[rows]
+def frame_size(size: Size) -> Size:
+    """Return the size of an image as it is, and that of a video with one frame."""
+    return size if len(size) == 2 else (1, *size[1:])
 
 
 def train(task: Task, path: Path) -> Any:
@@ -197,12 +231,16 @@ def train(task: Task, path: Path) -> Any:
     if not path.exists():
         generator, process = torch.Generator().manual_seed(1), NoiseProcess(FlowMatchEulerDiscreteScheduler())
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, task.steps, pct_start=0.1)
+        num_steps = task.frame_steps + task.steps
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, num_steps, pct_start=0.1)
         averaged = torch.optim.swa_utils.AveragedModel(
             model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
         )
-        for step in range(task.steps):
-            clean, labels = draw_batch(task, task.sizes[step % len(task.sizes)], generator)
+        for step in range(num_steps):
+            size, count = task.sizes[step % len(task.sizes)], task.batch
+            if step < task.frame_steps:
+                size, count = frame_size(size), FRAMES_PER_VIDEO * count
+            clean, labels = draw_digits(*training_digits(), size, count, generator)
             times = [process.draw_time(generator, "logit-normal", None) for _ in labels]
             noise = torch.randn(clean.shape, generator=generator)
             noisy, target = (torch.stack(x) for x in zip(*map(process.mix, clean, noise, times), strict=True))
@@ -269,6 +307,29 @@ def converted(task: Task, teacher: Any, start: Start, seed: int) -> Any:
     return mhla_hf.convert(student, samples=sample, keep=0, seed=seed, progress=False, **start.settings)
 
 
+def held_out_points(task: Task, teacher: Any) -> dict[str, list[Point]]:
+    """Return the points at which velocities are compared, by size; they are the same for all students and seeds."""
+    return {
+        "x".join(map(str, size)): trajectories(
+            task, teacher, size, task.fit_batch, torch.Generator().manual_seed(1000), HELD_OUT_STEPS
+        )
+        for size in task.sizes
+    }
+
+
+def most_damaging_layer(student: Any) -> int:
+    """Return the layer of a fitted student whose conversion alone changes the velocity most, as the fit measured it."""
+    layers = student.config.mhla_measured["layers"]
+    return int(max(layers, key=lambda index: layers[index]["alone"]))
+
+
+def turn_mhla_off(student: Any) -> None:
+    """Leave only the softmax part of joint layers, which reads the text and the own block, in place; others stay."""
+    for holder in grid_layers(student).values():
+        if isinstance(holder.mhla, JointMHLA):
+            holder.mhla.mixing.balance.requires_grad_(False).fill_(OFF)
+
+
 def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
     """Convert the model of a task in all ways, and measure its velocity on held-out trajectories of the softmax model.
 
@@ -283,12 +344,7 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
     """
     task = TASKS[name]
     teacher = train(task, folder / f"{name}.safetensors")
-    held_out = {
-        "x".join(map(str, size)): trajectories(
-            task, teacher, size, task.fit_batch, torch.Generator().manual_seed(1000), HELD_OUT_STEPS
-        )
-        for size in task.sizes
-    }
+    held_out = held_out_points(task, teacher)
     errors: dict[str, dict[str, list[float]]] = {}
     reports, seconds = [], []
 
@@ -305,16 +361,13 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
             started = time.perf_counter()
             student = converted(task, teacher, start, seed)
             if row == SOFTMAX_PART:
-                for holder in grid_layers(student).values():
-                    holder.mhla.mixing.balance.data.fill_(OFF)
+                turn_mhla_off(student)
             if row == CALIBRATED:
                 reports.append(student.config.mhla_measured)
                 seconds.append(round(time.perf_counter() - started, 1))
             store(row, student)
             if row == CALIBRATED:
-                layers = reports[-1]["layers"]
-                most_damaging = max(layers, key=lambda index: layers[index]["alone"])
-                with softmax_layers({0: grid_layers(student)[int(most_damaging)]}):
+                with softmax_layers({0: grid_layers(student)[most_damaging_layer(student)]}):
                     store(ONE_KEPT, student)
     return {"errors": errors, "reports": reports, "seconds": seconds, "parameters": teacher.num_parameters()}
 
@@ -328,8 +381,7 @@ def render_calibration(record: Mapping[str, Any]) -> str:
         cells = []
         for name, size in columns:
             values = record["tasks"][name]["errors"].get(row, {}).get(size, [])
-            cell = f"{statistics.mean(values):.4f}" if values else "-"
-            cells.append(f"{cell} ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else cell)
+            cells.append(format_range(values, "{:.4f}") if values else "-")
         lines.append(f"| {row} | {' | '.join(cells)} |")
     fits = ", ".join(
         f"{TITLES[name]} {statistics.mean(task['seconds']):.0f} s" for name, task in record["tasks"].items()

@@ -5,7 +5,16 @@ import json
 import torch
 
 from experiments import calibrate_grids
-from experiments.calibrate_grids import CALIBRATED, ONE_KEPT, STARTS, TASKS, main, place_digits, render_calibration
+from experiments.calibrate_grids import (
+    CALIBRATED,
+    ONE_KEPT,
+    STARTS,
+    TASKS,
+    draw_digits,
+    main,
+    place_digits,
+    render_calibration,
+)
 from mhla_hf.conversion import calibration
 
 
@@ -24,9 +33,15 @@ def test_a_small_run(tmp_path, monkeypatch):
 
 
 def test_digits_stay_whole_where_they_move():
-    images = torch.rand(3, 1, 16, 16)
-    for size in ((16, 16), (24, 20), (5, 24, 20)):
+    images = torch.rand(3, 1, 12, 12)
+    for size in ((12, 12), (24, 20), (5, 24, 20)):
         canvas = place_digits(images, size, torch.Generator().manual_seed(0))
         assert canvas.shape == (3, 1, *size)
         inside = (canvas + 1).sum((-1, -2)).reshape(3, -1)
         torch.testing.assert_close(inside, (images + 1).sum((-1, -2)).expand_as(inside))
+
+
+def test_the_digits_of_every_video_that_a_model_is_trained_on_move():
+    for size in TASKS["wan"].sizes:
+        videos, _ = draw_digits(torch.rand(8, 1, 16, 16), torch.arange(8), size, 8, torch.Generator().manual_seed(0))
+        assert ((videos[:, :, 1:] - videos[:, :, :1]).flatten(1).abs().amax(1) > 0).all()
