@@ -16,7 +16,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ import mhla_hf
 from mhla_hf.checkpoints.file_io import atomic_file, write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
-from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
+from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers, softmax_layers
+from mhla_hf.conversion.teacher import replaced_cores
 from mhla_hf.nn.joint import JointMHLA
 from mhla_hf.training.denoising import Conditions, NoiseProcess, predict, sample_latents
 
@@ -52,7 +54,9 @@ OFF = -30.0  # balance at which MHLA has no weight
 LOCALITY, SOFTMAX_PART = "locality (the default without samples)", "softmax part alone"
 LINEAR_CALIBRATED = "plain linear attention, calibrated"
 CALIBRATED, ONE_KEPT = "calibrated", "calibrated, one of four layers softmax"
+HEADS_KEPT = "calibrated, as many heads of any layers softmax"
 Size = tuple[int, ...]  # rows and columns, for video also frames, of latents
+Head = tuple[int, int]  # layer, and head in it
 Point = tuple[torch.Tensor, torch.Tensor, Conditions]  # noisy latents, times, and conditions
 
 
@@ -323,6 +327,47 @@ def most_damaging_layer(student: Any) -> int:
     return int(max(layers, key=lambda index: layers[index]["alone"]))
 
 
+class SomeHeadsCore(GridSoftmaxCore):
+    """Computes some heads of a layer by softmax, and the others by MHLA.
+
+    Args:
+        core: The MHLA core.
+        by_softmax: Which heads softmax computes, bool [H].
+    """
+
+    def __init__(self, core: Any, by_softmax: torch.Tensor) -> None:
+        super().__init__(core)
+        self.by_softmax = by_softmax[:, None]
+
+    def forward(self, *heads: Any, **options: Any) -> Any:
+        """Attend. See `GridSoftmaxCore` for the arguments and the result."""
+        softmax, mhla = super().forward(*heads, **options), self.core(*heads, **options)
+        if isinstance(softmax, tuple):  # the grid and the text
+            return torch.where(self.by_softmax, softmax[0], mhla[0]), softmax[1]
+        return torch.where(self.by_softmax, softmax, mhla)
+
+
+def softmax_heads(student: Any, heads: Collection[Head]) -> AbstractContextManager[Any]:
+    """Return a context manager that computes some heads of a student by softmax."""
+    layers = grid_layers(student)
+    numbers = range(student.config.num_attention_heads)
+    by_softmax = {
+        holder.mhla: torch.tensor([(index, number) in heads for number in numbers]) for index, holder in layers.items()
+    }
+    return replaced_cores(layers, lambda core: SomeHeadsCore(core, by_softmax[core]))
+
+
+def most_damaging_heads(student: Any, teacher: Any, points: Sequence[Point]) -> list[Head]:
+    """Return as many heads as a layer has: those whose conversion alone changes the velocity at some points most."""
+    num_heads = student.config.num_attention_heads
+    heads = list(itertools.product(grid_layers(student), range(num_heads)))
+    damage = {}
+    for head in heads:
+        with softmax_heads(student, set(heads) - {head}):
+            damage[head] = velocity_error(student, teacher, points)
+    return sorted(heads, key=lambda head: -damage[head])[:num_heads]
+
+
 def turn_mhla_off(student: Any) -> None:
     """Leave only the softmax part of joint layers, which reads the text and the own block, in place; others stay."""
     for holder in grid_layers(student).values():
@@ -339,14 +384,16 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
         seeds: Number of seeds of each fit.
 
     Returns:
-        "errors": errors by start and then by size, one for each seed; "layers": the report of each layer by seed, and
-        "seconds" of the fits.
+        "errors": errors by start and then by size, one for each seed; "reports" of the fits, the "heads" that keep softmax
+        in `HEADS_KEPT`, and "seconds" of the fits, by seed; "parameters" of the softmax model.
     """
     task = TASKS[name]
     teacher = train(task, folder / f"{name}.safetensors")
     held_out = held_out_points(task, teacher)
     errors: dict[str, dict[str, list[float]]] = {}
-    reports, seconds = [], []
+    reports: list[dict[str, Any]] = []
+    heads: list[list[Head]] = []
+    seconds: list[float] = []
 
     def store(row: str, student: Any) -> None:
         by_size = errors.setdefault(row, {size: [] for size in held_out})
@@ -369,7 +416,18 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
             if row == CALIBRATED:
                 with softmax_layers({0: grid_layers(student)[most_damaging_layer(student)]}):
                     store(ONE_KEPT, student)
-    return {"errors": errors, "reports": reports, "seconds": seconds, "parameters": teacher.num_parameters()}
+                generator = torch.Generator().manual_seed(5000 + seed)
+                points = trajectories(task, teacher, task.sizes[0], task.fit_batch, generator, HELD_OUT_STEPS)
+                heads.append(most_damaging_heads(student, teacher, points))
+                with softmax_heads(student, heads[-1]):
+                    store(HEADS_KEPT, student)
+    return {
+        "errors": errors,
+        "reports": reports,
+        "heads": heads,
+        "seconds": seconds,
+        "parameters": teacher.num_parameters(),
+    }
 
 
 def render_calibration(record: Mapping[str, Any]) -> str:

@@ -165,10 +165,11 @@ class Pool(NamedTuple):
             for _ in range(recipe.trajectories // recipe.batch)
             for point in trajectories(task, teacher, task.sizes[0], recipe.batch, generator, SAMPLING_STEPS)
         ]
-        noisy, times = (torch.cat([point[i] for point in points]) for i in (0, 1))
-        conditions = {key: torch.cat([point[2][key] for point in points]) for key in points[0][2]}
         with torch.no_grad():
-            return cls(noisy, times, conditions, torch.cat([predict(teacher, *point) for point in points]))
+            targets = torch.cat([predict(teacher, *point) for point in points])
+        noisy, times = torch.cat([noisy for noisy, *_ in points]), torch.cat([times for _, times, _ in points])
+        conditions = {key: torch.cat([values[key] for *_, values in points]) for key in points[0][2]}
+        return cls(noisy, times, conditions, targets)
 
 
 def distill(student: Any, pool: Pool, recipe: Recipe, seed: int) -> None:
