@@ -13,9 +13,10 @@ import copy
 import functools
 import itertools
 import shlex
+import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -313,32 +314,36 @@ def describe(row: Row) -> str:
 
 
 def render_distilled(record: Mapping[str, Any]) -> str:
-    """Render one table per task: errors before and after distillation, and recognized shares, by size."""
-    blocks = []
-    for name in dict.fromkeys(row["task"] for row in record["rows"]):
-        rows = [row for row in record["rows"] if row["task"] == name]
-        sizes = list(rows[0]["recognized"])
-        titles = [f"{size.replace('x', ' x ')}: {what}" for size in sizes for what in ("error", "recognized, %")]
-        lines = [f"| {TITLES[name]} | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
-        for model in MODELS:
-            found = [row for row in rows if row["model"] == model]
-            if not found:
-                continue
-            cells = []
-            for size in sizes:
-                before, after = ([row["errors"][size][i] for row in found if "errors" in row] for i in (0, 1))
-                pair = f"{format_range(before, '{:.4f}')} -> {format_range(after, '{:.4f}')}" if before else "-"
-                cells += [pair, format_range([100 * row["recognized"][size] for row in found], "{:.1f}")]
+    """Render two tables by model and size: the recognized shares, and the errors before and after distillation."""
+    columns = {(row["task"], size): None for row in record["rows"] for size in row["recognized"]}
+    titles = [f"{TITLES[name]} {size.replace('x', ' x ')}" for name, size in columns]
+
+    def table(head: str, models: Sequence[str], make_cell: Callable[[Sequence[Row], str], str]) -> str:
+        lines = [f"| {head} | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
+        for model in models:
+            found = [
+                [row for row in record["rows"] if (row["task"], row["model"]) == (name, model)] for name, _ in columns
+            ]
+            cells = [make_cell(rows, size) if rows else "-" for rows, (_, size) in zip(found, columns, strict=True)]
             lines.append(f"| {model} | {' | '.join(cells)} |")
-        blocks.append("\n".join(lines))
-    return "\n\n".join([*blocks, describe_setup(record)])
+        return "\n".join(lines)
+
+    def share_cell(rows: Sequence[Row], size: str) -> str:
+        return format_range([100 * row["recognized"][size] for row in rows], "{:.1f}")
+
+    def error_cell(rows: Sequence[Row], size: str) -> str:
+        before, after = ([row["errors"][size][i] for row in rows] for i in (0, 1))
+        return f"{statistics.fmean(before):.4f} → {format_range(after, '{:.4f}')}"
+
+    shares, errors = table("recognized, %", MODELS, share_cell), table("error", STUDENTS, error_cell)
+    return "\n\n".join([shares, errors, describe_setup(record)])
 
 
 def jobs_of(tasks: Sequence[str], seeds: int) -> list[Row]:
     """Return the jobs of `make_row`, in an order in which neighbors share what is costly."""
     return [
         {"task": name, "model": model, "seed": seed, **RECIPES[name]._asdict()}
-        for name, seed, model in itertools.product(tasks, range(seeds), MODELS)
+        for seed, name, model in itertools.product(range(seeds), tasks, MODELS)
     ]
 
 

@@ -5,7 +5,7 @@ import torch
 
 from experiments import calibrate_grids, distill_grids
 from experiments.calibrate_grids import TASKS, place_digits
-from experiments.distill_grids import LOCAL, MHLA, MODELS, ONE_KEPT, OwnBlockCore, make_row, render_distilled
+from experiments.distill_grids import LOCAL, MHLA, MODELS, ONE_KEPT, STUDENTS, OwnBlockCore, make_row, render_distilled
 from mhla_hf.conversion import calibration
 from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers
 from mhla_hf.nn.grid import GridMHLA
@@ -37,8 +37,9 @@ def test_every_model_gets_a_row_of_the_table(tmp_path):
         if "errors" in row:
             before, after = row["errors"]["16x16"]
             assert before != after
-    table = render_distilled({**RECORD, "rows": rows})
-    assert [line.split(" | ")[0].lstrip("| ") for line in table.splitlines()[2:8]] == list(MODELS)
+    shares, errors, _ = render_distilled({**RECORD, "rows": rows}).split("\n\n")
+    for table, models in ((shares, MODELS), (errors, STUDENTS)):
+        assert [line.split(" | ")[0].lstrip("| ") for line in table.splitlines()[2:]] == list(models)
 
 
 @pytest.mark.parametrize("name", ["sd3", "wan"])
