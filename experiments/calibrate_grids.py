@@ -15,7 +15,6 @@ import itertools
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -32,7 +31,7 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 
 import mhla_hf
-from mhla_hf.checkpoints.file_io import atomic_file, write_json
+from mhla_hf.checkpoints.file_io import atomic_file, atomic_folder, write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers, softmax_layers
@@ -40,7 +39,7 @@ from mhla_hf.conversion.teacher import replaced_cores
 from mhla_hf.nn.joint import JointMHLA
 from mhla_hf.training.denoising import Conditions, NoiseProcess, predict, sample_latents
 
-from .digits_dit import CLASSES, SIDE, digits
+from .digits_dit import CLASSES, SIDE, digits, folder_of
 from .rows import describe_setup, format_range
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -311,6 +310,28 @@ def converted(task: Task, teacher: Any, start: Start, seed: int) -> Any:
     return mhla_hf.convert(student, samples=sample, keep=0, seed=seed, progress=False, **start.settings)
 
 
+def convert_or_load(name: str, teacher: Any, row: str, seed: int, folder: Path) -> Any:
+    """Convert a copy of a softmax model, or load it, if its layers are fitted and a folder has it from an earlier call.
+
+    Args:
+        name: Key of `TASKS`.
+        teacher: The softmax model.
+        row: Key of `STARTS`.
+        seed: Seed of the fit.
+        folder: Folder of the trained models, in which those that are fitted are saved, too.
+
+    Returns:
+        The student, in eval mode.
+    """
+    start, path = STARTS[row], folder / f"{name}-{folder_of(row, seed)}"
+    if not start.learns:
+        return converted(TASKS[name], teacher, start, seed)
+    if not path.exists():
+        with atomic_folder(path) as temporary_path:
+            converted(TASKS[name], teacher, start, seed).save_pretrained(temporary_path)
+    return getattr(mhla_hf, f"MHLA{type(teacher).__name__}").from_pretrained(path).eval()
+
+
 def held_out_points(task: Task, teacher: Any) -> dict[str, list[Point]]:
     """Return the points at which velocities are compared, by size; they are the same for all students and seeds."""
     return {
@@ -384,8 +405,8 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
         seeds: Number of seeds of each fit.
 
     Returns:
-        "errors": errors by start and then by size, one for each seed; "reports" of the fits, the "heads" that keep softmax
-        in `HEADS_KEPT`, and "seconds" of the fits, by seed; "parameters" of the softmax model.
+        "errors": errors by start and then by size, one for each seed; "reports" of the fits and the "heads" that keep
+        softmax in `HEADS_KEPT`, by seed; "parameters" of the softmax model.
     """
     task = TASKS[name]
     teacher = train(task, folder / f"{name}.safetensors")
@@ -393,7 +414,6 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
     errors: dict[str, dict[str, list[float]]] = {}
     reports: list[dict[str, Any]] = []
     heads: list[list[Head]] = []
-    seconds: list[float] = []
 
     def store(row: str, student: Any) -> None:
         by_size = errors.setdefault(row, {size: [] for size in held_out})
@@ -405,13 +425,11 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
         if start.tasks and name not in start.tasks:
             continue
         for seed in range(seeds if start.learns else 1):
-            started = time.perf_counter()
-            student = converted(task, teacher, start, seed)
+            student = convert_or_load(name, teacher, row, seed, folder)
             if row == SOFTMAX_PART:
                 turn_mhla_off(student)
             if row == CALIBRATED:
                 reports.append(student.config.mhla_measured)
-                seconds.append(round(time.perf_counter() - started, 1))
             store(row, student)
             if row == CALIBRATED:
                 with softmax_layers({0: grid_layers(student)[most_damaging_layer(student)]}):
@@ -425,7 +443,6 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
         "errors": errors,
         "reports": reports,
         "heads": heads,
-        "seconds": seconds,
         "parameters": teacher.num_parameters(),
     }
 
@@ -442,7 +459,8 @@ def render_calibration(record: Mapping[str, Any]) -> str:
             cells.append(format_range(values, "{:.4f}") if values else "-")
         lines.append(f"| {row} | {' | '.join(cells)} |")
     fits = ", ".join(
-        f"{TITLES[name]} {statistics.mean(task['seconds']):.0f} s" for name, task in record["tasks"].items()
+        f"{TITLES[name]} {statistics.mean(report['seconds'] for report in task['reports']):.0f} s"
+        for name, task in record["tasks"].items()
     )
     return "\n".join([*lines, "", f"A fit with its measurements took: {fits}. {describe_setup(record)}"])
 

@@ -9,7 +9,6 @@ record has one row per model and seed and is written after each; the next call a
 """
 
 import argparse
-import copy
 import functools
 import itertools
 import shlex
@@ -40,12 +39,11 @@ from .calibrate_grids import (
     CALIBRATED,
     LINEAR_CALIBRATED,
     LOCALITY,
-    STARTS,
     TASKS,
     TITLES,
     Size,
     Task,
-    converted,
+    convert_or_load,
     draw_digits,
     frame_size,
     held_out_points,
@@ -217,21 +215,22 @@ class OwnBlockCore(nn.Module):
         return softmax_attention(q.to(v.dtype), k.to(v.dtype), v, mask=index[:, None] == index)
 
 
-def make_student(task: Task, teacher: Any, name: str, seed: int) -> Any:
+def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) -> Any:
     """Convert a teacher.
 
     Args:
-        task: The task.
+        task: Key of `TASKS`.
         teacher: The softmax model.
         name: One of `STUDENTS`.
         seed: Seed of the fit.
+        folder: Folder of the trained models; see `convert_or_load`.
 
     Returns:
         The student in eval mode. The layer of `ONE_KEPT` that keeps softmax is that whose conversion alone changes the
         velocity most. In `LOCAL`, tokens attend by softmax to those of their own block and of the text, if it has one.
     """
     start = {MHLA: CALIBRATED, ONE_KEPT: CALIBRATED, PLAIN: LINEAR_CALIBRATED, LOCAL: LOCALITY}[name]
-    student = copy.deepcopy(converted_once(task, teacher, start, seed))
+    student = convert_or_load(task, teacher, start, seed, folder)
     if name == ONE_KEPT:
         kept = grid_layers(student)[most_damaging_layer(student)]
         kept.mhla = GridSoftmaxCore(kept.mhla)
@@ -241,12 +240,6 @@ def make_student(task: Task, teacher: Any, name: str, seed: int) -> Any:
             if not isinstance(holder.mhla, JointMHLA):  # which has a softmax of its own, over the block and the text
                 holder.mhla = OwnBlockCore(holder.mhla)
     return student
-
-
-@functools.lru_cache(maxsize=1)
-def converted_once(task: Task, teacher: Any, start: str, seed: int) -> Any:
-    """Return what `converted` does for a key of `STARTS`, and keep the last result for the next call."""
-    return converted(task, teacher, STARTS[start], seed)
 
 
 def draw_samples(task: Task, model: Any, size: Size, recipe: Recipe, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,7 +284,7 @@ def make_row(job: Row, folder: Path) -> Row:
     model = teacher
     if job["model"] in STUDENTS:
         held_out = held_out_points(task, teacher)
-        model = make_student(task, teacher, job["model"], seed)
+        model = make_student(job["task"], teacher, job["model"], seed, folder)
         row["errors"] = {key: [velocity_error(model, teacher, points)] for key, points in held_out.items()}
         started = time.perf_counter()
         distill(model, pool, recipe, seed)

@@ -52,7 +52,7 @@ def test_local_attention_learns_with_text_and_in_videos(name, tmp_path):
 def test_one_layer_is_the_softmax_of_the_teacher(tmp_path):
     torch.manual_seed(0)
     teacher = TASKS["dit"].make().eval()
-    students = {name: distill_grids.make_student(TASKS["dit"], teacher, name, 0) for name in (MHLA, ONE_KEPT)}
+    students = {name: distill_grids.make_student("dit", teacher, name, 0, tmp_path) for name in (MHLA, ONE_KEPT)}
     kept = [isinstance(holder.mhla, GridSoftmaxCore) for holder in grid_layers(students[ONE_KEPT]).values()]
     assert sum(kept) == 1 and not any(isinstance(x.mhla, GridSoftmaxCore) for x in grid_layers(students[MHLA]).values())
 
