@@ -81,6 +81,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {"dit": Recipe(64, 16, 150, 400), "sd3": Recipe(64, 16, 150, 400), "wan": Recipe(16, 2, 150, 100)}
+LONGER = {"wan": Recipe(64, 2, 600, 100)}  # for `MHLA` and `PLAIN`
 
 
 class CanvasJudge(Judge):
@@ -309,14 +310,19 @@ def describe(row: Row) -> str:
 def render_distilled(record: Mapping[str, Any]) -> str:
     """Render two tables by model and size: the recognized shares, and the errors before and after distillation."""
     columns = {(row["task"], size): None for row in record["rows"] for size in row["recognized"]}
+    shortest = {name: min(row["steps"] for row in record["rows"] if row["task"] == name) for name, _ in columns}
+    groups: dict[tuple[str, str], list[Row]] = {}  # rows of all seeds, by task and label
+    for row in record["rows"]:
+        times = row["steps"] // shortest[row["task"]]
+        label = row["model"] if times == 1 else f"{row['model']}, {times} times the steps"
+        groups.setdefault((row["task"], label), []).append(row)
+    labels = sorted(dict.fromkeys(label for _, label in groups), key=lambda label: "times" in label)
     titles = [f"{TITLES[name]} {size.replace('x', ' x ')}" for name, size in columns]
 
     def table(head: str, models: Sequence[str], make_cell: Callable[[Sequence[Row], str], str]) -> str:
         lines = [f"| {head} | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
         for model in models:
-            found = [
-                [row for row in record["rows"] if (row["task"], row["model"]) == (name, model)] for name, _ in columns
-            ]
+            found = [groups.get((name, model), []) for name, _ in columns]
             cells = [make_cell(rows, size) if rows else "-" for rows, (_, size) in zip(found, columns, strict=True)]
             lines.append(f"| {model} | {' | '.join(cells)} |")
         return "\n".join(lines)
@@ -328,15 +334,19 @@ def render_distilled(record: Mapping[str, Any]) -> str:
         before, after = ([row["errors"][size][i] for row in rows] for i in (0, 1))
         return f"{statistics.fmean(before):.4f} → {format_range(after, '{:.4f}')}"
 
-    shares, errors = table("recognized, %", MODELS, share_cell), table("error", STUDENTS, error_cell)
+    shares = table("recognized, %", labels, share_cell)
+    errors = table("error", [label for label in labels if label not in (REAL, TEACHER)], error_cell)
     return "\n\n".join([shares, errors, describe_setup(record)])
 
 
 def jobs_of(tasks: Sequence[str], seeds: int) -> list[Row]:
     """Return the jobs of `make_row`, in an order in which neighbors share what is costly."""
+    kinds = [(RECIPES[name], name, model) for name in tasks for model in MODELS]
+    longer = [(LONGER[name], name, model) for name in tasks if name in LONGER for model in (MHLA, PLAIN)]
     return [
-        {"task": name, "model": model, "seed": seed, **RECIPES[name]._asdict()}
-        for seed, name, model in itertools.product(range(seeds), tasks, MODELS)
+        {"task": name, "model": model, "seed": seed, **recipe._asdict()}
+        for jobs in (kinds, longer)
+        for seed, (recipe, name, model) in itertools.product(range(seeds), jobs)
     ]
 
 

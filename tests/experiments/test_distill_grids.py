@@ -37,8 +37,10 @@ def test_every_model_gets_a_row_of_the_table(tmp_path):
         if "errors" in row:
             before, after = row["errors"]["16x16"]
             assert before != after
+    rows.append({**rows[2], "steps": 4 * TINY.steps})
     shares, errors, _ = render_distilled({**RECORD, "rows": rows}).split("\n\n")
     for table, models in ((shares, MODELS), (errors, STUDENTS)):
+        models = (*models, f"{MHLA}, 4 times the steps")
         assert [line.split(" | ")[0].lstrip("| ") for line in table.splitlines()[2:]] == list(models)
 
 
