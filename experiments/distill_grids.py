@@ -316,7 +316,7 @@ def render_distilled(record: Mapping[str, Any]) -> str:
         times = row["steps"] // shortest[row["task"]]
         label = row["model"] if times == 1 else f"{row['model']}, {times} times the steps"
         groups.setdefault((row["task"], label), []).append(row)
-    labels = sorted(dict.fromkeys(label for _, label in groups), key=lambda label: "times" in label)
+    labels = list(dict.fromkeys(label for _, label in groups))
     titles = [f"{TITLES[name]} {size.replace('x', ' x ')}" for name, size in columns]
 
     def table(head: str, models: Sequence[str], make_cell: Callable[[Sequence[Row], str], str]) -> str:
