@@ -4,6 +4,7 @@ python -m experiments.demo            the whole journey on two CPU cores (`make 
 python -m experiments.studies NAME    the paper's comparisons on a small machine (`make demo-images` is `images`)
 python -m experiments.digits_vit      a softmax ViT on real digits, converted and distilled without labels
 python -m experiments.calibrate_grids a start from the softmax original for tiny diffusion models
+python -m experiments.distill_grids   the same models distilled, and which digits a judge recognizes in their samples
 python -m experiments.digits_dit      a DiT on real digits, trained from scratch, and converted and distilled
 python -m experiments.costs           parameters and multiply-adds beside the paper's table 2
 python -m experiments.heads           how many KV heads of a real language model keep softmax, and what that costs

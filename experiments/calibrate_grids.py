@@ -15,12 +15,13 @@ import itertools
 import shlex
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from diffusers import (
     DiTTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
@@ -30,23 +31,31 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 
 import mhla_hf
-from mhla_hf.checkpoints.file_io import atomic_file, write_json
+from mhla_hf.checkpoints.file_io import atomic_file, atomic_folder, write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
-from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
+from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers, softmax_layers
+from mhla_hf.conversion.teacher import replaced_cores
+from mhla_hf.nn.joint import JointMHLA
 from mhla_hf.training.denoising import Conditions, NoiseProcess, predict, sample_latents
 
-from .digits_dit import CLASSES, SIDE, digits
-from .rows import describe_setup
+from .digits_dit import CLASSES, SIDE, digits, folder_of
+from .rows import describe_setup, format_range
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TEXT_WIDTH, TEXT_LENGTH = 32, 5
 TITLES = {"dit": "DiT", "sd3": "SD3", "wan": "Wan"}
+VIDEO_SIDE = 12  # side of a digit in a video of 16 x 16 pixels
+FRAMES_PER_VIDEO = 16
 FIT_SAMPLING_STEPS, HELD_OUT_STEPS = 20, 8
 OFF = -30.0  # balance at which MHLA has no weight
-SOFTMAX_PART, CALIBRATED, ONE_KEPT = "softmax part alone", "calibrated", "calibrated, one of four layers softmax"
+LOCALITY, SOFTMAX_PART = "locality (the default without samples)", "softmax part alone"
+LINEAR_CALIBRATED = "plain linear attention, calibrated"
+CALIBRATED, ONE_KEPT = "calibrated", "calibrated, one of four layers softmax"
+HEADS_KEPT = "calibrated, as many heads of any layers softmax"
 Size = tuple[int, ...]  # rows and columns, for video also frames, of latents
+Head = tuple[int, int]  # layer, and head in it
 Point = tuple[torch.Tensor, torch.Tensor, Conditions]  # noisy latents, times, and conditions
 
 
@@ -68,27 +77,47 @@ def text_conditions(labels: torch.Tensor, pooled: bool) -> Conditions:
 
 
 def place_digits(images: torch.Tensor, size: Size, generator: torch.Generator) -> torch.Tensor:
-    """Put each digit at a random place of a larger canvas; in videos, it moves straight and bounces off the edges.
+    """Put each digit at a random place of a canvas; in videos, it moves straight and bounces off the edges.
 
     Args:
-        images: [B, 1, 16, 16].
-        size: Size of the canvas; for videos, its first number is that of frames.
+        images: [B, 1, side, side].
+        size: Size of the canvas, in which a digit fits; for videos, its first number is that of frames.
         generator: Random number generator.
 
     Returns:
         [B, 1, *size].
     """
     *frames, height, width = size
-    num_frames = frames[0] if frames else 1
+    side, num_frames = images.shape[-1], frames[0] if frames else 1
     canvas = torch.full((len(images), 1, num_frames, height, width), -1.0)
-    ranges = torch.tensor([height - SIDE + 1, width - SIDE + 1])
+    ranges = torch.tensor([height - side + 1, width - side + 1])
     start = torch.rand(len(images), 2, generator=generator) * ranges
     speed = 3.0 * torch.rand(len(images), 2, generator=generator) - 1.5
     for row, frame in itertools.product(range(len(images)), range(num_frames)):
         place = (start[row] + frame * speed[row]) % (2 * ranges)
         top, left = torch.minimum(place, 2 * ranges - place).long().clamp_max(ranges - 1).tolist()
-        canvas[row, :, frame, top : top + SIDE, left : left + SIDE] = images[row]
+        canvas[row, :, frame, top : top + side, left : left + side] = images[row]
     return canvas if frames else canvas[:, :, 0]
+
+
+def draw_digits(
+    images: torch.Tensor, labels: torch.Tensor, size: Size, count: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw random digits on canvases of one size; those of videos are smaller, so that they have room to move.
+
+    Args:
+        images: Images to draw from, [N, 1, 16, 16].
+        labels: Their classes, [N].
+        size: Size of the canvas, as for `place_digits`.
+        count: Number of canvases B.
+        generator: Random number generator.
+
+    Returns:
+        Canvases [B, 1, *size], and their classes [B].
+    """
+    rows = torch.randint(len(images), (count,), generator=generator)
+    side = VIDEO_SIDE if len(size) == 3 else SIDE
+    return place_digits(F.interpolate(images[rows], size=side, mode="bilinear"), size, generator), labels[rows]
 
 
 class Task(NamedTuple):
@@ -101,6 +130,7 @@ class Task(NamedTuple):
         batch: Samples per training step.
         steps: Training steps.
         fit_batch: Samples per trajectory to fit and to measure on.
+        frame_steps: Earlier training steps on single frames of videos, `FRAMES_PER_VIDEO` times as many per step.
     """
 
     make: Callable[[], Any]
@@ -109,6 +139,7 @@ class Task(NamedTuple):
     batch: int
     steps: int
     fit_batch: int
+    frame_steps: int = 0
 
 
 class Start(NamedTuple):
@@ -127,10 +158,10 @@ class Start(NamedTuple):
 
 LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
 STARTS = {
-    "locality (the default without samples)": Start({}),
+    LOCALITY: Start({}),
     SOFTMAX_PART: Start({}, tasks=("sd3",)),
     "plain linear attention": Start({**LINEAR, "normalize": True, "output_norm": False}, tasks=("dit", "wan")),
-    "plain linear attention, calibrated": Start(LINEAR, learns=True),
+    LINEAR_CALIBRATED: Start(LINEAR, learns=True),
     CALIBRATED: Start({}, learns=True),
 }
 
@@ -164,8 +195,16 @@ def make_wan() -> WanTransformer3DModel:
 
 TASKS = {
     "dit": Task(make_dit, lambda labels: {"class_labels": labels}, ((16, 16),), 16, 600, 4),
-    "sd3": Task(make_sd3, lambda labels: text_conditions(labels, True), ((16, 16), (24, 24)), 8, 600, 4),
-    "wan": Task(make_wan, lambda labels: text_conditions(labels, False), ((8, 16, 16), (16, 16, 16)), 2, 500, 1),
+    "sd3": Task(make_sd3, lambda labels: text_conditions(labels, True), ((16, 16), (24, 24)), 16, 1600, 4),
+    "wan": Task(
+        make_wan,
+        lambda labels: text_conditions(labels, False),
+        ((8, 16, 16), (16, 16, 16)),
+        2,
+        600,
+        1,
+        frame_steps=1200,
+    ),
 }
 
 
@@ -175,11 +214,9 @@ def training_digits() -> tuple[torch.Tensor, torch.Tensor]:
     return digits()[:2]
 
 
-def draw_batch(task: Task, size: Size, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw digits on canvases of one size, [B, 1, *size], and their classes [B]."""
-    images, labels = training_digits()
-    rows = torch.randint(len(images), (task.batch,), generator=generator)
-    return place_digits(images[rows], size, generator), labels[rows]
+def frame_size(size: Size) -> Size:
+    """Return the size of an image as it is, and that of a video with one frame."""
+    return size if len(size) == 2 else (1, *size[1:])
 
 
 def train(task: Task, path: Path) -> Any:
@@ -197,12 +234,16 @@ def train(task: Task, path: Path) -> Any:
     if not path.exists():
         generator, process = torch.Generator().manual_seed(1), NoiseProcess(FlowMatchEulerDiscreteScheduler())
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, task.steps, pct_start=0.1)
+        num_steps = task.frame_steps + task.steps
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, num_steps, pct_start=0.1)
         averaged = torch.optim.swa_utils.AveragedModel(
             model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
         )
-        for step in range(task.steps):
-            clean, labels = draw_batch(task, task.sizes[step % len(task.sizes)], generator)
+        for step in range(num_steps):
+            size, count = task.sizes[step % len(task.sizes)], task.batch
+            if step < task.frame_steps:
+                size, count = frame_size(size), FRAMES_PER_VIDEO * count
+            clean, labels = draw_digits(*training_digits(), size, count, generator)
             times = [process.draw_time(generator, "logit-normal", None) for _ in labels]
             noise = torch.randn(clean.shape, generator=generator)
             noisy, target = (torch.stack(x) for x in zip(*map(process.mix, clean, noise, times), strict=True))
@@ -269,6 +310,92 @@ def converted(task: Task, teacher: Any, start: Start, seed: int) -> Any:
     return mhla_hf.convert(student, samples=sample, keep=0, seed=seed, progress=False, **start.settings)
 
 
+def convert_or_load(name: str, teacher: Any, row: str, seed: int, folder: Path) -> Any:
+    """Convert a copy of a softmax model, or load it, if its layers are fitted and a folder has it from an earlier call.
+
+    Args:
+        name: Key of `TASKS`.
+        teacher: The softmax model.
+        row: Key of `STARTS`.
+        seed: Seed of the fit.
+        folder: Folder of the trained models, in which those that are fitted are saved, too.
+
+    Returns:
+        The student, in eval mode.
+    """
+    start, path = STARTS[row], folder / f"{name}-{folder_of(row, seed)}"
+    if not start.learns:
+        return converted(TASKS[name], teacher, start, seed)
+    if not path.exists():
+        with atomic_folder(path) as temporary_path:
+            converted(TASKS[name], teacher, start, seed).save_pretrained(temporary_path)
+    return getattr(mhla_hf, f"MHLA{type(teacher).__name__}").from_pretrained(path).eval()
+
+
+def held_out_points(task: Task, teacher: Any) -> dict[str, list[Point]]:
+    """Return the points at which velocities are compared, by size; they are the same for all students and seeds."""
+    return {
+        "x".join(map(str, size)): trajectories(
+            task, teacher, size, task.fit_batch, torch.Generator().manual_seed(1000), HELD_OUT_STEPS
+        )
+        for size in task.sizes
+    }
+
+
+def most_damaging_layer(student: Any) -> int:
+    """Return the layer of a fitted student whose conversion alone changes the velocity most, as the fit measured it."""
+    layers = student.config.mhla_measured["layers"]
+    return int(max(layers, key=lambda index: layers[index]["alone"]))
+
+
+class SomeHeadsCore(GridSoftmaxCore):
+    """Computes some heads of a layer by softmax, and the others by MHLA.
+
+    Args:
+        core: The MHLA core.
+        by_softmax: Which heads softmax computes, bool [H].
+    """
+
+    def __init__(self, core: Any, by_softmax: torch.Tensor) -> None:
+        super().__init__(core)
+        self.by_softmax = by_softmax[:, None]
+
+    def forward(self, *heads: Any, **options: Any) -> Any:
+        """Attend. See `GridSoftmaxCore` for the arguments and the result."""
+        softmax, mhla = super().forward(*heads, **options), self.core(*heads, **options)
+        if isinstance(softmax, tuple):  # the grid and the text
+            return torch.where(self.by_softmax, softmax[0], mhla[0]), softmax[1]
+        return torch.where(self.by_softmax, softmax, mhla)
+
+
+def softmax_heads(student: Any, heads: Collection[Head]) -> AbstractContextManager[Any]:
+    """Return a context manager that computes some heads of a student by softmax."""
+    layers = grid_layers(student)
+    numbers = range(student.config.num_attention_heads)
+    by_softmax = {
+        holder.mhla: torch.tensor([(index, number) in heads for number in numbers]) for index, holder in layers.items()
+    }
+    return replaced_cores(layers, lambda core: SomeHeadsCore(core, by_softmax[core]))
+
+
+def most_damaging_heads(student: Any, teacher: Any, points: Sequence[Point]) -> list[Head]:
+    """Return as many heads as a layer has: those whose conversion alone changes the velocity at some points most."""
+    num_heads = student.config.num_attention_heads
+    heads = list(itertools.product(grid_layers(student), range(num_heads)))
+    damage = {}
+    for head in heads:
+        with softmax_heads(student, set(heads) - {head}):
+            damage[head] = velocity_error(student, teacher, points)
+    return sorted(heads, key=lambda head: -damage[head])[:num_heads]
+
+
+def turn_mhla_off(student: Any) -> None:
+    """Leave only the softmax part of joint layers, which reads the text and the own block, in place; others stay."""
+    for holder in grid_layers(student).values():
+        if isinstance(holder.mhla, JointMHLA):
+            holder.mhla.mixing.balance.requires_grad_(False).fill_(OFF)
+
+
 def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
     """Convert the model of a task in all ways, and measure its velocity on held-out trajectories of the softmax model.
 
@@ -278,19 +405,15 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
         seeds: Number of seeds of each fit.
 
     Returns:
-        "errors": errors by start and then by size, one for each seed; "layers": the report of each layer by seed, and
-        "seconds" of the fits.
+        "errors": errors by start and then by size, one for each seed; "reports" of the fits and the "heads" that keep
+        softmax in `HEADS_KEPT`, by seed; "parameters" of the softmax model.
     """
     task = TASKS[name]
     teacher = train(task, folder / f"{name}.safetensors")
-    held_out = {
-        "x".join(map(str, size)): trajectories(
-            task, teacher, size, task.fit_batch, torch.Generator().manual_seed(1000), HELD_OUT_STEPS
-        )
-        for size in task.sizes
-    }
+    held_out = held_out_points(task, teacher)
     errors: dict[str, dict[str, list[float]]] = {}
-    reports, seconds = [], []
+    reports: list[dict[str, Any]] = []
+    heads: list[list[Head]] = []
 
     def store(row: str, student: Any) -> None:
         by_size = errors.setdefault(row, {size: [] for size in held_out})
@@ -302,21 +425,26 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
         if start.tasks and name not in start.tasks:
             continue
         for seed in range(seeds if start.learns else 1):
-            started = time.perf_counter()
-            student = converted(task, teacher, start, seed)
+            student = convert_or_load(name, teacher, row, seed, folder)
             if row == SOFTMAX_PART:
-                for holder in grid_layers(student).values():
-                    holder.mhla.mixing.balance.data.fill_(OFF)
+                turn_mhla_off(student)
             if row == CALIBRATED:
                 reports.append(student.config.mhla_measured)
-                seconds.append(round(time.perf_counter() - started, 1))
             store(row, student)
             if row == CALIBRATED:
-                layers = reports[-1]["layers"]
-                most_damaging = max(layers, key=lambda index: layers[index]["alone"])
-                with softmax_layers({0: grid_layers(student)[int(most_damaging)]}):
+                with softmax_layers({0: grid_layers(student)[most_damaging_layer(student)]}):
                     store(ONE_KEPT, student)
-    return {"errors": errors, "reports": reports, "seconds": seconds, "parameters": teacher.num_parameters()}
+                generator = torch.Generator().manual_seed(5000 + seed)
+                points = trajectories(task, teacher, task.sizes[0], task.fit_batch, generator, HELD_OUT_STEPS)
+                heads.append(most_damaging_heads(student, teacher, points))
+                with softmax_heads(student, heads[-1]):
+                    store(HEADS_KEPT, student)
+    return {
+        "errors": errors,
+        "reports": reports,
+        "heads": heads,
+        "parameters": teacher.num_parameters(),
+    }
 
 
 def render_calibration(record: Mapping[str, Any]) -> str:
@@ -328,11 +456,11 @@ def render_calibration(record: Mapping[str, Any]) -> str:
         cells = []
         for name, size in columns:
             values = record["tasks"][name]["errors"].get(row, {}).get(size, [])
-            cell = f"{statistics.mean(values):.4f}" if values else "-"
-            cells.append(f"{cell} ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else cell)
+            cells.append(format_range(values, "{:.4f}") if values else "-")
         lines.append(f"| {row} | {' | '.join(cells)} |")
     fits = ", ".join(
-        f"{TITLES[name]} {statistics.mean(task['seconds']):.0f} s" for name, task in record["tasks"].items()
+        f"{TITLES[name]} {statistics.mean(report['seconds'] for report in task['reports']):.0f} s"
+        for name, task in record["tasks"].items()
     )
     return "\n".join([*lines, "", f"A fit with its measurements took: {fits}. {describe_setup(record)}"])
 

@@ -33,6 +33,7 @@ from .costs import costs_table
 from .demo.figures import plot_gains
 from .demo.journey import render_short
 from .demo.report import render_report
+from .distill_grids import render_distilled
 from .encoder import render_encoder
 from .heads import render_heads
 from .judge import render_lookups, render_tasks
@@ -245,6 +246,7 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "recipes": render_recipes,
     "recipe_costs": lambda record: f"{render_costs(record)}\n\n{command_and_date(record)}",
     "calibration": render_calibration,
+    "distilled_grids": render_distilled,
     "kvpress": render_kvpress,
     "mqar": render_mqar,
     "encoder": render_encoder,

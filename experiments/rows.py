@@ -94,3 +94,9 @@ def format_mean(values: Sequence[float], spec: str) -> str:
         return mean
     error = statistics.stdev(values) / len(values) ** 0.5
     return f"{mean} ± {spec.replace('+', '').format(error)}"
+
+
+def format_range(values: Sequence[float], spec: str) -> str:
+    """Format the mean of values and, if there are several, the lowest and the highest; see `format_mean`."""
+    mean = spec.format(statistics.fmean(values))
+    return mean if len(values) == 1 else f"{mean} ({spec.format(min(values))} to {spec.format(max(values))})"

@@ -1,0 +1,373 @@
+"""Distill the tiny diffusion models of `calibrate_grids`, and let a judge read the digits that they draw, on one CPU core.
+
+    python -m experiments.distill_grids
+
+The softmax models of `calibrate_grids` are the teachers. Each is converted in several ways, and all parameters of each
+conversion learn the teacher's velocity on trajectories that the teacher samples, without any digit of the data. A small
+network that was trained on the same digits, and on no samples, judges whether samples show the requested digit. A JSON
+record has one row per model and seed and is written after each; the next call adds what is missing.
+"""
+
+import argparse
+import functools
+import itertools
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from diffusers import FlowMatchEulerDiscreteScheduler
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mhla_hf.checkpoints.file_io import atomic_file
+from mhla_hf.cli import script
+from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers
+from mhla_hf.conversion.teacher import softmax_attention
+from mhla_hf.nn.core import Rotation
+from mhla_hf.nn.grid import GridMHLA
+from mhla_hf.nn.joint import JointMHLA
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.training.denoising import Conditions, predict, sample_latents
+
+from .calibrate_grids import (
+    CALIBRATED,
+    LINEAR_CALIBRATED,
+    LOCALITY,
+    TASKS,
+    TITLES,
+    Size,
+    Task,
+    convert_or_load,
+    draw_digits,
+    frame_size,
+    held_out_points,
+    most_damaging_layer,
+    train,
+    training_digits,
+    trajectories,
+    turn_mhla_off,
+    velocity_error,
+)
+from .digits_dit import CLASSES, HELD_OUT, Judge, digits
+from .rows import Row, add_rows, describe_setup, format_range
+
+REAL, TEACHER, MHLA = "real digits, held out", "softmax, the teacher", "MHLA"
+ONE_KEPT, PLAIN, LOCAL = "MHLA, one of four layers softmax", "plain linear attention", "local alone"
+STUDENTS = (MHLA, ONE_KEPT, PLAIN, LOCAL)
+MODELS = (REAL, TEACHER, *STUDENTS)
+LEARNING_RATE, SAMPLING_STEPS, JUDGE_STEPS = 1e-3, 10, 600
+
+
+class Recipe(NamedTuple):
+    """Sizes of the distillation of a task.
+
+    Attributes:
+        trajectories: Trajectories of the teacher to learn from.
+        batch: Points on them per step.
+        steps: Steps.
+        samples: Samples to judge, at each size.
+    """
+
+    trajectories: int
+    batch: int
+    steps: int
+    samples: int
+
+
+RECIPES = {"dit": Recipe(64, 16, 150, 400), "sd3": Recipe(64, 16, 150, 400), "wan": Recipe(16, 2, 150, 100)}
+LONGER = {"wan": Recipe(64, 2, 600, 100)}  # for `MHLA` and `PLAIN`
+
+
+class CanvasJudge(Judge):
+    """A classifier of a digit anywhere on a canvas of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *list(self.body)[:6], nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten()
+        )
+
+
+def train_judge(task: Task, path: Path) -> CanvasJudge:
+    """Train a judge on the canvases that a task's model is trained on, for videos on single frames, or load it.
+
+    Args:
+        task: The task.
+        path: File of the weights, written if it does not exist.
+
+    Returns:
+        The judge, in eval mode.
+    """
+    torch.manual_seed(0)
+    judge, generator = CanvasJudge(), torch.Generator().manual_seed(0)
+    if not path.exists():
+        optimizer = torch.optim.AdamW(judge.parameters(), 2e-3, weight_decay=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=JUDGE_STEPS)
+        for step in range(JUDGE_STEPS):
+            size = frame_size(task.sizes[step % len(task.sizes)])
+            canvases, labels = draw_digits(*training_digits(), size, 64, generator)
+            F.cross_entropy(judge(frames_of(canvases)), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        with atomic_file(path) as temporary_path:
+            save_file(judge.state_dict(), temporary_path)
+    judge.load_state_dict(load_file(path))
+    return judge.eval()
+
+
+def frames_of(canvases: torch.Tensor) -> torch.Tensor:
+    """Return images [B, 1, h, w] as they are, and videos [B, 1, F, h, w] as images [B F, 1, h, w]."""
+    return canvases if canvases.ndim == 4 else canvases.transpose(1, 2).flatten(0, 1)
+
+
+@torch.no_grad()
+def recognized_share(judge: Judge, canvases: torch.Tensor, labels: torch.Tensor) -> float:
+    """Compute the share of canvases in which a judge recognizes the label; of videos, it averages log-probabilities.
+
+    Args:
+        judge: The judge.
+        canvases: [B, 1, h, w], or [B, 1, F, h, w] for videos.
+        labels: Classes, int64 [B].
+    """
+    log_probabilities = judge(frames_of(canvases.clamp(-1, 1))).log_softmax(-1)
+    mean = log_probabilities.view(len(canvases), -1, CLASSES).mean(1)
+    return float((mean.argmax(-1) == labels).double().mean())
+
+
+class Pool(NamedTuple):
+    """Points on trajectories of a teacher, N of each.
+
+    Attributes:
+        noisy: Noisy latents.
+        times: Times.
+        conditions: Conditions.
+        targets: The teacher's velocities.
+    """
+
+    noisy: torch.Tensor
+    times: torch.Tensor
+    conditions: Conditions
+    targets: torch.Tensor
+
+    @classmethod
+    def sample(cls, task: Task, teacher: Any, recipe: Recipe, seed: int) -> "Pool":
+        """Sample trajectories of the first size of a task; see `trajectories`."""
+        generator = torch.Generator().manual_seed(2000 + seed)
+        points = [
+            point
+            for _ in range(recipe.trajectories // recipe.batch)
+            for point in trajectories(task, teacher, task.sizes[0], recipe.batch, generator, SAMPLING_STEPS)
+        ]
+        with torch.no_grad():
+            targets = torch.cat([predict(teacher, *point) for point in points])
+        noisy, times = torch.cat([noisy for noisy, *_ in points]), torch.cat([times for _, times, _ in points])
+        conditions = {key: torch.cat([values[key] for *_, values in points]) for key in points[0][2]}
+        return cls(noisy, times, conditions, targets)
+
+
+def distill(student: Any, pool: Pool, recipe: Recipe, seed: int) -> None:
+    """Train all parameters of a student to match the velocity of its teacher, in place.
+
+    Args:
+        student: A converted model; it is in eval mode before and after.
+        pool: What it learns from.
+        recipe: Sizes.
+        seed: Seed of the batches.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, recipe.steps, pct_start=0.1)
+    for _ in range(recipe.steps):
+        rows = torch.randint(len(pool.times), (recipe.batch,), generator=generator)
+        conditions = {key: value[rows] for key, value in pool.conditions.items()}
+        velocity = predict(student, pool.noisy[rows], pool.times[rows], conditions)
+        (velocity - pool.targets[rows]).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+class OwnBlockCore(nn.Module):
+    """Computes softmax attention within each block of the grid, in place of the MHLA core of a layer without text.
+
+    Args:
+        core: The MHLA core.
+    """
+
+    def __init__(self, core: GridMHLA) -> None:
+        super().__init__()
+        self.layout = core.mixing.layout
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grid: Size, rotate: Rotation | None, **_: Any
+    ) -> torch.Tensor:
+        """Attend. See `GridMHLA` for the arguments and the result."""
+        index = Blocks.grid(tuple(grid), self.layout).index(q.device)
+        q, k = (q, k) if rotate is None else rotate(q, k)
+        return softmax_attention(q.to(v.dtype), k.to(v.dtype), v, mask=index[:, None] == index)
+
+
+def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) -> Any:
+    """Convert a teacher.
+
+    Args:
+        task: Key of `TASKS`.
+        teacher: The softmax model.
+        name: One of `STUDENTS`.
+        seed: Seed of the fit.
+        folder: Folder of the trained models; see `convert_or_load`.
+
+    Returns:
+        The student in eval mode. The layer of `ONE_KEPT` that keeps softmax is that whose conversion alone changes the
+        velocity most. In `LOCAL`, tokens attend by softmax to those of their own block and of the text, if it has one.
+    """
+    start = {MHLA: CALIBRATED, ONE_KEPT: CALIBRATED, PLAIN: LINEAR_CALIBRATED, LOCAL: LOCALITY}[name]
+    student = convert_or_load(task, teacher, start, seed, folder)
+    if name == ONE_KEPT:
+        kept = grid_layers(student)[most_damaging_layer(student)]
+        kept.mhla = GridSoftmaxCore(kept.mhla)
+    if name == LOCAL:
+        turn_mhla_off(student)
+        for holder in grid_layers(student).values():
+            if not isinstance(holder.mhla, JointMHLA):  # which has a softmax of its own, over the block and the text
+                holder.mhla = OwnBlockCore(holder.mhla)
+    return student
+
+
+def draw_samples(task: Task, model: Any, size: Size, recipe: Recipe, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample without guidance; the classes take turns, and all models get the same noise.
+
+    Returns:
+        Samples [B, 1, *size], and their classes [B].
+    """
+    noise = torch.randn(recipe.samples, 1, *size, generator=torch.Generator().manual_seed(3000 + seed))
+    labels = torch.arange(recipe.samples) % CLASSES
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    samples = [
+        sample_latents(model, scheduler, *part, None, steps=SAMPLING_STEPS, guidance=1.0)
+        for part in ((noise[rows], task.conditions(labels[rows])) for rows in torch.arange(len(labels)).split(20))
+    ]
+    return torch.cat(samples), labels
+
+
+@functools.lru_cache(maxsize=1)
+def prepare(name: str, recipe: Recipe, seed: int, folder: Path) -> tuple[Any, Judge, Pool]:
+    """Return the teacher of a task, its judge, and what its students learn from; see `make_row` for the arguments."""
+    folder.mkdir(parents=True, exist_ok=True)
+    teacher = train(TASKS[name], folder / f"{name}.safetensors")
+    judge = train_judge(TASKS[name], folder / f"{name}-judge.safetensors")
+    return teacher, judge, Pool.sample(TASKS[name], teacher, recipe, seed)
+
+
+def make_row(job: Row, folder: Path) -> Row:
+    """Distill and judge one student, or judge the teacher or real digits.
+
+    Args:
+        job: "task", "model" (one of `STUDENTS`, `TEACHER` or `REAL`), "seed", and the fields of `Recipe`.
+        folder: Folder of the teachers and judges, which are trained if it does not have them.
+
+    Returns:
+        The job with "recognized", the share by size; of a student also "errors", [before, after] distillation by size,
+        and the seconds of its distillation.
+    """
+    task, seed, recipe = TASKS[job["task"]], job["seed"], Recipe(*(job[key] for key in Recipe._fields))
+    teacher, judge, pool = prepare(job["task"], recipe, seed, folder)
+    row: Row = {**job, "recognized": {}}
+    model = teacher
+    if job["model"] in STUDENTS:
+        held_out = held_out_points(task, teacher)
+        model = make_student(job["task"], teacher, job["model"], seed, folder)
+        row["errors"] = {key: [velocity_error(model, teacher, points)] for key, points in held_out.items()}
+        started = time.perf_counter()
+        distill(model, pool, recipe, seed)
+        row["seconds"] = round(time.perf_counter() - started, 1)
+        for key, points in held_out.items():
+            row["errors"][key].append(velocity_error(model, teacher, points))
+    for size in task.sizes:
+        if job["model"] == REAL:
+            generator = torch.Generator().manual_seed(4000 + seed)
+            canvases, labels = draw_digits(*digits()[2:], size, HELD_OUT, generator)
+        else:
+            canvases, labels = draw_samples(task, model, size, recipe, seed)
+        row["recognized"]["x".join(map(str, size))] = recognized_share(judge, canvases, labels)
+    return row
+
+
+def describe(row: Row) -> str:
+    """Format a row for the log."""
+    return f"{row['task']}, {row['model']}, seed {row['seed']}: {row.get('errors', '')} {row['recognized']}"
+
+
+def render_distilled(record: Mapping[str, Any]) -> str:
+    """Render two tables by model and size: the recognized shares, and the errors before and after distillation."""
+    columns = {(row["task"], size): None for row in record["rows"] for size in row["recognized"]}
+    shortest = {name: min(row["steps"] for row in record["rows"] if row["task"] == name) for name, _ in columns}
+    groups: dict[tuple[str, str], list[Row]] = {}  # rows of all seeds, by task and label
+    for row in record["rows"]:
+        times = row["steps"] // shortest[row["task"]]
+        label = row["model"] if times == 1 else f"{row['model']}, {times} times the steps"
+        groups.setdefault((row["task"], label), []).append(row)
+    labels = list(dict.fromkeys(label for _, label in groups))
+    titles = [f"{TITLES[name]} {size.replace('x', ' x ')}" for name, size in columns]
+
+    def table(head: str, models: Sequence[str], make_cell: Callable[[Sequence[Row], str], str]) -> str:
+        lines = [f"| {head} | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
+        for model in models:
+            found = [groups.get((name, model), []) for name, _ in columns]
+            cells = [make_cell(rows, size) if rows else "-" for rows, (_, size) in zip(found, columns, strict=True)]
+            lines.append(f"| {model} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def share_cell(rows: Sequence[Row], size: str) -> str:
+        return format_range([100 * row["recognized"][size] for row in rows], "{:.1f}")
+
+    def error_cell(rows: Sequence[Row], size: str) -> str:
+        before, after = ([row["errors"][size][i] for row in rows] for i in (0, 1))
+        return f"{statistics.fmean(before):.4f} → {format_range(after, '{:.4f}')}"
+
+    shares = table("recognized, %", labels, share_cell)
+    errors = table("error", [label for label in labels if label not in (REAL, TEACHER)], error_cell)
+    return "\n\n".join([shares, errors, describe_setup(record)])
+
+
+def jobs_of(tasks: Sequence[str], seeds: int) -> list[Row]:
+    """Return the jobs of `make_row`, in an order in which neighbors share what is costly."""
+    kinds = [(RECIPES[name], name, model) for name in tasks for model in MODELS]
+    longer = [(LONGER[name], name, model) for name in tasks if name in LONGER for model in (MHLA, PLAIN)]
+    return [
+        {"task": name, "model": model, "seed": seed, **recipe._asdict()}
+        for jobs in (kinds, longer)
+        for seed, (recipe, name, model) in itertools.product(range(seeds), jobs)
+    ]
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the script, and return the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/evidence/distill_grids.json"), help="record to extend")
+    parser.add_argument("--folder", type=Path, default=Path("out/grids"), help="folder of the trained models")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parser.parse_args(arguments)
+    if args.seeds < 1:
+        parser.error(f"--seeds: got {args.seeds}, expected at least 1.")
+    jobs = jobs_of(args.tasks, args.seeds)
+    command = shlex.join(["python", "-m", "experiments.distill_grids", *arguments])
+    make = functools.partial(make_row, folder=args.folder)
+    record = add_rows(args.out, make, jobs, describe, workers=1, command=command)
+    print(render_distilled(record))
+    return record
+
+
+if __name__ == "__main__":
+    script(main, "distill_grids")
