@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import functools
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,9 +30,9 @@ from mhla_hf.conversion.teacher import replaced_cores
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.training.denoising import sample_latents
 
-from .calibrate_grids import CALIBRATED, STARTS, TASKS, Size, converted, train
+from .calibrate_grids import CALIBRATED, TASKS, Size, convert_or_load, most_damaging_layer, train
 from .digits_dit import CLASSES
-from .rows import describe_setup
+from .rows import describe_setup, format_range
 
 SIZES: tuple[Size, ...] = ((16, 16, 16), (24, 48, 48))
 STEPS, EXACT_STEPS = 20, 5
@@ -118,8 +117,7 @@ def unchanged(model: Any, now: Callable[[], float]) -> contextlib.AbstractContex
 
 def one_kept(model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
     """Compute the layer whose conversion alone changes the output most by softmax."""
-    layers = model.config.mhla_measured["layers"]
-    chosen = int(max(layers, key=lambda index: layers[index]["alone"]))
+    chosen = most_damaging_layer(model)
     return softmax_layers({chosen: grid_layers(model)[chosen]})
 
 
@@ -208,7 +206,7 @@ def measure(folder: Path, seeds: int) -> list[dict[str, Any]]:
     rows: dict[tuple[str, Size], dict[str, Any]] = {}
     for seed in range(seeds):
         models: dict[str | None, Any] = {None: teacher}
-        models |= {start: converted(task, teacher, STARTS[start], seed) for start in (CALIBRATED, PLAIN)}
+        models |= {start: convert_or_load("wan", teacher, start, seed, folder) for start in (CALIBRATED, PLAIN)}
         for size in SIZES:
             for _ in range(ROUNDS if seed == 0 else 1):
                 for name, way in WAYS.items():
@@ -234,11 +232,8 @@ def render_peers(record: Mapping[str, Any]) -> str:
     for name in dict.fromkeys(row["way"] for row in record["rows"]):
         cells = []
         for row in (row for row in record["rows"] if row["way"] == name):
-            low, high = min(row["distances"]), max(row["distances"])
-            cells += [
-                f"{statistics.mean(row['distances']):.4f} ({low:.4f} to {high:.4f})" if high else "0",
-                f"{exact[tuple(row['size'])] / row['seconds']:.2f}",
-            ]
+            distance = format_range(row["distances"], "{:.4f}") if any(row["distances"]) else "0"
+            cells += [distance, f"{exact[tuple(row['size'])] / row['seconds']:.2f}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     seconds = " and ".join(f"{value:.2f}" for value in exact.values())
     return "\n".join([*lines, "", f"A step of softmax takes {seconds} s. {describe_setup(record)}"])

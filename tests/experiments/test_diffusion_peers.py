@@ -48,13 +48,12 @@ def test_a_sparse_tile_reads_itself_and_the_tiles_that_fit():
 
 
 def test_a_small_run(tmp_path, monkeypatch):
-    monkeypatch.setitem(TASKS, "wan", TASKS["wan"]._replace(steps=1, batch=1, sizes=((4, 8, 8),)))
-    monkeypatch.setattr(calibrate_grids, "SIDE", 8)
-    monkeypatch.setattr(calibrate_grids, "training_digits", lambda: (torch.rand(4, 1, 8, 8), torch.arange(4)))
+    small = {"steps": 1, "frame_steps": 0, "batch": 1, "sizes": ((4, 16, 16),)}
+    monkeypatch.setitem(TASKS, "wan", TASKS["wan"]._replace(**small))
     for name in ("FIT_STEPS", "RUNS", "HELD_OUT_RUNS"):
         monkeypatch.setattr(calibration, name, 1)
     monkeypatch.setattr(calibrate_grids, "FIT_SAMPLING_STEPS", 1)
-    for name, value in {"SIZES": ((4, 8, 8), (4, 16, 16)), "STEPS": 3, "ROUNDS": 1}.items():
+    for name, value in {"SIZES": ((4, 16, 16), (4, 16, 32)), "STEPS": 3, "ROUNDS": 1}.items():
         monkeypatch.setattr(diffusion_peers, name, value)
     record = main(["--out", str(tmp_path), "--seeds", "1"])
     assert json.loads(json.dumps(record)) == json.loads((tmp_path / "diffusion_peers.json").read_text())
