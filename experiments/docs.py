@@ -33,6 +33,7 @@ from .costs import costs_table
 from .demo.figures import plot_gains
 from .demo.journey import render_short
 from .demo.report import render_report
+from .diffusion_peers import render_peers
 from .distill_grids import render_distilled
 from .encoder import render_encoder
 from .heads import render_heads
@@ -257,6 +258,7 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "diffusers_tests": render_diffusers_tests,
+    "diffusion_peers": render_peers,
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),
     "digits_dit": lambda record: f"```text\n{digits_dit.render(record['over_seeds'])}\n```",
     "rank": render_random_rank,
