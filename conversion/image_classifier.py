@@ -4,7 +4,8 @@
     python conversion/image_classifier.py --recipe image_features --data DATA --out out/tower
     torchrun --nproc_per_node 8 conversion/image_classifier.py --recipe image_deit_tiny_scratch --data imagenet/ --out out/t
 
-A folder has one folder of images per class, directly or in `train` and `val`. A model from scratch has the classes of the
+A folder has one folder of images per class, directly or in `train` and `val`; recipes that read no labels take images
+anywhere in it. A model from scratch has the classes of the
 images, and a converted classifier has those of its base. A vision tower (DINOv3, CLIP, SigLIP) has no classes and learns the
 features of its original. If a run was interrupted, the same command resumes it. Afterwards,
 `mhla_hf.evaluate(out, recipe="table_2_imagenet", settings={"data": "DATA/val"})` returns the top-1 accuracy of a classifier.
@@ -88,7 +89,7 @@ def main(arguments: list[str] | None = None) -> PreTrainedModel:
     if recipe.task != "images":
         parser.error(f"--recipe: got {args.recipe} for {recipe.task}, expected task: images")
     torch.manual_seed(args.seed)
-    images = open_images(data)
+    images = open_images(data, labeled=any(stage.reads_labels for stage in recipe.stages))
     if "preset" in recipe.settings:
         student, teacher, processor = from_scratch(recipe.settings, images), None, None
     elif name is None:

@@ -82,13 +82,13 @@ def check_samples(model: Any, samples: Any) -> None:
             "labels with a pipeline, images with a vision model, or a function of a torch.Generator that samples."
         )
     name, parameters = type(model).__name__, inspect.signature(type(model).__call__).parameters
-    required = [key for key, value in parameters.items() if value.default is value.empty]
+    required = {key for key, x in parameters.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD}
     if kinds == {int}:
         num_classes = model.transformer.config.get("num_embeds_ada_norm") or 0
         if "class_labels" not in parameters or not 0 <= min(samples) <= max(samples) < num_classes:
             expected = f"labels below {num_classes}" if "class_labels" in parameters else "prompts"
             raise ValueError(f"samples: got {samples!r:.40} with {name}, expected {expected}.")
-    elif "prompt" not in parameters or "image" in required or any(word in name for word in EDITING):
+    elif "prompt" not in parameters or required - {"self", "prompt"} or any(word in name for word in EDITING):
         expected = "class labels" if "class_labels" in required else "a function of a torch.Generator that samples"
         raise ValueError(f"samples: got prompts with {name}, expected {expected}.")
 

@@ -73,6 +73,7 @@ def keep_new_images(
     Returns:
         [B, tokens of the new images, C].
     """
+    transformer = getattr(transformer, "_orig_mod", transformer)  # of one that `torch.compile` returned
     family = family_of(transformer)
     if family is None or not family.kind.positions:
         return output

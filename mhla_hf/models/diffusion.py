@@ -241,9 +241,11 @@ class MHLAProcessorsMixin:
             processor: One processor for all layers, or a dictionary of them by name.
 
         Raises:
-            ValueError: The dictionary does not have as many processors as the model.
+            ValueError, KeyError: The dictionary does not have the names of the model's processors.
         """
-        if isinstance(processor, dict) and len(processor) != len(self.attn_processors):  # diffusers raises the error
+        if (
+            isinstance(processor, dict) and processor.keys() != self.attn_processors.keys()
+        ):  # diffusers raises the error
             return super().set_attn_processor(processor)  # type: ignore[misc]
         mhla_processors = {name: current for name, current in self.attn_processors.items() if holds_mhla(current)}
         processors = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)

@@ -55,7 +55,7 @@ class StepCounter(TorchDispatchMode):
     Attributes:
         current: Bytes of the tensors that still exist.
         highest: The largest value of `current`.
-        flops: FLOPs of matrix products and convolutions.
+        flops: FLOPs of matrix products, attention, and convolutions.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ def measure_step(
         make_inputs: Function that returns the arguments of the objective for the micro-batch.
 
     Returns:
-        The bytes that the step allocates besides gradients, and its FLOPs in matrix products and convolutions.
+        The bytes that the step allocates besides gradients, and its FLOPs (see `StepCounter`).
     """
     with task.prepare(stage), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         for model in (task.student, task.teacher):

@@ -39,8 +39,8 @@ def estimate_transformers_costs(config: Any, recipe: Recipe, tflops: float | Non
         tflops: As in `estimate_costs`.
 
     Returns:
-        A dict as that of `estimate_costs`. For image models and encoders, "flops" are those of all matrix products and
-        convolutions, and stages have no "tokens".
+        A dict as that of `estimate_costs`. For image models and encoders, "flops" are those of all matrix products,
+        attention, and convolutions, and stages have no "tokens".
     """
     if recipe.task == "language":
         return estimate_language_costs(config, recipe, tflops)

@@ -153,6 +153,8 @@ def test_processors_that_are_not_one_per_layer_are_an_error_and_change_nothing()
     processors = model.attn_processors
     with pytest.raises(ValueError, match="number of processors 1 does not match"):
         model.set_attn_processor({next(iter(processors)): AttnProcessor2_0()})
+    with pytest.raises(KeyError):
+        model.set_attn_processor({f"no.{name}": AttnProcessor2_0() for name in processors})
     assert all(found is processors[name] for name, found in model.attn_processors.items())
 
 

@@ -1,4 +1,4 @@
-"""Labeled images for training and evaluation: from tensors, a folder with one folder per class, or a dataset.
+"""Images for training and evaluation, labeled if need be: from tensors, a folder with one folder per class, or a dataset.
 
 The order and the augmentation of the images are functions of (seed, stage, number of the sample). The model's own image
 processor computes the pixels in a few threads, one batch ahead.
@@ -176,7 +176,7 @@ def find_output_size(processor: Any, channels: int) -> tuple[int, int]:
 
 
 def open_images(data: Any, split: str = "train", labeled: bool = True) -> LabeledImages:
-    """Open labeled images from a folder, a dataset or tensors. See `LabeledImages` for the letters in shapes.
+    """Open images from a folder, a dataset or tensors. See `LabeledImages` for the letters in shapes.
 
     Args:
         data: One of
@@ -222,13 +222,15 @@ def _open_folder(folder: Path, split: str, labeled: bool) -> LabeledImages:
                 raise ValueError(
                     f"data: got {str(folder)!r} with {name!r} and nothing to {split} on, expected {split}/CLASS in it."
                 )
-    class_folders = sorted(path for path in root.iterdir() if path.is_dir()) if labeled else [root]
+    class_folders = sorted(path for path in root.iterdir() if path.is_dir())
     files = [
-        (path, label)
-        for label, class_folder in enumerate(class_folders)
+        (path, label if labeled else 0)
+        for label, class_folder in enumerate(class_folders)  # `rglob` follows no links in it, but they may be links
         for path in sorted(class_folder.rglob("*"))
         if path.suffix.lower() in IMAGE_ENDINGS
     ]
+    if not labeled:
+        files += [(path, 0) for path in sorted(root.iterdir()) if path.suffix.lower() in IMAGE_ENDINGS]
     if not files:
         expected = "no folders of images, expected one folder per class" if labeled else "no images, expected some"
         raise ValueError(f"data: got {str(folder)!r}, which holds {expected}.")

@@ -57,6 +57,24 @@ def test_tensors_a_folder_and_a_dataset_are_the_same_images(tmp_path, monkeypatc
         open_images(datasets.Dataset.from_dict({"text": ["a"]}))
 
 
+def test_without_labels_images_may_be_anywhere(tmp_path):
+    """Also in folders that are links, and in the folder itself; as a dataset, without a column of labels."""
+    labeled = open_images(photos(tmp_path / "data", {"a": 3, "b": 2}))
+    opened = open_images(tmp_path / "data", labeled=False)
+    assert opened.items == labeled.items and opened.identity == labeled.identity
+    assert opened.class_names is None and not opened.labels.any()
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "a").symlink_to(tmp_path / "data" / "a")
+    opened.image(0, 3).save(linked / "one.png")
+    names = [path.name for path in open_images(linked, labeled=False).items]
+    assert names == [*(path.name for path in labeled.items[:3]), "one.png"]
+    table = datasets.Dataset.from_dict({"image": [opened.image(0, 3)]}, datasets.Features({"image": datasets.Image()}))
+    assert len(open_images(table, labeled=False)) == 1
+    with pytest.raises(ValueError, match="expected one of images and one of labels"):
+        open_images(table)
+
+
 @pytest.mark.parametrize("processor", PROCESSORS, ids=lambda processor: type(processor).__name__)
 def test_whole_images_are_what_the_processor_makes_of_them(processor, tmp_path):
     pictures = open_images(photos(tmp_path, {"a": 3, "b": 2}))
