@@ -2,9 +2,9 @@
 
     python -m experiments.diffusion_peers --out out/grids
 
-The model is the small Wan of `experiments.calibrate_grids`, which is trained if OUT has no `wan.safetensors`. Each way runs
-the same 20 sampling steps from the same noise as the original: at a size that the original was trained on, and at one with
-13.5 times as many tokens, where attention takes most of the time. No weight of the original changes.
+The model is the small Wan of `experiments.calibrate_grids`, which is trained if OUT has no `wan.safetensors`. Each method
+runs the same 20 sampling steps from the same noise as the original: at a size that the original was trained on, and at one
+with 13.5 times as many tokens, where attention takes most of the time. No weight of the original changes.
 """
 
 import argparse
@@ -96,12 +96,12 @@ def tile_order(grid: Size, counts: Size) -> torch.Tensor:
     return Blocks.grid(grid, counts).index(torch.device("cpu")).argsort(stable=True)
 
 
-class Way(NamedTuple):
-    """A way to run the model.
+class Method(NamedTuple):
+    """A method to run the model.
 
     Attributes:
         start: Key of `STARTS`, or None for the original.
-        context: Returns a context manager in which the model runs in this way.
+        context: Returns a context manager in which the model runs by this method.
         exact_steps: Number of first steps that use the original's attention.
     """
 
@@ -143,29 +143,29 @@ def broadcast(model: Any, now: Callable[[], float]) -> Iterator[None]:
         model.disable_cache()
 
 
-WAYS = {
-    "softmax": Way(None, unchanged),
-    "MHLA, calibrated": Way(CALIBRATED, unchanged),
-    "MHLA, calibrated, one of four layers softmax": Way(CALIBRATED, one_kept),
-    f"MHLA, calibrated, softmax in the first {EXACT_STEPS} steps": Way(CALIBRATED, unchanged, EXACT_STEPS),
-    PLAIN: Way(PLAIN, unchanged),
-    "local: tiles of 128 tokens and their neighbors (`flex_attention`)": Way(
+METHODS = {
+    "softmax": Method(None, unchanged),
+    "MHLA, calibrated": Method(CALIBRATED, unchanged),
+    "MHLA, calibrated, one of four layers softmax": Method(CALIBRATED, one_kept),
+    f"MHLA, calibrated, softmax in the first {EXACT_STEPS} steps": Method(CALIBRATED, unchanged, EXACT_STEPS),
+    PLAIN: Method(PLAIN, unchanged),
+    "local: tiles of 128 tokens and their neighbors (`flex_attention`)": Method(
         CALIBRATED, functools.partial(tiled, near_tiles)
     ),
-    "sparse: the eighth of the tiles that fits best (`flex_attention`)": Way(
+    "sparse: the eighth of the tiles that fits best (`flex_attention`)": Method(
         CALIBRATED, functools.partial(tiled, similar_tiles)
     ),
-    "PAB, every second step": Way(None, broadcast),
-    "MHLA, calibrated, with PAB": Way(CALIBRATED, broadcast),
+    "PAB, every second step": Method(None, broadcast),
+    "MHLA, calibrated, with PAB": Method(CALIBRATED, broadcast),
 }
 
 
-def sample(model: Any, way: Way, size: Size, seed: int) -> tuple[torch.Tensor, float]:
-    """Sample one video in a way.
+def sample(model: Any, method: Method, size: Size, seed: int) -> tuple[torch.Tensor, float]:
+    """Sample one video with a method.
 
     Args:
-        model: The model, converted if the way needs it.
-        way: The way.
+        model: The model, converted if the method needs it.
+        method: The method.
         size: Size of the latents.
         seed: Seed of the noise and of the class.
 
@@ -179,11 +179,11 @@ def sample(model: Any, way: Way, size: Size, seed: int) -> tuple[torch.Tensor, f
 
     def prepare(_: torch.Tensor, now: float) -> None:
         times.append(now)
-        if way.start is not None:
-            model.use_base_attention(len(times) <= way.exact_steps)
+        if method.start is not None:
+            model.use_base_attention(len(times) <= method.exact_steps)
 
     scheduler = FlowMatchEulerDiscreteScheduler()
-    with torch.no_grad(), way.context(model, lambda: times[-1]):
+    with torch.no_grad(), method.context(model, lambda: times[-1]):
         started = time.perf_counter()
         video = sample_latents(model, scheduler, noise, conditions, None, steps=STEPS, guidance=1.0, on_step=prepare)
         seconds = time.perf_counter() - started
@@ -191,14 +191,14 @@ def sample(model: Any, way: Way, size: Size, seed: int) -> tuple[torch.Tensor, f
 
 
 def measure(folder: Path, seeds: int) -> list[dict[str, Any]]:
-    """Measure all ways.
+    """Measure all methods.
 
     Args:
         folder: Folder with the weights of the original, which is trained if it has none.
         seeds: Number of seeds, each of a fit and of a video.
 
     Returns:
-        Rows with "way", "size", "distances" (squared, relative to the squared norm of the original's video, by seed), and
+        Rows with "method", "size", "distances" (squared, relative to the squared norm of the original's video, by seed), and
         "seconds" per step.
     """
     task = TASKS["wan"]
@@ -209,12 +209,12 @@ def measure(folder: Path, seeds: int) -> list[dict[str, Any]]:
         models |= {start: convert_or_load("wan", teacher, start, seed, folder) for start in (CALIBRATED, PLAIN)}
         for size in SIZES:
             for _ in range(ROUNDS if seed == 0 else 1):
-                for name, way in WAYS.items():
-                    video, seconds = sample(models[way.start], way, size, seed)
+                for name, method in METHODS.items():
+                    video, seconds = sample(models[method.start], method, size, seed)
                     if name == "softmax":
                         expected = video
                     row = rows.setdefault(
-                        (name, size), {"way": name, "size": size, "distances": [], "seconds": seconds}
+                        (name, size), {"method": name, "size": size, "distances": [], "seconds": seconds}
                     )
                     row["seconds"] = min(row["seconds"], seconds)
                     distance = float((video - expected).square().sum() / expected.square().sum())
@@ -228,10 +228,10 @@ def render_peers(record: Mapping[str, Any]) -> str:
     sizes = list(dict.fromkeys(tuple(row["size"]) for row in record["rows"]))
     titles = [f"{title}, {' x '.join(map(str, size))}" for size in sizes for title in ("distance", "times faster")]
     lines = [f"| attention | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
-    exact = {tuple(row["size"]): row["seconds"] for row in record["rows"] if row["way"] == "softmax"}
-    for name in dict.fromkeys(row["way"] for row in record["rows"]):
+    exact = {tuple(row["size"]): row["seconds"] for row in record["rows"] if row["method"] == "softmax"}
+    for name in dict.fromkeys(row["method"] for row in record["rows"]):
         cells = []
-        for row in (row for row in record["rows"] if row["way"] == name):
+        for row in (row for row in record["rows"] if row["method"] == name):
             distance = format_range(row["distances"], "{:.4f}") if any(row["distances"]) else "0"
             cells += [distance, f"{exact[tuple(row['size'])] / row['seconds']:.2f}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -196,7 +196,7 @@ def distill(student: Any, pool: Pool, recipe: Recipe, seed: int) -> None:
         schedule.step()
 
 
-class OwnBlockCore(nn.Module):
+class BlockSoftmaxCore(nn.Module):
     """Computes softmax attention within each block of the grid, in place of the MHLA core of a layer without text.
 
     Args:
@@ -239,7 +239,7 @@ def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) ->
         turn_mhla_off(student)
         for holder in grid_layers(student).values():
             if not isinstance(holder.mhla, JointMHLA):  # which has a softmax of its own, over the block and the text
-                holder.mhla = OwnBlockCore(holder.mhla)
+                holder.mhla = BlockSoftmaxCore(holder.mhla)
     return student
 
 
@@ -322,8 +322,8 @@ def render_distilled(record: Mapping[str, Any]) -> str:
     def table(head: str, models: Sequence[str], make_cell: Callable[[Sequence[Row], str], str]) -> str:
         lines = [f"| {head} | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
         for model in models:
-            found = [groups.get((name, model), []) for name, _ in columns]
-            cells = [make_cell(rows, size) if rows else "-" for rows, (_, size) in zip(found, columns, strict=True)]
+            by_column = [(groups.get((name, model), []), size) for name, size in columns]
+            cells = [make_cell(rows, size) if rows else "-" for rows, size in by_column]
             lines.append(f"| {model} | {' | '.join(cells)} |")
         return "\n".join(lines)
 

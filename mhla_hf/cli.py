@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from . import __version__
-from .commands import evaluate, share, train
+from .commands import convert, evaluate, share, train
 
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
 INTERRUPTED = "interrupted; finished work is kept, and the same command resumes from there"
@@ -29,7 +29,9 @@ Tab completion: pip install 'mhla_hf[completion]', then eval "$(register-python-
 # Name -> (function that runs the command, function that adds its options, help, epilog).
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] = {
     "plan": (train.run_plan, train.plan_options, "Estimate what a conversion saves and costs.", train.PLAN),
-    "convert": (train.run_convert, train.convert_options, "Turn a softmax model into an MHLA model.", train.CONVERT),
+    "convert": (
+        convert.run_convert, convert.convert_options, "Turn a softmax model into an MHLA model.", convert.CONVERT,
+    ),
     "recipes": (train.run_recipes, train.recipes_options, "List the training recipes.", train.RECIPES),
     "teach": (train.run_teach, train.teach_options, "Store a teacher's predictions, to distill without it.", train.TEACH),
     "distill": (

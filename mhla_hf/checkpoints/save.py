@@ -5,6 +5,7 @@ Only the listed files may be overwritten by a new model, and only these are push
 
 import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from .file_io import (
     write_json,
 )
 
+logger = logging.getLogger("mhla_hf")
 CARD_FILE = "README.md"
 RECORDS = ("results.json", "train.json", "card.json")  # written by evaluate, distill and card
 LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
@@ -98,6 +100,15 @@ def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str
         if (settings_file := find(file)) is not None:
             files[file] = {key: value for key, value in (read_json(settings_file) or {}).items() if key in keys}
     return files
+
+
+def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the result of `read_sentence_files`. If it raises ValueError or OSError, log a warning and return {}."""
+    try:
+        return read_sentence_files(model, revision)
+    except (ValueError, OSError) as error:
+        logger.warning("the modules of sentence-transformers are not kept: %s", error)
+        return {}
 
 
 def list_saved_files(folder: PathLike) -> list[Path]:

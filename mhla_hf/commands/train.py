@@ -1,16 +1,13 @@
-"""The commands `mhla-hf convert`, `plan`, `teach`, `distill` and `recipes`."""
+"""The commands `mhla-hf plan`, `teach`, `distill` and `recipes`."""
 
-import contextlib
 import logging
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ..checkpoints.file_io import find_yaml
-from ..checkpoints.save import check_new_folder, read_sentence_files
+from ..checkpoints.save import read_sentence_files_or_warn
 from ..training.recipe import RECIPE_FOLDER, read_recipe
 from .values import (
     AddArgument,
@@ -21,7 +18,6 @@ from .values import (
     check_model,
     load_libraries,
     parse_count,
-    parse_keep,
     parse_layers,
     parse_seed,
     parse_settings,
@@ -29,17 +25,6 @@ from .values import (
 )
 
 logger = logging.getLogger("mhla_hf")
-CONVERT = """\
-example:
-  mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text none --layers 2/3 --set window=2
-  mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text notes.txt --keep 1/6
-  mhla-hf convert sentence-transformers/all-MiniLM-L6-v2 out/minilm-mhla --text notes.txt
-  mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
-  mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-near --samples prompts.txt --device cuda
-  mhla-hf convert facebook/DiT-XL-2-256 out/dit-mhla --samples 1,207,281,985
-  mhla-hf convert facebook/deit-small-patch16-224 out/deit-mhla --samples photos
-Without text or samples, distillation recovers the quality: mhla-hf distill. After samples, it brings models closer still.
-"""
 PLAN = """\
 example:
   mhla-hf plan meta-llama/Llama-3.2-1B --context 32768                 reads config.json, times one layer here
@@ -73,203 +58,6 @@ example:
   mhla-hf recipes --model meta-llama/Llama-3.2-1B --tflops 300           with memory and hours, for this model
 Memory is that of one process: weights, gradients, moments, the teacher, activations, and logits.
 """
-MAX_IMAGES = 256  # that a classifier learns from
-# Kind of model -> (function that loads one, recipe that distills it), for all but causal language models.
-OTHER_KINDS = {"images": ("load_classifier", None), "encoders": ("load_encoder", "encoder")}
-
-
-def convert_options(add: AddArgument) -> None:
-    kinds = "a language model, text encoder, image classifier, or pipeline"
-    add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {kinds}")
-    add("out", metavar="OUT", help="output folder")
-    add("--text", help="text that a language model or an encoder learns from: file, folder or dataset; none: nothing is "
-        "learned (default: self, what the model itself writes, for a language model, and none for an encoder)")  # fmt: skip
-    add("--samples", help="what a pipeline or classifier learns from: a .txt file with one prompt per line, class labels "
-        "such as 1,207, or a folder or dataset of images (default: nothing is learned)")  # fmt: skip
-    add("--keep", help="KV heads of a language model that keep softmax: a share, a number, or a cache size such as 64MiB "
-        "(default: 1/6); with --samples, layers that keep softmax: a share or a number")  # fmt: skip
-    add("--context", type=parse_count, help="tokens at which --keep counts bytes (default: the model's positions)")
-    add(
-        "--layers",
-        help='"all", "2/3" or indices such as 1,2,4 (default: all; of a model of text that learns from none: 2/3)',
-    )
-    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
-    add(
-        "--effort",
-        type=float,
-        default=1.0,
-        help="of learning: 0.5 takes half of the time and is less exact (default: 1)",
-    )
-    add_dtype_option(add)
-    add("--device", default="cpu", help="where the model learns, as torch names it (default: cpu)")
-    add("--seed", type=parse_seed, default=0, help="random seed (default: 0)")
-    add("--revision", help="branch, tag or commit on the Hub")
-    add("--overwrite", action="store_true", help="replace the MHLA model in OUT")
-
-
-def run_convert(
-    model: str, out: str, text: str | None, samples: str | None, keep: str | None, context: int | None,
-    layers: str | None, settings: list[str], effort: float, dtype: str, device: str, seed: int, revision: str | None,
-    overwrite: bool, progress: bool, **_: Any,
-) -> None:  # fmt: skip
-    options: dict[str, Any] = {"layers": parse_layers(layers), **parse_settings(settings)}
-    learning: dict[str, Any] = {"effort": effort, "seed": seed, "progress": progress}
-    learning |= {"keep": None if keep is None else parse_keep(keep), "context": context}
-    check_new_folder(out, overwrite)
-    if text not in (None, "self", "none"):
-        check_data(text)
-    check_model(model, revision)
-    load_libraries()
-
-    import torch
-
-    from ..checkpoints import load
-    from ..checkpoints.save import save_model
-    from ..conversion import convert
-
-    load_options: dict[str, Any] = {"dtype": dtype, "device": load.choose_device(device), "revision": revision}
-    kind = "pipelines" if load.is_pipeline(model, revision) else load.find_model_kind(model, revision)
-    if text not in (None, "none") and kind in ("pipelines", "images"):
-        raise ValueError(f"text: got {text!r} with {model!r}, expected a causal language model or an encoder of text.")
-    if samples is not None and kind not in ("pipelines", "images"):
-        raise ValueError(f"samples: got {samples!r} with {model!r}, expected a pipeline or an image classifier.")
-    if kind == "pipelines":
-        learning["samples"] = None if samples is None else read_pipeline_samples(samples)
-        pipeline = load.load_pipeline(model, **load_options)
-        torch.manual_seed(seed)
-        transformer = convert(pipeline, **learning, **options).transformer
-        save_model(pipeline, out, overwrite=overwrite)
-        words = ["mhla-hf", "distill", out, "--teacher", model, "--trust-remote-code", "--out", f"{out}-distilled"]
-        print(
-            f"{render_layers(out, transformer)}; next, distill it: {shlex.join(words)} --recipe RECIPE --data PROMPTS"
-        )
-        return
-    loader_name, recipe = OTHER_KINDS.get(kind or "", ("load_language_model", "language_llama_lite"))
-    base, processor = getattr(load, loader_name)(model, **load_options)
-    checkpoint = Path(f"{out}.part")
-    if samples is not None:
-        learning["samples"] = read_image_samples(samples, processor, base.config, seed)
-    elif text not in (None, "none") or (text is None and kind not in OTHER_KINDS):
-        text = text or "self"
-        learning |= {"text": text, "tokenizer": processor, "checkpoint": checkpoint}
-    torch.manual_seed(seed)
-    convert(base, **learning, **options)
-    files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
-    save_model(base, out, processor, overwrite, files)
-    checkpoint.unlink(missing_ok=True)
-    if "text" in learning:
-        print(render_conversion(out, base.config.mhla_measured))
-        return
-    next_step = "distill it with conversion/image_classifier.py"
-    if recipe:
-        words = ["mhla-hf", "distill", out, "--teacher", model, "--out", f"{out}-distilled", "--recipe", recipe]
-        next_step = f"distill it: {shlex.join(words)} --data TEXT"
-    print(f"{render_layers(out, base)}; next, {next_step}")
-
-
-def read_pipeline_samples(samples: str) -> list[int] | list[str]:
-    """Return the class labels in "1,207", or the prompts in a .txt file with one per line.
-
-    Raises:
-        ValueError: It is neither, or the file does not exist or has no prompt.
-    """
-    from ..training.datasets.latents import read_prompts
-
-    items = [item.strip() for item in samples.split(",")]
-    if all(item.isdecimal() for item in items):
-        return [int(item) for item in items]
-    with named_samples():
-        prompts = read_prompts(samples)
-    if prompts is None:
-        raise ValueError(f"samples: got {samples!r}, expected a .txt file of prompts, or class labels such as 1,207.")
-    return prompts
-
-
-def read_image_samples(samples: str, processor: Any, config: Any, seed: int) -> Any:
-    """Return the pixels of up to `MAX_IMAGES` images of a folder or dataset, drawn at random: fp32 [N, C, H, W].
-
-    Args:
-        samples: The folder or dataset; see `open_images`.
-        processor: The image processor of the classifier.
-        config: The configuration of the classifier.
-        seed: Seed of the draw.
-    """
-    import torch
-
-    from ..training.datasets.images import open_images, preprocess
-
-    with named_samples():
-        images = open_images(samples, labeled=False)
-        rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:MAX_IMAGES].tolist()
-        return preprocess(processor, [images.image(row, getattr(config, "num_channels", 3)) for row in rows])
-
-
-@contextlib.contextmanager
-def named_samples() -> Iterator[None]:
-    """Context manager in which errors about the argument `data` name `samples` instead."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(str(error).replace("data:", "samples:", 1)) from error
-
-
-def render_layers(out: str, model: Any) -> str:
-    """Render which layers of a model are MHLA, and the errors that a conversion with samples measured.
-
-    Args:
-        out: The folder of the converted model.
-        model: The model, or the transformer of a pipeline.
-    """
-    config = model.config
-    total = f" of {config.num_hidden_layers}" if hasattr(config, "num_hidden_layers") else ""
-    line = f"{out}: {type(model).__name__}, layers {config.mhla['layers']}{total} are MHLA"
-    if measured := getattr(config, "mhla_measured", None):
-        names = {"converted": "converted", "fitted": "fitted", "kept": "with softmax layers"}
-        errors = [f"{name} {measured['output'][key]:.4g}" for key, name in names.items() if key in measured["output"]]
-        line += f"; relative squared error of the output: {', '.join(errors)} ({measured['seconds']} s)"
-    return line
-
-
-def render_conversion(out: str, measured: Mapping[str, Any]) -> str:
-    """Render the measurements of a conversion that learned from text, as lines of text.
-
-    Args:
-        out: The folder of the converted model.
-        measured: `config.mhla_measured` of the converted model.
-    """
-    from ..evaluation.records import render_rows
-    from ..plots import draw_heads
-
-    names = {"original": "original", "converted": "converted", "fitted": "fitted", "kept": "with softmax heads"}
-    scores = {name: measured[key] for key, name in names.items() if key in measured}
-    if "cosine" in measured["original"]:
-        lengths = list(measured["original"]["cosine"])
-        rows = [[name, *(f"{values['cosine'][length]:.4f}" for length in lengths)] for name, values in scores.items()]
-        titles = ["held-out text", *(f"cosine, {length} tokens" for length in lengths)]
-        return f"{out}: {measured['seconds']} s\n{render_rows(titles, rows)}"
-    caches = [
-        f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
-        for tokens, sizes in measured["cache_bytes"].items()
-    ]
-    rows = [[name, *_format_scores(values)] for name, values in scores.items()]
-    table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
-    heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
-    return "\n".join([f"{out}: {measured['seconds']} s", table, *caches, *heads])
-
-
-def _format_scores(scores: Mapping[str, float]) -> list[str]:
-    """Format KL, perplexity and recall as cells of a table."""
-    kl = f"{scores['kl']:.4f}" if "kl" in scores else "0"
-    return [kl, f"{scores['perplexity']:.2f}", f"{scores['recall']:.3f}"]
-
-
-def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the result of `read_sentence_files`. If it raises ValueError or OSError, log a warning and return {}."""
-    try:
-        return read_sentence_files(model, revision)
-    except (ValueError, OSError) as error:
-        logger.warning("the modules of sentence-transformers are not kept: %s", error)
-        return {}
 
 
 def plan_options(add: AddArgument) -> None:

@@ -234,8 +234,8 @@ class MHLAProcessorsMixin:
     def set_attn_processor(self: Any, processor: Any) -> None:
         """Set processors as the base does, except in MHLA layers, whose processors hold their weights.
 
-        A processor passed for an MHLA layer replaces the one that `use_base_attention` runs, if it has no weights. A warning
-        is logged.
+        A processor for an MHLA layer is used only while `use_base_attention` is enabled, and only if it has no weights. A
+        warning says so.
 
         Args:
             processor: One processor for all layers, or a dictionary of them by name.
@@ -251,7 +251,7 @@ class MHLAProcessorsMixin:
         processors = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
         if any(processors.get(name, current) is not current for name, current in mhla_processors.items()):
             CORE_LOG.warning(
-                "set_attn_processor: %d MHLA layers keep their own, which hold their weights.", len(mhla_processors)
+                "set_attn_processor: %d MHLA layers keep their processors, which hold weights.", len(mhla_processors)
             )
         for name, current in mhla_processors.items():
             if not isinstance(processors.get(name, current), nn.Module):

@@ -259,12 +259,9 @@ def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments
         arguments: The other arguments of its forward.
 
     Raises:
-        ValueError: The latents do not have these axes or the model's number of channels, an argument that has the size of
-            the grid is missing, or there is a cache of reference images (Flux 2 Klein KV).
+        ValueError: The latents do not have these axes or the model's number of channels, or an argument that has the size
+            of the grid is missing.
     """
-    if arguments.get("kv_cache_mode") is not None:  # diffusers drops it if no processor takes it
-        mode = arguments["kv_cache_mode"]
-        raise ValueError(f"kv_cache_mode: got {mode!r}, expected None: MHLA layers have no cache of reference images.")
     if kind.positions:
         form: Any = POSITION_FORMS[kind.positions]
         return form(arguments[kind.positions], latents.shape[1])

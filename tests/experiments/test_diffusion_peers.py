@@ -1,4 +1,4 @@
-"""The comparison of ways to make a video model faster, in miniature."""
+"""The comparison of methods that make a video model faster, in miniature."""
 
 import json
 
@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from experiments import calibrate_grids, diffusion_peers
 from experiments.calibrate_grids import CALIBRATED, STARTS, TASKS
-from experiments.diffusion_peers import WAYS, TiledCore, main, near_tiles, render_peers, similar_tiles
+from experiments.diffusion_peers import METHODS, TiledCore, main, near_tiles, render_peers, similar_tiles
 from mhla_hf.conversion import calibration
 
 
@@ -57,9 +57,9 @@ def test_a_small_run(tmp_path, monkeypatch):
         monkeypatch.setattr(diffusion_peers, name, value)
     record = main(["--out", str(tmp_path), "--seeds", "1"])
     assert json.loads(json.dumps(record)) == json.loads((tmp_path / "diffusion_peers.json").read_text())
-    assert [row["way"] for row in record["rows"]] == 2 * list(WAYS)
+    assert [row["method"] for row in record["rows"]] == 2 * list(METHODS)
     table = render_peers(record)
     assert "| softmax | 0 | 1.00 | 0 | 1.00 |" in table and f"| {CALIBRATED} | " not in table
-    distances = {row["way"]: row["distances"][0] for row in record["rows"][: len(WAYS)]}
-    assert distances["softmax"] == 0 < distances["MHLA, calibrated"] and set(STARTS) & set(WAYS)
+    distances = {row["method"]: row["distances"][0] for row in record["rows"][: len(METHODS)]}
+    assert distances["softmax"] == 0 < distances["MHLA, calibrated"] and set(STARTS) & set(METHODS)
     assert distances["local: tiles of 128 tokens and their neighbors (`flex_attention`)"] < 1e-6  # all tiles are near

@@ -5,7 +5,16 @@ import torch
 
 from experiments import calibrate_grids, distill_grids
 from experiments.calibrate_grids import TASKS, place_digits
-from experiments.distill_grids import LOCAL, MHLA, MODELS, ONE_KEPT, STUDENTS, OwnBlockCore, make_row, render_distilled
+from experiments.distill_grids import (
+    LOCAL,
+    MHLA,
+    MODELS,
+    ONE_KEPT,
+    STUDENTS,
+    BlockSoftmaxCore,
+    make_row,
+    render_distilled,
+)
 from mhla_hf.conversion import calibration
 from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers
 from mhla_hf.nn.grid import GridMHLA
@@ -62,7 +71,7 @@ def test_one_layer_is_the_softmax_of_the_teacher(tmp_path):
 def test_own_blocks_see_no_other():
     core = GridMHLA(MHLASettings(layout=(2, 2)), num_heads=2, key_dim=4, value_dim=4, hidden_size=8)
     q, k, v = (torch.randn(1, 16, 2, 4) for _ in range(3))
-    local = OwnBlockCore(core)
+    local = BlockSoftmaxCore(core)
     block = torch.tensor([0, 1, 4, 5])  # the first of a grid of 4 x 4 tokens
     o = local(q, k, v, grid=(4, 4), rotate=None)
     alone = GridSoftmaxCore(core)(q[:, block], k[:, block], v[:, block])

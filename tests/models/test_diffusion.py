@@ -262,8 +262,6 @@ RUNNING = {
     "shapes of other images": (
         lambda: converted("qwen-image")(**{**inputs("qwen-image"), "img_shapes": [[(1, 2, 5)] * 3]}),
         "img_shapes: got [[(1, 2, 5), (1, 2, 5), (1, 2, 5)]], expected images of 20 tokens together"),
-    "a cache of images": (lambda: converted("flux2")(**inputs("flux2"), kv_cache_mode="extract", num_ref_tokens=4),
-        "kv_cache_mode: got 'extract', expected None"),
     "image prompts": (lambda: converted("flux")(**inputs("flux"), joint_attention_kwargs={"ip_hidden_states": []}),
         "ip_hidden_states: got image prompts, expected None"),
     "rotated features": (lambda: converted("flux", rope="after"), "rope: got 'after', expected one of ['before', 'near']"),

@@ -142,7 +142,7 @@ def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
     model.set_attn_processor(dict(model.attn_processors))
     assert "keep" not in caplog.text
     model.set_attn_processor({**model.attn_processors, name: softmax})
-    assert torch.equal(run(model, family), before) and "1 MHLA layers keep their own" in caplog.text
+    assert torch.equal(run(model, family), before) and "1 MHLA layers keep their processors" in caplog.text
     model.set_attn_processor(softmax)
     assert [found for found in model.attn_processors.values() if found is not softmax] == [model.attn_processors[name]]
     assert mhla_layers(model) == [1]
