@@ -11,21 +11,23 @@
 A loaded adapter is a `PeftModel`, so `set_adapter`, `merge_and_unload` and several adapters side by side work as in PEFT.
 """
 
+import copy
 import logging
+import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub import hf_hub_download
 from safetensors.torch import save_file
 
-from ..checkpoints.file_io import read_json, write_json
-from ..checkpoints.load import register_family, require_extra, wrap_errors
+from ..checkpoints.file_io import atomic_folder, read_json, remove_abandoned, wrap_errors, write_json
+from ..checkpoints.load import register_family, require_extra
 from ..conversion import convert
 from ..conversion.model_family import family_of
 from ..conversion.teacher import mhla_layers
-from ..nn.settings import MHLASettings
+from ..nn.settings import MHLASettings, is_whole
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -40,14 +42,9 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 
 
 def import_peft(model: Any = None) -> Any:
-    """Import and return the `peft` module.
+    """Return the `peft` module. Register the classes and default LoRA targets of a converted model, if there is one.
 
-    Args:
-        model: A converted model, whose classes and default LoRA targets are registered; see `register_family`. None
-            registers nothing.
-
-    Raises:
-        ImportError: PEFT is not installed.
+    Raise ImportError if PEFT is not installed.
     """
     with require_extra("an adapter", "peft", "peft"):
         import peft
@@ -71,7 +68,9 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
     """
     mhla_layers(model)
     modules_to_save = [*(lora.pop("modules_to_save", None) or ()), "mhla"]
-    return import_peft(model).LoraConfig(modules_to_save=modules_to_save, **{"task_type": None, **lora})
+    config = import_peft(model).LoraConfig(modules_to_save=modules_to_save, **{"task_type": None, **lora})
+    _remember_base(model, config)
+    return config
 
 
 def save_adapter(
@@ -79,73 +78,132 @@ def save_adapter(
 ) -> None:
     """Save a conversion without its base: the settings, the MHLA modules, and LoRA if the model has it.
 
+    An adapter that is in `folder` already is replaced when the new one is complete; other files in there are kept.
+
     Args:
         model: A converted language model, or the result of `get_peft_model(model, adapter_config(model))`. The MHLA modules
             of the former, or all adapters of the latter, are saved.
-        folder: Where to write the files of a PEFT adapter and mhla.json.
-        base: The softmax original of a converted model that was distilled. What distillation changed in its linear layers
-            is then saved as LoRA; without `base`, it is not saved.
+        folder: Where to write the files of a PEFT adapter and mhla.json. If there are several adapters, all but "default" go
+            to subfolders of their names, as in PEFT.
+        base: The softmax original of a converted model that was distilled, or into which LoRA was merged. What this changed
+            in its linear layers is then saved as LoRA; without `base`, it is not saved, and merged LoRA is an error.
         rank: Rank of this LoRA. It keeps the largest singular values of each change; the log says how much that is.
 
     Raises:
         TypeError: The model is neither.
-        ValueError: `base` is given with a `PeftModel`, is not the original, or differs in other parameters than the weights
-            of linear layers.
+        ValueError: `folder` holds other files or cannot be written. `base` is given with a `PeftModel`, is not the original,
+            or differs in other parameters than the weights of linear layers. LoRA was merged into the model and there is no
+            `base`. `load_adapter` would refuse the adapter.
         ImportError: PEFT is not installed.
     """
-    untyped_model: Any = model
-    untyped_base: Any = base
-    is_peft_model = hasattr(model, "peft_config")
-    converted_model: Any = getattr(model, "base_model", None) if is_peft_model else model
-    config: Any = getattr(converted_model, "config", None)
-    if getattr(config, "mhla", None) is None:
+    peft, untyped_model = import_peft(), cast(Any, model)
+    is_peft_model = isinstance(model, peft.PeftModel)
+    converted: Any = untyped_model.get_base_model() if is_peft_model else model
+    config: Any = getattr(converted, "config", None)
+    if getattr(config, "mhla", None) is None or (not is_peft_model and hasattr(model, "peft_config")):
         raise TypeError(f"model: got {type(model).__name__}, expected a converted model or a PeftModel of one.")
-    if is_peft_model:
-        if base is not None:
-            raise ValueError(f"base: got {type(base).__name__} with a PeftModel, whose LoRA is saved, expected None.")
-        untyped_model.save_pretrained(folder)
-    else:
-        factors = {} if base is None else factorize_changes(model, base, rank)
-        lora: Any = adapter_config(
-            model,
-            r=rank,
-            lora_alpha=rank,
-            target_modules=list(factors) or NO_LORA,
-            base_model_name_or_path=(config if base is None else untyped_base.config).name_or_path or None,
-        )
+    if is_peft_model and base is not None:
+        raise ValueError(f"base: got {type(base).__name__} with a PeftModel, whose LoRA is saved, expected None.")
+    if not is_whole(rank, 1):
+        raise ValueError(f"rank: got {rank!r}, expected a whole number of at least 1.")
+    path = _check_folder(folder)
+    peft_configs = untyped_model.peft_config if is_peft_model else {}
+    # PiSSA and its like change the base when they begin, and do so again when the adapter is loaded.
+    if base is None and not any(isinstance(getattr(x, "init_lora_weights", 0), str) for x in peft_configs.values()):
+        _check_not_merged(converted)
+    adapters = {
+        name: (copy.copy(lora), peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
+        for name, lora in peft_configs.items()
+    } or {"default": _lora_of_changes(converted, base, rank)}
+    settings = MHLASettings.from_dict(config.mhla)
+    for name, (lora, weights) in adapters.items():
         lora.inference_mode = True
-        lora.save_pretrained(folder)
-        weights = {name: x.contiguous() for name, x in model.state_dict().items() if ".mhla." in name}
-        for name, (down, up) in factors.items():
-            weights |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
-        weights = {f"base_model.model.{name}": x for name, x in weights.items()}
-        save_file(weights, Path(folder, WEIGHTS_FILE), {"format": "pt"})
+        _check_weights(converted, settings, lora, weights, name, f"model: got the adapter {name!r}")
     record = {
         "base_model_type": config.base_model_type,
-        "sizes": get_sizes(config),
+        "sizes": {name: size for name in SIZES if (size := getattr(config, name, None)) is not None},
         "mhla": config.mhla,
         "measured": getattr(config, "mhla_measured", None),
     }
-    write_json(Path(folder, SETTINGS_FILE), record)
+    message = f"folder: got {str(folder)!r}, expected a folder that can be written"
+    with wrap_errors(message), atomic_folder(path, replace=True) as temporary:
+        for entry in path.iterdir() if path.exists() else ():
+            if entry.name not in FILES:
+                (shutil.copytree if entry.is_dir() else shutil.copy2)(entry, temporary / entry.name)
+        if is_peft_model:
+            untyped_model.create_or_update_model_card(str(temporary))
+        for name, (lora, weights) in adapters.items():
+            target = temporary if len(adapters) == 1 or name == "default" else temporary / name
+            lora.save_pretrained(target)
+            weights = {key: x.clone(memory_format=torch.contiguous_format) for key, x in weights.items()}
+            save_file(weights, target / WEIGHTS_FILE, {"format": "pt"})
+            write_json(target / SETTINGS_FILE, record)
+
+
+def _check_folder(folder: str | Path) -> Path:
+    """Return the absolute path of a folder to save to. Raise ValueError unless it is new, empty, or an adapter's."""
+    path = Path(folder).resolve()
+    is_adapter = any(path.glob(SETTINGS_FILE)) or any(path.glob(f"*/{SETTINGS_FILE}"))
+    is_used = path.is_file() or (path.is_dir() and any(path.iterdir()) and not is_adapter)
+    if is_used or Path.cwd().is_relative_to(path):
+        expected = "a new or empty folder, or an adapter to replace, and not the working folder"
+        raise ValueError(f"folder: got {str(folder)!r}, expected {expected}.")
+    return path
+
+
+def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the configuration and weights of an adapter for a model that is no `PeftModel`; see `save_adapter`."""
+    factors = {} if base is None else factorize_changes(model, base, rank)
+    lora = import_peft(model).LoraConfig(
+        r=rank,
+        lora_alpha=rank,
+        target_modules=list(factors) or NO_LORA,
+        modules_to_save=["mhla"],
+        base_model_name_or_path=(model if base is None else base).config.name_or_path or None,
+    )
+    weights = {name: x for name, x in model.state_dict().items() if ".mhla." in name}
+    for name, (down, up) in factors.items():
+        weights |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    return lora, {f"base_model.model.{name}": x for name, x in weights.items()}
+
+
+def _first_rows(model: Any) -> dict[str, torch.Tensor]:
+    """Copy the first row of each linear layer's weight, if it is in memory and no `PeftModel` has merged LoRA into it."""
+    modules = {name: module for name, module in model.named_modules() if not getattr(module, "merged", False)}
+    layers = {name: getattr(module, "base_layer", module) for name, module in modules.items()}
+    weights = {name: x.weight for name, x in layers.items() if isinstance(x, torch.nn.Linear)}
+    return {name: x[:1].detach().clone() for name, x in weights.items() if not x.is_meta}
+
+
+def _remember_base(model: Any, lora: Any) -> None:
+    """Note the first rows of a model before LoRA is merged into it, and the rank of all its LoRA."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    rank, rows = getattr(base, "rows_before_lora", (0, None))
+    ranks = [getattr(lora, "r", 0), *(getattr(lora, "rank_pattern", None) or {}).values()]
+    base.rows_before_lora = (rank + max(ranks), rows or _first_rows(base))
+
+
+def _check_not_merged(model: Any) -> None:
+    """Raise ValueError if LoRA was merged into a model since `_remember_base`: without `base`, it cannot be saved."""
+    if not hasattr(model, "rows_before_lora"):
+        return
+    rank, rows = model.rows_before_lora
+    for name, row in _first_rows(model).items():
+        if name in rows and not torch.equal(rows[name].to(row), row):
+            raise ValueError(
+                f"model: got LoRA merged into {name!r}, which would be lost, expected the result of merge_and_unload() "
+                f"with base=, its softmax original, and rank={rank}."
+            )
 
 
 @torch.no_grad()
 def factorize_changes(
     model: torch.nn.Module, base: torch.nn.Module, rank: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Approximate what distillation changed in the linear layers by matrices of low rank.
+    """Approximate the difference of a converted model's linear layers to its original's by matrices of low rank.
 
-    Args:
-        model: The converted and distilled model.
-        base: Its softmax original.
-        rank: Rank of the approximation.
-
-    Returns:
-        For each changed layer, by name, the factors of LoRA: `[rank, in_features]` and `[out_features, rank]`, in the
-        dtype of the model's weights. Their product is the best approximation of the change.
-
-    Raises:
-        ValueError: `base` is not the original, or differs in other parameters than the weights of linear layers.
+    Returns the factors of LoRA, [rank, in_features] and [out_features, rank], by layer. Raises ValueError if `base` is not
+    the original, or differs in other parameters than the weights of linear layers.
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     factors = {}
@@ -177,11 +235,6 @@ def factorize_changes(
     return factors
 
 
-def get_sizes(config: Any) -> dict[str, int]:
-    """Return the `SIZES` of a configuration by name. They are compared when an adapter is loaded onto a base model."""
-    return {name: size for name in SIZES if (size := getattr(config, name, None)) is not None}
-
-
 def load_adapter(
     model: "torch.nn.Module | PeftModel", source: str | Path, adapter_name: str = "default", *,
     revision: str | None = None, is_trainable: bool = False,
@@ -192,7 +245,7 @@ def load_adapter(
         model: A softmax language model, which is converted in place; a model that was converted with the same settings; or a
             `PeftModel` of one, to which the adapter is added.
         source: Folder or Hub id of an adapter that `save_adapter` wrote.
-        adapter_name: Name of the adapter in PEFT.
+        adapter_name: Name of the adapter in PEFT. Of several in the folder, the one of this name is loaded.
         revision: Branch, tag or commit on the Hub.
         is_trainable: Whether the adapter's weights require gradients.
 
@@ -206,10 +259,10 @@ def load_adapter(
         ImportError: PEFT is not installed.
     """
     peft = import_peft()
-    folder = _fetch_adapter(source, revision)
+    folder = _fetch_adapter(source, adapter_name, revision)
     with wrap_errors(f"source: got {str(source)!r}, expected an adapter that can be read"):
         record: Any = read_json(folder / SETTINGS_FILE)
-        peft.PeftConfig.from_pretrained(folder)
+        lora = peft.PeftConfig.from_pretrained(folder)
         peft.load_peft_weights(str(folder), device="cpu")
     peft_model: Any = model if isinstance(model, peft.PeftModel) else None
     if peft_model is not None and adapter_name in peft_model.peft_config:
@@ -221,25 +274,59 @@ def load_adapter(
         )
     _check_base(base.config, record, source)
     settings = MHLASettings.from_dict(record["mhla"])
-    if getattr(base.config, "mhla", None) is None:
+    is_converted = getattr(base.config, "mhla", None) is not None
+    if is_converted and MHLASettings.from_dict(base.config.mhla) != settings:
+        raise ValueError(f"model: got one converted with other settings than {str(source)!r}, expected the same ones.")
+    if not is_converted:
         convert(base, settings)
         if record.get("measured"):
             base.config.mhla_measured = record["measured"]
-    elif MHLASettings.from_dict(base.config.mhla) != settings:
-        raise ValueError(f"model: got one converted with other settings than {str(source)!r}, expected the same ones.")
-    if peft_model is not None:
+    if peft_model is None:
+        peft_model = peft.PeftModel.from_pretrained(base, str(folder), adapter_name, is_trainable=is_trainable)
+    else:
         peft_model.load_adapter(str(folder), adapter_name, is_trainable=is_trainable)
-        return peft_model
-    return peft.PeftModel.from_pretrained(base, str(folder), adapter_name, is_trainable=is_trainable)
+    if getattr(lora, "target_modules", NO_LORA) != NO_LORA:
+        _remember_base(base, lora)
+    return peft_model
 
 
-def _fetch_adapter(source: str | Path, revision: str | None) -> Path:
+def _check_weights(
+    base: Any, settings: MHLASettings, lora: Any, weights: dict[str, torch.Tensor], adapter_name: str, start: str
+) -> None:
+    """Raise ValueError unless an adapter has the tensors that PEFT saves with these settings, and all are finite.
+
+    Their names and shapes come from a copy of `base` on the meta device. `start` is the beginning of the error.
+    """
+    peft, lora = import_peft(), copy.deepcopy(lora)
+    lora.base_model_name_or_path = None  # PEFT would warn that the copy has another name
+    with wrap_errors(f"{start}, expected an adapter that fits {type(base).__name__}"), torch.device("meta"):
+        model = type(base)(copy.deepcopy(base.config))
+        if getattr(base.config, "mhla", None) is None:
+            convert(model, settings)
+        expected = {f"base_model.model.{name}": x for name, x in model.state_dict().items() if ".mhla." in name}
+        model = peft.get_peft_model(model, lora, adapter_name)
+        expected |= peft.get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
+    for name in sorted({*expected, *weights}):
+        shape, expected_shape = (
+            f"shape {list(x[name].shape)}" if name in x else "nothing" for x in (weights, expected)
+        )
+        if shape != expected_shape:
+            raise ValueError(f"{start} with {shape} for {name!r}, expected {expected_shape}.")
+        if not weights[name].isfinite().all():
+            raise ValueError(f"{start} with NaN or infinity in {name!r}, expected finite numbers.")
+
+
+def _fetch_adapter(source: str | Path, adapter_name: str, revision: str | None) -> Path:
     """Return the folder of an adapter, downloading it if it is on the Hub. Raise ValueError if a file is missing."""
     folder = Path(source)
+    if not folder.is_dir():  # perhaps a killed save_adapter had just moved it aside
+        remove_abandoned(folder.parent, f"{folder.name}.tmp-")
     if not folder.is_dir():
         with wrap_errors(f"source: got {str(source)!r}, expected a folder or an adapter on the Hub"):
             for name in FILES:
                 folder = Path(hf_hub_download(str(source), name, revision=revision)).parent
+    if (folder / adapter_name / SETTINGS_FILE).is_file():
+        folder = folder / adapter_name
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         raise ValueError(
             f"source: got {str(source)!r}, which has no {missing[0]}, expected an adapter that save_adapter wrote."

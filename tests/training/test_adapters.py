@@ -1,5 +1,8 @@
 """A conversion saved without its base: trained through PEFT, mounted elsewhere, on the base and on a fine-tune of it."""
 
+import os
+import resource
+import signal
 import subprocess
 import sys
 
@@ -31,13 +34,13 @@ save_file(out, "out.safetensors")
 """
 
 
-def trained_adapter(seed=0, **lora):
+def trained_adapter(seed=0, model=None, name="default", **lora):
     """A converted model with LoRA, a few steps in."""
     torch.manual_seed(seed)
-    model = mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8)
-    peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=2, **lora))
+    model = mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8) if model is None else model
+    peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=2, **lora), name)
     trained = [name for name, value in peft_model.named_parameters() if value.requires_grad]
-    assert trained and all("lora_" in name or ".mhla.modules_to_save.default." in name for name in trained)
+    assert trained and all("lora_" in x or f".mhla.modules_to_save.{name}." in x for x in trained)
     optimizer = torch.optim.Adam([x for x in peft_model.parameters() if x.requires_grad], lr=3e-2)
     for step in range(3):
         ids = tokens(2, 40, seed=10 * seed + step)
@@ -202,3 +205,128 @@ def test_changes_of_distillation_as_lora(tmp_path):
         mhla_hf.save_adapter(model, tmp_path / "adapter", base=base)
     with refused("base: got LlamaForCausalLM whose 'model.embed_tokens.weight' does not fit, expected the model's"):
         mhla_hf.save_adapter(model, tmp_path / "adapter", base=softmax_model(vocab_size=40))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", [["mine"], ["default", "second"], ["first", "second"]])
+def test_adapters_of_all_names_load_again(names, tmp_path):
+    ids, logits = tokens(2, 40), {}
+    with torch.enable_grad():
+        both = trained_adapter(name=names[0])
+        for name in names[1:]:
+            mhla_hf.save_adapter(trained_adapter(1), tmp_path / name)
+            mhla_hf.load_adapter(both, tmp_path / name, name)
+    mhla_hf.save_adapter(both, tmp_path / "saved")
+    for name in names:
+        both.set_adapter(name)
+        loaded = mhla_hf.load_adapter(softmax_model(), tmp_path / "saved", name)
+        logits[name] = loaded(ids).logits
+        assert torch.equal(logits[name], both(ids).logits)
+    assert len(names) == 1 or (logits[names[0]] - logits[names[1]]).abs().max() > 0.1
+    if "first" not in names:  # else there is none by the default name
+        assert torch.equal(mhla_hf.load_adapter(softmax_model(), tmp_path / "saved")(ids).logits, logits[names[0]])
+
+
+@torch.no_grad()
+def test_merged_lora_is_saved_or_refused(tmp_path):
+    """However it was merged; `rank` must hold all that was merged so far."""
+    ids = tokens(2, 40)
+    with torch.enable_grad():
+        peft_model = trained_adapter()
+    mhla_hf.save_adapter(peft_model, tmp_path / "trained")
+    merged = [peft_model.merge_and_unload()]
+    merged.append(mhla_hf.load_adapter(softmax_model(), tmp_path / "trained").merge_and_unload())
+    for model in merged:
+        with refused("model: got LoRA merged into 'model.layers.0.self_attn.q_proj'", "base=", "rank=2."):
+            mhla_hf.save_adapter(model, tmp_path / "merged")
+        mhla_hf.save_adapter(model, tmp_path / "merged", base=softmax_model(), rank=2)
+        loaded = mhla_hf.load_adapter(softmax_model(), tmp_path / "merged")
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    with torch.enable_grad():
+        again = trained_adapter(1, merged[1])
+    with refused("expected the result of merge_and_unload() with base=, its softmax original, and rank=4."):
+        mhla_hf.save_adapter(again, tmp_path / "again")
+    mhla_hf.save_adapter(again.merge_and_unload(), tmp_path / "again", base=softmax_model(), rank=4)
+    with torch.enable_grad():
+        peft_model = trained_adapter()
+    peft_model.merge_adapter()  # and LoRA is saved, too
+    mhla_hf.save_adapter(peft_model, tmp_path / "trained")
+    mhla_hf.save_adapter(mhla_hf.load_adapter(softmax_model(), tmp_path / "trained").unload(), tmp_path / "unloaded")
+    for rank in (0, -2, 2.0, True):
+        with refused(f"rank: got {rank!r}, expected a whole number of at least 1."):
+            mhla_hf.save_adapter(merged[0], tmp_path / "merged", base=softmax_model(), rank=rank)
+
+
+CORE = "base_model.model.model.layers.0.self_attn.mhla."
+
+
+def test_what_cannot_be_loaded_is_not_saved(tmp_path):
+    model = mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8)
+    peft_model = get_peft_model(model, LoraConfig(r=2))
+    with refused(
+        "model: got the adapter 'default' with nothing for", ".mhla.", "expected shape"
+    ):  # not in modules_to_save
+        mhla_hf.save_adapter(peft_model, tmp_path / "new")
+    with refused("model: got MHLALlamaForCausalLM, expected a converted model or a PeftModel", kind=TypeError):
+        mhla_hf.save_adapter(model, tmp_path / "new")
+    broken = trained_adapter()
+    broken.get_parameter(f"{CORE}modules_to_save.default.mixing.power").data[:] = torch.nan
+    with refused("model: got the adapter 'default' with NaN or infinity in"):
+        mhla_hf.save_adapter(broken, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_files_stay(tmp_path, monkeypatch):
+    peft_model, folder = trained_adapter(), tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "notes").write_text("mine")
+    for path in (folder, folder / "notes"):
+        with refused(f"folder: got '{path}', expected a new or empty folder, or an adapter to replace"):
+            mhla_hf.save_adapter(peft_model, path)
+    assert [path.name for path in folder.iterdir()] == ["notes"]
+    (folder / "notes").unlink()
+    monkeypatch.chdir(folder)
+    with refused("folder: got '.', expected", "not the working folder"):
+        mhla_hf.save_adapter(peft_model, ".")
+    monkeypatch.chdir(tmp_path)
+    mhla_hf.save_adapter(peft_model, "adapter")
+    (folder / "notes").write_text("mine")
+    mhla_hf.save_adapter(trained_adapter(1), "adapter")
+    assert (folder / "notes").read_text() == "mine"
+    assert {*tmp_path.rglob("*")} == {folder, *folder.iterdir()}
+
+
+@torch.no_grad()
+def test_a_save_that_does_not_end_leaves_the_old_adapter(tmp_path):
+    """A full disk, early and late, and a process that is killed before and between its two renames."""
+    ids, folder = tokens(1, 30), tmp_path / "adapter"
+    with torch.enable_grad():
+        old, new = trained_adapter(), trained_adapter(1)
+    mhla_hf.save_adapter(old, folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (0, 500, 3_000, max(map(len, files.values())) - 100):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(
+                ValueError, match=r"^folder: got [^\n]+, expected a folder that can be written \([^\n]+\)\.$"
+            ):
+                mhla_hf.save_adapter(new, folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+        assert list(tmp_path.iterdir()) == [folder]
+    replace = os.replace
+    for ends in (("mhla.json",), ("old",), ("adapter",)):
+        if (process := os.fork()) == 0:
+            os.replace = lambda source, target, ends=ends: (
+                os.kill(os.getpid(), signal.SIGKILL) if str(target).endswith(ends) else replace(source, target)
+            )
+            mhla_hf.save_adapter(new, folder)
+        assert os.waitpid(process, 0)[1] == signal.SIGKILL
+        loaded = mhla_hf.load_adapter(softmax_model(), folder)
+        assert torch.equal(loaded(ids).logits, old(ids).logits)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    mhla_hf.save_adapter(new, folder)
+    assert torch.equal(mhla_hf.load_adapter(softmax_model(), folder)(ids).logits, new(ids).logits)
+    assert list(tmp_path.iterdir()) == [folder]
