@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -443,7 +444,9 @@ def write_adapter(arguments: Mapping[str, Any], job: Row, folder: str) -> None:
     else:
         save_adapter(load_folder(arguments, job), folder, base=load(arguments["model"]), rank=arguments["rank"])
     file = Path(folder, WEIGHTS_FILE)
-    save_file({name: x.bfloat16() for name, x in load_file(file).items()}, file, {"format": "pt"})
+    with safe_open(file, "pt") as stream:
+        metadata = stream.metadata()
+    save_file({name: x.bfloat16() for name, x in load_file(file).items()}, file, metadata)
 
 
 if __name__ == "__main__":

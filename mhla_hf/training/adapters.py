@@ -12,6 +12,7 @@ A loaded adapter is a `PeftModel`, so `set_adapter`, `merge_and_unload` and seve
 """
 
 import copy
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from huggingface_hub import hf_hub_download
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..checkpoints.file_io import atomic_folder, read_json, remove_abandoned, wrap_errors, write_json
@@ -125,6 +127,7 @@ def save_adapter(
         "mhla": config.mhla,
         "measured": getattr(config, "mhla_measured", None),
     }
+    metadata = {"format": "pt", "mhla": json.dumps(config.mhla)}
     message = f"folder: got {str(folder)!r}, expected a folder that can be written"
     with wrap_errors(message), atomic_folder(path, replace=True) as temporary:
         for entry in path.iterdir() if path.exists() else ():
@@ -136,7 +139,7 @@ def save_adapter(
             target = temporary if len(adapters) == 1 or name == "default" else temporary / name
             lora.save_pretrained(target)
             weights = {key: x.clone(memory_format=torch.contiguous_format) for key, x in weights.items()}
-            save_file(weights, target / WEIGHTS_FILE, {"format": "pt"})
+            save_file(weights, target / WEIGHTS_FILE, metadata)
             write_json(target / SETTINGS_FILE, record)
 
 
@@ -253,30 +256,44 @@ def load_adapter(
         The `PeftModel`, in eval mode unless `is_trainable`.
 
     Raises:
-        ValueError: The adapter is not an MHLA adapter or belongs to another base, or its name is taken. In these cases
-            the model is unchanged.
+        ValueError: The adapter is not an MHLA adapter, its files do not fit each other, it belongs to another base, or its
+            name is taken or no name for PEFT. In these cases the model is unchanged.
         TypeError: The model is not a language model of transformers.
         ImportError: PEFT is not installed.
     """
     peft = import_peft()
     folder = _fetch_adapter(source, adapter_name, revision)
-    with wrap_errors(f"source: got {str(source)!r}, expected an adapter that can be read"):
+    start = f"source: got {str(source)!r}"
+    with wrap_errors(f"{start}, expected an adapter that can be read"):
         record: Any = read_json(folder / SETTINGS_FILE)
+        for field in ("base_model_type", "sizes", "mhla"):
+            if field not in record:
+                raise ValueError(f"{SETTINGS_FILE} has no {field!r}")
+        record["sizes"] = dict(record["sizes"])
+        settings = MHLASettings.from_dict(record["mhla"])
         lora = peft.PeftConfig.from_pretrained(folder)
-        peft.load_peft_weights(str(folder), device="cpu")
+        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            saved_with = json.loads((file.metadata() or {}).get("mhla", "{}"))
+        for field, value in saved_with.items():
+            if record["mhla"].get(field) != value:
+                raise ValueError(f"{SETTINGS_FILE} has another {field!r} than {value!r}, with which it was saved")
     peft_model: Any = model if isinstance(model, peft.PeftModel) else None
     if peft_model is not None and adapter_name in peft_model.peft_config:
         raise ValueError(f"adapter_name: got {adapter_name!r}, which the model already has, expected another name.")
+    parts = {part for name in weights for part in name.split(".")}  # PEFT puts the adapter's name among them
+    if "." in adapter_name or adapter_name in parts:
+        raise ValueError(f"adapter_name: got {adapter_name!r}, expected a name without a dot that no module has.")
     base: Any = model if peft_model is None else peft_model.get_base_model()
     if not hasattr(getattr(base, "config", None), "model_type"):
         raise TypeError(
             f"model: got {type(base).__name__}, expected a language model of transformers or its PeftModel."
         )
     _check_base(base.config, record, source)
-    settings = MHLASettings.from_dict(record["mhla"])
     is_converted = getattr(base.config, "mhla", None) is not None
     if is_converted and MHLASettings.from_dict(base.config.mhla) != settings:
         raise ValueError(f"model: got one converted with other settings than {str(source)!r}, expected the same ones.")
+    _check_weights(base, settings, lora, weights, adapter_name, start)
     if not is_converted:
         convert(base, settings)
         if record.get("measured"):

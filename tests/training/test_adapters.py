@@ -1,5 +1,6 @@
 """A conversion saved without its base: trained through PEFT, mounted elsewhere, on the base and on a fine-tune of it."""
 
+import json
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import refused, scratch_model, softmax_model, tokens
 
@@ -257,7 +259,103 @@ def test_merged_lora_is_saved_or_refused(tmp_path):
             mhla_hf.save_adapter(merged[0], tmp_path / "merged", base=softmax_model(), rank=rank)
 
 
-CORE = "base_model.model.model.layers.0.self_attn.mhla."
+def edited(folder, tensors=None, **fields):
+    """Change tensors (None removes one) and fields of mhla.json, or of the settings in it (... removes one)."""
+    file = folder / "adapter_model.safetensors"
+    with safe_open(file, "pt") as stream:
+        metadata = stream.metadata()
+    weights = {**{name: x.clone() for name, x in load_file(file).items()}, **(tensors or {})}
+    save_file({name: x for name, x in weights.items() if x is not None}, file, metadata)
+    record = json.loads((folder / "mhla.json").read_text())
+    for name, value in fields.items():
+        part = record["mhla"] if name in record["mhla"] else record
+        part.update({name: value}) if value is not ... else part.pop(name)
+    (folder / "mhla.json").write_text(json.dumps(record))
+
+
+CORE, LORA = "base_model.model.model.layers.0.self_attn.mhla.", "base_model.model.model.layers.1.self_attn.q_proj."
+UNFIT = {
+    "no weight of MHLA": ({"tensors": {f"{CORE}q_map.weight": None}}, "with nothing for 'base_model.model.model.layers.0.s"),
+    "no weight of LoRA": ({"tensors": {f"{LORA}lora_A.weight": None}}, "lora_A.weight', expected shape [2, 32]."),
+    "another shape": ({"tensors": {f"{CORE}mixing.power": torch.zeros(3)}}, "with shape [3] for", "expected shape [4]."),
+    "the base's head": ({"tensors": {"base_model.model.lm_head.weight": torch.zeros(64, 32)}}, "lm_head.weight', expected"),
+    "a leftover": ({"tensors": {f"{CORE}mixing.old": torch.zeros(3)}}, "mixing.old', expected nothing."),
+    "NaN": ({"tensors": {f"{LORA}lora_A.weight": torch.full((2, 32), torch.nan)}}, "NaN or infinity in", "finite numbers."),
+    "features without weights": ({"feature_map": "relu"}, "another 'feature_map' than 'softmax', with which it was saved"),
+    "features as wide": ({"feature_map": "hedgehog"}, "another 'feature_map' than 'softmax', with which it was saved"),
+    "layers": ({"layers": [0, 2]}, "another 'layers' than [0, 1], with which it was saved"),
+    "a window": ({"window": 3}, "another 'window' than 6, with which it was saved"),
+    "no settings": ({"mhla": ...}, "expected an adapter that can be read (mhla.json has no 'mhla')."),
+    "no sizes": ({"sizes": ...}, "expected an adapter that can be read (mhla.json has no 'sizes')."),
+    "no type": ({"base_model_type": ...}, "expected an adapter that can be read (mhla.json has no 'base_model_type')."),
+    "sizes of no base": ({"sizes": 3}, "expected an adapter that can be read ("),
+    "no window": ({"window": ...}, "another 'window' than 6"),
+}  # fmt: skip
+
+
+def state_of(model):
+    """Everything that loading an adapter changes."""
+    modules = [(name, id(module), type(module)) for name, module in model.named_modules()]
+    return (
+        modules,
+        model.config.to_dict(),
+        type(model.config),
+        {name: x.clone() for name, x in model.state_dict().items()},
+    )
+
+
+def assert_unchanged(model, state):
+    *before, weights_before = state
+    *after, weights = state_of(model)
+    assert before == after and weights.keys() == weights_before.keys()
+    assert all(torch.equal(x, weights_before[name]) for name, x in weights.items())
+
+
+@pytest.fixture(scope="module")
+def adapter_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapter")
+    mhla_hf.save_adapter(trained_adapter(), folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+@pytest.mark.parametrize("with_metadata", [True, False])
+def test_an_adapter_that_does_not_fit_changes_nothing(case, with_metadata, adapter_files, tmp_path):
+    """Without metadata, as adapters had none at first, settings that change no shape cannot be checked."""
+    for name, content in adapter_files.items():
+        (tmp_path / name).write_bytes(content)
+    if not with_metadata:
+        file = tmp_path / "adapter_model.safetensors"
+        save_file({name: x.clone() for name, x in load_file(file).items()}, file, {"format": "pt"})
+        mhla_hf.load_adapter(softmax_model(), tmp_path)
+        if case in ("features as wide", "a window", "no window"):
+            return
+    edit, *words = UNFIT[case]
+    edited(tmp_path, **edit)
+    model = softmax_model()
+    state = state_of(model)
+    with refused(f"source: got '{tmp_path}'", *(words if with_metadata or "was" not in words[0] else [])):
+        mhla_hf.load_adapter(model, tmp_path)
+    assert_unchanged(model, state)
+
+
+def test_names_that_peft_cannot_take_change_nothing(tmp_path):
+    mhla_hf.save_adapter(trained_adapter(), tmp_path)
+    model = softmax_model()
+    state = state_of(model)
+    for name in ("v1.0", "0", "mhla", "weight"):  # adapters with the last three could not be saved
+        with refused(f"adapter_name: got {name!r}, expected a name without a dot that no module has."):
+            mhla_hf.load_adapter(model, tmp_path, name)
+        assert_unchanged(model, state)
+    with refused(f"source: got '{tmp_path}', expected an adapter that fits LlamaForCausalLM (", "'keys'"):
+        mhla_hf.load_adapter(model, tmp_path, "keys")  # an attribute of torch.nn.ModuleDict
+    assert_unchanged(model, state)
+    loaded = mhla_hf.load_adapter(model, tmp_path)
+    names = list(loaded.state_dict())
+    edited(tmp_path, {f"{CORE}mixing.old": torch.zeros(3)})
+    with refused("mixing.old', expected nothing."):
+        mhla_hf.load_adapter(loaded, tmp_path, "second")
+    assert list(loaded.state_dict()) == names and list(loaded.peft_config) == ["default"]
 
 
 def test_what_cannot_be_loaded_is_not_saved(tmp_path):
