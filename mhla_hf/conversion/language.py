@@ -3,6 +3,7 @@
 The batches that an encoder reads, and the scores it gets, are in `encoder.py`.
 """
 
+import copy
 import logging
 import time
 from collections.abc import Sequence
@@ -45,10 +46,10 @@ def convert_with_text(
 ) -> Any:  # fmt: skip
     """Convert a language model or a text encoder in place, fit it to its softmax original, and measure it.
 
-    See `convert` for the arguments. The scores go to `model.config.mhla_measured`.
+    See `convert` for the arguments; the model is in eval mode. The scores go to `model.config.mhla_measured`.
 
     Returns:
-        `model`, in train or eval mode as before.
+        `model`.
 
     Raises:
         TypeError, ValueError: An argument is not valid.
@@ -80,34 +81,35 @@ def convert_with_text(
     sizes: dict[int, LayerSizes] | None = None
     num_kept_heads = 0
     start_time = time.monotonic()
-    was_training = model.training
     if not is_text_encoder:
         sizes = sizes_of_conversion(model, mhla_settings)
         context = model.config.max_position_embeddings if context is None else context
         num_kept_heads = count_kept_heads(sizes, 1 / 6 if keep is None else keep, context)
-    model.eval()
-    try:
-        rows = (read_encoder_rows if is_text_encoder else read_rows)(model, tokenizer, text, seed, progress, effort)
-        window_tokens = (mhla_settings.window + 1) * mhla_settings.block_size
-        if not rows.held_out or rows.fit[0].shape[1] <= window_tokens:
-            raise ValueError(
-                f"text: got {len(rows.fit)} rows of {rows.fit[0].shape[1]} tokens, "
-                f"expected at least 6 rows of more than {window_tokens} tokens, the window and one block."
-            )
-        identity = [
-            [ids.tolist() for ids in (*rows.fit, *rows.gates)],
-            mhla_settings.to_dict(),
-            fingerprint_model(model),
-        ]
-        saved_steps = Checkpoint(checkpoint, hash_json(identity))
-        convert_in_place(model, family, mhla_settings)
-        gate_steps = max(1, round(GATE_STEPS * effort))
-        report = learn_from_rows(model, rows, num_kept_heads, gate_steps, seed, saved_steps, progress)
-        if sizes is not None:
-            report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"])
-        model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
-    finally:
-        model.train(was_training)
+    rows = (read_encoder_rows if is_text_encoder else read_rows)(model, tokenizer, text, seed, progress, effort)
+    window_tokens = (mhla_settings.window + 1) * mhla_settings.block_size
+    if not rows.held_out or rows.fit[0].shape[1] <= window_tokens:
+        raise ValueError(
+            f"text: got {len(rows.fit)} rows of {rows.fit[0].shape[1]} tokens, "
+            f"expected at least 6 rows of more than {window_tokens} tokens, the window and one block."
+        )
+    identity = [
+        [ids.tolist() for ids in (*rows.fit, *rows.gates)],
+        mhla_settings.to_dict(),
+        fingerprint_model(model),
+    ]
+    saved_steps = Checkpoint(checkpoint, hash_json(identity))
+    for x in (*model.parameters(), *model.buffers()):
+        if x.is_inference():  # made under torch.inference_mode; gradients do not pass through such a tensor
+            torch.utils.swap_tensors(x, copy.deepcopy(x))
+    attention_function = model.config._attn_implementation
+    convert_in_place(model, family, mhla_settings)
+    if num_kept_heads:  # they compute softmax as the model did
+        set_attention_function(model.config, attention_function)
+    gate_steps = max(1, round(GATE_STEPS * effort))
+    report = learn_from_rows(model, rows, num_kept_heads, gate_steps, seed, saved_steps, progress)
+    if sizes is not None:
+        report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"])
+    model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
     scores = report["kept" if num_kept_heads else "fitted"]
     logger.info("convert: %s, %s KV heads keep softmax", scores, num_kept_heads)
     return model

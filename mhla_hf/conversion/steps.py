@@ -1,13 +1,46 @@
-"""Steps that all conversions share: resolving the settings, and matching the device and dtype of new weights to a layer."""
+"""Steps that all conversions share: undoing what fails, resolving the settings, and matching new weights to a layer."""
 
+import contextlib
 import difflib
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from ..nn.settings import MHLASettings, is_whole
+
+
+@contextlib.contextmanager
+def converting(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Context manager in which models are in eval mode, and which undoes their conversion after an exception or Ctrl-C.
+
+    It restores the classes, attributes, children, and hooks of all modules, but no values of tensors: those of the base do
+    not change. After a conversion, each module is in train or eval mode as before, and a new one as its parent.
+    """
+    modules = [module for model in models for module in model.modules()]  # parents come before their children
+    modes = [module.training for module in modules]
+    saved = []
+    for module in modules:
+        attributes = dict(vars(module))
+        tables = [(table, dict(table)) for table in attributes.values() if type(table) in (dict, OrderedDict)]
+        saved.append((module, type(module), attributes, tables))
+    try:
+        for model in models:
+            model.eval()
+        yield
+        for module, mode in zip(modules, modes, strict=True):
+            module.train(mode)
+    except BaseException:
+        for module, original_class, attributes, tables in saved:
+            module.__class__ = original_class
+            vars(module).clear()
+            vars(module).update(attributes)
+            for table, content in tables:
+                table.clear()
+                table.update(content)
+        raise
 
 
 def choose_settings(
