@@ -23,7 +23,7 @@ from ..nn.settings import MHLASettings
 from .diffusers_models import check_conversion, convert_transformer, update_pipeline_configs
 from .grid_fit import Call, GridFit, errors_of_layers, grid_layers, move, output_error, run_call, softmax_layers
 from .model_family import family_of, is_of_diffusers
-from .steps import check_effort, parse_share
+from .steps import check_effort, check_report, parse_share
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
 logger = logging.getLogger("mhla_hf")
@@ -286,7 +286,7 @@ def learn_from_calls(
         with softmax_layers({index: layers[index] for index in chosen}):
             errors["kept"] = output_error(model, held_out, expected)
     by_layer = {str(index): {key: round(values[index], 5) for key, values in layer_errors.items()} for index in layers}
-    return {
+    report = {
         "calls": len(fit_calls),
         "steps": steps,
         "seed": seed,
@@ -294,3 +294,5 @@ def learn_from_calls(
         "layers": by_layer,
         "softmax_layers": chosen,
     }
+    check_report(report)
+    return report

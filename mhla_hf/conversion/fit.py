@@ -128,6 +128,9 @@ class OutputFit:
         if not self.done:
             self.start(core, q, k, options)
         energy = o.float().square().sum()
+        if not energy:  # such as where v_proj is zero: MHLA is zero, too
+            self.errors[core] = 0.0
+            return
         for update in range(self.updates):
             with torch.enable_grad():
                 error = (self.attend(core, q, k, v, options).float() - o.float()).square().sum() / energy

@@ -23,7 +23,7 @@ from ..nn.settings import MHLASettings
 from .encoder import EmbeddingScores, read_encoder_rows
 from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, read_twice
 from .sizes import LayerSizes, sizes_of_conversion
-from .steps import check_effort, is_number, parse_share
+from .steps import check_effort, check_report, is_number, parse_share
 from .teacher import is_encoder, log_probabilities, mean_kl, mhla_layers, softmax_instead
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
@@ -316,6 +316,7 @@ def learn_from_rows(
         "original": teacher.scores,
         "converted": teacher.compare(model),
     }
+    check_report(report)
     fit = OutputFit(model, steps=len(rows.fit))
     with tqdm(total=len(rows.fit), desc="fit MHLA to softmax", unit="row", disable=not progress) as bar:
         saved_steps.run("outputs", fit, [(x,) for x in rows.fit], bar)
@@ -330,6 +331,7 @@ def learn_from_rows(
         softmax_heads = largest_gates(gates.by_layer(), count)
         give_softmax_back(model, softmax_heads)
         report["kept"] = teacher.compare(model)
+    check_report(report)
     return report | {"softmax_heads": {str(layer): heads for layer, heads in softmax_heads.items()}}
 
 

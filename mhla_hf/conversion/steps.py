@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -107,6 +108,14 @@ def parse_share(keep: float | int | str, total: int) -> int | None:
     if isinstance(keep, float) and 0 <= keep <= 1:
         return round(keep * total)
     return keep if isinstance(keep, int) and is_whole(keep, 0) else None
+
+
+def check_report(report: dict[str, Any]) -> None:
+    """Raise ValueError if a score in a report is NaN or infinite."""
+    try:
+        json.dumps(report, allow_nan=False)
+    except ValueError:
+        raise ValueError("model: got outputs that are not finite, expected finite ones, as in a wider dtype.") from None
 
 
 def check_effort(effort: Any) -> None:
