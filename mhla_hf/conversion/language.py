@@ -75,6 +75,7 @@ def convert_with_text(
             "which the conversion chooses."
         )
     check_effort(effort)
+    saved_steps = Checkpoint(checkpoint)
     if is_text_encoder and (keep or context):
         name, value = ("keep", keep) if keep else ("context", context)
         raise ValueError(f"{name}: got {value!r} with {type(model).__name__}, an encoder, expected None.")
@@ -92,12 +93,9 @@ def convert_with_text(
             f"text: got {len(rows.fit)} rows of {rows.fit[0].shape[1]} tokens, "
             f"expected at least 6 rows of more than {window_tokens} tokens, the window and one block."
         )
-    identity = [
-        [ids.tolist() for ids in (*rows.fit, *rows.gates)],
-        mhla_settings.to_dict(),
-        fingerprint_model(model),
-    ]
-    saved_steps = Checkpoint(checkpoint, hash_json(identity))
+    ids = [batch.tolist() for batch in (*rows.fit, *rows.gates, *rows.held_out)]
+    config = {**model.config.to_dict(), "_name_or_path": None}
+    saved_steps.identify(ids, effort, seed, num_kept_heads, mhla_settings.to_dict(), config, fingerprint_model(model))
     for x in (*model.parameters(), *model.buffers()):
         if x.is_inference():  # made under torch.inference_mode; gradients do not pass through such a tensor
             torch.utils.swap_tensors(x, copy.deepcopy(x))
@@ -245,21 +243,29 @@ class Checkpoint:
 
     Args:
         file: Path of the file, which is read now if it exists; None saves nothing.
-        identity: Hash of everything that the result depends on.
 
     Raises:
-        ValueError: The file belongs to another conversion.
+        ValueError: The file exists and is not a checkpoint.
     """
 
-    def __init__(self, file: str | Path | None, identity: str) -> None:
+    def __init__(self, file: str | Path | None) -> None:
         self.file = None if file is None else Path(file)
         self.saved = time.monotonic()
-        self.content: dict[str, Any] = {"identity": identity}
+        self.content: dict[str, Any] = {}
         if self.file is not None and self.file.exists():
-            content = torch.load(self.file, weights_only=True)
-            if content.get("identity") != identity:
-                raise ValueError(f"checkpoint: got {str(file)!r} of another conversion, expected a new file.")
-            self.content = content
+            got = f"checkpoint: got {str(file)!r}, which is not a checkpoint of a conversion"
+            try:
+                self.content = torch.load(self.file, map_location="cpu", weights_only=True)
+            except Exception as error:  # torch raises many types, with advice to run what is in the file
+                raise ValueError(f"{got} ({type(error).__name__}), expected a new file.") from error
+            if not isinstance(self.content, dict) or "identity" not in self.content:
+                raise ValueError(f"{got}, expected a new file.")
+
+    def identify(self, *parts: Any) -> None:
+        """Raise ValueError if the file belongs to a conversion with other `parts`, all that its numbers depend on."""
+        identity = hash_json(parts)
+        if self.content.setdefault("identity", identity) != identity:
+            raise ValueError(f"checkpoint: got {str(self.file)!r} of another conversion, expected a new file.")
 
     def run(self, name: str, fit: OutputFit | GateFit, inputs: Sequence[tuple[torch.Tensor, ...]], bar: tqdm) -> None:
         """Call `fit.step` with each of `inputs`, except for the steps that were done before the conversion was interrupted.

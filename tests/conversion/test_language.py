@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import sys
 
 import pytest
@@ -10,13 +11,13 @@ from small_models import CACHE, VOCAB, refused, softmax_model, tokens
 from small_repos import save_model
 from small_scores import small_tokenizer
 from small_types import small_model_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.conversion import kl_to_teacher
 from mhla_hf.conversion.fit import GateFit, OutputFit
-from mhla_hf.conversion.language import Checkpoint, count_kept_heads, parse_size, read_rows
+from mhla_hf.conversion.language import count_kept_heads, parse_size, read_rows
 from mhla_hf.conversion.sizes import sizes_of_conversion
 from mhla_hf.conversion.teacher import mhla_layers, softmax_instead
 
@@ -228,7 +229,30 @@ def test_the_command(tmp_path, capsys):
     assert not list(tmp_path.glob("*.part*"))
 
 
-def test_a_checkpoint_of_another_conversion_is_refused(tmp_path):
-    torch.save({"identity": "one"}, tmp_path / "part")
-    with refused("checkpoint: got", "expected a new file"):
-        Checkpoint(tmp_path / "part", "other")
+def test_a_checkpoint_of_another_conversion_is_refused(teacher, tmp_path):
+    options = {"text": TEXT[:900], "keep": 2, "effort": 1.0, "checkpoint": tmp_path / "part"}
+    expected = converted(teacher, **options).state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in converted(teacher, **options).state_dict().items())
+    for other in ({"effort": 0.3}, {"keep": 3}, {"seed": 1}, {"num_decays": 3}):  # the text is read whole in any case
+        with refused("checkpoint: got", "another conversion, expected a new file"):
+            converted(teacher, **{**options, **other})
+    teacher = copy.deepcopy(teacher)
+    teacher.config.attention_bias = True
+    with refused("checkpoint: got", "another conversion, expected a new file"):
+        converted(teacher, **options)
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "pickle", "function", "list", "weights", "folder"])
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, kind):
+    file = tmp_path / "part"
+    contents = {"text": b"some text", "pickle": pickle.dumps({"identity": 1}), "function": pickle.dumps(print)}
+    if kind == "folder":
+        file.mkdir()
+    elif kind in ("list", "weights"):
+        torch.save([1] if kind == "list" else {"weight": torch.ones(1)}, file)
+    else:
+        file.write_bytes(contents.get(kind, b""))
+    model = softmax_model()
+    with refused("checkpoint: got", "part', which is not a checkpoint of a conversion", "expected a new file"):
+        mhla_hf.convert(model, text="self", checkpoint=file, **SMALL)
+    assert type(model) is LlamaForCausalLM
