@@ -23,7 +23,7 @@ from ..nn.settings import MHLASettings
 from .diffusers_models import check_conversion, convert_transformer, update_pipeline_configs
 from .grid_fit import Call, GridFit, errors_of_layers, grid_layers, move, output_error, run_call, softmax_layers
 from .model_family import family_of, is_of_diffusers
-from .steps import check_effort, check_report, parse_share
+from .steps import check_learning, check_report, parse_share
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
 logger = logging.getLogger("mhla_hf")
@@ -137,7 +137,7 @@ def convert_with_samples(
     layers = "all" if is_default else layers
     checked = check_models(model, settings, layers, overrides)
     check_samples(model, samples)
-    check_effort(effort)
+    check_learning(model, effort, seed)
     num_kept = [count_kept_layers(family, len(mhla.layers), keep, is_default) for _, family, mhla in checked]
     start_time = time.monotonic()
     transformers = [transformer for transformer, *_ in checked]
@@ -205,7 +205,8 @@ def count_kept_layers(family: Family, num_layers: int, keep: float | int | str |
     count = parse_share(keep, num_layers)
     if count is None or count >= num_layers:
         raise ValueError(
-            f"keep: got {keep!r}, expected less than all {num_layers} layers, as a share, a number, or a percentage."
+            f"keep: got {keep!r}, expected 0 to {num_layers - 1} of the {num_layers} layers, as a number, a share, or a "
+            "percentage."
         )
     return count
 

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.file_io import atomic_file
+from ..checkpoints.file_io import atomic_file, renamed_errors
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
 from ..data import TokenRing, open_text
 from ..models.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import ENCODERS, LANGUAGE
 from ..models.transformers_api import forward_cached, set_attention_function
-from ..nn.settings import MHLASettings
+from ..nn.settings import MHLASettings, is_whole
 from .encoder import EmbeddingScores, read_encoder_rows
-from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, read_twice
+from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, read_twice, row_length
 from .sizes import LayerSizes, sizes_of_conversion
-from .steps import check_effort, check_report, is_number, parse_share
+from .steps import check_learning, check_report, is_number, parse_share
 from .teacher import is_encoder, log_probabilities, mean_kl, mhla_layers, softmax_instead
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
@@ -74,7 +74,9 @@ def convert_with_text(
             f'text: got a text along with {conflict}, expected local="softmax" and no softmax_heads, '
             "which the conversion chooses."
         )
-    check_effort(effort)
+    check_learning(model, effort, seed)
+    if context is not None and not is_whole(context, 1):
+        raise ValueError(f"context: got {context!r}, expected a whole number of at least 1.")
     saved_steps = Checkpoint(checkpoint)
     if is_text_encoder and (keep or context):
         name, value = ("keep", keep) if keep else ("context", context)
@@ -86,13 +88,14 @@ def convert_with_text(
         sizes = sizes_of_conversion(model, mhla_settings)
         context = model.config.max_position_embeddings if context is None else context
         num_kept_heads = count_kept_heads(sizes, 1 / 6 if keep is None else keep, context)
-    rows = (read_encoder_rows if is_text_encoder else read_rows)(model, tokenizer, text, seed, progress, effort)
-    window_tokens = (mhla_settings.window + 1) * mhla_settings.block_size
-    if not rows.held_out or rows.fit[0].shape[1] <= window_tokens:
-        raise ValueError(
-            f"text: got {len(rows.fit)} rows of {rows.fit[0].shape[1]} tokens, "
-            f"expected at least 6 rows of more than {window_tokens} tokens, the window and one block."
-        )
+    read = read_encoder_rows if is_text_encoder else read_rows
+    window, block_size = mhla_settings.window, mhla_settings.block_size
+    shortest = (window + 1) * block_size + 1
+    with renamed_errors("data", "text"):
+        rows = read(model, tokenizer, text, seed, progress, effort, shortest)
+    if (row_tokens := rows.fit[0].shape[1]) < shortest:
+        expected = f"a window and one block of less than the {row_tokens} tokens of a row"
+        raise ValueError(f"window: got {window} with block_size {block_size}, expected {expected}.")
     ids = [batch.tolist() for batch in (*rows.fit, *rows.gates, *rows.held_out)]
     config = {**model.config.to_dict(), "_name_or_path": None}
     saved_steps.identify(ids, effort, seed, num_kept_heads, mhla_settings.to_dict(), config, fingerprint_model(model))
@@ -113,7 +116,9 @@ def convert_with_text(
     return model
 
 
-def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0) -> Rows:
+def read_rows(
+    model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1
+) -> Rows:
     """Read the rows of text that a language model is converted with.
 
     Rows have `ROW_TOKENS` tokens, except that `LONG_ROWS` of those for fitting outputs have `LONG_TOKENS`. They are shorter
@@ -126,12 +131,13 @@ def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, 
         seed: Decides which passages are read, and what the model samples.
         progress: Whether to show a progress bar.
         effort: Multiplier for the number of rows for fitting outputs.
+        shortest: Least number of tokens per row.
 
     Returns:
         A `Rows` whose batches are single rows of token ids, int64 [1, T] each.
 
     Raises:
-        TypeError, ValueError, ImportError: The text cannot be opened, see `data.open_text`.
+        TypeError, ValueError, ImportError: The text is too short, or cannot be opened, see `data.open_text`.
     """
     positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
     short_length, long_length = min(ROW_TOKENS, positions), min(LONG_TOKENS, positions)
@@ -147,8 +153,9 @@ def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, 
         passages, name = sampled.view(num_passages, -1), "self"
     else:
         source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
+        short_length = row_length(source, short_length, shortest)
         if isinstance(source, TokenRing) and len(source.tokens) < num_passages * long_length:
-            long_length = short_length = max(min(short_length, len(source.tokens) // 6), 1)
+            long_length = short_length
             num_long, num_passages = 0, min(num_rows, len(source.tokens) // short_length)
         passages, name = source.reader(long_length, seed, 0).take(num_passages)[0], source.name
     whole_rows = long_length // short_length * short_length
@@ -226,8 +233,8 @@ def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, cont
         num_kept_heads = parse_share(keep, num_heads)
     if num_kept_heads is None or num_kept_heads >= num_heads:
         raise ValueError(
-            f"keep: got {keep!r}, expected less than all {num_heads} KV heads, as a share, a number, a percentage, "
-            "or a size such as '64MiB'."
+            f"keep: got {keep!r}, expected 0 to {num_heads - 1} of the {num_heads} KV heads, as a number, a share, "
+            "a percentage, or a size such as '64MiB'."
         )
     return num_kept_heads
 

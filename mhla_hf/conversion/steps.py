@@ -12,6 +12,8 @@ import torch
 
 from ..nn.settings import MHLASettings, is_whole
 
+MAX_SEED = 2**32 - 1
+
 
 @contextlib.contextmanager
 def converting(models: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -118,7 +120,11 @@ def check_report(report: dict[str, Any]) -> None:
         raise ValueError("model: got outputs that are not finite, expected finite ones, as in a wider dtype.") from None
 
 
-def check_effort(effort: Any) -> None:
-    """Raise ValueError if `effort` of `convert` is not a number above 0."""
+def check_learning(model: Any, effort: Any, seed: Any) -> None:
+    """Raise ValueError if `effort` or `seed` of `convert` are not valid, or a model has no weights to learn from."""
+    if isinstance(model, torch.nn.Module) and all(x.is_meta for x in model.parameters()):
+        raise ValueError(f"model: got {type(model).__name__} on the meta device, expected one with weights.")
+    if not is_whole(seed, 0, MAX_SEED):
+        raise ValueError(f"seed: got {seed!r}, expected a whole number from 0 to {MAX_SEED}.")
     if not isinstance(effort, int | float) or not 0 < effort < float("inf"):
         raise ValueError(f"effort: got {effort!r}, expected a number above 0.")

@@ -142,7 +142,7 @@ def test_what_keep_means(teacher):
     assert count_kept_heads(sizes, f"{(state + (token * 4096 - state) / 2) / 1024}KiB", 4096) == 6
     assert parse_size("1.5KiB") == 1536 and parse_size("64") is None
     for wrong in (12, 1.0, -1, "many", True, "200%", None):
-        with refused("keep: got", "expected less than all 12 KV heads"):
+        with refused(f"keep: got {wrong!r}, expected 0 to 11 of the 12 KV heads"):
             count_kept_heads(sizes, wrong, 96)
     with refused("keep: got '1KiB' at 96 tokens", "the state of MHLA alone"):
         count_kept_heads(sizes, "1KiB", 96)
@@ -189,8 +189,29 @@ def test_other_types(model_type):
 def test_what_is_refused(teacher):
     before = copy.deepcopy(teacher.state_dict())
     model = copy.deepcopy(teacher)
-    with refused("text: got", "rows", "expected at least 6 rows of more than 24 tokens"):
+    with refused("text: got 100 tokens, expected at least 150: 6 rows of more than 24, the window and one block"):
         mhla_hf.convert(model, text=TEXT[:100], **SMALL)
+    with refused("text: got 4 tokens, expected at least 150"):
+        mhla_hf.convert(model, text=TEXT[:4], **SMALL)
+    with refused(
+        "window: got 12 with block_size 8, expected a window and one block of less than the 96 tokens of a row"
+    ):
+        mhla_hf.convert(model, text=TEXT, **{**SMALL, "window": 12})
+    for sentence in ("Once upon a time. ", 100 * "Once upon a time. "):
+        with refused(
+            "text: got 'Once upon a time. ", "which does not exist, expected a file, a folder, a dataset, or a list"
+        ):
+            mhla_hf.convert(model, text=sentence, **SMALL)
+    with refused("text: got dict, expected a file", kind=TypeError):
+        mhla_hf.convert(model, text={}, **SMALL)
+    for wrong in ("4096", 0, 8.0, True):
+        with refused(f"context: got {wrong!r}, expected a whole number of at least 1."):
+            mhla_hf.convert(model, text=TEXT, context=wrong, **SMALL)
+    for wrong in (-1, 2**32, "x", None):
+        with refused(f"seed: got {wrong!r}, expected a whole number from 0 to 4294967295."):
+            mhla_hf.convert(model, text="self", seed=wrong, **SMALL)
+    with refused("model: got LlamaForCausalLM on the meta device, expected one with weights."):
+        mhla_hf.convert(copy.deepcopy(model).to("meta"), text=TEXT, **SMALL)
     with refused("text: got a text along with local=None"):
         mhla_hf.convert(model, text=TEXT, local=None, **SMALL)
     with refused("text: got a text along with softmax_heads"):
