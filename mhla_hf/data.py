@@ -9,6 +9,7 @@ unless its label in the data is -100.
 import functools
 import hashlib
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import numpy
 import torch
 
-from .checkpoints.file_io import PathLike
+from .checkpoints.file_io import HUB_ID, PathLike
 from .checkpoints.load import require_extra, wrap_errors
 
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")
@@ -107,7 +108,10 @@ def open_text(
         return TokenRing(_encode(tokenizer, list(data), "a list of texts"), vocab_size, "a list of texts")
     if isinstance(data, (str, Path)):
         path, name = check_data_path(data), str(data)
-        if not path.exists():
+        if not os.path.exists(path):  # `path.exists()` raises OSError for a long name
+            if not HUB_ID.fullmatch(name.partition(":")[0]):
+                expected = "a file, a folder, a dataset, or a list of texts"
+                raise ValueError(f"data: got {name!r:.120}, which does not exist, expected {expected}.")
             return TokenStream(load_split(name, streaming=True), tokenizer, text_field, vocab_size, name, name)
         files = _list_files(path)
         builder = TABLE_ENDINGS.get(files[0].suffix.lower())

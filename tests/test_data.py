@@ -134,6 +134,10 @@ def test_bad_values(value, kind, words):
 def test_text_needs_a_tokenizer_and_a_dataset_within_reach(tmp_path):
     with pytest.raises(ValueError, match="a file or folder, or a dataset that can be reached"):
         open_text("nobody/nothing-of-this-name")
+    with pytest.raises(
+        ValueError, match="which does not exist, expected a file, a folder, a dataset, or a list of texts"
+    ):
+        open_text(100 * "Once upon a time. ")
     (tmp_path / "t.txt").write_text("a b c")
     with pytest.raises(ValueError, match="tokenizer: got None"):
         open_text(tmp_path / "t.txt")

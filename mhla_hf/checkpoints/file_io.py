@@ -46,6 +46,17 @@ def wrap_errors(message: str) -> Iterator[None]:
         raise ValueError(f"{message} ({summarize_error(error).removesuffix('.')}).") from error
 
 
+@contextlib.contextmanager
+def renamed_errors(argument: str, name: str) -> Iterator[None]:
+    """Context manager in which errors about an argument, whose messages begin with it, are about `name` instead."""
+    try:
+        yield
+    except (ImportError, TypeError, ValueError) as error:
+        if not str(error).startswith(f"{argument}:"):
+            raise
+        raise type(error)(name + str(error).removeprefix(argument)) from error
+
+
 def summarize_error(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class if it has none.
 

@@ -1,11 +1,11 @@
 """The command `mhla-hf convert`."""
 
-import contextlib
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.file_io import renamed_errors
 from ..checkpoints.save import check_new_folder, read_sentence_files_or_warn
 from .values import (
     AddArgument,
@@ -136,7 +136,7 @@ def read_pipeline_samples(samples: str) -> list[int] | list[str]:
     items = [item.strip() for item in samples.split(",")]
     if all(item.isdecimal() for item in items):
         return [int(item) for item in items]
-    with named_samples():
+    with renamed_errors("data", "samples"):
         prompts = read_prompts(samples)
     if prompts is None:
         raise ValueError(f"samples: got {samples!r}, expected a .txt file of prompts, or class labels such as 1,207.")
@@ -156,19 +156,10 @@ def read_image_samples(samples: str, processor: Any, config: Any, seed: int) -> 
 
     from ..training.datasets.images import open_images, preprocess
 
-    with named_samples():
+    with renamed_errors("data", "samples"):
         images = open_images(samples, labeled=False)
         rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:MAX_IMAGES].tolist()
         return preprocess(processor, [images.image(row, getattr(config, "num_channels", 3)) for row in rows])
-
-
-@contextlib.contextmanager
-def named_samples() -> Iterator[None]:
-    """Context manager in which errors about the argument `data` name `samples` instead."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(str(error).replace("data:", "samples:", 1)) from error
 
 
 def render_layers(out: str, model: Any) -> str:

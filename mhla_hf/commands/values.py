@@ -8,6 +8,7 @@ import errno
 import importlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from ..checkpoints.file_io import HUB_ID, PIPELINE_INDEX, resolve_model_name
 
 DATA_ENDINGS = (".txt", ".text", ".md", ".rst", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
+KEEP = re.compile(r"\d+/0*[1-9]\d*|(\d+\.?\d*|\.\d+)(%|[KMG]iB)?")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 AddArgument = Callable[..., Any]  # `ArgumentParser.add_argument` of a sub-command
@@ -23,14 +25,14 @@ AddArgument = Callable[..., Any]  # `ArgumentParser.add_argument` of a sub-comma
 def parse_seed(text: str) -> int:
     """Parse a random seed, an integer from 0 to 2**32 - 1."""
     if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number from 0 to {2**32 - 1}.")
+        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number from 0 to {2**32 - 1}")
     return int(text)
 
 
 def parse_count(text: str) -> int:
     """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number of at least 1.")
+        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number of at least 1")
     return int(text)
 
 
@@ -47,12 +49,13 @@ def parse_layers(text: str | None) -> str | list[int] | None:
 def parse_keep(text: str) -> Any:
     """Parse how many KV heads keep softmax: "15" is a number of heads; "1/6" and "0.25" are fractions of them.
 
-    Other text, such as "17%" or "64MiB", is left to `parse_value`.
+    Percentages and sizes, such as "17%" or "64MiB", stay text. Raise ValueError for anything else.
     """
+    if not KEEP.fullmatch(text):
+        expected = "a share, a number, a percentage, or a size such as 64MiB"
+        raise ValueError(f"keep: got {text!r}, expected {expected}.")
     numerator, slash, denominator = text.partition("/")
-    if slash and numerator.isdecimal() and denominator.isdecimal() and int(denominator):
-        return int(numerator) / int(denominator)
-    return parse_value(text)
+    return int(numerator) / int(denominator) if slash else parse_value(text)
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:

@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from ..nn.settings import MHLASettings
-from .model_family import is_of_diffusers
+from .model_family import is_of_diffusers, transformers_of
+from .steps import converting
 from .teacher import kl_to_teacher
 from .transformers_models import convert_transformers_model
 
@@ -82,23 +85,27 @@ def convert(
         model or transformer has its scores, and so do config.json and the model card.
 
     Raises:
-        TypeError, ValueError: An argument is not valid. The model is unchanged.
+        TypeError, ValueError: An argument is not valid. After this and any other exception, and after Ctrl-C, the model is
+            as it was.
     """
+    models = transformers_of(model) if hasattr(model, "components") else [model]
+    modules = [x for x in models if isinstance(x, torch.nn.Module)]
     learning: dict[str, Any] = {"keep": keep, "effort": effort, "seed": seed, "progress": progress}
     unused = {"context": context, "checkpoint": checkpoint}
-    if samples is not None:
-        check_unused("along with samples", text=text, **unused)
-        calibration = importlib.import_module(".calibration", __package__)  # imports diffusers
-        return calibration.convert_with_samples(model, settings, layers, overrides, samples, **learning)
-    if text is not None:
-        language = importlib.import_module(".language", __package__)  # imports the data modules
-        learning |= unused
-        return language.convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning)
-    check_unused("without text or samples", keep=keep, **unused)
-    if is_of_diffusers(model):
-        diffusers_models = importlib.import_module(".diffusers_models", __package__)  # imports diffusers
-        return diffusers_models.convert_diffusion(model, settings, layers, overrides)
-    return convert_transformers_model(model, settings, layers, overrides)
+    with torch.inference_mode(False), converting(modules):  # which also enables gradients under torch.no_grad
+        if samples is not None:
+            check_unused("along with samples", text=text, **unused)
+            calibration = importlib.import_module(".calibration", __package__)  # imports diffusers
+            return calibration.convert_with_samples(model, settings, layers, overrides, samples, **learning)
+        if text is not None:
+            language = importlib.import_module(".language", __package__)  # imports the data modules
+            learning |= unused
+            return language.convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning)
+        check_unused("without text or samples", keep=keep, **unused)
+        if is_of_diffusers(model):
+            diffusers_models = importlib.import_module(".diffusers_models", __package__)  # imports diffusers
+            return diffusers_models.convert_diffusion(model, settings, layers, overrides)
+        return convert_transformers_model(model, settings, layers, overrides)
 
 
 def check_unused(reason: str, **arguments: object) -> None:

@@ -20,10 +20,10 @@ from ..models.diffusion_inputs import find_self_attentions
 from ..models.families import VISION, Family
 from ..models.grid_attention import find_grid_attentions
 from ..nn.settings import MHLASettings
-from .diffusers_models import check_conversion, convert_diffusion
+from .diffusers_models import check_conversion, convert_transformer, update_pipeline_configs
 from .grid_fit import Call, GridFit, errors_of_layers, grid_layers, move, output_error, run_call, softmax_layers
 from .model_family import family_of, is_of_diffusers
-from .steps import check_effort, parse_share
+from .steps import check_learning, check_report, parse_share
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
 logger = logging.getLogger("mhla_hf")
@@ -120,10 +120,11 @@ def convert_with_samples(
 ) -> Any:  # fmt: skip
     """Convert a diffusion or vision model in place, fit it to its softmax original, and measure it.
 
-    See `convert` for the arguments. The scores go to `mhla_measured` in the configuration of each transformer.
+    See `convert` for the arguments; the model is in eval mode. The scores go to `mhla_measured` in the configuration of each
+    transformer.
 
     Returns:
-        `model`, in train or eval mode as before.
+        `model`.
 
     Raises:
         TypeError, ValueError: An argument is not valid.
@@ -136,34 +137,25 @@ def convert_with_samples(
     layers = "all" if is_default else layers
     checked = check_models(model, settings, layers, overrides)
     check_samples(model, samples)
-    check_effort(effort)
+    check_learning(model, effort, seed)
     num_kept = [count_kept_layers(family, len(mhla.layers), keep, is_default) for _, family, mhla in checked]
     start_time = time.monotonic()
     transformers = [transformer for transformer, *_ in checked]
-    modes = [transformer.training for transformer in transformers]
-    for transformer in transformers:
-        transformer.eval()
-    try:
-        calls = [record_calls(transformers, run) for run in sampling_runs(model, samples, seed)]
-        for number, transformer in enumerate(transformers):
-            if any(not run[number] for run in calls):
-                raise ValueError(
-                    f"samples: got some that do not run {type(transformer).__name__}, expected ones that do."
-                )
-        if is_of_diffusers(model):
-            convert_diffusion(model, settings, layers, overrides)
-        else:
-            convert_in_place(*checked[0])
-        for number, (transformer, _, mhla) in enumerate(checked):
-            own_calls = [run[number] for run in calls]
-            report = learn_from_calls(transformer, own_calls, num_kept[number], effort, seed, progress)
-            keep_softmax_layers(transformer, mhla, report["softmax_layers"])
-            report["seconds"] = round(time.monotonic() - start_time)
-            update_config(transformer, mhla_measured=report)
-            logger.info("convert: error of the output %s", report["output"])
-    finally:
-        for transformer, mode in zip(transformers, modes, strict=True):
-            transformer.train(mode)
+    calls = [record_calls(transformers, run) for run in sampling_runs(model, samples, seed)]
+    for number, transformer in enumerate(transformers):
+        if any(not run[number] for run in calls):
+            raise ValueError(f"samples: got some that do not run {type(transformer).__name__}, expected ones that do.")
+    for converted in checked:
+        (convert_transformer if is_of_diffusers(model) else convert_in_place)(*converted)
+    for number, (transformer, _, mhla) in enumerate(checked):
+        own_calls = [run[number] for run in calls]
+        report = learn_from_calls(transformer, own_calls, num_kept[number], effort, seed, progress)
+        keep_softmax_layers(transformer, mhla, report["softmax_layers"])
+        report["seconds"] = round(time.monotonic() - start_time)
+        update_config(transformer, mhla_measured=report)
+        logger.info("convert: error of the output %s", report["output"])
+    if is_of_diffusers(model):
+        update_pipeline_configs(transformers)
     return model
 
 
@@ -213,7 +205,8 @@ def count_kept_layers(family: Family, num_layers: int, keep: float | int | str |
     count = parse_share(keep, num_layers)
     if count is None or count >= num_layers:
         raise ValueError(
-            f"keep: got {keep!r}, expected less than all {num_layers} layers, as a share, a number, or a percentage."
+            f"keep: got {keep!r}, expected 0 to {num_layers - 1} of the {num_layers} layers, as a number, a share, or a "
+            "percentage."
         )
     return count
 
@@ -294,7 +287,7 @@ def learn_from_calls(
         with softmax_layers({index: layers[index] for index in chosen}):
             errors["kept"] = output_error(model, held_out, expected)
     by_layer = {str(index): {key: round(values[index], 5) for key, values in layer_errors.items()} for index in layers}
-    return {
+    report = {
         "calls": len(fit_calls),
         "steps": steps,
         "seed": seed,
@@ -302,3 +295,5 @@ def learn_from_calls(
         "layers": by_layer,
         "softmax_layers": chosen,
     }
+    check_report(report)
+    return report

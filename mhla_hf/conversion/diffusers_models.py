@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 
 from ..models.diffusion import resolve_settings
 from ..models.diffusion_inputs import find_self_attentions
-from ..models.families import DIFFUSION
+from ..models.families import DIFFUSION, Family
 from ..nn.settings import MHLASettings
 from .model_family import mhla_class, transformer_family, transformers_of
 from .steps import choose_settings, match_device_and_dtype
@@ -70,17 +70,30 @@ def convert_diffusion(
     """
     checked = check_conversion(model, settings, layers, overrides)
     for transformer, model_class, mhla_settings in checked:
-        transformer.__class__ = model_class
-        if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
-            transformer._old_forward = types.MethodType(model_class.forward, transformer)
-        transformer.install_mhla(mhla_settings)
-        attentions: Any = find_self_attentions(transformer)
-        for attn in (attentions[index] for index in mhla_settings.layers):
-            match_device_and_dtype(attn.processor.mhla, next(attn.parameters()).device, transformer.dtype)
-        if transformer.is_gradient_checkpointing:
-            transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
+        convert_transformer(transformer, model_class.family, mhla_settings)
     update_pipeline_configs([transformer for transformer, *_ in checked])
     return model
+
+
+def convert_transformer(transformer: Any, family: Family, settings: MHLASettings) -> None:
+    """Convert a transformer in place; the configs of pipelines that hold it stay as they are.
+
+    Args:
+        transformer: A softmax transformer of diffusers.
+        family: Its family.
+        settings: From `check_conversion`.
+    """
+    model_class = mhla_class(family, type(transformer))
+    transformer.__class__ = model_class
+    if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
+        transformer._old_forward = types.MethodType(model_class.forward, transformer)
+    transformer.install_mhla(settings)
+    attentions: Any = find_self_attentions(transformer)
+    layers: Any = settings.layers
+    for attn in (attentions[index] for index in layers):
+        match_device_and_dtype(attn.processor.mhla, next(attn.parameters()).device, transformer.dtype)
+    if transformer.is_gradient_checkpointing:
+        transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
 
 
 def check_conversion(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from ..data import TokenRing, open_text, special_tokens, with_special_tokens
 from ..models.encoder_attention import first_position
-from .fit import Rows
+from .fit import Rows, row_length
 from .teacher import run_body, softmax_instead
 
 ROW_TOKENS, ROWS_AT_ONCE, HELD_OUT_ROWS = 512, 3, 8
@@ -15,7 +15,9 @@ FIT_STEPS = 60
 FIT_PARTS, HELD_OUT_PARTS = (1, 2, 4), (4, 1)  # number of inputs per row: encoders read short texts, too
 
 
-def read_encoder_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0) -> Rows:
+def read_encoder_rows(
+    model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1
+) -> Rows:
     """Read the batches that a text encoder is converted with.
 
     The inputs of a batch have the same number of tokens, up to `ROW_TOKENS`, with the tokenizer's special tokens around
@@ -28,13 +30,14 @@ def read_encoder_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress
         seed: Decides which passages are read.
         progress: Ignored; `language.read_rows` has the same arguments.
         effort: Multiplier for the number of batches for fitting outputs.
+        shortest: Least number of tokens per row.
 
     Returns:
         A `Rows` with batches of token ids, int64 [N, T] each, for N inputs of T tokens. There are none for gates.
 
     Raises:
         ValueError: `text` is "self".
-        TypeError, ValueError, ImportError: The text cannot be opened, see `data.open_text`.
+        TypeError, ValueError, ImportError: The text is too short, or cannot be opened, see `data.open_text`.
     """
     if isinstance(text, str) and text == "self":
         raise ValueError(f'text: got "self" with {type(model).__name__}, which writes no text, expected a text.')
@@ -43,8 +46,8 @@ def read_encoder_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress
     length = min(ROW_TOKENS, model.config.max_position_embeddings - first_position(model.base_model))
     steps = max(1, round(FIT_STEPS * effort))
     count = HELD_OUT_ROWS + steps * ROWS_AT_ONCE
+    length = row_length(source, length, shortest)
     if isinstance(source, TokenRing):
-        length = max(min(length, len(source.tokens) // 6), 1)
         count = min(count, len(source.tokens) // length)
     rows = source.reader(length, seed, 0).take(count)[0]
     num_held_out = min(HELD_OUT_ROWS, count // 6)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..data import TokenRing
 from ..models.transformers_api import recomputed_layers
 from .teacher import (
     log_probabilities,
@@ -45,6 +46,20 @@ class Rows:
     gates: list[torch.Tensor]
     held_out: list[torch.Tensor]
     name: str
+
+
+def row_length(source: Any, longest: int, shortest: int) -> int:
+    """Return the number of tokens per row: `longest`, or a sixth of a text in memory if that is less.
+
+    Raises:
+        ValueError: A sixth of the text is less than `shortest`, the tokens of the window and one block, and one more.
+    """
+    if not isinstance(source, TokenRing):
+        return longest
+    if (num_tokens := len(source.tokens)) < 6 * shortest:
+        expected = f"at least {6 * shortest}: 6 rows of more than {shortest - 1}, the window and one block"
+        raise ValueError(f"text: got {num_tokens} tokens, expected {expected}.")
+    return min(longest, num_tokens // 6)
 
 
 class OutputFit:
@@ -128,6 +143,9 @@ class OutputFit:
         if not self.done:
             self.start(core, q, k, options)
         energy = o.float().square().sum()
+        if not energy:  # such as where v_proj is zero: MHLA is zero, too
+            self.errors[core] = 0.0
+            return
         for update in range(self.updates):
             with torch.enable_grad():
                 error = (self.attend(core, q, k, v, options).float() - o.float()).square().sum() / energy

@@ -17,6 +17,7 @@ from .fit import NEGLIGIBLE, OutputFit, center_maps, far_masses
 from .model_family import is_of_diffusers, keep_new_images
 from .teacher import replaced_cores, softmax_attention
 
+TINY = torch.finfo(torch.float32).tiny  # in place of a sum of squares that is zero
 START_QUERIES = 256  # from which the balance of a joint layer is initialized
 
 
@@ -207,7 +208,8 @@ def output_error(model: Any, calls: Sequence[Call], expected: Sequence[torch.Ten
     errors = [
         (run_call(model, call).float() - x.float()).square().sum() for call, x in zip(calls, expected, strict=True)
     ]
-    return float(torch.stack(errors).sum() / torch.stack([x.float().square().sum() for x in expected]).sum())
+    energy = torch.stack([x.float().square().sum() for x in expected]).sum()
+    return float(torch.stack(errors).sum() / energy.clamp_min(TINY))
 
 
 def errors_of_layers(model: Any, calls: Sequence[Call]) -> dict[int, float]:
@@ -224,4 +226,6 @@ def errors_of_layers(model: Any, calls: Sequence[Call]) -> dict[int, float]:
     with softmax_layers(layers, measure):
         for call in calls:
             run_call(model, call)
-    return {index: float(sums[holder.mhla][0] / sums[holder.mhla][1]) for index, holder in layers.items()}
+    return {
+        index: float(sums[holder.mhla][0] / sums[holder.mhla][1].clamp_min(TINY)) for index, holder in layers.items()
+    }

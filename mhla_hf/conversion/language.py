@@ -3,6 +3,7 @@
 The batches that an encoder reads, and the scores it gets, are in `encoder.py`.
 """
 
+import copy
 import logging
 import time
 from collections.abc import Sequence
@@ -12,17 +13,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.file_io import atomic_file
+from ..checkpoints.file_io import atomic_file, renamed_errors
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
 from ..data import TokenRing, open_text
 from ..models.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import ENCODERS, LANGUAGE
 from ..models.transformers_api import forward_cached, set_attention_function
-from ..nn.settings import MHLASettings
+from ..nn.settings import MHLASettings, is_whole
 from .encoder import EmbeddingScores, read_encoder_rows
-from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, read_twice
+from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, read_twice, row_length
 from .sizes import LayerSizes, sizes_of_conversion
-from .steps import check_effort, is_number, parse_share
+from .steps import check_learning, check_report, is_number, parse_share
 from .teacher import is_encoder, log_probabilities, mean_kl, mhla_layers, softmax_instead
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
@@ -45,10 +46,10 @@ def convert_with_text(
 ) -> Any:  # fmt: skip
     """Convert a language model or a text encoder in place, fit it to its softmax original, and measure it.
 
-    See `convert` for the arguments. The scores go to `model.config.mhla_measured`.
+    See `convert` for the arguments; the model is in eval mode. The scores go to `model.config.mhla_measured`.
 
     Returns:
-        `model`, in train or eval mode as before.
+        `model`.
 
     Raises:
         TypeError, ValueError: An argument is not valid.
@@ -73,47 +74,51 @@ def convert_with_text(
             f'text: got a text along with {conflict}, expected local="softmax" and no softmax_heads, '
             "which the conversion chooses."
         )
-    check_effort(effort)
+    check_learning(model, effort, seed)
+    if context is not None and not is_whole(context, 1):
+        raise ValueError(f"context: got {context!r}, expected a whole number of at least 1.")
+    saved_steps = Checkpoint(checkpoint)
     if is_text_encoder and (keep or context):
         name, value = ("keep", keep) if keep else ("context", context)
         raise ValueError(f"{name}: got {value!r} with {type(model).__name__}, an encoder, expected None.")
     sizes: dict[int, LayerSizes] | None = None
     num_kept_heads = 0
     start_time = time.monotonic()
-    was_training = model.training
     if not is_text_encoder:
         sizes = sizes_of_conversion(model, mhla_settings)
         context = model.config.max_position_embeddings if context is None else context
         num_kept_heads = count_kept_heads(sizes, 1 / 6 if keep is None else keep, context)
-    model.eval()
-    try:
-        rows = (read_encoder_rows if is_text_encoder else read_rows)(model, tokenizer, text, seed, progress, effort)
-        window_tokens = (mhla_settings.window + 1) * mhla_settings.block_size
-        if not rows.held_out or rows.fit[0].shape[1] <= window_tokens:
-            raise ValueError(
-                f"text: got {len(rows.fit)} rows of {rows.fit[0].shape[1]} tokens, "
-                f"expected at least 6 rows of more than {window_tokens} tokens, the window and one block."
-            )
-        identity = [
-            [ids.tolist() for ids in (*rows.fit, *rows.gates)],
-            mhla_settings.to_dict(),
-            fingerprint_model(model),
-        ]
-        saved_steps = Checkpoint(checkpoint, hash_json(identity))
-        convert_in_place(model, family, mhla_settings)
-        gate_steps = max(1, round(GATE_STEPS * effort))
-        report = learn_from_rows(model, rows, num_kept_heads, gate_steps, seed, saved_steps, progress)
-        if sizes is not None:
-            report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"])
-        model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
-    finally:
-        model.train(was_training)
+    read = read_encoder_rows if is_text_encoder else read_rows
+    window, block_size = mhla_settings.window, mhla_settings.block_size
+    shortest = (window + 1) * block_size + 1
+    with renamed_errors("data", "text"):
+        rows = read(model, tokenizer, text, seed, progress, effort, shortest)
+    if (row_tokens := rows.fit[0].shape[1]) < shortest:
+        expected = f"a window and one block of less than the {row_tokens} tokens of a row"
+        raise ValueError(f"window: got {window} with block_size {block_size}, expected {expected}.")
+    ids = [batch.tolist() for batch in (*rows.fit, *rows.gates, *rows.held_out)]
+    config = {**model.config.to_dict(), "_name_or_path": None}
+    saved_steps.identify(ids, effort, seed, num_kept_heads, mhla_settings.to_dict(), config, fingerprint_model(model))
+    for x in (*model.parameters(), *model.buffers()):
+        if x.is_inference():  # made under torch.inference_mode; gradients do not pass through such a tensor
+            torch.utils.swap_tensors(x, copy.deepcopy(x))
+    attention_function = model.config._attn_implementation
+    convert_in_place(model, family, mhla_settings)
+    if num_kept_heads:  # they compute softmax as the model did
+        set_attention_function(model.config, attention_function)
+    gate_steps = max(1, round(GATE_STEPS * effort))
+    report = learn_from_rows(model, rows, num_kept_heads, gate_steps, seed, saved_steps, progress)
+    if sizes is not None:
+        report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"])
+    model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
     scores = report["kept" if num_kept_heads else "fitted"]
     logger.info("convert: %s, %s KV heads keep softmax", scores, num_kept_heads)
     return model
 
 
-def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0) -> Rows:
+def read_rows(
+    model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1
+) -> Rows:
     """Read the rows of text that a language model is converted with.
 
     Rows have `ROW_TOKENS` tokens, except that `LONG_ROWS` of those for fitting outputs have `LONG_TOKENS`. They are shorter
@@ -126,12 +131,13 @@ def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, 
         seed: Decides which passages are read, and what the model samples.
         progress: Whether to show a progress bar.
         effort: Multiplier for the number of rows for fitting outputs.
+        shortest: Least number of tokens per row.
 
     Returns:
         A `Rows` whose batches are single rows of token ids, int64 [1, T] each.
 
     Raises:
-        TypeError, ValueError, ImportError: The text cannot be opened, see `data.open_text`.
+        TypeError, ValueError, ImportError: The text is too short, or cannot be opened, see `data.open_text`.
     """
     positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
     short_length, long_length = min(ROW_TOKENS, positions), min(LONG_TOKENS, positions)
@@ -147,8 +153,9 @@ def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, 
         passages, name = sampled.view(num_passages, -1), "self"
     else:
         source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
+        short_length = row_length(source, short_length, shortest)
         if isinstance(source, TokenRing) and len(source.tokens) < num_passages * long_length:
-            long_length = short_length = max(min(short_length, len(source.tokens) // 6), 1)
+            long_length = short_length
             num_long, num_passages = 0, min(num_rows, len(source.tokens) // short_length)
         passages, name = source.reader(long_length, seed, 0).take(num_passages)[0], source.name
     whole_rows = long_length // short_length * short_length
@@ -226,8 +233,8 @@ def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, cont
         num_kept_heads = parse_share(keep, num_heads)
     if num_kept_heads is None or num_kept_heads >= num_heads:
         raise ValueError(
-            f"keep: got {keep!r}, expected less than all {num_heads} KV heads, as a share, a number, a percentage, "
-            "or a size such as '64MiB'."
+            f"keep: got {keep!r}, expected 0 to {num_heads - 1} of the {num_heads} KV heads, as a number, a share, "
+            "a percentage, or a size such as '64MiB'."
         )
     return num_kept_heads
 
@@ -243,21 +250,29 @@ class Checkpoint:
 
     Args:
         file: Path of the file, which is read now if it exists; None saves nothing.
-        identity: Hash of everything that the result depends on.
 
     Raises:
-        ValueError: The file belongs to another conversion.
+        ValueError: The file exists and is not a checkpoint.
     """
 
-    def __init__(self, file: str | Path | None, identity: str) -> None:
+    def __init__(self, file: str | Path | None) -> None:
         self.file = None if file is None else Path(file)
         self.saved = time.monotonic()
-        self.content: dict[str, Any] = {"identity": identity}
+        self.content: dict[str, Any] = {}
         if self.file is not None and self.file.exists():
-            content = torch.load(self.file, weights_only=True)
-            if content.get("identity") != identity:
-                raise ValueError(f"checkpoint: got {str(file)!r} of another conversion, expected a new file.")
-            self.content = content
+            got = f"checkpoint: got {str(file)!r}, which is not a checkpoint of a conversion"
+            try:
+                self.content = torch.load(self.file, map_location="cpu", weights_only=True)
+            except Exception as error:  # torch raises many types, with advice to run what is in the file
+                raise ValueError(f"{got} ({type(error).__name__}), expected a new file.") from error
+            if not isinstance(self.content, dict) or "identity" not in self.content:
+                raise ValueError(f"{got}, expected a new file.")
+
+    def identify(self, *parts: Any) -> None:
+        """Raise ValueError if the file belongs to a conversion with other `parts`, all that its numbers depend on."""
+        identity = hash_json(parts)
+        if self.content.setdefault("identity", identity) != identity:
+            raise ValueError(f"checkpoint: got {str(self.file)!r} of another conversion, expected a new file.")
 
     def run(self, name: str, fit: OutputFit | GateFit, inputs: Sequence[tuple[torch.Tensor, ...]], bar: tqdm) -> None:
         """Call `fit.step` with each of `inputs`, except for the steps that were done before the conversion was interrupted.
@@ -314,6 +329,7 @@ def learn_from_rows(
         "original": teacher.scores,
         "converted": teacher.compare(model),
     }
+    check_report(report)
     fit = OutputFit(model, steps=len(rows.fit))
     with tqdm(total=len(rows.fit), desc="fit MHLA to softmax", unit="row", disable=not progress) as bar:
         saved_steps.run("outputs", fit, [(x,) for x in rows.fit], bar)
@@ -328,6 +344,7 @@ def learn_from_rows(
         softmax_heads = largest_gates(gates.by_layer(), count)
         give_softmax_back(model, softmax_heads)
         report["kept"] = teacher.compare(model)
+    check_report(report)
     return report | {"softmax_heads": {str(layer): heads for layer, heads in softmax_heads.items()}}
 
 

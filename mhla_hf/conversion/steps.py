@@ -1,13 +1,49 @@
-"""Steps that all conversions share: resolving the settings, and matching the device and dtype of new weights to a layer."""
+"""Steps that all conversions share: undoing what fails, resolving the settings, and matching new weights to a layer."""
 
+import contextlib
 import difflib
-from collections.abc import Sequence
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from ..nn.settings import MHLASettings, is_whole
+
+MAX_SEED = 2**32 - 1
+
+
+@contextlib.contextmanager
+def converting(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Context manager in which models are in eval mode, and which undoes their conversion after an exception or Ctrl-C.
+
+    It restores the classes, attributes, children, and hooks of all modules, but no values of tensors: those of the base do
+    not change. After a conversion, each module is in train or eval mode as before, and a new one as its parent.
+    """
+    modules = [module for model in models for module in model.modules()]  # parents come before their children
+    modes = [module.training for module in modules]
+    saved = []
+    for module in modules:
+        attributes = dict(vars(module))
+        tables = [(table, dict(table)) for table in attributes.values() if type(table) in (dict, OrderedDict)]
+        saved.append((module, type(module), attributes, tables))
+    try:
+        for model in models:
+            model.eval()
+        yield
+        for module, mode in zip(modules, modes, strict=True):
+            module.train(mode)
+    except BaseException:
+        for module, original_class, attributes, tables in saved:
+            module.__class__ = original_class
+            vars(module).clear()
+            vars(module).update(attributes)
+            for table, content in tables:
+                table.clear()
+                table.update(content)
+        raise
 
 
 def choose_settings(
@@ -76,7 +112,19 @@ def parse_share(keep: float | int | str, total: int) -> int | None:
     return keep if isinstance(keep, int) and is_whole(keep, 0) else None
 
 
-def check_effort(effort: Any) -> None:
-    """Raise ValueError if `effort` of `convert` is not a number above 0."""
+def check_report(report: dict[str, Any]) -> None:
+    """Raise ValueError if a score in a report is NaN or infinite."""
+    try:
+        json.dumps(report, allow_nan=False)
+    except ValueError:
+        raise ValueError("model: got outputs that are not finite, expected finite ones, as in a wider dtype.") from None
+
+
+def check_learning(model: Any, effort: Any, seed: Any) -> None:
+    """Raise ValueError if `effort` or `seed` of `convert` are not valid, or a model has no weights to learn from."""
+    if isinstance(model, torch.nn.Module) and all(x.is_meta for x in model.parameters()):
+        raise ValueError(f"model: got {type(model).__name__} on the meta device, expected one with weights.")
+    if not is_whole(seed, 0, MAX_SEED):
+        raise ValueError(f"seed: got {seed!r}, expected a whole number from 0 to {MAX_SEED}.")
     if not isinstance(effort, int | float) or not 0 < effort < float("inf"):
         raise ValueError(f"effort: got {effort!r}, expected a number above 0.")

@@ -161,7 +161,7 @@ def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
 
     model_class = mhla_class(family, type(model))
     mhla_config = copy.deepcopy(config)
-    generation_config = getattr(model, "generation_config", None)
+    generation_config = copy.deepcopy(getattr(model, "generation_config", None))
     if removed := {*strip_code_references(mhla_config), *strip_code_references(generation_config)}:
         logger.info(
             "convert: the MHLA model does not keep %s of its base, which may name code.", ", ".join(sorted(removed))
@@ -171,6 +171,8 @@ def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
     for module in model.modules():
         if getattr(module, "config", None) is config:
             module.config = mhla_config
+    if generation_config is not None:
+        model.generation_config = generation_config
     model.__class__ = model_class
     mhla_config.architectures = [model_class.__name__]
     model.install_mhla(settings)

@@ -195,8 +195,13 @@ REFUSED = {
         lambda: mhla_hf.convert(with_image_cache(tiny_transformer("flux2"))),
         "model: got Flux2KVAttnProcessor in layer 0, expected one without a cache of reference images",
     ),
-    "all layers": (lambda: learned("dit", keep=2), "keep: got 2, expected less than all 2 layers"),
-    "no share": (lambda: learned("dit", keep="many"), "keep: got 'many', expected less than all"),
+    "all layers": (lambda: learned("dit", keep=2), "keep: got 2, expected 0 to 1 of the 2 layers"),
+    "no share": (lambda: learned("dit", keep="many"), "keep: got 'many', expected 0 to 1 of"),
+    "a seed below zero": (lambda: learned("dit", seed=-1), "seed: got -1, expected a whole number from 0"),
+    "no weights": (
+        lambda: mhla_hf.convert(softmax_tower("ViTModel").to("meta"), samples=torch.ones(16, 3, 32, 32)),
+        "model: got ViTModel on the meta device, expected one with weights.",
+    ),
     "no effort": (lambda: learned("dit", effort=0), "effort: got 0, expected"),
 }
 

@@ -148,7 +148,7 @@ def test_what_is_refused(teacher):
         ({"text": "self"}, ('text: got "self" with BertModel', "which writes no text")),
         ({"text": TEXT, "keep": 0.5}, ("keep: got 0.5 with BertModel, an encoder",)),
         ({"text": TEXT, "context": 512}, ("context: got 512 with BertModel",)),
-        ({"text": TEXT[:90]}, ("text: got", "rows of 15 tokens", "expected at least 6 rows of more than 16 tokens")),
+        ({"text": TEXT[:90]}, ("text: got 90 tokens, expected at least 102: 6 rows of more than 16",)),
         ({"text": TEXT, "mixing_form": "softmax"}, ("text: got a text along with local=None",)),
     ):
         with refused(*words):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import sys
 
 import pytest
@@ -10,13 +11,13 @@ from small_models import CACHE, VOCAB, refused, softmax_model, tokens
 from small_repos import save_model
 from small_scores import small_tokenizer
 from small_types import small_model_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.conversion import kl_to_teacher
 from mhla_hf.conversion.fit import GateFit, OutputFit
-from mhla_hf.conversion.language import Checkpoint, count_kept_heads, parse_size, read_rows
+from mhla_hf.conversion.language import count_kept_heads, parse_size, read_rows
 from mhla_hf.conversion.sizes import sizes_of_conversion
 from mhla_hf.conversion.teacher import mhla_layers, softmax_instead
 
@@ -141,7 +142,7 @@ def test_what_keep_means(teacher):
     assert count_kept_heads(sizes, f"{(state + (token * 4096 - state) / 2) / 1024}KiB", 4096) == 6
     assert parse_size("1.5KiB") == 1536 and parse_size("64") is None
     for wrong in (12, 1.0, -1, "many", True, "200%", None):
-        with refused("keep: got", "expected less than all 12 KV heads"):
+        with refused(f"keep: got {wrong!r}, expected 0 to 11 of the 12 KV heads"):
             count_kept_heads(sizes, wrong, 96)
     with refused("keep: got '1KiB' at 96 tokens", "the state of MHLA alone"):
         count_kept_heads(sizes, "1KiB", 96)
@@ -188,8 +189,29 @@ def test_other_types(model_type):
 def test_what_is_refused(teacher):
     before = copy.deepcopy(teacher.state_dict())
     model = copy.deepcopy(teacher)
-    with refused("text: got", "rows", "expected at least 6 rows of more than 24 tokens"):
+    with refused("text: got 100 tokens, expected at least 150: 6 rows of more than 24, the window and one block"):
         mhla_hf.convert(model, text=TEXT[:100], **SMALL)
+    with refused("text: got 4 tokens, expected at least 150"):
+        mhla_hf.convert(model, text=TEXT[:4], **SMALL)
+    with refused(
+        "window: got 12 with block_size 8, expected a window and one block of less than the 96 tokens of a row"
+    ):
+        mhla_hf.convert(model, text=TEXT, **{**SMALL, "window": 12})
+    for sentence in ("Once upon a time. ", 100 * "Once upon a time. "):
+        with refused(
+            "text: got 'Once upon a time. ", "which does not exist, expected a file, a folder, a dataset, or a list"
+        ):
+            mhla_hf.convert(model, text=sentence, **SMALL)
+    with refused("text: got dict, expected a file", kind=TypeError):
+        mhla_hf.convert(model, text={}, **SMALL)
+    for wrong in ("4096", 0, 8.0, True):
+        with refused(f"context: got {wrong!r}, expected a whole number of at least 1."):
+            mhla_hf.convert(model, text=TEXT, context=wrong, **SMALL)
+    for wrong in (-1, 2**32, "x", None):
+        with refused(f"seed: got {wrong!r}, expected a whole number from 0 to 4294967295."):
+            mhla_hf.convert(model, text="self", seed=wrong, **SMALL)
+    with refused("model: got LlamaForCausalLM on the meta device, expected one with weights."):
+        mhla_hf.convert(copy.deepcopy(model).to("meta"), text=TEXT, **SMALL)
     with refused("text: got a text along with local=None"):
         mhla_hf.convert(model, text=TEXT, local=None, **SMALL)
     with refused("text: got a text along with softmax_heads"):
@@ -228,7 +250,30 @@ def test_the_command(tmp_path, capsys):
     assert not list(tmp_path.glob("*.part*"))
 
 
-def test_a_checkpoint_of_another_conversion_is_refused(tmp_path):
-    torch.save({"identity": "one"}, tmp_path / "part")
-    with refused("checkpoint: got", "expected a new file"):
-        Checkpoint(tmp_path / "part", "other")
+def test_a_checkpoint_of_another_conversion_is_refused(teacher, tmp_path):
+    options = {"text": TEXT[:900], "keep": 2, "effort": 1.0, "checkpoint": tmp_path / "part"}
+    expected = converted(teacher, **options).state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in converted(teacher, **options).state_dict().items())
+    for other in ({"effort": 0.3}, {"keep": 3}, {"seed": 1}, {"num_decays": 3}):  # the text is read whole in any case
+        with refused("checkpoint: got", "another conversion, expected a new file"):
+            converted(teacher, **{**options, **other})
+    teacher = copy.deepcopy(teacher)
+    teacher.config.attention_bias = True
+    with refused("checkpoint: got", "another conversion, expected a new file"):
+        converted(teacher, **options)
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "pickle", "function", "list", "weights", "folder"])
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, kind):
+    file = tmp_path / "part"
+    contents = {"text": b"some text", "pickle": pickle.dumps({"identity": 1}), "function": pickle.dumps(print)}
+    if kind == "folder":
+        file.mkdir()
+    elif kind in ("list", "weights"):
+        torch.save([1] if kind == "list" else {"weight": torch.ones(1)}, file)
+    else:
+        file.write_bytes(contents.get(kind, b""))
+    model = softmax_model()
+    with refused("checkpoint: got", "part', which is not a checkpoint of a conversion", "expected a new file"):
+        mhla_hf.convert(model, text="self", checkpoint=file, **SMALL)
+    assert type(model) is LlamaForCausalLM

@@ -1,0 +1,154 @@
+"""A conversion that fails or is stopped leaves the model as it was, and one that succeeds leaves its modes."""
+
+import json
+
+import pytest
+import torch
+from small_models import refused, softmax_model, tokens
+from small_towers import softmax_tower
+from tiny_pipelines import PIPELINES, inputs, tiny_transformer
+from transformers import LlamaForCausalLM
+
+import mhla_hf
+from mhla_hf.conversion import calibration
+from mhla_hf.conversion.fit import GateFit, OutputFit
+from mhla_hf.conversion.grid_fit import grid_layers
+from mhla_hf.conversion.language import TeacherScores
+from mhla_hf.conversion.teacher import mhla_layers
+
+SMALL = {"block_size": 8, "window": 2, "effort": 0.1, "progress": False}
+TEXT = tokens(1, 4000)[0]
+
+
+def language_model():
+    return softmax_model(num_key_value_heads=4, max_position_embeddings=96)
+
+
+def snapshot(model):
+    """What a conversion changes of a model, besides its outputs."""
+    modules = {
+        name: (type(module), module.training, sorted(vars(module)), list(module._forward_pre_hooks.values()))
+        for name, module in model.named_modules()
+    }
+    states = {name: x.clone() for name, x in model.state_dict().items()}
+    return modules, model.config, str(model.config), states
+
+
+def check_unchanged(model, before):
+    modules, config, values, states = snapshot(model)
+    assert modules == before[0] and config is before[1] and values == before[2] and states.keys() == before[3].keys()
+    assert all(torch.equal(x, before[3][name]) for name, x in states.items())
+
+
+def fail(error, after=0):
+    """Return a method that raises an error at its call number `after`, counted from 0, and else returns 1."""
+    calls = iter(range(after + 1))
+
+    def method(*_):
+        if next(calls) == after:
+            raise error
+        return {"kl": 1.0}
+
+    return method
+
+
+@pytest.mark.parametrize(
+    ("stopped", "name", "error", "after"),
+    [
+        (OutputFit, "step", KeyboardInterrupt("stop"), 0),
+        (GateFit, "step", RuntimeError("stop"), 0),
+        (TeacherScores, "compare", MemoryError("stop"), 2),  # after heads got softmax back
+    ],
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_language_model_after_a_failure(monkeypatch, stopped, name, error, after, attention):
+    model = language_model()
+    model.set_attn_implementation(attention)
+    model.generation_config.remark = "code"
+    model.model.register_forward_pre_hook(lambda *_: None)
+    model.train().model.layers[1].eval()
+    expected, before = model(TEXT[None, :60]).logits, snapshot(model)
+    monkeypatch.setattr(stopped, name, fail(error, after))
+    with pytest.raises(type(error), match="stop"):
+        mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
+    check_unchanged(model, before)
+    assert torch.equal(model(TEXT[None, :60]).logits, expected)
+    assert model.config._attn_implementation == attention and model.generation_config.remark == "code"
+    monkeypatch.undo()
+    mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
+    assert model.config._attn_implementation == attention and not hasattr(model.generation_config, "remark")
+    is_training = {name: module.training for name, module in model.named_modules()}
+    assert is_training["model.layers.0.self_attn"] and not is_training["model.layers.1.self_attn"]
+    assert all(layer.mhla.q_map.training == layer.training for layer in mhla_layers(model).values())
+
+
+def test_a_pipeline_after_a_failure(monkeypatch):
+    monkeypatch.setattr(calibration, "SAMPLING_STEPS", 2)
+    pipe = PIPELINES["dit"]()
+    pipe.set_progress_bar_config(disable=True)
+    pipe.transformer.train().transformer_blocks[0].eval()
+    index, before = dict(pipe.config), snapshot(pipe.transformer)
+    monkeypatch.setattr(calibration, "keep_softmax_layers", fail(RuntimeError("stop")))
+    with pytest.raises(RuntimeError, match="stop"):
+        mhla_hf.convert(pipe, samples=[3, 7], effort=0.02, progress=False)
+    assert dict(pipe.config) == index
+    check_unchanged(pipe.transformer, before)
+    pipe.transformer(**inputs("dit"))
+    monkeypatch.undo()
+    monkeypatch.setattr(calibration, "SAMPLING_STEPS", 2)
+    mhla_hf.convert(pipe, samples=[3, 7], effort=0.02, keep=0, progress=False)
+    assert [holder.mhla.training for holder in grid_layers(pipe.transformer).values()] == [False, True]
+    assert pipe.config["transformer"][1] == type(pipe.transformer).__name__ == "MHLADiTTransformer2DModel"
+
+
+def test_a_vision_model_after_a_failure(monkeypatch):
+    model = softmax_tower("ViTModel")
+    before = snapshot(model)
+    monkeypatch.setattr(calibration, "keep_softmax_layers", fail(RuntimeError("stop")))
+    with pytest.raises(RuntimeError, match="stop"):
+        mhla_hf.convert(model, samples=torch.randn(16, 3, 32, 32), effort=0.02, progress=False)
+    check_unchanged(model, before)
+
+
+def zero_values(projection):
+    """Set a projection to values to zero, so that its layer's output is zero."""
+    with torch.no_grad():
+        for x in projection.parameters():
+            x.zero_()
+
+
+def test_a_layer_whose_output_is_zero():
+    model = language_model()
+    zero_values(model.model.layers[1].self_attn.v_proj)
+    mhla_hf.convert(model, text=TEXT, keep=1, **SMALL)
+    report = model.config.mhla_measured
+    json.dumps(report, allow_nan=False)
+    assert report["fitted"]["kl"] < report["converted"]["kl"]
+    assert all(x.isfinite().all() for x in model.state_dict().values())
+    transformer = tiny_transformer("dit")
+    zero_values(transformer.transformer_blocks[0].attn1.to_v)
+    mhla_hf.convert(transformer, samples=lambda _: transformer(**inputs("dit")), effort=0.02, keep=0, progress=False)
+    assert transformer.config.mhla_measured["layers"]["0"] == {"converted": 0, "fitted": 0, "alone": 0}
+
+
+def test_scores_that_are_not_finite_are_refused(monkeypatch):
+    model, transformer = language_model(), tiny_transformer("dit")
+    model.model.norm.weight.data[0] = transformer.proj_out_2.weight.data[0] = float("nan")
+    with refused("model: got outputs that are not finite"):
+        mhla_hf.convert(model, text=TEXT, **SMALL)
+    assert type(model) is LlamaForCausalLM
+    with refused("model: got outputs that are not finite"):
+        mhla_hf.convert(transformer, samples=lambda _: transformer(**inputs("dit")), effort=0.02, progress=False)
+    monkeypatch.setattr(GateFit, "by_layer", lambda self: {0: [float("nan")] * 4})
+    with refused("model: got outputs that are not finite"):
+        mhla_hf.convert(language_model(), text=TEXT, keep=1, **SMALL)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_learns_where_gradients_are_off(mode):
+    options = {"text": TEXT, "keep": 1, **SMALL}
+    expected = mhla_hf.convert(language_model(), **options).state_dict()
+    with mode():
+        model = mhla_hf.convert(language_model(), **options)
+    assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
+    model(TEXT[None], labels=TEXT[None]).loss.backward()
