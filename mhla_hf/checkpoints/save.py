@@ -111,6 +111,12 @@ def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict
         return {}
 
 
+def is_model_file(name: str) -> bool:
+    """Return whether a saved model may have a file of this name; False for its card, licenses, and chat templates."""
+    tables = (PIPELINE_INDEX, SENTENCE_MODULES, *SENTENCE_SETTINGS, *RECORDS, *CONFIG_FILES, *TOKENIZER_FILES)
+    return name in tables or WEIGHTS_AND_SOURCE.fullmatch(name) is not None
+
+
 def list_saved_files(folder: PathLike) -> list[Path]:
     """List the files in `folder` that belong to a saved model, recognized by their names.
 

@@ -66,7 +66,7 @@ def test_what_is_no_part_of_the_model_stays_and_the_caller_hears_of_it(hub, shel
     assert caplog.text.count("'notes.txt', 'runs'") == 2
 
 
-def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, tmp_path, capsys):
+def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, capsys, caplog):
     dry = push(shelf / "new", NAME, dry_run=True)
     sizes = {file.name: file.stat().st_size for file in (shelf / "new").iterdir()}
     assert (dry.revision, dry.url, dry.new, dict(dry.files)) == ("", "", False, sizes)
@@ -80,7 +80,10 @@ def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, tmp
         ValueError, match="license: got none in a dry run, which does not ask the Hub for that of 'base/ll"
     ):
         push(converted(), NAME, base_model="base/llama", dry_run=True)
-    assert hub.log == []
+    assert {method for method, *_ in hub.log} == {"GET"}
+    hub.fault("503", times=9)
+    assert push(shelf / "new", NAME, dry_run=True).deleted == ()
+    assert "push: which files of tester/mhla it would delete is not known (" in caplog.text
 
 
 def test_what_a_killed_push_left_goes_with_the_next(hub, shelf, unvisited, tmp_path, monkeypatch):
@@ -112,13 +115,31 @@ def test_a_second_push_changes_only_what_changed(hub, shelf):
     assert held(repo) == content(shelf / "new")
 
 
-def test_what_would_still_be_loaded_goes_and_the_repositorys_gitignore_leaves_nothing_out(hub, shelf):
-    kept = {"sample.png": b"png", "notes.md": b"mine", ".gitignore": b"model.safetensors\nconfig.json\n"}
-    old = {"pytorch_model.bin": b"\x80\x02pickle", "tokenizer.model": b"old"}
-    old |= {"model-00001-of-00002.safetensors": b"\0" * 10, "evil.py": b"import os"}
-    hub.put(NAME, old | kept)
-    send(shelf / "new", NAME)
-    assert held(hub.repos[NAME]) == content(shelf / "new") | kept
+def test_files_of_an_older_model_go_if_that_is_asked_for_and_all_others_stay(hub, shelf, unvisited, capsys):
+    others = {"handler.py": b"import os", "pytorch_model.bin": b"pickle", "onnx/config.json": b"{}", "LICENSE": b"mine"}
+    others |= {"sample.json": b"{}", ".gitignore": b"model.safetensors\nconfig.json\n"}
+    old = {"model-00001-of-00002.safetensors": b"\0" * 10, "tokenizer.model": b"old", "train.json": b"{}"}
+    hub.put(NAME, old | others)
+    before = hub.repos[NAME].refs["refs/heads/main"]
+    assert push(shelf / "new", NAME, dry_run=True).deleted == tuple(sorted(old))
+    assert main(["push", str(shelf / "new"), NAME, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[-4:-1]] == [["delete", name] for name in sorted(old)]
+    assert lines[-1].endswith("bytes; nothing was sent; to delete files, the push needs --delete-stale")
+    with pytest.raises(
+        ValueError, match=r"delete_stale: got False, and tester/mhla holds 3 files of an older model \(mod"
+    ):
+        send(shelf / "new", NAME)
+    assert hub.sent("POST", "/commit/|/storage/") == 0 and hub.repos[NAME].refs["refs/heads/main"] == before
+    assert main(["push", str(shelf / "new"), NAME, "--delete-stale", "--quiet"]) == 0
+    assert held(hub.repos[NAME]) == content(shelf / "new") | others
+
+
+def test_a_new_repository_is_as_private_as_its_owner_says(hub, shelf):
+    hub.visibility = "private"
+    for name, options in {"a": {}, "b": {"private": False}, "c": {"private": True}}.items():
+        send(shelf / "new", f"tester/{name}", **options)
+    assert [repo.private for repo in hub.repos.values()] == [True, False, True]
 
 
 def test_a_pull_request_and_a_branch(hub, shelf):
