@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ..checkpoints.file_io import atomic_file
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
+from ..checkpoints.provenance import public_name
 from ..data import TokenRing, open_text
 from ..models.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import ENCODERS, LANGUAGE
@@ -308,7 +309,7 @@ def learn_from_rows(
     """
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report: dict[str, Any] = {
-        "text": rows.name,
+        "text": public_name(rows.name),
         "tokens": sum(x.numel() for x in (*rows.fit, *rows.gates)),
         "seed": seed,
         "original": teacher.scores,

@@ -143,8 +143,9 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
 
 def _check_texts(folder: Path) -> None:
     """Raise ValueError if a card, record or configuration contains a Hub token or a path on the author's machine."""
-    names = (CARD_FILE, *RECORDS, *CONFIG_FILES, SENTENCE_MODULES, *SENTENCE_SETTINGS)
-    for file in (file for file in folder.rglob("*") if file.name in names):
+    names = (*RECORDS, *CONFIG_FILES, SENTENCE_MODULES, *SENTENCE_SETTINGS)
+    files = [file for file in folder.rglob("*") if file.name in names]
+    for file in [*files, folder / CARD_FILE]:  # the card last, because it repeats what the other files say
         content = file.read_text(encoding="utf-8")
         texts = [content]
         if file.suffix == ".json":

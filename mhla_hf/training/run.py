@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from ..checkpoints.file_io import read_json, write_json
 from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import summarize_error
-from ..checkpoints.provenance import describe_run
+from ..checkpoints.provenance import describe_run, public_name
 from .interrupt import Interrupt
 from .previews import save_preview, track_preview
 from .recipe import CommonStage, Options
@@ -425,14 +424,14 @@ class Run:
             "task": self.task.name,
             "student": type(self.student).__name__,
             "parameters": self.student.num_parameters(),
-            "teacher": self.teacher and _public_name(getattr(self.teacher.config, "_name_or_path", None)),
+            "teacher": self.teacher and public_name(getattr(self.teacher.config, "_name_or_path", None)),
             "stages": self._make_stage_records(),
             "steps": progress["total"],
             unit: progress[unit],
             "resumed": progress["resumed"],
             "history": progress["history"],
             "seconds": round(progress["seconds"], 3),
-            "data": {**self.source.describe(), "name": _public_name(self.source.name)},
+            "data": {**self.source.describe(), "name": public_name(self.source.name)},
             "gradient_checkpointing": self.options.gradient_checkpointing,
             **describe_run(self.command, self.accelerator.device),
             "fingerprint": self.folder.identity,
@@ -481,8 +480,3 @@ class Run:
             logger.info(text)
         elif self.reports:
             tqdm.write(text, file=sys.stderr)
-
-
-def _public_name(name: str | None) -> str | None:
-    """Return only the last component of a path that exists, since records are published; return other names unchanged."""
-    return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name

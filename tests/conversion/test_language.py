@@ -224,7 +224,8 @@ def test_the_command(tmp_path, capsys):
     assert main(["convert", str(source), out, *options]) == 0
     told = capsys.readouterr().out
     assert "perplexity" in told and "KV heads" in told and "cache at 32,768 tokens" in told
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["mhla"]["softmax_heads"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["mhla"]["softmax_heads"] and config["mhla_measured"]["text"] == "text.txt"
     assert not list(tmp_path.glob("*.part*"))
 
 
