@@ -21,7 +21,7 @@ from ..checkpoints.bundle import build_bundle, check_bundle
 from ..checkpoints.file_io import PathLike, read_json, write_json, write_text
 from ..checkpoints.fingerprint import FILES_WITH_ORIGIN, strip_origin
 from ..checkpoints.isolated_load import check_isolated_load
-from ..checkpoints.load import check_shards, wrap_errors
+from ..checkpoints.load import CODE_KEYS, check_shards, wrap_errors
 from ..checkpoints.save import (
     CARD_FILE,
     CONFIG_FILES,
@@ -47,7 +47,6 @@ LOCAL_PATH = re.compile(
     r"|(?<![^\s\"'`=(:,])(?:\\{2,4}[\w.$-]+|//[\w$-]+)[\\/][^\s\"'`,;)\]}>|]+"
 )
 TEMPLATE_ESCAPES = re.compile(r"\\[nrt]")  # in chat templates, where they could be taken for Windows paths
-CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")  # configuration keys that name code to run
 
 
 def stage_folder(
