@@ -6,7 +6,7 @@ import shlex
 import sys
 from typing import Any
 
-from ..checkpoints.file_io import find_yaml
+from ..checkpoints.file_io import check_writable, find_yaml
 from ..checkpoints.save import read_sentence_files_or_warn
 from ..training.recipe import RECIPE_FOLDER, read_recipe
 from .values import (
@@ -169,6 +169,7 @@ def run_distill(
     for name in dict.fromkeys((student, teacher or student)):
         check_model(name)
     check_data(options["data"])
+    check_writable(out, "out")
     load_libraries()
 
     import torch

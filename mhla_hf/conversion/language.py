@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.file_io import atomic_file
+from ..checkpoints.file_io import atomic_file, wrap_errors
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
 from ..checkpoints.provenance import public_name
 from ..data import TokenRing, open_text
@@ -285,7 +285,8 @@ class Checkpoint:
                 logger.info("%s: %d of %d, loss %.4f", name, fit.done, len(inputs), loss)
             if self.file is not None:
                 self.content[name] = fit.state_dict()
-                with atomic_file(self.file) as temporary:
+                message = f"checkpoint: got {str(self.file)!r}, expected a place with room to write"
+                with wrap_errors(message), atomic_file(self.file) as temporary:
                     torch.save(self.content, temporary)
 
 

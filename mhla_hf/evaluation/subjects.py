@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import inspect
 import logging
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ import torch
 from huggingface_hub import HfApi
 from tqdm import tqdm
 
-from ..checkpoints.file_io import atomic_file, can_resume, write_json
+from ..checkpoints.file_io import atomic_file, can_resume, check_writable, write_json
 from ..checkpoints.fingerprint import PIPELINE_INDEX, fingerprint_folder, fingerprint_model
 from ..checkpoints.load import choose_device, load_pipeline, read_stored_dtype, resolve_model_name, wrap_errors
 from ..checkpoints.provenance import describe_run
@@ -98,7 +97,6 @@ class Subject:
         """
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
             stored = Results.read(self.target).of(self.fingerprint)
             stored.merge(records, keep_other_sample_counts).write(self.target)
             store_digests(records)
@@ -274,18 +272,9 @@ def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipelin
         fingerprint = fingerprint_model(model)
         dtype = str(model.dtype).removeprefix("torch.")
     if target is not None:
-        check_writable(target)
+        check_writable(target, "output")
         Results.read(target)
     return Subject(name, model, fingerprint, dtype, target, args)
-
-
-def check_writable(target: Path, argument: str = "output") -> None:
-    """Raise ValueError if the file `target` cannot be written, without creating it; `argument` begins the message."""
-    folder = target.parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or target.is_dir():
-        raise ValueError(f"{argument}: got {str(target)!r}, which cannot be written, expected another file or folder.")
 
 
 def shorten_path(path: Any) -> str:

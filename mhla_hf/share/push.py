@@ -18,8 +18,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from ..checkpoints.file_io import SHARD_SIZE, PathLike, summarize_error, temporary_folder
-from ..checkpoints.save import CARD_FILE, is_model_file
+from ..checkpoints.file_io import SHARD_SIZE, PathLike, check_writable, summarize_error, temporary_folder
+from ..checkpoints.save import CARD_FILE, count_bytes, is_model_file
 from .card import render_plain_card
 from .facts import find_license
 from .folder_checks import stage_folder
@@ -254,6 +254,7 @@ def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:
     save_pretrained = getattr(what, "save_pretrained", None)
     if not callable(save_pretrained):
         raise TypeError(f"what: got {type(what).__name__}, expected a folder, a model or a pipeline.")
+    check_writable(target, "what", count_bytes(what))
     save_pretrained(target, max_shard_size=SHARD_SIZE)
     if tokenizer is not None:
         tokenizer.save_pretrained(target)

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..checkpoints.file_io import read_json, write_json
+from ..checkpoints.file_io import check_writable, read_json, write_json
 from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import summarize_error
 from ..checkpoints.provenance import describe_run, public_name
+from ..checkpoints.save import count_bytes
 from .interrupt import Interrupt
 from .previews import save_preview, track_preview
 from .recipe import CommonStage, Options
@@ -125,7 +126,8 @@ class Run:
         if self.is_main:
             if latest == "finished":
                 self.folder.clear()
-            else:
+            else:  # there must be room for the result, and before that for a state
+                check_writable(self.folder.out, "out", count_bytes(self.task.returned) * (1 if latest else 2))
                 self.folder.begin()
         self.accelerator.wait_for_everyone()
         if latest == "finished":

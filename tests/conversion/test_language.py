@@ -2,7 +2,10 @@
 
 import copy
 import json
+import resource
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from small_models import CACHE, VOCAB, refused, softmax_model, tokens
 from small_repos import save_model
 from small_scores import small_tokenizer
 from small_types import small_model_of
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import mhla_hf
@@ -219,14 +223,31 @@ def test_the_command(tmp_path, capsys):
     source = save_model(tmp_path / "base", base)
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and then it sleeps in the sun. " * 60)
-    out = str(tmp_path / "out")
+    out = tmp_path / "new" / "folder" / "out"  # with a slash at its end, as a shell completes it
     options = ["--text", str(text), "--keep", "1/6", "--set", "block_size=8", "--set", "window=2"]
-    assert main(["convert", str(source), out, *options]) == 0
+    assert main(["convert", str(source), f"{out}/", *options]) == 0
     told = capsys.readouterr().out
     assert "perplexity" in told and "KV heads" in told and "cache at 32,768 tokens" in told
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text())
     assert config["mhla"]["softmax_heads"] and config["mhla_measured"]["text"] == "text.txt"
-    assert not list(tmp_path.glob("*.part*"))
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_sentence(tmp_path):
+    """A limit on the size of files stands for a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fit = SimpleNamespace(
+        done=0, step=lambda: setattr(fit, "done", 1) or 0.0, state_dict=lambda: {"a": torch.ones(9000)}
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))
+    try:
+        with refused("checkpoint: got", "expected a place with room to write (the disk is full, or"), tqdm() as bar:
+            Checkpoint(tmp_path / "part", "one").run("outputs", fit, [()], bar)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    with refused("checkpoint: got", "which cannot be made in"):
+        mhla_hf.convert(softmax_model(), text=TEXT, checkpoint=Path(__file__) / "part")
 
 
 def test_a_checkpoint_of_another_conversion_is_refused(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,6 +206,7 @@ EARLY = {
     "convert ./nothing new": "model: got './nothing', which is not a folder",
     "convert nobody/nothing new": "model: got 'nobody/nothing', which is not a folder, expected a model that the Hub",
     "convert llama full": "output: got 'full', which is not empty",
+    "convert llama full/letter.txt/new": "full/letter.txt/new', which cannot be made in '",
     "convert llama new --layers half": "--layers: got 'half'",
     "convert llama new --dtype float8": "argument --dtype: invalid choice: 'float8'",
     "convert llama new --text no.txt": "no.txt: No such file",
@@ -214,6 +216,8 @@ EARLY = {
     "distill llama --recipe lite --out new": "--recipe: got 'lite', which is not a file",
     "distill llama --recipe recipe.yaml --out new --teacher ./nothing": "model: got './nothing', which is not a folder",
     "distill llama --recipe recipe.yaml --out new --data ./no": "./no: No such file",
+    "distill llama --recipe recipe.yaml --out full/letter.txt/new": "--out: got 'full/letter.txt/new', which cannot be made",
+    "evaluate llama --recipe recall --plot full": "--plot: got 'full', which is a folder, expected a PNG file",
     "evaluate llama --recipe lite": "--recipe: got 'lite', which is not a file",
     "evaluate llama ./nothing --recipe recall": "model: got './nothing', which is not a folder",
     "analyze ./nothing": "model: got './nothing', which is not a folder",
@@ -327,6 +331,13 @@ def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path,
         assert main(["convert", str(shelf / "llama"), str(given), "--text", "none", "--overwrite"]) == 2
         assert says in capsys.readouterr().err
         assert inventory(tmp_path) == kept
+
+
+def test_too_little_room_is_said_before_anything_is_learned(place, monkeypatch, capsys):
+    monkeypatch.setattr("mhla_hf.conversion.convert", lambda *given, **options: pytest.fail("learned already"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**17))
+    assert main(["convert", "llama", "new", "--text", "train.txt", "--quiet"]) == 2
+    assert "/new', with 0.1 MiB of room for " in capsys.readouterr().err
 
 
 def run_main(line, folder, stderr):

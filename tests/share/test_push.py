@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
@@ -211,7 +212,7 @@ def test_arguments_are_refused_before_anything_is_sent(hub, shelf, unvisited, ca
     assert hub.log == []
 
 
-def test_a_model_in_memory(hub, unvisited):
+def test_a_model_in_memory(hub, unvisited, monkeypatch):
     model = small_scratch()
     made = push(model, "tester/scratch", tokenizer=small_tokenizer(), license="apache-2.0", progress=False)
     files = hub.repos["tester/scratch"].files(made.revision)
@@ -223,6 +224,9 @@ def test_a_model_in_memory(hub, unvisited):
         push(model, "tester/scratch2")
     with pytest.raises(ValueError, match="no result for recall and generation"):
         push(converted(), "tester/converted", license="apache-2.0")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match=r"what: got '.*saved', with 0.0 MiB of room for .* MiB or more"):
+        push(model, "tester/scratch3", license="apache-2.0")
 
 
 def test_the_license_of_a_published_base_is_taken_from_its_card(hub, unvisited):
