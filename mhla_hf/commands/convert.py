@@ -17,6 +17,7 @@ from .values import (
     parse_layers,
     parse_seed,
     parse_settings,
+    resumable,
 )
 
 CONVERT = """\
@@ -112,9 +113,10 @@ def run_convert(
         text = text or "self"
         learning |= {"text": text, "tokenizer": processor, "checkpoint": checkpoint}
     torch.manual_seed(seed)
-    convert(base, **learning, **options)
-    files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
-    save_model(base, out, processor, overwrite, files)
+    with resumable(lambda: checkpoint if checkpoint.exists() else None):
+        convert(base, **learning, **options)
+        files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
+        save_model(base, out, processor, overwrite, files)
     checkpoint.unlink(missing_ok=True)
     if "text" in learning:
         print(render_conversion(out, base.config.mhla_measured))

@@ -92,14 +92,16 @@ class Subject:
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
         """Add newly measured records to the known scores and, if there is one, to the results file; see `Results.merge`.
 
-        If there is a file, the new records count as measured on this machine, and records of other weights are removed from
-        the file.
+        If there is a file, the new records count as measured on this machine, records of other weights are removed from the
+        file, and a message is logged.
         """
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
             stored = Results.read(self.target).of(self.fingerprint)
             stored.merge(records, keep_other_sample_counts).write(self.target)
             store_digests(records)
+            tasks = ", ".join(dict.fromkeys(record.task for record in records))
+            logger.info("%s: the scores of %s are stored in %s", self.name, tasks, self.target)
 
     def facts(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
         """Return the fields of a `Result` that do not depend on the task: about the run, the model, and the limit.

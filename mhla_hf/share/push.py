@@ -25,6 +25,7 @@ from .facts import find_license
 from .folder_checks import stage_folder
 
 logger = logging.getLogger("mhla_hf")
+WHOLE = "the repository holds the old or the new model: push again"
 # The HTTP library's base class, which also covers a server that does not respond.
 HTTPError: Any = HfHubHTTPError.__bases__[0]
 
@@ -183,11 +184,11 @@ def send(
         for tag_name in tags:
             if is_new or tag_name not in {tag.name for tag in existing_tags}:
                 api.create_tag(repo_id, tag=tag_name, revision=commit_info.oid)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"interrupted; {WHOLE}") from stop
     except (HTTPError, OSError, RuntimeError) as error:
         reason = " ".join(str(error.__cause__ if type(error) is RuntimeError else error).split()).removesuffix(".")
-        raise OSError(
-            f"push to {repo_id}: {reason}; the repository holds the old or the new model: push again."
-        ) from error
+        raise OSError(f"push to {repo_id}: {reason}; {WHOLE}.") from error
     url = commit_info.pr_url or commit_info.commit_url
     return Pushed(repo_id, commit_info.oid, url, is_new, deleted=tuple(stale))
 

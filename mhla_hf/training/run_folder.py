@@ -121,7 +121,7 @@ class RunFolder:
             self._check_identity((read_json(self.out / RECORD) or {}).get("fingerprint", {}))
             return "finished"
         self.check_free()
-        state = max(self._list_states(), default=None)
+        state = self.newest_state()
         if state is not None:
             stored_identity = read_json(state / IDENTITY)
             if stored_identity is None:
@@ -230,6 +230,10 @@ class RunFolder:
                 f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact}), "
                 "expected a place with room to write."
             ) from error
+
+    def newest_state(self) -> Path | None:
+        """Return the folder of the newest saved state, or None if there is none."""
+        return max(self._list_states(), default=None)
 
     def _list_states(self) -> list[Path]:
         """Return the folders of all saved states, in any order."""

@@ -1,5 +1,6 @@
 """`mhla-hf`: the whole way through it, its help, and bad input as one sentence that names the thing."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -338,6 +339,39 @@ def test_too_little_room_is_said_before_anything_is_learned(place, monkeypatch, 
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**17))
     assert main(["convert", "llama", "new", "--text", "train.txt", "--quiet"]) == 2
     assert "/new', with 0.1 MiB of room for " in capsys.readouterr().err
+
+
+def stop(*_, **options):
+    """In place of the work of a command: save what is said of it in `options["saves"]`, then Ctrl-C."""
+    if saves := options.get("saves"):
+        saves.mkdir(parents=True)
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("line", ["info mhla", "recipes", "card mhla --check", "push mhla me/model"])
+def test_ctrl_c_in_a_command_that_saves_nothing_claims_nothing(place, monkeypatch, capsys, line):
+    monkeypatch.setattr("mhla_hf._register.register", stop)
+    assert main(line.split()) == 130
+    assert capsys.readouterr().err == "mhla-hf: interrupted\n"
+
+
+WORK = {
+    "convert": ("conversion.convert", "convert llama {}/new/ --text train.txt", "new.part"),
+    "distill": ("training.loop.distill", "distill llama --recipe recipe.yaml --data train.txt --out {}/new",
+        "new.state/step-000000002"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_ctrl_c_says_from_what_the_same_command_resumes_if_anything_is_saved(
+    place, tmp_path, monkeypatch, capsys, name
+):
+    work, line, saved = WORK[name]
+    command = [*line.format(tmp_path).split(), "--quiet"]
+    for saves, says in ((None, ""), (tmp_path / saved, f"; the same command resumes from {tmp_path / saved}")):
+        monkeypatch.setattr(f"mhla_hf.{work}", functools.partial(stop, saves=saves))
+        assert main(command) == 130
+        assert capsys.readouterr().err == f"mhla-hf: interrupted{says}\n"
 
 
 def run_main(line, folder, stderr):

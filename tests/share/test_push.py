@@ -19,7 +19,7 @@ from mhla_hf.share.push import push, send
 
 NAME = "tester/mhla"
 NOT_OURS = {".gitattributes"}
-WHOLE = "the repository holds the old or the new model: push again."
+WHOLE = "the repository holds the old or the new model: push again"
 
 
 def converted(seed=0):
@@ -170,6 +170,16 @@ def test_what_had_arrived_is_not_sent_again_and_a_lost_answer_makes_no_second_co
     assert not send(shelf / "new", NAME).new and len(hub.repos[NAME].commits) == 2
 
 
+def test_ctrl_c_while_files_are_sent(hub, shelf, monkeypatch):
+    def stop(*_, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", stop)
+    with pytest.raises(KeyboardInterrupt, match=f"interrupted; {WHOLE}"):
+        send(shelf / "new", NAME)
+    assert held(hub.repos[NAME]) == {}
+
+
 def test_who_may_not_write(hub, shelf):
     hub.put("other/mhla", {"README.md": b""})
     with pytest.raises(OSError, match="don't have the rights to write below other"):
@@ -249,7 +259,7 @@ def test_all_or_nothing_under_random_faults(hub, shelf, seed):
     try:
         send(shelf / "new", NAME, tags=["v1"])
     except OSError as error:
-        assert str(error).endswith(WHOLE)
+        assert str(error).endswith(f"{WHOLE}.")
         assert held(hub.repos[NAME]) in (old, new)
     hub.faults.clear()
     made, repo = send(shelf / "new", NAME, tags=["v1"]), hub.repos[NAME]
