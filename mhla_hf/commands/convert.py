@@ -1,6 +1,7 @@
 """The command `mhla-hf convert`."""
 
 import contextlib
+import glob
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -117,7 +118,11 @@ def run_convert(
         convert(base, **learning, **options)
         files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
         save_model(base, out, processor, overwrite, files)
-    checkpoint.unlink(missing_ok=True)
+    for file in (
+        checkpoint,
+        *path.parent.glob(f"{glob.escape(checkpoint.name)}.tmp-*"),
+    ):  # the latter of killed processes
+        file.unlink(missing_ok=True)
     if "text" in learning:
         print(render_conversion(out, base.config.mhla_measured))
         return

@@ -218,13 +218,16 @@ def test_a_layer_that_lists_all_its_heads_stays_softmax(teacher):
     assert not hasattr(model.model.layers[1].self_attn, "mhla")
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, monkeypatch, capsys):
     base = softmax_model(vocab_size=400, num_key_value_heads=4, max_position_embeddings=96)
     source = save_model(tmp_path / "base", base)
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and then it sleeps in the sun. " * 60)
     out = tmp_path / "new" / "folder" / "out"  # with a slash at its end, as a shell completes it
     options = ["--text", str(text), "--keep", "1/6", "--set", "block_size=8", "--set", "window=2"]
+    run = Checkpoint.run
+    leave = lambda *given: (run(*given), out.with_name("out.part.tmp-1").touch())  # noqa: E731
+    monkeypatch.setattr(Checkpoint, "run", leave)  # as a process that is killed while it saves its progress
     assert main(["convert", str(source), f"{out}/", *options]) == 0
     told = capsys.readouterr().out
     assert "perplexity" in told and "KV heads" in told and "cache at 32,768 tokens" in told
