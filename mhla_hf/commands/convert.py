@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..checkpoints.save import check_new_folder, count_bytes, read_sentence_files_or_warn
+from ..checkpoints.save import check_new_folder, count_bytes, holds_saved_model, read_sentence_files_or_warn
 from .values import (
     AddArgument,
     add_dtype_option,
@@ -114,14 +114,12 @@ def run_convert(
         text = text or "self"
         learning |= {"text": text, "tokenizer": processor, "checkpoint": checkpoint}
     torch.manual_seed(seed)
-    with resumable(lambda: checkpoint if checkpoint.exists() else None):
+    with resumable(lambda: checkpoint if checkpoint.exists() and (overwrite or not holds_saved_model(path)) else None):
         convert(base, **learning, **options)
         files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
         save_model(base, out, processor, overwrite, files)
-    for file in (
-        checkpoint,
-        *path.parent.glob(f"{glob.escape(checkpoint.name)}.tmp-*"),
-    ):  # the latter of killed processes
+    unfinished = path.parent.glob(f"{glob.escape(checkpoint.name)}.tmp-*")  # of killed processes
+    for file in (checkpoint, *unfinished):
         file.unlink(missing_ok=True)
     if "text" in learning:
         print(render_conversion(out, base.config.mhla_measured))

@@ -4,6 +4,7 @@ import functools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -372,6 +373,16 @@ def test_ctrl_c_says_from_what_the_same_command_resumes_if_anything_is_saved(
         monkeypatch.setattr(f"mhla_hf.{work}", functools.partial(stop, saves=saves))
         assert main(command) == 130
         assert capsys.readouterr().err == f"mhla-hf: interrupted{says}\n"
+
+
+def test_ctrl_c_after_the_model_is_saved_promises_no_resumption(place, tmp_path, monkeypatch, capsys):
+    def save(*_, **options):
+        shutil.copytree("mhla", tmp_path / "new")
+        stop(saves=tmp_path / "new.part")
+
+    monkeypatch.setattr("mhla_hf.conversion.convert", save)
+    assert main(["convert", "llama", str(tmp_path / "new"), "--text", "train.txt", "--quiet"]) == 130
+    assert capsys.readouterr().err == "mhla-hf: interrupted\n"
 
 
 def run_main(line, folder, stderr):
