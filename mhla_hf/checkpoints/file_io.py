@@ -155,10 +155,13 @@ def _remove_temporary(folder: Path) -> None:
     """Remove a temporary folder.
 
     If `atomic_folder` was interrupted after it moved the folder to replace into this one, that folder is moved back first.
+    `LOCK_FILE`, by which the folder is known, goes last, so that a killed process leaves nothing that stays forever.
     """
     target = folder.parent / folder.name.rpartition(".tmp-")[0]
     if (folder / REPLACED).exists() and not target.exists():
         os.replace(folder / REPLACED, target)
+    for entry in folder.glob("*"):
+        shutil.rmtree(entry, ignore_errors=True)  # leaves files alone
     shutil.rmtree(folder, ignore_errors=True)
 
 

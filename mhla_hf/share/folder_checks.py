@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoints.bundle import build_bundle, check_bundle
-from ..checkpoints.file_io import PathLike, read_json, write_json, write_text
+from ..checkpoints.file_io import PathLike, check_writable, read_json, write_json, write_text
 from ..checkpoints.fingerprint import FILES_WITH_ORIGIN, strip_origin
 from ..checkpoints.isolated_load import check_isolated_load
 from ..checkpoints.load import CODE_KEYS, check_shards, wrap_errors
@@ -78,6 +78,7 @@ def stage_folder(
         raise ValueError(
             f"{folder}: got no .safetensors file with a usual name, expected a model saved without variant."
         )
+    check_writable(staging, "folder", sum(file.stat().st_size for file in files if file.suffix != ".safetensors"))
     shared = {*files, *(parent for file in files for parent in file.parents)}
     entries = {entry for parent in {file.parent for file in files} for entry in parent.iterdir()}
     left_out = tuple(sorted(entry.relative_to(folder).as_posix() for entry in entries - shared))
