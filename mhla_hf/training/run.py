@@ -27,6 +27,7 @@ from .sharding import attach_wrapping_hints, evaluate_sharded, gather_weights, l
 from .tasks.base import DataSource, Task
 from .trainable import (
     HALF_DTYPES,
+    count_state_bytes,
     find_direct_mixings,
     get_dtypes,
     get_saved_dtypes,
@@ -126,8 +127,9 @@ class Run:
         if self.is_main:
             if latest == "finished":
                 self.folder.clear()
-            else:  # there must be room for the result, and before that for a state
-                check_writable(self.folder.out, "out", count_bytes(self.task.returned) * (1 if latest else 2))
+            else:
+                size = count_bytes(self.task.returned) + (0 if latest else count_state_bytes(self.student, self.stages))
+                check_writable(self.folder.out, "out", size)
                 self.folder.begin()
         self.accelerator.wait_for_everyone()
         if latest == "finished":
