@@ -1,8 +1,8 @@
 """The command line `mhla-hf`: parse the arguments and call the function of the sub-command.
 
 Sub-commands import their libraries when they run, so that `--help` is instant. Results go to stdout, everything else to
-stderr. Invalid input ends with exit code 2 and one line on stderr, Ctrl-C with 130 and a hint on how to resume. `--debug`
-shows the traceback of an error.
+stderr. Invalid input ends with exit code 2 and one line on stderr, Ctrl-C with 130 and a line that names what is saved, if
+anything is. `--debug` shows the traceback of an error.
 """
 
 import argparse
@@ -19,7 +19,6 @@ from . import __version__
 from .commands import convert, evaluate, share, train
 
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
-INTERRUPTED = "interrupted; finished work is kept, and the same command resumes from there"
 FLAG = re.compile(r"^--\w[\w-]*")  # --max_steps is accepted as --max-steps, as in other libraries
 SECONDS_BETWEEN_UPDATES = "10"  # of progress bars if stderr is not a terminal
 DESCRIPTION = """\
@@ -122,7 +121,7 @@ def execute(argv: list[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt as stop:
-        print(f"mhla-hf: {str(stop) or INTERRUPTED}", file=sys.stderr)
+        print(f"mhla-hf: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
         if debug or isinstance(error, BrokenPipeError):

@@ -80,7 +80,10 @@ class LoopbackHub:
         repos: `Repo` by name.
         faults: What will happen to the next requests; see `fault`.
         log: Method, path, and bytes of the body of every request.
+        visibility: That of a new repository for which none is asked, as an organization sets it.
     """
+
+    visibility = "public"
 
     def __init__(self):
         self.repos, self.faults, self.log = {}, [], []
@@ -258,7 +261,8 @@ def create_repo(request, body):
     url = {"url": f"{request.hub.endpoint}/{name}", "name": name}
     if name in request.hub.repos:
         return 409, {}, json.dumps({**url, "error": "You already created this model repo"}).encode()
-    repo = request.hub.repos[name] = Repo(name, options.get("visibility") == "private")
+    visibility = options.get("visibility", request.hub.visibility)
+    repo = request.hub.repos[name] = Repo(name, visibility == "private")
     repo.add("refs/heads/main", None, {".gitattributes": entry(b"*.safetensors filter=lfs\n")})
     return url
 

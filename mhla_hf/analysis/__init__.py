@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.file_io import resolve_model_name, write_json
+from ..checkpoints.file_io import check_writable, resolve_model_name, write_json
 from ..checkpoints.load import choose_device
 from ..checkpoints.provenance import describe_run
 from ..evaluation.records import render_rows
-from ..evaluation.subjects import check_writable, name_models
+from ..evaluation.subjects import name_models
 from .figures import plot_layers, plot_maps, plot_mixing
 from .inputs import load_any, make_batch
 from .measures import compute_attention_maps, describe_mixing, measure_calls, record_model

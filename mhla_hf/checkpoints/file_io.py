@@ -26,6 +26,7 @@ T = TypeVar("T")
 SHARD_SIZE = "5GB"  # largest weights file, as `save_pretrained(max_shard_size=...)` takes it
 LOCK_FILE = ".mhla_hf.lock"  # marks, in each temporary folder, that this package made it
 REPLACED = "old"  # name, inside a temporary folder, of the folder that is being replaced
+TORCH_SAVE_ERROR = re.compile("inline_container|unexpected pos|iostream error")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PIPELINE_INDEX = "model_index.json"
 TOKENIZER_FILES = (
@@ -60,8 +61,11 @@ def renamed_errors(argument: str, name: str) -> Iterator[None]:
 def summarize_error(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class if it has none.
 
-    While the line ends in ":", "," or " or", the next line is joined to it.
+    While the line ends in ":", "," or " or", the next line is joined to it. `torch.save` does not say why it fails; its
+    messages are replaced by the usual reason.
     """
+    if TORCH_SAVE_ERROR.search(str(error)):
+        return "the disk is full, or a file exceeds its limit"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     ends = (number for number, line in enumerate(lines, 1) if not line.endswith((":", ",", " or")))
     return " ".join(lines[: next(ends, len(lines))])
@@ -89,15 +93,35 @@ def resolve_model_name(name: PathLike, pipeline: bool = False) -> Path | str:
     return name
 
 
+def check_writable(path: PathLike, argument: str, num_bytes: int = 0) -> None:
+    """Raise ValueError unless a file or folder can be made at `path`, along with its parents. Nothing is created.
+
+    Args:
+        path: The file or folder. It may exist, because it would be replaced by renaming.
+        argument: Beginning of the message.
+        num_bytes: Room that it needs.
+    """
+    ancestor = Path(path).expanduser().parent
+    while not os.path.lexists(ancestor):
+        ancestor = ancestor.parent
+    start = f"{argument}: got {str(path)!r}"
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
+        raise ValueError(f"{start}, which cannot be made in {str(ancestor)!r}, expected a writable folder there.")
+    if (free := shutil.disk_usage(ancestor).free) < num_bytes:
+        needed = f"{num_bytes / 2**20:,.1f} MiB"
+        raise ValueError(f"{start}, with {free / 2**20:,.1f} MiB of room for {needed} or more, expected more room.")
+
+
 @contextlib.contextmanager
 def atomic_file(path: PathLike) -> Iterator[Path]:
-    """Context manager that yields a temporary path to write to, and renames it to `path` at the end.
+    """Context manager that yields a temporary path to write to, and renames it to `path` at the end. It makes the parents.
 
     After an error, the temporary file is removed and `path` is unchanged. An `OSError` about the temporary path is
     reported for `path`.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -142,10 +166,13 @@ def _remove_temporary(folder: Path) -> None:
     """Remove a temporary folder.
 
     If `atomic_folder` was interrupted after it moved the folder to replace into this one, that folder is moved back first.
+    `LOCK_FILE`, by which the folder is known, goes last, so that a killed process leaves nothing that stays forever.
     """
     target = folder.parent / folder.name.rpartition(".tmp-")[0]
     if (folder / REPLACED).exists() and not target.exists():
         os.replace(folder / REPLACED, target)
+    for entry in folder.glob("*"):
+        shutil.rmtree(entry, ignore_errors=True)  # leaves files alone
     shutil.rmtree(folder, ignore_errors=True)
 
 

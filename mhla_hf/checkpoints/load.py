@@ -46,7 +46,7 @@ from .file_io import (
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_LAYERS = 10_000  # refuse absurd configurations before transformers spends minutes building the model
-KEPT_ATTRIBUTES = ("tokenizer_class", "quantization_config")  # no configuration class declares these, and they are safe
+CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")  # configuration keys that name code to run
 
 # `load_*` returns (model in eval mode, tokenizer or image processor)
 Loaded = tuple[Any, Any]
@@ -179,10 +179,10 @@ def _read_image_processor(name: PathLike, *, trust_remote_code: bool, **hub_opti
 
 
 def strip_code_references(component: Any) -> list[str]:
-    """Remove, in place, the attributes of a tokenizer, image processor or configuration that may refer to code.
+    """Remove, in place, the attributes of a tokenizer, image processor or configuration that refer to code.
 
-    For a tokenizer this is `auto_map`. For an image processor or configuration it is every public attribute that its class
-    does not declare, except numbers and `KEPT_ATTRIBUTES`. Any other object is left alone.
+    For a tokenizer this is `auto_map`, for an image processor or configuration every one of `CODE_KEYS`. Any other object is
+    left alone.
 
     Returns:
         The names of the removed attributes.
@@ -191,18 +191,7 @@ def strip_code_references(component: Any) -> list[str]:
         return ["auto_map"] if component.init_kwargs.pop("auto_map", None) else []
     if not isinstance(component, (transformers.PreTrainedConfig, transformers.GenerationConfig, ImageProcessingMixin)):
         return []
-    declared = {*vars(type(component)()), *KEPT_ATTRIBUTES}
-    removed = [
-        name
-        for name, value in vars(component).items()
-        if name not in declared
-        and not isinstance(value, (int, float))
-        and not name.startswith("_")
-        and not hasattr(type(component), name)
-    ]
-    for name in removed:
-        delattr(component, name)
-    return removed
+    return [name for name in CODE_KEYS if vars(component).pop(name, None) is not None]
 
 
 def load_language_model(

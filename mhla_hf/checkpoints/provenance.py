@@ -92,6 +92,11 @@ def describe_run(command: str | None, device: torch.device | str = "cpu") -> dic
     }
 
 
+def public_name(name: str | None) -> str | None:
+    """Return only the last component of a path that exists, since records are published; return other names unchanged."""
+    return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name
+
+
 def utc_now() -> str:
     """Return the current time in UTC as ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()

@@ -19,7 +19,9 @@ from .file_io import (
     TOKENIZER_FILES,
     PathLike,
     atomic_folder,
+    check_writable,
     read_json,
+    remove_abandoned,
     wrap_errors,
     write_json,
 )
@@ -111,6 +113,12 @@ def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict
         return {}
 
 
+def is_model_file(name: str) -> bool:
+    """Return whether a saved model may have a file of this name; False for its card, licenses, and chat templates."""
+    tables = (PIPELINE_INDEX, SENTENCE_MODULES, *SENTENCE_SETTINGS, *RECORDS, *CONFIG_FILES, *TOKENIZER_FILES)
+    return name in tables or WEIGHTS_AND_SOURCE.fullmatch(name) is not None
+
+
 def list_saved_files(folder: PathLike) -> list[Path]:
     """List the files in `folder` that belong to a saved model, recognized by their names.
 
@@ -138,18 +146,22 @@ def list_saved_files(folder: PathLike) -> list[Path]:
     return sorted(file for file in candidates if os.path.lexists(file))
 
 
-def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
+def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int = 0) -> Path:
     """Return `folder` as an absolute path after checking that a model can be saved there. Nothing is created.
+
+    If a process was killed in the moment in which it replaced the folder, the old folder is moved back first.
 
     Args:
         folder: Folder to save to.
         overwrite: Whether to allow a folder that contains a model saved by this package and nothing else.
+        num_bytes: Size of the model.
 
     Raises:
-        ValueError: `folder` contains other files or is a file, is or contains the working or home folder, or cannot be
-            written.
+        ValueError: `folder` contains other files or is a file, is or contains the working or home folder, cannot be
+            written, or has too little room.
     """
     path = Path(folder).expanduser().resolve()
+    remove_abandoned(path.parent, f"{path.name}.tmp-")
     start = f"output: got {str(folder)!r}"
     if path.exists() and not path.is_dir():
         raise ValueError(f"{start}, which is a file, expected a new folder.")
@@ -166,12 +178,15 @@ def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
             raise ValueError(
                 f"{start}, which holds {str(foreign)!r}, expected nothing but the files of a model; move it first."
             )
-    ancestor = path.parent
-    while not ancestor.exists():
-        ancestor = ancestor.parent
-    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
-        raise ValueError(f"{start}, which cannot be made in {str(ancestor)!r}, expected a writable folder there.")
+    check_writable(path, "output", num_bytes)
     return path
+
+
+def count_bytes(model: Any) -> int:
+    """Return the size of the parameters of a model, or of all models of a pipeline, in bytes."""
+    components = getattr(model, "components", {"": model}).values()
+    modules = [component for component in components if hasattr(component, "named_parameters")]
+    return sum(parameter.nbytes for module in modules for parameter in module.parameters())
 
 
 def holds_saved_model(folder: Path) -> bool:
@@ -201,7 +216,7 @@ def save_model(
     """
     from .load import no_progress_bars
 
-    path = check_new_folder(folder, overwrite)
+    path = check_new_folder(folder, overwrite, count_bytes(model))
     with (
         wrap_errors(f"output: got {str(folder)!r}, expected a folder that can be written"),
         atomic_folder(path, replace=overwrite) as temporary,

@@ -1,12 +1,12 @@
 """The command `mhla-hf convert`."""
 
+import glob
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..checkpoints.file_io import renamed_errors
-from ..checkpoints.save import check_new_folder, read_sentence_files_or_warn
+from ..checkpoints.save import check_new_folder, count_bytes, holds_saved_model, read_sentence_files_or_warn
 from .values import (
     AddArgument,
     add_dtype_option,
@@ -18,6 +18,7 @@ from .values import (
     parse_layers,
     parse_seed,
     parse_settings,
+    resumable,
 )
 
 CONVERT = """\
@@ -73,7 +74,7 @@ def run_convert(
     options: dict[str, Any] = {"layers": parse_layers(layers), **parse_settings(settings)}
     learning: dict[str, Any] = {"effort": effort, "seed": seed, "progress": progress}
     learning |= {"keep": None if keep is None else parse_keep(keep), "context": context}
-    check_new_folder(out, overwrite)
+    path = check_new_folder(out, overwrite)
     if text not in (None, "self", "none"):
         check_data(text)
     check_model(model, revision)
@@ -94,6 +95,7 @@ def run_convert(
     if kind == "pipelines":
         learning["samples"] = None if samples is None else read_pipeline_samples(samples)
         pipeline = load.load_pipeline(model, **load_options)
+        check_new_folder(out, overwrite, count_bytes(pipeline))
         torch.manual_seed(seed)
         transformer = convert(pipeline, **learning, **options).transformer
         save_model(pipeline, out, overwrite=overwrite)
@@ -104,17 +106,21 @@ def run_convert(
         return
     loader_name, recipe = OTHER_KINDS.get(kind or "", ("load_language_model", "language_llama_lite"))
     base, processor = getattr(load, loader_name)(model, **load_options)
-    checkpoint = Path(f"{out}.part")
+    check_new_folder(out, overwrite, count_bytes(base))
+    checkpoint = path.with_name(f"{path.name}.part")
     if samples is not None:
         learning["samples"] = read_image_samples(samples, processor, base.config, seed)
     elif text not in (None, "none") or (text is None and kind not in OTHER_KINDS):
         text = text or "self"
         learning |= {"text": text, "tokenizer": processor, "checkpoint": checkpoint}
     torch.manual_seed(seed)
-    convert(base, **learning, **options)
-    files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
-    save_model(base, out, processor, overwrite, files)
-    checkpoint.unlink(missing_ok=True)
+    with resumable(lambda: checkpoint if checkpoint.exists() and (overwrite or not holds_saved_model(path)) else None):
+        convert(base, **learning, **options)
+        files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
+        save_model(base, out, processor, overwrite, files)
+    unfinished = path.parent.glob(f"{glob.escape(checkpoint.name)}.tmp-*")  # of killed processes
+    for file in (checkpoint, *unfinished):
+        file.unlink(missing_ok=True)
     if "text" in learning:
         print(render_conversion(out, base.config.mhla_measured))
         return

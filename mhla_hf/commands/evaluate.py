@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.file_io import find_yaml
+from ..checkpoints.file_io import check_writable, find_yaml
 from .values import (
     AddArgument,
     add_device_option,
@@ -95,6 +95,10 @@ def run_evaluate(
     parsed_settings = parse_settings(settings)
     if options["recipe"] is not None:
         find_yaml(options["recipe"], SCORE_RECIPES, "recipe")
+    if plot is not None:
+        check_writable(plot, "plot")
+        if os.path.isdir(plot):
+            raise ValueError(f"plot: got {plot!r}, which is a folder, expected a PNG file.")
     for model in models:
         check_model(model, options["revision"])
     load_libraries()

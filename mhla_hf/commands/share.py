@@ -21,7 +21,7 @@ PUSH = """\
 example:
   mhla-hf push out/mhla user/llama-mhla --private --tag v1
   mhla-hf push out/mhla user/llama-mhla --draft   without scores for recall and generation
-  mhla-hf push out/mhla user/llama-mhla --dry-run   check everything and list the files, and send nothing
+  mhla-hf push out/mhla user/llama-mhla --dry-run   check everything, list all files, and send nothing
 Log in first: hf auth login. If it is interrupted, the same command resumes: files that arrived are not sent again.
 """
 
@@ -79,13 +79,18 @@ def run_card(
 def push_options(add: AddArgument) -> None:
     add("what", metavar="DIR", help="folder of a saved MHLA model or pipeline")
     add("repo_id", metavar="USER/NAME", help="Hub id; created if it does not exist")
-    add("--private", action="store_true", help="create a private repository")
+    add("--private", action="store_true", default=None, help="create a private repository")
     add("--create-pr", action="store_true", help="open a pull request instead of committing")
     add("--tag", action="append", default=[], dest="tags", help="tag for the commit; may be repeated")
     add("--revision", help="branch to commit to (default: main)")
     add("--message", help="first line of the commit")
     add("--draft", action="store_true", help="allow a converted language model without recall scores")
-    add("--dry-run", action="store_true", help="check everything and list the files, without the network")
+    add("--delete-stale", action="store_true", help="delete files of an older model that the new one lacks")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check everything, list the files to send and to delete, and send nothing",
+    )
     add("--license", help="for the card of a model that has none, such as apache-2.0")
     add("--base-model", help="Hub id of the softmax original, for such a card")
 
@@ -99,6 +104,8 @@ def run_push(what: str, command: str, **options: Any) -> None:
     pushed = push(what, **options)
     if options["dry_run"]:
         lines = [f"{size:>15,}  {name}" for name, size in pushed.files.items()]
-        print("\n".join(lines), f"{sum(pushed.files.values()):>15,}  bytes; nothing was sent", sep="\n")
+        lines += [f"{'delete':>15}  {name}" for name in pushed.deleted]
+        hint = "; to delete files, the push needs --delete-stale" if pushed.deleted else ""
+        print("\n".join(lines), f"{sum(pushed.files.values()):>15,}  bytes; nothing was sent{hint}", sep="\n")
         return
     print(f"{pushed.url}\n{'revision' if pushed.new else 'nothing changed; revision'} {pushed.revision}")

@@ -6,7 +6,7 @@ import shlex
 import sys
 from typing import Any
 
-from ..checkpoints.file_io import find_yaml
+from ..checkpoints.file_io import check_writable, find_yaml
 from ..checkpoints.save import read_sentence_files_or_warn
 from ..training.recipe import RECIPE_FOLDER, read_recipe
 from .values import (
@@ -22,6 +22,7 @@ from .values import (
     parse_seed,
     parse_settings,
     print_record,
+    resumable,
 )
 
 logger = logging.getLogger("mhla_hf")
@@ -169,6 +170,7 @@ def run_distill(
     for name in dict.fromkeys((student, teacher or student)):
         check_model(name)
     check_data(options["data"])
+    check_writable(out, "out")
     load_libraries()
 
     import torch
@@ -183,6 +185,7 @@ def run_distill(
     )
     from ..conversion import convert
     from ..training.loop import distill
+    from ..training.run_folder import RunFolder
     from ..training.sharding import launched_with
 
     if device:
@@ -192,7 +195,8 @@ def run_distill(
     from_settings = [key for key in overrides if key.startswith("settings.")]
     if is_pipeline(student):
         models = load_pipelines(student, teacher, loaded_recipe, from_settings, seed, trust_remote_code)
-        distill(*models, recipe=loaded_recipe, seed=seed, out=out, **options)
+        with resumable(RunFolder(out).newest_state):
+            distill(*models, recipe=loaded_recipe, seed=seed, out=out, **options)
         if is_main_process:
             print(f"{out}: trained")
         return
@@ -221,7 +225,8 @@ def run_distill(
         check_no_settings(from_settings, student)
     dtype = "bfloat16" if loaded_recipe.run.get("mixed_precision") == "bf16" else "float32"
     original = teacher and load(teacher, dtype=dtype, **load_options)[0]
-    distill(model, original, tokenizer=tokenizer, recipe=loaded_recipe, seed=seed, out=out, **options)
+    with resumable(RunFolder(out).newest_state):
+        distill(model, original, tokenizer=tokenizer, recipe=loaded_recipe, seed=seed, out=out, **options)
     if is_main_process:
         words = ["mhla-hf", "evaluate", out, *([teacher] if teacher else []), "--recipe", "recall"]
         next_step = f"; next, evaluate it: {shlex.join(words)}" if kind != "encoders" else ""

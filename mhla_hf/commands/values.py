@@ -4,12 +4,13 @@ Invalid values raise `ValueError`, or argparse's own error, with one line that n
 """
 
 import argparse
+import contextlib
 import errno
 import importlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,21 @@ def load_libraries() -> None:
     This takes seconds, so commands check their arguments first.
     """
     importlib.import_module("mhla_hf._register").register()
+
+
+@contextlib.contextmanager
+def resumable(find_saved: Callable[[], Path | None]) -> Iterator[None]:
+    """Context manager in which Ctrl-C says from what the same command resumes, if there is anything.
+
+    Args:
+        find_saved: Returns the file or folder from which the command would resume, or None.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if str(stop) or (saved := find_saved()) is None:
+            raise
+        raise KeyboardInterrupt(f"interrupted; the same command resumes from {saved}") from stop
 
 
 def check_model(name: str, revision: str | None = None, weights: bool = True) -> None:

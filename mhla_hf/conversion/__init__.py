@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..checkpoints.file_io import check_writable
 from ..nn.settings import MHLASettings
 from .model_family import is_of_diffusers, transformers_of
 from .steps import converting
@@ -76,7 +77,7 @@ def convert(
         effort: Multiplier for the number of rows and steps, with `text` or `samples`: 0.5 takes half of the time and is less
             accurate.
         seed: Decides which passages of `text` are read, and what the model samples.
-        checkpoint: File for the progress of a conversion with text, from which the same call resumes.
+        checkpoint: File for the progress of a conversion with text, from which the same call resumes. Its folder is made.
         progress: Whether to show progress bars on stderr.
         **overrides: Single fields of `MHLASettings`, which take precedence over `settings`.
 
@@ -98,6 +99,8 @@ def convert(
             calibration = importlib.import_module(".calibration", __package__)  # imports diffusers
             return calibration.convert_with_samples(model, settings, layers, overrides, samples, **learning)
         if text is not None:
+            if checkpoint is not None:
+                check_writable(checkpoint, "checkpoint")
             language = importlib.import_module(".language", __package__)  # imports the data modules
             learning |= unused
             return language.convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning)

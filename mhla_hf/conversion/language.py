@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.file_io import atomic_file, renamed_errors
+from ..checkpoints.file_io import atomic_file, renamed_errors, wrap_errors
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
+from ..checkpoints.provenance import public_name
 from ..data import TokenRing, open_text
 from ..models.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import ENCODERS, LANGUAGE
@@ -299,7 +300,8 @@ class Checkpoint:
                 logger.info("%s: %d of %d, loss %.4f", name, fit.done, len(inputs), loss)
             if self.file is not None:
                 self.content[name] = fit.state_dict()
-                with atomic_file(self.file) as temporary:
+                message = f"checkpoint: got {str(self.file)!r}, expected a place with room to write"
+                with wrap_errors(message), atomic_file(self.file) as temporary:
                     torch.save(self.content, temporary)
 
 
@@ -323,7 +325,7 @@ def learn_from_rows(
     """
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report: dict[str, Any] = {
-        "text": rows.name,
+        "text": public_name(rows.name),
         "tokens": sum(x.numel() for x in (*rows.fit, *rows.gates)),
         "seed": seed,
         "original": teacher.scores,

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import inspect
 import logging
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ import torch
 from huggingface_hub import HfApi
 from tqdm import tqdm
 
-from ..checkpoints.file_io import atomic_file, can_resume, write_json
+from ..checkpoints.file_io import atomic_file, can_resume, check_writable, write_json
 from ..checkpoints.fingerprint import PIPELINE_INDEX, fingerprint_folder, fingerprint_model
 from ..checkpoints.load import choose_device, load_pipeline, read_stored_dtype, resolve_model_name, wrap_errors
 from ..checkpoints.provenance import describe_run
@@ -93,15 +92,16 @@ class Subject:
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
         """Add newly measured records to the known scores and, if there is one, to the results file; see `Results.merge`.
 
-        If there is a file, the new records count as measured on this machine, and records of other weights are removed from
-        the file.
+        If there is a file, the new records count as measured on this machine, records of other weights are removed from the
+        file, and a message is logged.
         """
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
             stored = Results.read(self.target).of(self.fingerprint)
             stored.merge(records, keep_other_sample_counts).write(self.target)
             store_digests(records)
+            tasks = ", ".join(dict.fromkeys(record.task for record in records))
+            logger.info("%s: the scores of %s are stored in %s", self.name, tasks, self.target)
 
     def facts(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
         """Return the fields of a `Result` that do not depend on the task: about the run, the model, and the limit.
@@ -274,18 +274,9 @@ def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipelin
         fingerprint = fingerprint_model(model)
         dtype = str(model.dtype).removeprefix("torch.")
     if target is not None:
-        check_writable(target)
+        check_writable(target, "output")
         Results.read(target)
     return Subject(name, model, fingerprint, dtype, target, args)
-
-
-def check_writable(target: Path, argument: str = "output") -> None:
-    """Raise ValueError if the file `target` cannot be written, without creating it; `argument` begins the message."""
-    folder = target.parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or target.is_dir():
-        raise ValueError(f"{argument}: got {str(target)!r}, which cannot be written, expected another file or folder.")
 
 
 def shorten_path(path: Any) -> str:

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from ..analysis.inputs import default_text
-from ..checkpoints.file_io import PathLike, resolve_model_name, summarize_error, write_json
+from ..checkpoints.file_io import PathLike, check_writable, resolve_model_name, summarize_error, write_json
 from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.load import (
     choose_device,
@@ -27,7 +27,7 @@ from ..checkpoints.load import (
 from ..checkpoints.provenance import describe_run
 from ..data import check_data_path, read_text_file
 from ..evaluation.records import finite, render_rows
-from ..evaluation.subjects import check_writable, shorten_path
+from ..evaluation.subjects import shorten_path
 from ..nn.settings import is_whole
 from .audit_checks import CHECKS, MAX_TOKENS, AuditSubject, NotApplicable
 
@@ -72,7 +72,7 @@ def audit(
     if tokens is not None and not is_whole(tokens, MIN_TOKENS):
         raise ValueError(f"tokens: got {tokens!r}, expected a whole number of at least {MIN_TOKENS}.")
     if out is not None:
-        check_writable(Path(out), "out")
+        check_writable(out, "out")
     subject = _open_subject(folder, text, tokens or MAX_TOKENS, choose_device(device), trust_remote_code)
     if teacher is not None:
         subject.teacher = _load_teacher(teacher, subject)
@@ -99,7 +99,6 @@ def audit(
         **describe_run(command, subject.device),
     }
     if out is not None:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
         write_json(out, record)
     return record
 

@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
-from ..checkpoints.file_io import PathLike, read_json, read_yaml, write_json, write_text
+from ..checkpoints.file_io import PathLike, check_writable, read_json, read_yaml, write_json, write_text
 from ..checkpoints.load import wrap_errors
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import read_settings
@@ -62,6 +62,7 @@ def write_card(
         ValueError: An argument is not valid, or a file is missing or damaged; nothing has been written.
     """
     folder = Path(folder)
+    check_writable(folder / CARD_FILE, "folder")
     compared = dict(compared or {})
     records = {label: facts_module.read_records(path) for label, path in compared.items()}
     measured = facts_module.measure(folder, records)
@@ -135,9 +136,9 @@ def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | N
     Raises:
         ValueError: See `facts.read_folder`.
     """
+    check_writable(Path(root, RESULTS, name), "root")
     measured, person = read_folder(folder)
     text = render_card(make_facts(measured, person))
-    Path(root, RESULTS).mkdir(parents=True, exist_ok=True)
     person_yaml = yaml.safe_dump(dataclasses.asdict(person), sort_keys=False, allow_unicode=True, width=120)
     write_text(Path(root, f"{name}.yaml"), person_yaml)
     if over_seeds:

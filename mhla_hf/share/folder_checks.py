@@ -18,10 +18,10 @@ from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoints.bundle import build_bundle, check_bundle
-from ..checkpoints.file_io import PathLike, read_json, write_json, write_text
+from ..checkpoints.file_io import PathLike, check_writable, read_json, write_json, write_text
 from ..checkpoints.fingerprint import FILES_WITH_ORIGIN, strip_origin
 from ..checkpoints.isolated_load import check_isolated_load
-from ..checkpoints.load import check_shards, wrap_errors
+from ..checkpoints.load import CODE_KEYS, check_shards, wrap_errors
 from ..checkpoints.save import (
     CARD_FILE,
     CONFIG_FILES,
@@ -47,7 +47,6 @@ LOCAL_PATH = re.compile(
     r"|(?<![^\s\"'`=(:,])(?:\\{2,4}[\w.$-]+|//[\w$-]+)[\\/][^\s\"'`,;)\]}>|]+"
 )
 TEMPLATE_ESCAPES = re.compile(r"\\[nrt]")  # in chat templates, where they could be taken for Windows paths
-CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")  # configuration keys that name code to run
 
 
 def stage_folder(
@@ -79,6 +78,7 @@ def stage_folder(
         raise ValueError(
             f"{folder}: got no .safetensors file with a usual name, expected a model saved without variant."
         )
+    check_writable(staging, "folder", sum(file.stat().st_size for file in files if file.suffix != ".safetensors"))
     shared = {*files, *(parent for file in files for parent in file.parents)}
     entries = {entry for parent in {file.parent for file in files} for entry in parent.iterdir()}
     left_out = tuple(sorted(entry.relative_to(folder).as_posix() for entry in entries - shared))
@@ -143,8 +143,9 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
 
 def _check_texts(folder: Path) -> None:
     """Raise ValueError if a card, record or configuration contains a Hub token or a path on the author's machine."""
-    names = (CARD_FILE, *RECORDS, *CONFIG_FILES, SENTENCE_MODULES, *SENTENCE_SETTINGS)
-    for file in (file for file in folder.rglob("*") if file.name in names):
+    names = (*RECORDS, *CONFIG_FILES, SENTENCE_MODULES, *SENTENCE_SETTINGS)
+    files = [file for file in folder.rglob("*") if file.name in names]
+    for file in [*files, folder / CARD_FILE]:  # the card last, because it repeats what the other files say
         content = file.read_text(encoding="utf-8")
         texts = [content]
         if file.suffix == ".json":

@@ -1,7 +1,8 @@
 """`push`: upload a model to the Hub in one commit.
 
 Everything is checked before the first byte is sent (`folder_checks.py`). Large files are uploaded first; then one commit
-adds all files and deletes those of an older model. At any time, the repository contains either the old or the new model.
+adds all files and, if that is asked for, deletes those of an older model. At any time, the repository contains either the
+old or the new model.
 """
 
 import contextlib
@@ -9,24 +10,24 @@ import dataclasses
 import logging
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from ..checkpoints.file_io import SHARD_SIZE, PathLike, temporary_folder
-from ..checkpoints.save import CARD_FILE
+from ..checkpoints.file_io import SHARD_SIZE, PathLike, check_writable, summarize_error, temporary_folder
+from ..checkpoints.save import CARD_FILE, count_bytes, is_model_file
 from .card import render_plain_card
 from .facts import find_license
 from .folder_checks import stage_folder
 
 logger = logging.getLogger("mhla_hf")
+WHOLE = "the repository holds the old or the new model: push again"
 # The HTTP library's base class, which also covers a server that does not respond.
 HTTPError: Any = HfHubHTTPError.__bases__[0]
-MODEL_SUFFIXES = (".safetensors", ".json", ".py", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Pushed:
         new: Whether the commit changed the repository; False after a dry run.
         left: Files and folders that are not part of the model and were not sent.
         files: Path in the repository -> size in bytes.
+        deleted: Files of an older model that were deleted or, after a dry run, that the push would delete.
     """
 
     repo_id: str
@@ -48,13 +50,14 @@ class Pushed:
     new: bool
     left: tuple[str, ...] = ()
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    deleted: tuple[str, ...] = ()
 
 
 def push(
-    what: object, repo_id: str, *, private: bool = False, create_pr: bool = False, tags: str | Sequence[str] = (),
+    what: object, repo_id: str, *, private: bool | None = None, create_pr: bool = False, tags: str | Sequence[str] = (),
     revision: str | None = None, draft: bool = False, message: str | None = None, tokenizer: object = None,
-    license: str | None = None, base_model: str | None = None, token: str | bool | None = None, dry_run: bool = False,
-    progress: bool = True,
+    license: str | None = None, base_model: str | None = None, token: str | bool | None = None,
+    delete_stale: bool = False, dry_run: bool = False, progress: bool = True,
 ) -> Pushed:  # fmt: skip
     """Check a model and upload it to the Hub in one commit.
 
@@ -62,7 +65,8 @@ def push(
         what: Folder of a saved MHLA model or of a pipeline with one; or the model or pipeline itself. Of a folder, only the
             files of the model are sent.
         repo_id: "user/name"; created if it does not exist.
-        private: Whether to create a private repository. An existing one must already be private.
+        private: Whether to create a private repository (default: as its owner's settings say). With True, an existing one
+            must already be private.
         create_pr: Whether to open a pull request instead of committing. The repository must exist.
         tags: Tags for the commit, such as "v1".
         revision: Branch to commit to (default: main), created if it does not exist.
@@ -72,8 +76,12 @@ def push(
         license: License of a model that has no card, for a new card.
         base_model: Hub id of the softmax original, for a new card.
         token: Hub token (default: from `hf auth login` or HF_TOKEN).
-        dry_run: Whether to check everything and list the files without sending them. The network is not used, so a model
-            without a card needs `license`, which otherwise may be read from the card of `base_model`.
+        delete_stale: Whether to delete the files of an older model that the new one lacks, in the same commit: those with
+            the name of a weights, configuration, tokenizer, record or source file that a push writes, in a folder of the new
+            model. Without it, a repository with such files is refused. Other files always stay.
+        dry_run: Whether to check everything, and list the files to send and to delete, without doing so. Of the Hub it
+            reads only which files the repository holds, so a model without a card needs `license`, which otherwise may be
+            read from the card of `base_model`.
         progress: Whether to show progress bars.
 
     Returns:
@@ -104,34 +112,34 @@ def push(
         left = stage_folder(folder, staging, repo_id=repo_id, card=card, draft=draft)
         files = {path.relative_to(staging).as_posix(): path.stat().st_size for path in list_files(staging)}
         if dry_run:
-            return Pushed(repo_id, "", "", False, left, files)
+            return Pushed(repo_id, "", "", False, left, files, foresee_deletions(repo_id, revision, token, files))
         if not progress:
             stack.enter_context(disable_progress_bars())
         pushed = send(
             staging, repo_id, private=private, create_pr=create_pr, tags=tags, revision=revision, message=message,
-            token=token,
+            token=token, delete_stale=delete_stale,
         )  # fmt: skip
         return dataclasses.replace(pushed, left=left, files=files)
 
 
 def send(
-    folder: Path, repo_id: str, *, private: bool = False, create_pr: bool = False, tags: Sequence[str] = (),
-    revision: str | None = None, message: str | None = None, token: str | bool | None = None,
+    folder: Path, repo_id: str, *, private: bool | None = None, create_pr: bool = False, tags: Sequence[str] = (),
+    revision: str | None = None, message: str | None = None, token: str | bool | None = None, delete_stale: bool = False,
 ) -> Pushed:  # fmt: skip
     """Commit all files of a checked folder to a repository. The repository is created if it does not exist.
 
-    Weights and settings of an older model that the folder does not have are deleted in the same commit. After an
-    interruption, call it again: nothing is created or sent twice.
+    After an interruption, call it again: nothing is created or sent twice.
 
     Args:
         folder: The folder, whose files are all sent.
-        repo_id, private, create_pr, tags, revision, message, token: See `push`.
+        repo_id, private, create_pr, tags, revision, message, token, delete_stale: See `push`.
 
     Returns:
         The commit; see `Pushed`.
 
     Raises:
-        ValueError: The repository is public although `private`, or a tag belongs to another commit.
+        ValueError: The repository is public although `private`, a tag belongs to another commit, or there are files of an
+            older model without `delete_stale`.
         OSError: The Hub refused or could not be reached.
     """
     additions = [CommitOperationAdd(file.relative_to(folder).as_posix(), file) for file in list_files(folder)]
@@ -152,10 +160,13 @@ def send(
             raise ValueError(
                 f"tags: got {taken[0].name!r}, which is taken by commit {commit} of {repo_id}, expected another."
             )
-        old_paths = api.list_repo_files(repo_id, revision=head)
-        deletions = [
-            CommitOperationDelete(path) for path in old_paths if path.endswith(MODEL_SUFFIXES) and path not in paths
-        ]
+        stale = find_stale(api.list_repo_files(repo_id, revision=head), paths)
+        if stale and not delete_stale:
+            count = "1 file" if len(stale) == 1 else f"{len(stale)} files"
+            raise ValueError(
+                f"delete_stale: got False, and {repo_id} holds {count} of an older model ({', '.join(stale[:3])}"
+                f"{', ...' * (len(stale) > 3)}), expected True, which deletes them."
+            )
         logger.info("push: sending %d files to %s", len(additions), repo_id)
         # Not `upload_folder`: without `gitignore_content`, the repository's own .gitignore would silently drop files.
         api.preupload_lfs_files(
@@ -163,7 +174,7 @@ def send(
         )
         commit_info = api.create_commit(
             repo_id,
-            [*additions, *deletions],
+            [*additions, *map(CommitOperationDelete, stale)],
             commit_message=message or "Push with mhla_hf",
             parent_commit=head,
             revision=branch,
@@ -173,12 +184,42 @@ def send(
         for tag_name in tags:
             if is_new or tag_name not in {tag.name for tag in existing_tags}:
                 api.create_tag(repo_id, tag=tag_name, revision=commit_info.oid)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"interrupted; {WHOLE}") from stop
     except (HTTPError, OSError, RuntimeError) as error:
         reason = " ".join(str(error.__cause__ if type(error) is RuntimeError else error).split()).removesuffix(".")
-        raise OSError(
-            f"push to {repo_id}: {reason}; the repository holds the old or the new model: push again."
-        ) from error
-    return Pushed(repo_id, commit_info.oid, commit_info.pr_url or commit_info.commit_url, is_new)
+        raise OSError(f"push to {repo_id}: {reason}; {WHOLE}.") from error
+    url = commit_info.pr_url or commit_info.commit_url
+    return Pushed(repo_id, commit_info.oid, url, is_new, deleted=tuple(stale))
+
+
+def find_stale(old_paths: Iterable[str], new_paths: Collection[str]) -> list[str]:
+    """List those files of a repository that a push of an older model may have written, and the new model does not replace.
+
+    Beside the new model they could be loaded in its place, such as model.safetensors beside shards.
+    """
+    folders = {PurePosixPath(path).parent for path in new_paths}
+    return sorted(
+        path
+        for path in old_paths
+        if path not in new_paths and PurePosixPath(path).parent in folders and is_model_file(PurePosixPath(path).name)
+    )
+
+
+def foresee_deletions(
+    repo_id: str, revision: str | None, token: str | bool | None, new_paths: Collection[str]
+) -> tuple[str, ...]:
+    """Return the files that a push would delete. Log a warning if the Hub cannot be asked."""
+    for branch in (revision or "main", "main"):  # a new branch begins as a copy of main
+        try:
+            old_paths = HfApi(token=token, library_name="mhla_hf").list_repo_files(repo_id, revision=branch)
+            return tuple(find_stale(old_paths, new_paths))
+        except (RepositoryNotFoundError, RevisionNotFoundError):
+            continue
+        except (HTTPError, OSError) as error:
+            logger.warning("push: which files of %s it would delete is not known (%s)", repo_id, summarize_error(error))
+            break
+    return ()
 
 
 def list_files(folder: PathLike) -> list[Path]:
@@ -214,6 +255,7 @@ def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:
     save_pretrained = getattr(what, "save_pretrained", None)
     if not callable(save_pretrained):
         raise TypeError(f"what: got {type(what).__name__}, expected a folder, a model or a pipeline.")
+    check_writable(target, "what", count_bytes(what))
     save_pretrained(target, max_shard_size=SHARD_SIZE)
     if tokenizer is not None:
         tokenizer.save_pretrained(target)

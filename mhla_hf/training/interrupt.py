@@ -26,5 +26,5 @@ class Interrupt:
 
     def _handle(self, _number: int, _frame: Any) -> None:
         if self.requested:
-            raise KeyboardInterrupt("stopped at once; the same command resumes from the last saved state")
+            raise KeyboardInterrupt
         self.requested = True

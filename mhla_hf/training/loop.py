@@ -93,6 +93,8 @@ def distill(
     for part in parts:
         part.check(checked_stages)
     folder = RunFolder(out)
+    if not (folder.out / RECORD).is_file():
+        folder.check_free()
 
     def train(part: Task, folder: RunFolder) -> Any:
         return _train(part, checked_stages, data, run_options, seed, folder, progress, command)
@@ -115,7 +117,6 @@ def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Ta
     if (folder.out / RECORD).is_file():
         last.earlier_student = identify_student(first.student)
     else:
-        folder.check_free()
         train(first, first_folder)
         last.earlier_student = first_folder.identity["student"]
         last.earlier_record = read_json(first_folder.out / RECORD)

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..checkpoints.file_io import read_json, write_json
+from ..checkpoints.file_io import check_writable, read_json, write_json
 from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import summarize_error
-from ..checkpoints.provenance import describe_run
+from ..checkpoints.provenance import describe_run, public_name
+from ..checkpoints.save import count_bytes
 from .interrupt import Interrupt
 from .previews import save_preview, track_preview
 from .recipe import CommonStage, Options
@@ -27,6 +27,7 @@ from .sharding import attach_wrapping_hints, evaluate_sharded, gather_weights, l
 from .tasks.base import DataSource, Task
 from .trainable import (
     HALF_DTYPES,
+    count_state_bytes,
     find_direct_mixings,
     get_dtypes,
     get_saved_dtypes,
@@ -127,6 +128,8 @@ class Run:
             if latest == "finished":
                 self.folder.clear()
             else:
+                size = count_bytes(self.task.returned) + (0 if latest else count_state_bytes(self.student, self.stages))
+                check_writable(self.folder.out, "out", size)
                 self.folder.begin()
         self.accelerator.wait_for_everyone()
         if latest == "finished":
@@ -425,14 +428,14 @@ class Run:
             "task": self.task.name,
             "student": type(self.student).__name__,
             "parameters": self.student.num_parameters(),
-            "teacher": self.teacher and _public_name(getattr(self.teacher.config, "_name_or_path", None)),
+            "teacher": self.teacher and public_name(getattr(self.teacher.config, "_name_or_path", None)),
             "stages": self._make_stage_records(),
             "steps": progress["total"],
             unit: progress[unit],
             "resumed": progress["resumed"],
             "history": progress["history"],
             "seconds": round(progress["seconds"], 3),
-            "data": {**self.source.describe(), "name": _public_name(self.source.name)},
+            "data": {**self.source.describe(), "name": public_name(self.source.name)},
             "gradient_checkpointing": self.options.gradient_checkpointing,
             **describe_run(self.command, self.accelerator.device),
             "fingerprint": self.folder.identity,
@@ -481,8 +484,3 @@ class Run:
             logger.info(text)
         elif self.reports:
             tqdm.write(text, file=sys.stderr)
-
-
-def _public_name(name: str | None) -> str | None:
-    """Return only the last component of a path that exists, since records are published; return other names unchanged."""
-    return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from ..checkpoints.file_io import atomic_folder, read_json, write_json
+from ..checkpoints.file_io import atomic_folder, check_writable, read_json, write_json
 from ..checkpoints.fingerprint import fingerprint_model, hash_file, hash_json
 from ..checkpoints.load import summarize_error
 
@@ -121,7 +121,7 @@ class RunFolder:
             self._check_identity((read_json(self.out / RECORD) or {}).get("fingerprint", {}))
             return "finished"
         self.check_free()
-        state = max(self._list_states(), default=None)
+        state = self.newest_state()
         if state is not None:
             stored_identity = read_json(state / IDENTITY)
             if stored_identity is None:
@@ -130,7 +130,8 @@ class RunFolder:
         return state
 
     def check_free(self) -> None:
-        """Raise ValueError if the folder of the result, or that of the state, holds files of something else."""
+        """Raise ValueError if a folder cannot be made for the result or the state, or holds files of something else."""
+        check_writable(self.out, "out")
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
             raise ValueError(
                 f"out: got {str(self.out)!r}, which is a file or holds other files, expected a new or empty folder."
@@ -224,13 +225,15 @@ class RunFolder:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or summarize_error(error)
-            if "inline_container" in reason or "unexpected pos" in reason:  # torch.save does not say why
-                reason = "the disk is full, or a file exceeds its limit"
             intact = "; earlier states are intact" if any(self._list_states()) else ""
             raise OSError(
                 f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact}), "
                 "expected a place with room to write."
             ) from error
+
+    def newest_state(self) -> Path | None:
+        """Return the folder of the newest saved state, or None if there is none."""
+        return max(self._list_states(), default=None)
 
     def _list_states(self) -> list[Path]:
         """Return the folders of all saved states, in any order."""

@@ -161,6 +161,18 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
         parameter.requires_grad_(_is_trained(name, attentions, stage, allowed.get(parameter, True)))
 
 
+def count_state_bytes(student: nn.Module, stages: Sequence[CommonStage]) -> int:
+    """Return the bytes of float32 weights, and of the moments of those that are trained, in the stage with most of them."""
+    allowed = {parameter: parameter.requires_grad for parameter in student.parameters()}
+    sizes = []
+    for stage in stages:
+        set_trainable(student, stage, allowed)
+        sizes.append(sum(parameter.numel() * (12 if parameter.requires_grad else 4) for parameter in allowed))
+    for parameter, flag in allowed.items():
+        parameter.requires_grad_(flag)
+    return max(sizes)
+
+
 def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups for the parameters that require gradients.
 

@@ -2,10 +2,11 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
-from mhla_hf.checkpoints.file_io import LOCK_FILE, atomic_folder, remove_abandoned, write_json
+from mhla_hf.checkpoints.file_io import LOCK_FILE, atomic_folder, check_writable, remove_abandoned, write_json
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -20,9 +21,33 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_named_as_the_user_named_it(tmp_path):
+    (tmp_path / "new" / "audit.json").mkdir(parents=True)
     with pytest.raises(OSError) as caught:
-        write_json(tmp_path / "nowhere" / "audit.json", {})
-    assert caught.value.filename == str(tmp_path / "nowhere" / "audit.json") and ".tmp-" not in str(caught.value)
+        write_json(tmp_path / "new" / "audit.json", {})
+    assert caught.value.filename == str(tmp_path / "new" / "audit.json")
+    write_json(tmp_path / "nowhere" / "audit.json", {})
+    assert [path.name for path in (tmp_path / "nowhere").iterdir()] == ["audit.json"]
+
+
+def test_what_cannot_be_written_is_known_before_it_is_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    before = set(tmp_path.rglob("*"))
+    for place in ("new", "new/folder/out", "file"):
+        check_writable(tmp_path / place, "out", 1000)
+    for place in ("file/out", "file/new/out", "link/out"):
+        with pytest.raises(ValueError, match=r"out: got '.*out', which cannot be made in '.*(file|link)', expected"):
+            check_writable(tmp_path / place, "out")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=3 << 20))
+    check_writable(tmp_path / "new/out", "out", 3 << 20)
+    with pytest.raises(
+        ValueError, match=r"out: got '.*', with 3.0 MiB of room for 4.0 MiB or more, expected more room\."
+    ):
+        check_writable(tmp_path / "new/out", "out", 4 << 20)
+    monkeypatch.setattr("os.access", lambda *given: False)
+    with pytest.raises(ValueError, match="which cannot be made in"):
+        check_writable(tmp_path / "new/out", "out")
+    assert set(tmp_path.rglob("*")) == before
 
 
 def killed_in(work):
@@ -56,6 +81,29 @@ def test_what_a_killed_process_left_goes_the_next_time_and_nothing_else(tmp_path
     with atomic_folder(target) as living, atomic_folder(target):
         assert not abandoned.exists() and living.exists()
     assert {*tmp_path.rglob("*")} == {*kept, target}
+
+
+def test_what_a_process_left_that_was_killed_while_it_cleaned_up_goes_the_next_time(tmp_path, monkeypatch):
+    """Whatever it had removed: the lock, by which the folder is known, goes last."""
+    unlink = os.unlink
+
+    def clean_up(stop):
+        def unlink_or_stop(path, **options):
+            if os.path.basename(path) == LOCK_FILE:
+                stop()
+            unlink(path, **options)
+
+        with atomic_folder(tmp_path / "made", replace=True) as aside:
+            for name in "abcdefgh":
+                (aside.parent / name).mkdir()
+            monkeypatch.setattr(os, "unlink", unlink_or_stop)
+
+    killed_in(clean_up)
+    (abandoned,) = tmp_path.glob("made.tmp-*")
+    assert [path.name for path in abandoned.iterdir()] == [LOCK_FILE]
+    with atomic_folder(tmp_path / "made", replace=True):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 def test_a_model_that_was_out_of_the_way_when_the_process_was_killed_comes_back(tmp_path, monkeypatch):

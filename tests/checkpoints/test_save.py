@@ -14,7 +14,8 @@ from small_scores import small_tokenizer
 from small_towers import converted_tower, images, output_of, small_classifier
 from transformers import ByT5Tokenizer
 
-from mhla_hf.checkpoints.save import list_saved_files, read_sentence_files, save_model
+from mhla_hf.checkpoints.file_io import LOCK_FILE, REPLACED
+from mhla_hf.checkpoints.save import check_new_folder, list_saved_files, read_sentence_files, save_model
 from mhla_hf.cli import main
 from mhla_hf.share.folder_checks import stage_folder
 
@@ -107,6 +108,14 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, most):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_a_model_that_a_killed_process_had_moved_away_is_not_overlooked(tmp_path):
+    save_model(MODELS["llama-all"](), tmp_path / "out.tmp-x" / REPLACED)
+    (tmp_path / "out.tmp-x" / LOCK_FILE).touch()
+    with pytest.raises(ValueError, match=r"out', which is not empty"):
+        check_new_folder(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out/config.json").is_file()
 
 
 KINDS = {

@@ -3,7 +3,10 @@
 import copy
 import json
 import pickle
+import resource
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +14,14 @@ from small_models import CACHE, VOCAB, refused, softmax_model, tokens
 from small_repos import save_model
 from small_scores import small_tokenizer
 from small_types import small_model_of
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.conversion import kl_to_teacher
 from mhla_hf.conversion.fit import GateFit, OutputFit
-from mhla_hf.conversion.language import count_kept_heads, parse_size, read_rows
+from mhla_hf.conversion.language import Checkpoint, count_kept_heads, parse_size, read_rows
 from mhla_hf.conversion.sizes import sizes_of_conversion
 from mhla_hf.conversion.teacher import mhla_layers, softmax_instead
 
@@ -236,18 +240,39 @@ def test_a_layer_that_lists_all_its_heads_stays_softmax(teacher):
     assert not hasattr(model.model.layers[1].self_attn, "mhla")
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, monkeypatch, capsys):
     base = softmax_model(vocab_size=400, num_key_value_heads=4, max_position_embeddings=96)
     source = save_model(tmp_path / "base", base)
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and then it sleeps in the sun. " * 60)
-    out = str(tmp_path / "out")
+    out = tmp_path / "new" / "folder" / "out"  # with a slash at its end, as a shell completes it
     options = ["--text", str(text), "--keep", "1/6", "--set", "block_size=8", "--set", "window=2"]
-    assert main(["convert", str(source), out, *options]) == 0
+    run = Checkpoint.run
+    leave = lambda *given: (run(*given), out.with_name("out.part.tmp-1").touch())  # noqa: E731
+    monkeypatch.setattr(Checkpoint, "run", leave)  # as a process that is killed while it saves its progress
+    assert main(["convert", str(source), f"{out}/", *options]) == 0
     told = capsys.readouterr().out
     assert "perplexity" in told and "KV heads" in told and "cache at 32,768 tokens" in told
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["mhla"]["softmax_heads"]
-    assert not list(tmp_path.glob("*.part*"))
+    config = json.loads((out / "config.json").read_text())
+    assert config["mhla"]["softmax_heads"] and config["mhla_measured"]["text"] == "text.txt"
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_sentence(tmp_path):
+    """A limit on the size of files stands for a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fit = SimpleNamespace(
+        done=0, step=lambda: setattr(fit, "done", 1) or 0.0, state_dict=lambda: {"a": torch.ones(9000)}
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))
+    try:
+        with refused("checkpoint: got", "expected a place with room to write (the disk is full, or"), tqdm() as bar:
+            Checkpoint(tmp_path / "part").run("outputs", fit, [()], bar)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    with refused("checkpoint: got", "which cannot be made in"):
+        mhla_hf.convert(softmax_model(), text=TEXT, checkpoint=Path(__file__) / "part")
 
 
 def test_a_checkpoint_of_another_conversion_is_refused(teacher, tmp_path):

@@ -189,7 +189,7 @@ def test_other_weights_and_other_questions_count_as_missing(fresh, runs):
     assert [record.task for record in Results.read(fresh / "llama")] == NAMES[:1]
 
 
-def test_a_stop_keeps_the_tasks_that_are_done_and_groups_are_aggregated_as_by_lm_eval(fresh, runs, monkeypatch):
+def test_a_stop_keeps_the_tasks_that_are_done_and_groups_are_aggregated_as_by_lm_eval(fresh, runs, monkeypatch, caplog):
     counted = language.score
 
     def stopped(model, item, **options):
@@ -198,8 +198,9 @@ def test_a_stop_keeps_the_tasks_that_are_done_and_groups_are_aggregated_as_by_lm
         return counted(model, item, **options)
 
     monkeypatch.setattr(language, "score", stopped)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), caplog.at_level("INFO", "mhla_hf"):
         judge(fresh, tasks="here_all, here_cloze, here_all")
+    assert f"are stored in {fresh / 'llama' / 'results.json'}" in caplog.text
     found = Results.read(fresh / "llama")
     assert runs == ["here_all"] and {record.task for record in found} == {"here_all", "here_cloze", "here_recall"}
     assert not [path for path in (fresh / "llama").iterdir() if ".tmp-" in path.name]

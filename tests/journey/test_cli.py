@@ -1,13 +1,16 @@
 """`mhla-hf`: the whole way through it, its help, and bad input as one sentence that names the thing."""
 
+import functools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,6 +208,7 @@ EARLY = {
     "convert ./nothing new": "model: got './nothing', which is not a folder",
     "convert nobody/nothing new": "model: got 'nobody/nothing', which is not a folder, expected a model that the Hub",
     "convert llama full": "output: got 'full', which is not empty",
+    "convert llama full/letter.txt/new": "full/letter.txt/new', which cannot be made in '",
     "convert llama new --layers half": "--layers: got 'half'",
     "convert llama new --dtype float8": "argument --dtype: invalid choice: 'float8'",
     "convert llama new --text no.txt": "no.txt: No such file",
@@ -218,6 +222,8 @@ EARLY = {
     "distill llama --recipe lite --out new": "--recipe: got 'lite', which is not a file",
     "distill llama --recipe recipe.yaml --out new --teacher ./nothing": "model: got './nothing', which is not a folder",
     "distill llama --recipe recipe.yaml --out new --data ./no": "./no: No such file",
+    "distill llama --recipe recipe.yaml --out full/letter.txt/new": "--out: got 'full/letter.txt/new', which cannot be made",
+    "evaluate llama --recipe recall --plot full": "--plot: got 'full', which is a folder, expected a PNG file",
     "evaluate llama --recipe lite": "--recipe: got 'lite', which is not a file",
     "evaluate llama ./nothing --recipe recall": "model: got './nothing', which is not a folder",
     "analyze ./nothing": "model: got './nothing', which is not a folder",
@@ -331,6 +337,56 @@ def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path,
         assert main(["convert", str(shelf / "llama"), str(given), "--text", "none", "--overwrite"]) == 2
         assert says in capsys.readouterr().err
         assert inventory(tmp_path) == kept
+
+
+def test_too_little_room_is_said_before_anything_is_learned(place, monkeypatch, capsys):
+    monkeypatch.setattr("mhla_hf.conversion.convert", lambda *given, **options: pytest.fail("learned already"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**17))
+    assert main(["convert", "llama", "new", "--text", "train.txt", "--quiet"]) == 2
+    assert "/new', with 0.1 MiB of room for " in capsys.readouterr().err
+
+
+def stop(*_, **options):
+    """In place of the work of a command: save what is said of it in `options["saves"]`, then Ctrl-C."""
+    if saves := options.get("saves"):
+        saves.mkdir(parents=True)
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("line", ["info mhla", "recipes", "card mhla --check", "push mhla me/model"])
+def test_ctrl_c_in_a_command_that_saves_nothing_claims_nothing(place, monkeypatch, capsys, line):
+    monkeypatch.setattr("mhla_hf._register.register", stop)
+    assert main(line.split()) == 130
+    assert capsys.readouterr().err == "mhla-hf: interrupted\n"
+
+
+WORK = {
+    "convert": ("conversion.convert", "convert llama {}/new/ --text train.txt", "new.part"),
+    "distill": ("training.loop.distill", "distill llama --recipe recipe.yaml --data train.txt --out {}/new",
+        "new.state/step-000000002"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_ctrl_c_says_from_what_the_same_command_resumes_if_anything_is_saved(
+    place, tmp_path, monkeypatch, capsys, name
+):
+    work, line, saved = WORK[name]
+    command = [*line.format(tmp_path).split(), "--quiet"]
+    for saves, says in ((None, ""), (tmp_path / saved, f"; the same command resumes from {tmp_path / saved}")):
+        monkeypatch.setattr(f"mhla_hf.{work}", functools.partial(stop, saves=saves))
+        assert main(command) == 130
+        assert capsys.readouterr().err == f"mhla-hf: interrupted{says}\n"
+
+
+def test_ctrl_c_after_the_model_is_saved_promises_no_resumption(place, tmp_path, monkeypatch, capsys):
+    def save(*_, **options):
+        shutil.copytree("mhla", tmp_path / "new")
+        stop(saves=tmp_path / "new.part")
+
+    monkeypatch.setattr("mhla_hf.conversion.convert", save)
+    assert main(["convert", "llama", str(tmp_path / "new"), "--text", "train.txt", "--quiet"]) == 130
+    assert capsys.readouterr().err == "mhla-hf: interrupted\n"
 
 
 def run_main(line, folder, stderr):

@@ -114,14 +114,15 @@ NAMED = {
     "custom_generate": CODE,
     "auto_map": {"AutoConfig": CODE},
 }
+NO_CODE = {"some_number": 3, "tokenizer_class": "TokenizersBackend", "transformers.js_config": {"dtype": "q4"}}
 
 
-def test_a_converted_model_keeps_no_name_of_code_of_a_base_that_needs_none(shelf, tmp_path, caplog):
+def test_a_converted_model_keeps_all_of_a_configuration_but_names_of_code(shelf, tmp_path, caplog):
     save_llama(tmp_path / "llama")
     softmax_tower("ViTForImageClassification").save_pretrained(tmp_path / "vit")
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
     for name in ("llama", "vit"):
-        edit(tmp_path / name / "config.json", **NAMED, some_number=3, tokenizer_class="TokenizersBackend")
+        edit(tmp_path / name / "config.json", **NAMED, **NO_CODE)
     edit(tmp_path / "llama/generation_config.json", **NAMED, _from_model_config=False, max_new_tokens=7)
     edit(tmp_path / "vit/preprocessor_config.json", auto_map={"AutoImageProcessor": CODE})
     for name in ("llama", "vit"):
@@ -129,7 +130,7 @@ def test_a_converted_model_keeps_no_name_of_code_of_a_base_that_needs_none(shelf
         for file in (tmp_path / "new" / name).glob("*.json"):
             assert "evil" not in file.read_text(), file.name
         kept = json.loads((tmp_path / "new" / name / "config.json").read_text())
-        assert (kept["some_number"], kept["tokenizer_class"]) == (3, "TokenizersBackend")
+        assert {key: kept[key] for key in NO_CODE} == NO_CODE
     assert json.loads((tmp_path / "new/llama/generation_config.json").read_text())["max_new_tokens"] == 7
     assert "does not keep auto_map, custom_generate, custom_pipelines of its base" in caplog.text
 

@@ -299,6 +299,12 @@ def test_the_command_renders_checks_writes_and_shelves(shelf, capsys, monkeypatc
     options = ["--name", "me/other", "--license", "afl-3.0", "--compare", "teacher=teacher", "--limit", "Small."]
     assert main(["card", "mhla", *options]) == 0 and main(["card", "mhla", "--check"]) == 0
     assert "- Small." in Path("mhla/README.md").read_text()
+    with monkeypatch.context() as patch:  # before all weights are read for their fingerprint
+        patch.setattr("os.access", lambda *given: False)
+        patch.setattr("mhla_hf.share.facts.measure", lambda *given: pytest.fail("it was measured"))
+        assert (
+            main(["card", "mhla", *options]) == 2 and "mhla/README.md', which cannot be made" in capsys.readouterr().err
+        )
     assert main(["card", "mhla", "--shelve", "cards/other"]) == 0 and render_shelf("cards", check=True)
     assert main(["card", "mhla"]) == 2 and "--name: got nothing, expected the Hub id" in capsys.readouterr().err
     assert main(["card", "mhla", "--name", "a", "--compare", "teacher"]) == 2

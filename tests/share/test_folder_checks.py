@@ -89,6 +89,13 @@ BROKEN = {
         put("generation_config.json", r'{"a": "at C:\\Users\\anna\\a"}'), r"the local path 'C:\\Users\\anna\\a'"),
     "a place on a computer": (
         put("generation_config.json", '{"cache": "/fsx/anna/a"}'), "config.json: got the local path '/fsx/anna/a'"),
+    "a place that the card repeats": (
+        lambda folder: [
+            put("README.md", CARD + "/fsx/anna/a")(folder),
+            drop("card.json")(folder),
+            edit("config.json", cache="/fsx/anna/a")(folder),
+        ],
+        "mhla/config.json: got the local path '/fsx/anna/a'"),
     "a pipeline's code": (
         edit("config.json", custom_pipelines={"a": {"impl": "a/b--c.D"}}), "config.json: got custom_pipelines {'a':"),
     "a head's code": (

@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
@@ -18,7 +19,7 @@ from mhla_hf.share.push import push, send
 
 NAME = "tester/mhla"
 NOT_OURS = {".gitattributes"}
-WHOLE = "the repository holds the old or the new model: push again."
+WHOLE = "the repository holds the old or the new model: push again"
 
 
 def converted(seed=0):
@@ -66,7 +67,7 @@ def test_what_is_no_part_of_the_model_stays_and_the_caller_hears_of_it(hub, shel
     assert caplog.text.count("'notes.txt', 'runs'") == 2
 
 
-def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, tmp_path, capsys):
+def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, capsys, caplog):
     dry = push(shelf / "new", NAME, dry_run=True)
     sizes = {file.name: file.stat().st_size for file in (shelf / "new").iterdir()}
     assert (dry.revision, dry.url, dry.new, dict(dry.files)) == ("", "", False, sizes)
@@ -80,7 +81,10 @@ def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, tmp
         ValueError, match="license: got none in a dry run, which does not ask the Hub for that of 'base/ll"
     ):
         push(converted(), NAME, base_model="base/llama", dry_run=True)
-    assert hub.log == []
+    assert {method for method, *_ in hub.log} == {"GET"}
+    hub.fault("503", times=9)
+    assert push(shelf / "new", NAME, dry_run=True).deleted == ()
+    assert "push: which files of tester/mhla it would delete is not known (" in caplog.text
 
 
 def test_what_a_killed_push_left_goes_with_the_next(hub, shelf, unvisited, tmp_path, monkeypatch):
@@ -112,13 +116,31 @@ def test_a_second_push_changes_only_what_changed(hub, shelf):
     assert held(repo) == content(shelf / "new")
 
 
-def test_what_would_still_be_loaded_goes_and_the_repositorys_gitignore_leaves_nothing_out(hub, shelf):
-    kept = {"sample.png": b"png", "notes.md": b"mine", ".gitignore": b"model.safetensors\nconfig.json\n"}
-    old = {"pytorch_model.bin": b"\x80\x02pickle", "tokenizer.model": b"old"}
-    old |= {"model-00001-of-00002.safetensors": b"\0" * 10, "evil.py": b"import os"}
-    hub.put(NAME, old | kept)
-    send(shelf / "new", NAME)
-    assert held(hub.repos[NAME]) == content(shelf / "new") | kept
+def test_files_of_an_older_model_go_if_that_is_asked_for_and_all_others_stay(hub, shelf, unvisited, capsys):
+    others = {"handler.py": b"import os", "pytorch_model.bin": b"pickle", "onnx/config.json": b"{}", "LICENSE": b"mine"}
+    others |= {"sample.json": b"{}", ".gitignore": b"model.safetensors\nconfig.json\n"}
+    old = {"model-00001-of-00002.safetensors": b"\0" * 10, "tokenizer.model": b"old", "train.json": b"{}"}
+    hub.put(NAME, old | others)
+    before = hub.repos[NAME].refs["refs/heads/main"]
+    assert push(shelf / "new", NAME, dry_run=True).deleted == tuple(sorted(old))
+    assert main(["push", str(shelf / "new"), NAME, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[-4:-1]] == [["delete", name] for name in sorted(old)]
+    assert lines[-1].endswith("bytes; nothing was sent; to delete files, the push needs --delete-stale")
+    with pytest.raises(
+        ValueError, match=r"delete_stale: got False, and tester/mhla holds 3 files of an older model \(mod"
+    ):
+        send(shelf / "new", NAME)
+    assert hub.sent("POST", "/commit/|/storage/") == 0 and hub.repos[NAME].refs["refs/heads/main"] == before
+    assert main(["push", str(shelf / "new"), NAME, "--delete-stale", "--quiet"]) == 0
+    assert held(hub.repos[NAME]) == content(shelf / "new") | others
+
+
+def test_a_new_repository_is_as_private_as_its_owner_says(hub, shelf):
+    hub.visibility = "private"
+    for name, options in {"a": {}, "b": {"private": False}, "c": {"private": True}}.items():
+        send(shelf / "new", f"tester/{name}", **options)
+    assert [repo.private for repo in hub.repos.values()] == [True, False, True]
 
 
 def test_a_pull_request_and_a_branch(hub, shelf):
@@ -146,6 +168,16 @@ def test_what_had_arrived_is_not_sent_again_and_a_lost_answer_makes_no_second_co
         send(shelf / "new", NAME)
     assert held(hub.repos[NAME]) == content(shelf / "new") and hub.sent("PUT", "/storage/") == 1
     assert not send(shelf / "new", NAME).new and len(hub.repos[NAME].commits) == 2
+
+
+def test_ctrl_c_while_files_are_sent(hub, shelf, monkeypatch):
+    def stop(*_, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", stop)
+    with pytest.raises(KeyboardInterrupt, match=f"interrupted; {WHOLE}"):
+        send(shelf / "new", NAME)
+    assert held(hub.repos[NAME]) == {}
 
 
 def test_who_may_not_write(hub, shelf):
@@ -190,7 +222,7 @@ def test_arguments_are_refused_before_anything_is_sent(hub, shelf, unvisited, ca
     assert hub.log == []
 
 
-def test_a_model_in_memory(hub, unvisited):
+def test_a_model_in_memory(hub, unvisited, monkeypatch):
     model = small_scratch()
     made = push(model, "tester/scratch", tokenizer=small_tokenizer(), license="apache-2.0", progress=False)
     files = hub.repos["tester/scratch"].files(made.revision)
@@ -202,6 +234,9 @@ def test_a_model_in_memory(hub, unvisited):
         push(model, "tester/scratch2")
     with pytest.raises(ValueError, match="no result for recall and generation"):
         push(converted(), "tester/converted", license="apache-2.0")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match=r"what: got '.*saved', with 0.0 MiB of room for .* MiB or more"):
+        push(model, "tester/scratch3", license="apache-2.0")
 
 
 def test_the_license_of_a_published_base_is_taken_from_its_card(hub, unvisited):
@@ -224,7 +259,7 @@ def test_all_or_nothing_under_random_faults(hub, shelf, seed):
     try:
         send(shelf / "new", NAME, tags=["v1"])
     except OSError as error:
-        assert str(error).endswith(WHOLE)
+        assert str(error).endswith(f"{WHOLE}.")
         assert held(hub.repos[NAME]) in (old, new)
     hub.faults.clear()
     made, repo = send(shelf / "new", NAME, tags=["v1"]), hub.repos[NAME]

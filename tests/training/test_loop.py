@@ -90,7 +90,7 @@ def test_ctrl_c_at_the_last_step_still_stops_the_caller_and_a_second_one_at_once
     with pytest.raises(KeyboardInterrupt, match="had just finished"):
         lab.train(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists()
-    with pytest.raises(KeyboardInterrupt, match="at once"), Interrupt() as _:
+    with pytest.raises(KeyboardInterrupt, match=r"^$"), Interrupt() as _:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 

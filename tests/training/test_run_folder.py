@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,12 +168,16 @@ def test_out_that_is_something_else(lab, tmp_path, file, content, words):
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / file).read_text() == content
 
 
-def test_a_place_that_cannot_be_written(lab, tmp_path):
+def test_a_place_that_cannot_be_written(lab, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(
-        OSError, match=r"out: got '.*', where the run's state cannot be written \(Not a directory\), expected"
+        ValueError, match=r"out: got '.*', which cannot be made in '.*file', expected a writable folder"
     ):
         lab.train(tmp_path / "file" / "out")
+    size = sum(parameter.nbytes for parameter in lab.student().parameters())  # moments are twice as large
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4 * size - 1))
+    with pytest.raises(ValueError, match=r"out: got '.*', with .* of room for .* or more, expected more room"):
+        lab.train(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
