@@ -17,7 +17,7 @@ from .planning import MIB, compare_saved_caches
 from .share.facts import PERSON_FILE, read_model, section_of
 from .training.run_folder import RECORD
 
-CACHE_TOKENS = 1024  # sequence length for which the size of the cache is reported
+CACHE_TOKENS = 1024  # sequence length for which the size of the cache is reported, if the model has as many positions
 MAX_SCORES = 5  # number of scores that are printed
 # Kinds of model that mhla-hf evaluate supports -> the recipe to suggest.
 EVALUATION_RECIPES = {"language": "recall", "image": "RECIPE", "pipeline": "RECIPE"}
@@ -31,8 +31,8 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
 
     Returns:
         A JSON-serializable dict, which `render_info` renders as text. "base" is taken from `card.json`, else from the
-        training record, else from the model card. "cache" contains the cache sizes in bytes for a sequence of 1,024 tokens;
-        it is None except for converted decoders whose state has a fixed size.
+        training record, else from the model card. "cache" has the cache sizes in bytes at "tokens" tokens, 1,024 or the
+        model's positions; it is None except for converted decoders whose state has a fixed size.
 
     Raises:
         ValueError: `folder` contains no saved MHLA model, or one of its files is damaged.
@@ -111,9 +111,10 @@ def render_info(record: Mapping[str, Any]) -> str:
     if record["positions"]:
         lines.append(f"positions:  {record['positions']:,}")
     if record["cache"]:
+        tokens = record["cache"]["tokens"]
         mhla, softmax = (record["cache"][name] / MIB for name in ("mhla", "softmax"))
         lines.append(
-            f"cache:      {mhla:.2f} MiB a sequence at {CACHE_TOKENS:,} tokens, {softmax:.2f} MiB with softmax alone"
+            f"cache:      {mhla:.2f} MiB a sequence at {tokens:,} tokens, {softmax:.2f} MiB with softmax alone"
         )
     if record["trained"]:
         lines.append("trained:    " + ", ".join(f"{value:,.0f} {name}" for name, value in record["trained"].items()))

@@ -401,7 +401,7 @@ def make_table(results: Mapping[str, Any], lengths: Sequence[str]) -> tuple[list
     length = results["length"]
     half = len(results["models"]["softmax"]["loss"]) // 2
     header = ["", "perplexity ↓", f"beyond {half * BIN:,} ↓", "KL ↓", "recall ↑"]
-    header += [f"MiB at {int(tokens) // 1024}k ↓" for tokens in lengths]
+    header += [f"MiB at {int(tokens) / 1024:g}k ↓" for tokens in lengths]
     rows = []
     for name, scores in results["models"].items():
         losses = [mean_over_tokens(scores["loss"], length, first) for first in (0, half)]
@@ -426,6 +426,6 @@ def render_journey(results: Mapping[str, Any]) -> str:
 
 def render_short(results: Mapping[str, Any]) -> str:
     """Render the table of the README, at most 90 columns wide."""
-    header, rows = make_table(results, ("4096", "32768"))
+    header, rows = make_table(results, ("4096", "8192"))
     first_line, *lines = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
     return "\n".join([first_line, "|---" + "|---:" * (len(header) - 1) + "|", *lines])

@@ -16,8 +16,8 @@ import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.conversion import kl_to_teacher
 from mhla_hf.conversion.fit import GateFit, OutputFit
-from mhla_hf.conversion.language import Checkpoint, count_kept_heads, parse_size, read_rows
-from mhla_hf.conversion.sizes import sizes_of_conversion
+from mhla_hf.conversion.language import Checkpoint, cache_bytes, count_kept_heads, parse_size, read_rows
+from mhla_hf.conversion.sizes import LayerSizes, sizes_of_conversion
 from mhla_hf.conversion.teacher import mhla_layers, softmax_instead
 
 SMALL = {"block_size": 8, "window": 2, "progress": False}
@@ -61,7 +61,6 @@ def test_each_stage_comes_closer_to_the_original(teacher):
     assert 0 < told["kept"]["kl"] < told["fitted"]["kl"] < told["converted"]["kl"]
     assert sum(map(len, model.config.mhla["softmax_heads"].values())) == 3
     assert told["softmax_heads"] == model.config.mhla["softmax_heads"] and set(told["gates"]) == {"0", "1", "2"}
-    assert told["cache_bytes"]["32768"]["converted"] < 0.3 * told["cache_bytes"]["32768"]["softmax"]
     rows = urns(4, seed=2000)
     alone = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8, window=2)
     assert kl_to_teacher(model, [rows]) < 0.7 * kl_to_teacher(alone, [rows])
@@ -147,6 +146,15 @@ def test_what_keep_means(teacher):
         count_kept_heads(sizes, "1KiB", 96)
 
 
+@pytest.mark.parametrize(
+    ("positions", "lengths"), [(512, ["512"]), (8192, ["4096", "8192"]), (131072, ["4096", "32768"])]
+)
+def test_caches_are_counted_at_lengths_that_the_model_has(positions, lengths):
+    caches = cache_bytes({0: LayerSizes(4, 100, 1000)}, {"0": [2]}, positions)
+    assert list(caches) == lengths
+    assert caches[lengths[0]] == {"softmax": 100 * int(lengths[0]), "converted": 25 * int(lengths[0]) + 750}
+
+
 def test_cache_of_a_converted_model_is_as_told(teacher):
     """The bytes in `mhla_measured`, counted in a cache that the model filled."""
     model = converted(teacher, keep=5)
@@ -155,8 +163,9 @@ def test_cache_of_a_converted_model_is_as_told(teacher):
     held = sum(layer.state.nbytes() for layer in cache.layers if hasattr(layer, "state"))
     kept = [getattr(layer, "softmax", layer) for layer in cache.layers]
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in kept if layer is not None)
-    told = model.config.mhla_measured["cache_bytes"]["4096"]["converted"]
-    assert abs(kept * 4096 / 96 + held - told) <= 0.01 * told
+    assert list(model.config.mhla_measured["cache_bytes"]) == ["96"]
+    told = model.config.mhla_measured["cache_bytes"]["96"]["converted"]
+    assert abs(kept + held - told) <= 0.01 * told
 
 
 def test_saved_and_loaded(teacher, tmp_path):
@@ -223,7 +232,7 @@ def test_the_command(tmp_path, capsys):
     options = ["--text", str(text), "--keep", "1/6", "--set", "block_size=8", "--set", "window=2"]
     assert main(["convert", str(source), out, *options]) == 0
     told = capsys.readouterr().out
-    assert "perplexity" in told and "KV heads" in told and "cache at 32,768 tokens" in told
+    assert "perplexity" in told and "KV heads" in told and "cache at 96 tokens" in told
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mhla"]["softmax_heads"]
     assert not list(tmp_path.glob("*.part*"))
 

@@ -432,6 +432,7 @@ def test_tasks_of_ones_own_text_and_what_a_checkpoint_is(shelf, tmp_path, monkey
 def test_info_counts_the_cache_that_the_model_fills(shelf, capsys):
     assert main(["info", str(shelf / "mhla"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["cache"]
+    assert told["tokens"] == 192  # the model's positions
     for name, folder in (("mhla", "mhla"), ("softmax", "llama")):
         model = AutoModelForCausalLM.from_pretrained(shelf / folder)
         with torch.no_grad():
