@@ -27,10 +27,10 @@ from .conversion import convert
 from .conversion.model_family import softmax_config
 from .conversion.sizes import cache_of_layers, cache_of_mhla, compare_caches
 from .conversion.transformers_models import reason_to_keep_softmax
-from .evaluation.records import render_rows
 from .models.cache import MHLACacheLayer
 from .models.causal_attention import find_causal_attentions
 from .nn.settings import is_whole
+from .plots import render_rows
 from .training.costs import count_active_parameters, estimate_costs
 from .training.diffusion_costs import estimate_diffusion_costs, read_pipeline_configs, suits_transformer
 from .training.recipe import read_recipe, recipe_names

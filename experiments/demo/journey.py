@@ -26,9 +26,8 @@ from mhla_hf.checkpoints.isolated_load import load_isolated
 from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.conversion.language import give_softmax_back
-from mhla_hf.evaluation.records import render_rows
 from mhla_hf.models.transformers_api import cache_argument
-from mhla_hf.plots import draw_heads
+from mhla_hf.plots import render_rows
 
 from ..heads import compare, count_bytes, hidden, repeated_half, switch_off
 from ..speed import STEPS, decoder, fill_cache, random_ids
@@ -208,7 +207,6 @@ class Journey:
             (self.out / "mhla.part").unlink(missing_ok=True)
         config = json.loads((self.out / "mhla" / "config.json").read_text(encoding="utf-8"))
         self.measured: dict[str, Any] = config["mhla_measured"]
-        print(f"KV heads that keep softmax (#):\n{draw_heads(self.measured)}")
 
     def window_model(self, softmax_heads: Mapping[str, list[int]] | None = None) -> Any:
         """Return the model with a window instead of softmax, except in `softmax_heads`, {layer: [KV head, ...]}."""

@@ -19,6 +19,7 @@ from ..models.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import ENCODERS, LANGUAGE
 from ..models.transformers_api import forward_cached, set_attention_function
 from ..nn.settings import MHLASettings
+from ..plots import render_report
 from .encoder import EmbeddingScores, read_encoder_rows
 from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, read_twice
 from .sizes import LayerSizes, sizes_of_conversion
@@ -108,8 +109,8 @@ def convert_with_text(
         model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
     finally:
         model.train(was_training)
-    scores = report["kept" if num_kept_heads else "fitted"]
-    logger.info("convert: %s, %s KV heads keep softmax", scores, num_kept_heads)
+    if progress:
+        print(render_report(model.config.mhla_measured))
     return model
 
 

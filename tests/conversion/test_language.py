@@ -10,7 +10,7 @@ from small_models import CACHE, VOCAB, refused, softmax_model, tokens
 from small_repos import save_model
 from small_scores import small_tokenizer
 from small_types import small_model_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mhla_hf
 from mhla_hf.cli import main
@@ -223,16 +223,23 @@ def test_a_layer_that_lists_all_its_heads_stays_softmax(teacher):
     assert not hasattr(model.model.layers[1].self_attn, "mhla")
 
 
-def test_the_command(tmp_path, capsys):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_command(tmp_path, capsys, monkeypatch, terminal):
+    """It prints the report of `convert` in Python, once, whether stderr shows progress bars or not."""
     base = softmax_model(vocab_size=400, num_key_value_heads=4, max_position_embeddings=96)
     source = save_model(tmp_path / "base", base)
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and then it sleeps in the sun. " * 60)
     out = str(tmp_path / "out")
     options = ["--text", str(text), "--keep", "1/6", "--set", "block_size=8", "--set", "window=2"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     assert main(["convert", str(source), out, *options]) == 0
     told = capsys.readouterr().out
     assert "perplexity" in told and "KV heads" in told and "cache at 96 tokens" in told
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    converted(model, tokenizer=tokenizer, text=str(text), keep=1 / 6, progress=True)
+    report = capsys.readouterr().out
+    assert report.count("perplexity") == 1 and told.startswith(report) and told[len(report) :].startswith(f"{out}: ")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mhla"]["softmax_heads"]
     assert not list(tmp_path.glob("*.part*"))
 
