@@ -28,7 +28,7 @@ from .rows import describe_setup
 
 GIB = 1 << 30
 ROW_TOKENS = 2048  # of text, and of a row whose second half repeats its first
-CACHE_LENGTHS = (2048, 8192, 32768)
+CACHE_LENGTHS = (2048, 8192)
 PROMPT_LENGTHS = (256, 1024)  # tokens, the shortest and the longest
 NEW_TOKENS = 64  # per request
 BATCHES = (1, 8, 32)  # requests at once

@@ -6,18 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCard
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 from .checkpoints.file_io import PathLike, read_json
 from .checkpoints.load import load_config, wrap_errors
 from .checkpoints.save import CARD_FILE
 from .evaluation.records import Results, format_score
+from .models.derived_classes import attention_sizes
 from .planning import MIB, compare_saved_caches
 from .share.facts import PERSON_FILE, read_model, section_of
 from .training.run_folder import RECORD
 
-CACHE_TOKENS = 1024  # sequence length for which the size of the cache is reported
+CACHE_TOKENS = 1024  # sequence length for which the size of the cache is reported, if the model has as many positions
 MAX_SCORES = 5  # number of scores that are printed
 # Kinds of model that mhla-hf evaluate supports -> the recipe to suggest.
 EVALUATION_RECIPES = {"language": "recall", "image": "RECIPE", "pipeline": "RECIPE"}
@@ -31,8 +34,9 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
 
     Returns:
         A JSON-serializable dict, which `render_info` renders as text. "base" is taken from `card.json`, else from the
-        training record, else from the model card. "cache" contains the cache sizes in bytes for a sequence of 1,024 tokens;
-        it is None except for converted decoders whose state has a fixed size.
+        training record, else from the model card. "kv_heads" is what `count_kv_heads` returns for a language model. "cache"
+        has the cache sizes in bytes at "tokens" tokens, 1,024 or the model's positions; it is None except for converted
+        decoders whose state has a fixed size.
 
     Raises:
         ValueError: `folder` contains no saved MHLA model, or one of its files is damaged.
@@ -53,6 +57,7 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
         "base": base,
         "mhla_layers": settings["layers"],
         "layers": config.get("num_hidden_layers") or config.get("num_layers"),
+        "kv_heads": count_kv_heads(load_config(folder)) if kind == "language" else None,
         "form": describe_form(settings),
         "parameters": parameters,
         "bytes": size,
@@ -62,6 +67,23 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
         "trained": {key: train[key] for key in ("steps", "tokens", "seconds") if key in train} or None,
         "scores": [dataclasses.asdict(record) for record in Results.read(folder) if section_of(record)],
     }
+
+
+def count_kv_heads(config: Any) -> dict[str, int] | None:
+    """Count the KV heads in all attention layers of a converted decoder, also in those that stayed softmax.
+
+    Returns:
+        A dict with "softmax", the number that keep softmax, and "all". None for a model from scratch.
+    """
+    if not hasattr(config, "base_model_type"):
+        return None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    attentions = model.swap.find_attentions(model)
+    counts = {index: attention_sizes(attention, config)["num_kv_heads"] for index, attention in attentions.items()}
+    kept_heads = config.mhla["softmax_heads"] or {}
+    kept = [len(kept_heads.get(str(i), ())) if i in config.mhla["layers"] else count for i, count in counts.items()]
+    return {"softmax": sum(kept), "all": sum(counts.values())}
 
 
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,21 +121,28 @@ def count_weights(folder: Path) -> tuple[int, int]:
 
 def render_info(record: Mapping[str, Any]) -> str:
     """Render the result of `describe_model` as about ten lines of text."""
-    layers = ", ".join(map(str, record["mhla_layers"]))
+    mhla_layers = record["mhla_layers"]
+    attention = f"{len(mhla_layers)} of {record['layers']} layers are MHLA"
+    if others := sorted({*range(record["layers"])} - {*mhla_layers}):
+        few, listed = ("all but ", others) if len(others) < len(mhla_layers) else ("", mhla_layers)
+        attention += f" ({few}{', '.join(map(str, listed))})"
+    if record["kv_heads"]:
+        attention += f", {record['kv_heads']['softmax']} of {record['kv_heads']['all']} KV heads keep softmax"
     form = ", ".join(f"{name} {value}" for name, value in record["form"].items())
     weights = f"{record['parameters']:,} parameters, {record['bytes'] / MIB:,.1f} MiB"
     lines = [
         f"{record['folder']}: {record['class']}" + (f", from {record['base']}" if record["base"] else ""),
-        f"layers:     {len(record['mhla_layers'])} of {record['layers']} are MHLA: {layers}",
+        f"attention:  {attention}",
         f"form:       {form}",
         f"weights:    {weights}" + (f", {record['dtype']}" if record["dtype"] else ""),
     ]
     if record["positions"]:
         lines.append(f"positions:  {record['positions']:,}")
     if record["cache"]:
+        tokens = record["cache"]["tokens"]
         mhla, softmax = (record["cache"][name] / MIB for name in ("mhla", "softmax"))
         lines.append(
-            f"cache:      {mhla:.2f} MiB a sequence at {CACHE_TOKENS:,} tokens, {softmax:.2f} MiB with softmax alone"
+            f"cache:      {mhla:.2f} MiB a sequence at {tokens:,} tokens, {softmax:.2f} MiB with softmax alone"
         )
     if record["trained"]:
         lines.append("trained:    " + ", ".join(f"{value:,.0f} {name}" for name, value in record["trained"].items()))

@@ -27,10 +27,10 @@ from .conversion import convert
 from .conversion.model_family import softmax_config
 from .conversion.sizes import cache_of_layers, cache_of_mhla, compare_caches
 from .conversion.transformers_models import reason_to_keep_softmax
-from .evaluation.records import render_rows
 from .models.cache import MHLACacheLayer
 from .models.causal_attention import find_causal_attentions
 from .nn.settings import is_whole
+from .plots import render_rows
 from .training.costs import count_active_parameters, estimate_costs
 from .training.diffusion_costs import estimate_diffusion_costs, read_pipeline_configs, suits_transformer
 from .training.recipe import read_recipe, recipe_names
@@ -131,19 +131,20 @@ def compare_saved_caches(config: Any, tokens: int) -> dict[str, int] | None:
 
     Args:
         config: Configuration of the converted model.
-        tokens: Length of the sequence.
+        tokens: Length of the sequence; at most the model's positions are counted.
 
     Returns:
-        A dict with "softmax" and "mhla", in bytes per sequence. None for a model from scratch and for a model whose state
-        grows with the length (`mixing_form` other than "decay").
+        A dict with "tokens", and "softmax" and "mhla" in bytes per sequence. None for a model from scratch and for a model
+        whose state grows with the length (`mixing_form` other than "decay").
     """
     if not hasattr(config, "base_model_type") or config.mhla["mixing_form"] != "decay":
         return None
     with torch.device("meta"):
         original = AutoModelForCausalLM.from_config(softmax_config(config)).eval()
         student = AutoModelForCausalLM.from_config(config).eval()
+    tokens = min(tokens, config.max_position_embeddings)
     rows = compare_caches(cache_of_layers(original), cache_of_mhla(student), tokens)["rows"]
-    return next({name: row[name] for name in ("softmax", "mhla")} for row in rows if row["tokens"] == tokens)
+    return next(row for row in rows if row["tokens"] == tokens)
 
 
 def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> list[dict[str, Any]]:

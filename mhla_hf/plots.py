@@ -1,7 +1,7 @@
-"""Colors, style and file writing for all figures, and a text map of softmax heads."""
+"""Colors, style and file writing for all figures; tables as text, and the report of a conversion."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .checkpoints.file_io import PathLike, atomic_file
@@ -49,6 +49,57 @@ def draw_heads(measured: Mapping[str, Any]) -> str:
                 marks += "#" if head in softmax_heads.get(layer, ()) else "."
         lines.append(f"KV {head:<3}{marks}".rstrip())
     return "\n".join(lines)
+
+
+def render_report(measured: Mapping[str, Any]) -> str:
+    """Render the scores, sizes of the cache, and map of heads in `config.mhla_measured` of a conversion with text."""
+    names = {"original": "original", "converted": "converted", "fitted": "fitted", "kept": "with softmax heads"}
+    scores = {name: measured[key] for key, name in names.items() if key in measured}
+    if "cosine" in measured["original"]:
+        lengths = list(measured["original"]["cosine"])
+        rows = [[name, *(f"{values['cosine'][length]:.4f}" for length in lengths)] for name, values in scores.items()]
+        titles = ["held-out text", *(f"cosine, {length} tokens" for length in lengths)]
+        return render_rows(titles, rows)
+    caches = [
+        f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
+        for tokens, sizes in measured["cache_bytes"].items()
+    ]
+    rows = [[name, *_format_scores(values)] for name, values in scores.items()]
+    table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
+    heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
+    return "\n".join([table, *caches, *heads])
+
+
+def _format_scores(scores: Mapping[str, float]) -> list[str]:
+    """Format KL, perplexity and recall as cells of a table."""
+    kl = f"{scores['kl']:.4f}" if "kl" in scores else "0"
+    return [kl, f"{scores['perplexity']:.2f}", f"{scores['recall']:.3f}"]
+
+
+def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], style: str = "text", left: int = 2) -> str:
+    """Render a table of strings.
+
+    Args:
+        header: The names of the columns.
+        rows: The cells of each row.
+        style: "text" or "markdown".
+        left: Number of columns, from the left, that are left-aligned; all others are right-aligned.
+
+    Raises:
+        ValueError: `style` is neither "text" nor "markdown".
+    """
+    if style not in ("text", "markdown"):
+        raise ValueError(f'style: got {style!r}, expected "text" or "markdown".')
+    if style == "markdown":
+        escaped = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
+        ruler = ["---"] * left + ["---:"] * (len(header) - left)
+        return "\n".join("| " + " | ".join(row) + " |" for row in [escaped[0], ruler, *escaped[1:]])
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    align: list[Any] = [str.ljust] * left + [str.rjust] * (len(header) - left)
+    table = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(justify(*cell) for justify, *cell in zip(align, row, widths, strict=True)).rstrip() for row in table
+    )
 
 
 @contextlib.contextmanager

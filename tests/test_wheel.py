@@ -69,4 +69,4 @@ def test_the_wheel_alone(tmp_path):
     run(*pip, f"{wheel}[train]", folder=tmp_path)
     distill = [programs / "mhla-hf", "distill", "llama", "--recipe", "language_llama_lite", "--data", "notes.txt"]
     run(*distill, "--max-steps", "1", "--set", "*.seq_len=32", "--out", "trained", folder=tmp_path)
-    assert "2 of 3 are MHLA" in run(programs / "mhla-hf", "info", "trained", folder=tmp_path)
+    assert "2 of 3 layers are MHLA" in run(programs / "mhla-hf", "info", "trained", folder=tmp_path)

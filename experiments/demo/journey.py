@@ -26,9 +26,8 @@ from mhla_hf.checkpoints.isolated_load import load_isolated
 from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.conversion.language import give_softmax_back
-from mhla_hf.evaluation.records import render_rows
 from mhla_hf.models.transformers_api import cache_argument
-from mhla_hf.plots import draw_heads
+from mhla_hf.plots import render_rows
 
 from ..heads import compare, count_bytes, hidden, repeated_half, switch_off
 from ..speed import STEPS, decoder, fill_cache, random_ids
@@ -208,7 +207,6 @@ class Journey:
             (self.out / "mhla.part").unlink(missing_ok=True)
         config = json.loads((self.out / "mhla" / "config.json").read_text(encoding="utf-8"))
         self.measured: dict[str, Any] = config["mhla_measured"]
-        print(f"KV heads that keep softmax (#):\n{draw_heads(self.measured)}")
 
     def window_model(self, softmax_heads: Mapping[str, list[int]] | None = None) -> Any:
         """Return the model with a window instead of softmax, except in `softmax_heads`, {layer: [KV head, ...]}."""
@@ -401,7 +399,7 @@ def make_table(results: Mapping[str, Any], lengths: Sequence[str]) -> tuple[list
     length = results["length"]
     half = len(results["models"]["softmax"]["loss"]) // 2
     header = ["", "perplexity ↓", f"beyond {half * BIN:,} ↓", "KL ↓", "recall ↑"]
-    header += [f"MiB at {int(tokens) // 1024}k ↓" for tokens in lengths]
+    header += [f"MiB at {int(tokens) / 1024:g}k ↓" for tokens in lengths]
     rows = []
     for name, scores in results["models"].items():
         losses = [mean_over_tokens(scores["loss"], length, first) for first in (0, half)]
@@ -426,6 +424,6 @@ def render_journey(results: Mapping[str, Any]) -> str:
 
 def render_short(results: Mapping[str, Any]) -> str:
     """Render the table of the README, at most 90 columns wide."""
-    header, rows = make_table(results, ("4096", "32768"))
+    header, rows = make_table(results, ("4096", "8192"))
     first_line, *lines = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
     return "\n".join([first_line, "|---" + "|---:" * (len(header) - 1) + "|", *lines])

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.evaluation.records import Results, render_rows
+from mhla_hf.evaluation.records import Results
+from mhla_hf.plots import render_rows
 from mhla_hf.training.run_folder import RECORD
 
 from ..studies.report import over_seeds

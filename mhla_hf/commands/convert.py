@@ -2,7 +2,6 @@
 
 import glob
 import shlex
-from collections.abc import Mapping
 from typing import Any
 
 from ..checkpoints.file_io import renamed_errors
@@ -42,7 +41,8 @@ def convert_options(add: AddArgument) -> None:
     add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {kinds}")
     add("out", metavar="OUT", help="output folder")
     add("--text", help="text that a language model or an encoder learns from: file, folder or dataset; none: nothing is "
-        "learned (default: self, what the model itself writes, for a language model, and none for an encoder)")  # fmt: skip
+        "learned (default: self, what the model itself writes, for a language model, and none for an encoder; in Python, "
+        "always none)")  # fmt: skip
     add("--samples", help="what a pipeline or classifier learns from: a .txt file with one prompt per line, class labels "
         "such as 1,207, or a folder or dataset of images (default: nothing is learned)")  # fmt: skip
     add("--keep", help="KV heads of a language model that keep softmax: a share, a number, or a cache size such as 64MiB "
@@ -85,6 +85,7 @@ def run_convert(
     from ..checkpoints import load
     from ..checkpoints.save import save_model
     from ..conversion import convert
+    from ..plots import render_report
 
     load_options: dict[str, Any] = {"dtype": dtype, "device": load.choose_device(device), "revision": revision}
     kind = "pipelines" if load.is_pipeline(model, revision) else load.find_model_kind(model, revision)
@@ -122,7 +123,9 @@ def run_convert(
     for file in (checkpoint, *unfinished):
         file.unlink(missing_ok=True)
     if "text" in learning:
-        print(render_conversion(out, base.config.mhla_measured))
+        if not progress:  # with progress, `convert` has printed it
+            print(render_report(base.config.mhla_measured))
+        print(f"{out}: {base.config.mhla_measured['seconds']} s")
         return
     next_step = "distill it with conversion/image_classifier.py"
     if recipe:
@@ -183,36 +186,3 @@ def render_layers(out: str, model: Any) -> str:
         errors = [f"{name} {measured['output'][key]:.4g}" for key, name in names.items() if key in measured["output"]]
         line += f"; relative squared error of the output: {', '.join(errors)} ({measured['seconds']} s)"
     return line
-
-
-def render_conversion(out: str, measured: Mapping[str, Any]) -> str:
-    """Render the measurements of a conversion that learned from text, as lines of text.
-
-    Args:
-        out: The folder of the converted model.
-        measured: `config.mhla_measured` of the converted model.
-    """
-    from ..evaluation.records import render_rows
-    from ..plots import draw_heads
-
-    names = {"original": "original", "converted": "converted", "fitted": "fitted", "kept": "with softmax heads"}
-    scores = {name: measured[key] for key, name in names.items() if key in measured}
-    if "cosine" in measured["original"]:
-        lengths = list(measured["original"]["cosine"])
-        rows = [[name, *(f"{values['cosine'][length]:.4f}" for length in lengths)] for name, values in scores.items()]
-        titles = ["held-out text", *(f"cosine, {length} tokens" for length in lengths)]
-        return f"{out}: {measured['seconds']} s\n{render_rows(titles, rows)}"
-    caches = [
-        f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
-        for tokens, sizes in measured["cache_bytes"].items()
-    ]
-    rows = [[name, *_format_scores(values)] for name, values in scores.items()]
-    table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
-    heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
-    return "\n".join([f"{out}: {measured['seconds']} s", table, *caches, *heads])
-
-
-def _format_scores(scores: Mapping[str, float]) -> list[str]:
-    """Format KL, perplexity and recall as cells of a table."""
-    kl = f"{scores['kl']:.4f}" if "kl" in scores else "0"
-    return [kl, f"{scores['perplexity']:.2f}", f"{scores['recall']:.3f}"]

@@ -61,6 +61,8 @@ def convert(
         tokenizer: The model's tokenizer, needed if `text` is not token ids.
         text: What to learn from; about 35,000 tokens of it are read, or 100,000 for an encoder. A text file, a folder of
             text files, a dataset, a list of texts, int64 token ids [N], or "self" for text that a language model samples.
+            Default: nothing is learned, since training may follow; the command `mhla-hf convert`, which saves a model to
+            use, takes "self" for a language model.
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
             the softmax original samples eight. For a vision model, unlabeled images [N, C, height, width]. For other sizes
             or inputs, such as images to edit, a function that runs the pipeline or transformer, called several times with a
@@ -78,7 +80,7 @@ def convert(
             accurate.
         seed: Decides which passages of `text` are read, and what the model samples.
         checkpoint: File for the progress of a conversion with text, from which the same call resumes. Its folder is made.
-        progress: Whether to show progress bars on stderr.
+        progress: Whether to show progress bars on stderr and, with `text`, to print the scores and sizes of the cache.
         **overrides: Single fields of `MHLASettings`, which take precedence over `settings`.
 
     Returns:

@@ -21,6 +21,7 @@ from ..models.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import ENCODERS, LANGUAGE
 from ..models.transformers_api import forward_cached, set_attention_function
 from ..nn.settings import MHLASettings, is_whole
+from ..plots import render_report
 from .encoder import EmbeddingScores, read_encoder_rows
 from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, read_twice, row_length
 from .sizes import LayerSizes, sizes_of_conversion
@@ -35,7 +36,7 @@ LONG_TOKENS, LONG_ROWS = 4096, 5  # of FIT_ROWS, this many are longer: far recal
 GATE_STEPS = 20
 MEASURED_POSITIONS = 256  # per held-out row, at most
 SAVE_EVERY = 30.0  # seconds
-REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache
+REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache; at most the model's positions
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 WRITING_BATCH = 16  # rows that the model samples at once
 
@@ -110,10 +111,10 @@ def convert_with_text(
     gate_steps = max(1, round(GATE_STEPS * effort))
     report = learn_from_rows(model, rows, num_kept_heads, gate_steps, seed, saved_steps, progress)
     if sizes is not None:
-        report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"])
+        report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"], model.config.max_position_embeddings)
     model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
-    scores = report["kept" if num_kept_heads else "fitted"]
-    logger.info("convert: %s, %s KV heads keep softmax", scores, num_kept_heads)
+    if progress:
+        print(render_report(model.config.mhla_measured))
     return model
 
 
@@ -436,17 +437,21 @@ def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
     config.mhla = settings.to_dict()
 
 
-def cache_bytes(sizes: dict[int, LayerSizes], chosen: dict[str, list[int]]) -> dict[str, dict[str, int]]:
+def cache_bytes(
+    sizes: dict[int, LayerSizes], chosen: dict[str, list[int]], positions: int
+) -> dict[str, dict[str, int]]:
     """Compute the size of one sequence's cache in the MHLA layers of a model, at `REPORT_LENGTHS` tokens.
 
     Args:
         sizes: Sizes of each layer, from `sizes_of_layers`.
         chosen: {layer: [KV head that keeps softmax, ...]}.
+        positions: Positions of the model, which longer lengths are cut to.
 
     Returns:
         {number of tokens as a string: {"softmax": bytes if all heads were softmax, "converted": bytes as converted}}.
     """
-    by_length = {str(length): {"softmax": 0, "converted": 0} for length in REPORT_LENGTHS}
+    lengths = sorted({min(length, positions) for length in REPORT_LENGTHS})
+    by_length = {str(length): {"softmax": 0, "converted": 0} for length in lengths}
     for index, (num_heads, token_bytes, state_bytes) in sizes.items():
         softmax_share = len(chosen.get(str(index), ())) / num_heads
         for length, total in by_length.items():

@@ -12,6 +12,7 @@ import torch
 from ..models.diffusion_inputs import read_grid
 from ..models.families import DIFFUSION, Family, family_of_type
 from ..models.transformers_api import config_class_of
+from ..nn.settings import FOREIGN_ENTRIES
 
 # Fields of an MHLA model's configuration that its base's configuration does not have, or has other values for.
 MHLA_FIELDS = (
@@ -20,7 +21,7 @@ MHLA_FIELDS = (
     "model_type",
     "architectures",
     "auto_map",
-    "transformers_weights",
+    *FOREIGN_ENTRIES,
     "base_model_type",
 )
 

@@ -22,7 +22,7 @@ from huggingface_hub import constants
 from ..checkpoints.file_io import write_json
 from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.values import Number, checked, checked_field, read_settings
-from ..plots import PALETTE, drawing
+from ..plots import PALETTE, drawing, render_rows
 from ..speed import DECODE
 
 FILE_NAME = "results.json"
@@ -246,32 +246,6 @@ def _natural_sort_key(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
     """Return a sort key that compares numbers by value, so that acc_back_64 precedes acc_back_128."""
     parts = re.split(r"(\d+)", " ".join(map(str, identity)))
     return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
-
-
-def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], style: str = "text", left: int = 2) -> str:
-    """Render a table of strings.
-
-    Args:
-        header: The names of the columns.
-        rows: The cells of each row.
-        style: "text" or "markdown".
-        left: Number of columns, from the left, that are left-aligned; all others are right-aligned.
-
-    Raises:
-        ValueError: `style` is neither "text" nor "markdown".
-    """
-    if style not in ("text", "markdown"):
-        raise ValueError(f'style: got {style!r}, expected "text" or "markdown".')
-    if style == "markdown":
-        escaped = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
-        ruler = ["---"] * left + ["---:"] * (len(header) - left)
-        return "\n".join("| " + " | ".join(row) + " |" for row in [escaped[0], ruler, *escaped[1:]])
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    align: list[Any] = [str.ljust] * left + [str.rjust] * (len(header) - left)
-    table = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(justify(*cell) for justify, *cell in zip(align, row, widths, strict=True)).rstrip() for row in table
-    )
 
 
 def compute_paper_values(

@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from ..nn.settings import NO_SOFTMAX, MHLASettings
+from ..nn.settings import FOREIGN_ENTRIES, MHLASettings
 
 PAPER_SETTINGS = {"feature_map": "relu", "normalize": False, "output_norm": True, "gate": True, "rope": "after"}
 MHLA_PRESETS: dict[str, dict[str, Any]] = {
@@ -62,7 +62,8 @@ class MHLAConfig(PreTrainedConfig):
         Raises:
             ValueError: A setting is not valid, or `layers` leaves out a layer.
         """
-        kwargs.pop("transformers_weights", None)
+        for name in FOREIGN_ENTRIES:
+            kwargs.pop(name, None)
         heads = self.num_attention_heads
         if self.head_dim is None:
             self.head_dim = int(self.hidden_size * self.expand_k) // heads
@@ -78,8 +79,8 @@ class MHLAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as a dictionary, with `transformers_weights` added (see `MHLAConfigMixin`)."""
-        return {**super().to_dict(), "transformers_weights": NO_SOFTMAX}
+        """Return the configuration as a dictionary, with `FOREIGN_ENTRIES` added (see `MHLAConfigMixin`)."""
+        return {**super().to_dict(), **FOREIGN_ENTRIES}
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "MHLAConfig":

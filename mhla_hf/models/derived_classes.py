@@ -18,7 +18,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from ..nn.settings import NO_SOFTMAX, MHLASettings
+from ..nn.settings import FOREIGN_ENTRIES, MHLASettings
 from .families import Family
 from .pretrained import MHLAPreTrainedMixin
 from .transformers_api import (
@@ -74,7 +74,8 @@ class MHLAConfigMixin:
     """Adds the settings, `mhla`, to a configuration class of transformers; must come first among the bases of a class.
 
     `config.json` also gets `transformers_weights`, which names a file that does not exist. Without it, a softmax class would
-    load the folder and ignore the weights `mhla.*`. With it, that is an error. This class ignores it when loading.
+    load the folder and ignore the weights `mhla.*`. With it, that is an error. This class ignores it when loading, as it
+    does all `FOREIGN_ENTRIES`.
     """
 
     def __post_init__(self: Any, **kwargs: Any) -> None:
@@ -85,7 +86,8 @@ class MHLAConfigMixin:
         """
         values = kwargs.pop("mhla", None)
         if values is not None:
-            kwargs.pop("transformers_weights", None)
+            for name in FOREIGN_ENTRIES:
+                kwargs.pop(name, None)
         super().__post_init__(**kwargs)  # type: ignore[misc]
         if values is not None:
             settings = MHLASettings.from_dict(values.to_dict() if isinstance(values, MHLASettings) else values)
@@ -93,9 +95,9 @@ class MHLAConfigMixin:
             self.mhla = settings.to_dict()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as a dictionary, with `transformers_weights` added if `mhla` is set."""
+        """Return the configuration as a dictionary, with `FOREIGN_ENTRIES` added if `mhla` is set."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        return {**values, "transformers_weights": NO_SOFTMAX} if values.get("mhla") is not None else values
+        return {**values, **FOREIGN_ENTRIES} if values.get("mhla") is not None else values
 
 
 class MHLAHeadMixin(MHLAPreTrainedMixin):

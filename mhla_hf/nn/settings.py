@@ -12,9 +12,14 @@ from typing import Any
 from ..ops.checks import IMPLEMENTATIONS
 
 FORMAT_VERSION = 3
-# Stands in config.json as `transformers_weights`, the name of the weights file: the softmax classes of transformers fail on
-# this missing file, and the error shows the sentence.
-NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
+# Entries of config.json that are for other classes than ours. `transformers_weights` names the weights file: the softmax
+# classes of transformers fail on this missing file, and the error shows the sentence. AutoTokenizer, without our code, reads
+# the file as a configuration of type "", and warns of the other type unless a part of the file has that type.
+FOREIGN_ENTRIES: dict[str, Any] = {
+    "transformers_weights": "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf "
+    "installed",
+    "tokenizer_only": {"model_type": ""},
+}
 MAX_BLOCKS = 16_384  # a mixing matrix of this size takes a gigabyte
 MAX_BLOCK_SIZE = 65_536  # tokens; a cache allocates keys and values of a block at its first step
 MAX_DECAYS = 64

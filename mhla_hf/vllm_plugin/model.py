@@ -18,12 +18,12 @@ from ..models.rotation import rotation_layout, unrotate
 from ..models.transformers_api import set_attention_function
 from ..nn.core import OutputGate
 from ..nn.heads import HeadSplit
-from ..nn.settings import MHLASettings
+from ..nn.settings import FOREIGN_ENTRIES, MHLASettings
 from .layers import PagedMHLA, PagedSoftmax, SplitSoftmax
 from .pages import PageLayout, RotationTable
 
 # Keys of a converted configuration that its base does not have.
-ADDED_KEYS = ("mhla", "mhla_measured", "transformers_weights", "auto_map", "model_type", "architectures")
+ADDED_KEYS = ("mhla", "mhla_measured", *FOREIGN_ENTRIES, "auto_map", "model_type", "architectures")
 
 
 class MHLAServing:

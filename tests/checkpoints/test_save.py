@@ -79,7 +79,8 @@ def test_bit_equal_elsewhere_and_saved_again(tmp_path):
     shutil.copytree(tmp_path / "saved/llama-all", repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    report, _ = run_elsewhere(VISITOR, tmp_path)
+    report, printed = run_elsewhere(VISITOR, tmp_path)
+    assert "You are using a model of type" not in printed
     out = load_file(tmp_path / "out.safetensors")
     assert (report["loaded"], report["processor"], report["hub"]) == ([], 32, "MHLALlamaForCausalLM")
     for name, tokenizer in tokenizers.items():

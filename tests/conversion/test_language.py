@@ -15,14 +15,14 @@ from small_repos import save_model
 from small_scores import small_tokenizer
 from small_types import small_model_of
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.conversion import kl_to_teacher
 from mhla_hf.conversion.fit import GateFit, OutputFit
-from mhla_hf.conversion.language import Checkpoint, count_kept_heads, parse_size, read_rows
-from mhla_hf.conversion.sizes import sizes_of_conversion
+from mhla_hf.conversion.language import Checkpoint, cache_bytes, count_kept_heads, parse_size, read_rows
+from mhla_hf.conversion.sizes import LayerSizes, sizes_of_conversion
 from mhla_hf.conversion.teacher import mhla_layers, softmax_instead
 
 SMALL = {"block_size": 8, "window": 2, "progress": False}
@@ -66,7 +66,6 @@ def test_each_stage_comes_closer_to_the_original(teacher):
     assert 0 < told["kept"]["kl"] < told["fitted"]["kl"] < told["converted"]["kl"]
     assert sum(map(len, model.config.mhla["softmax_heads"].values())) == 3
     assert told["softmax_heads"] == model.config.mhla["softmax_heads"] and set(told["gates"]) == {"0", "1", "2"}
-    assert told["cache_bytes"]["32768"]["converted"] < 0.3 * told["cache_bytes"]["32768"]["softmax"]
     rows = urns(4, seed=2000)
     alone = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8, window=2)
     assert kl_to_teacher(model, [rows]) < 0.7 * kl_to_teacher(alone, [rows])
@@ -152,6 +151,15 @@ def test_what_keep_means(teacher):
         count_kept_heads(sizes, "1KiB", 96)
 
 
+@pytest.mark.parametrize(
+    ("positions", "lengths"), [(512, ["512"]), (8192, ["4096", "8192"]), (131072, ["4096", "32768"])]
+)
+def test_caches_are_counted_at_lengths_that_the_model_has(positions, lengths):
+    caches = cache_bytes({0: LayerSizes(4, 100, 1000)}, {"0": [2]}, positions)
+    assert list(caches) == lengths
+    assert caches[lengths[0]] == {"softmax": 100 * int(lengths[0]), "converted": 25 * int(lengths[0]) + 750}
+
+
 def test_cache_of_a_converted_model_is_as_told(teacher):
     """The bytes in `mhla_measured`, counted in a cache that the model filled."""
     model = converted(teacher, keep=5)
@@ -160,8 +168,9 @@ def test_cache_of_a_converted_model_is_as_told(teacher):
     held = sum(layer.state.nbytes() for layer in cache.layers if hasattr(layer, "state"))
     kept = [getattr(layer, "softmax", layer) for layer in cache.layers]
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in kept if layer is not None)
-    told = model.config.mhla_measured["cache_bytes"]["4096"]["converted"]
-    assert abs(kept * 4096 / 96 + held - told) <= 0.01 * told
+    assert list(model.config.mhla_measured["cache_bytes"]) == ["96"]
+    told = model.config.mhla_measured["cache_bytes"]["96"]["converted"]
+    assert abs(kept + held - told) <= 0.01 * told
 
 
 def test_saved_and_loaded(teacher, tmp_path):
@@ -240,7 +249,9 @@ def test_a_layer_that_lists_all_its_heads_stays_softmax(teacher):
     assert not hasattr(model.model.layers[1].self_attn, "mhla")
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_command(tmp_path, capsys, monkeypatch, terminal):
+    """It prints the report of `convert` in Python, once, whether stderr shows progress bars or not."""
     base = softmax_model(vocab_size=400, num_key_value_heads=4, max_position_embeddings=96)
     source = save_model(tmp_path / "base", base)
     text = tmp_path / "text.txt"
@@ -250,12 +261,18 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     run = Checkpoint.run
     leave = lambda *given: (run(*given), out.with_name("out.part.tmp-1").touch())  # noqa: E731
     monkeypatch.setattr(Checkpoint, "run", leave)  # as a process that is killed while it saves its progress
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     assert main(["convert", str(source), f"{out}/", *options]) == 0
     told = capsys.readouterr().out
-    assert "perplexity" in told and "KV heads" in told and "cache at 32,768 tokens" in told
+    assert "perplexity" in told and "KV heads" in told and "cache at 96 tokens" in told
     config = json.loads((out / "config.json").read_text())
     assert config["mhla"]["softmax_heads"] and config["mhla_measured"]["text"] == "text.txt"
     assert [path.name for path in out.parent.iterdir()] == ["out"]
+    monkeypatch.setattr(Checkpoint, "run", run)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    converted(model, tokenizer=tokenizer, text=str(text), keep=1 / 6, progress=True)
+    report = capsys.readouterr().out
+    assert report.count("perplexity") == 1 and told.startswith(report) and told[len(report) :].startswith(f"{out}/: ")
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_sentence(tmp_path):

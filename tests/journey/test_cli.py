@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from small_encoders import softmax_encoder
 from small_models import CACHE
-from small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_tokenizer
+from small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_llama, small_tokenizer
 from small_towers import softmax_tower
 from tiny_pipelines import dit_pipeline, generate, sana_pipeline, wan_pipeline
 from transformers import (
@@ -35,6 +35,7 @@ from transformers import (
 import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.commands.values import parse_layers, parse_settings
+from mhla_hf.conversion.language import give_softmax_back
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.text_tasks import make_tasks
 from mhla_hf.planning import compare_saved_caches
@@ -485,13 +486,24 @@ def test_tasks_of_ones_own_text_and_what_a_checkpoint_is(shelf, tmp_path, monkey
     assert {score["metric"] for score in scores} == {"acc", "acc_mutual_info"}
     assert main(["info", "mhla"]) == 0
     page = capsys.readouterr().out
-    assert page.startswith("mhla: MHLALlamaForCausalLM\nlayers:     2 of 3 are MHLA: 1, 2\n") and page.count("\n") <= 12
+    attention = "2 of 3 layers are MHLA (all but 0), 2 of 6 KV heads keep softmax"
+    assert page.startswith(f"mhla: MHLALlamaForCausalLM\nattention:  {attention}\n") and page.count("\n") <= 12
     assert "score:      mine_cloze acc " in page and "mixing_form decay" in page and " MiB with softmax alone" in page
+
+
+def test_info_counts_the_heads_that_keep_softmax(tmp_path, capsys):
+    """In MHLA layers, and in one that got all of its heads back."""
+    model = mhla_hf.convert(small_llama(num_attention_heads=4, num_key_value_heads=2), layers="all", block_size=16)
+    give_softmax_back(model, {0: [1], 2: [0, 1]})
+    model.save_pretrained(tmp_path)
+    assert main(["info", str(tmp_path)]) == 0
+    assert "attention:  2 of 3 layers are MHLA (all but 2), 3 of 6 KV heads keep softmax\n" in capsys.readouterr().out
 
 
 def test_info_counts_the_cache_that_the_model_fills(shelf, capsys):
     assert main(["info", str(shelf / "mhla"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["cache"]
+    assert told["tokens"] == 192  # the model's positions
     for name, folder in (("mhla", "mhla"), ("softmax", "llama")):
         model = AutoModelForCausalLM.from_pretrained(shelf / folder)
         with torch.no_grad():

@@ -143,6 +143,10 @@ def for_sharing():
     return {"pipe": PIPELINES["wan"]().to(torch.bfloat16)}
 
 
+def for_index():
+    return {}
+
+
 STAND_INS = {name.removeprefix("for_"): make for name, make in globals().items() if name.startswith("for_")}
 
 

@@ -89,7 +89,8 @@ def test_a_prompt_longer_than_the_window(here, capsys):
     printed, longest = capsys.readouterr().out, 2 * names["model"].config.mhla["block_size"]
     assert names["inputs"]["input_ids"].shape[1] > longest
     write = pipeline("text-generation", "smollm2-mhla", dtype="auto")
-    assert write("Gravity is " * 60, max_new_tokens=40, do_sample=False)[0]["generated_text"] + "\n" == printed
+    written = write("Gravity is " * 60, max_new_tokens=40, do_sample=False)[0]["generated_text"]
+    assert printed.endswith(f"\n{written}\n")  # after the report of the conversion
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT

@@ -12,6 +12,7 @@ from small_models import FAMILIES, MODELS, converted_model, scratch_model, softm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mhla_hf
+from mhla_hf.nn.settings import FOREIGN_ENTRIES
 
 
 @pytest.fixture(params=list(MODELS))
@@ -115,9 +116,9 @@ def test_softmax_classes_refuse_the_folder(family, tmp_path):
     for stock in (f"{name}ForCausalLM", f"{name}Model"):
         with pytest.raises(ValueError, match="these are no weights of a softmax model"):
             getattr(transformers, stock).from_pretrained(tmp_path)
-    assert transformers.PreTrainedConfig.from_pretrained(tmp_path).mhla["layers"] == model.config.mhla["layers"]
+    assert transformers.PreTrainedConfig.from_pretrained(tmp_path).model_type == ""
     for loaded in (AutoConfig.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path).config):
-        assert not hasattr(loaded, "transformers_weights")
+        assert not any(hasattr(loaded, name) for name in FOREIGN_ENTRIES)
 
 
 def test_mixtral_checkpoints_have_the_names_of_the_hub(tmp_path):

@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...checkpoints.fingerprint import hash_json
-from ...conversion.model_family import TRANSFORMERS, family_of, is_of_diffusers
+from ...conversion.model_family import TRANSFORMERS, family_of, is_of_diffusers, transformer_family
 from ...data import Reader
 from ...models.families import Family
 from ..adapters import import_peft
@@ -453,9 +453,8 @@ def _latent_channels(model: Any) -> int:
 
 
 def _base_of(model: Any) -> str:
-    """Return the name of the softmax class of a model that can be trained."""
-    family: Any = family_of(model)
-    return family.base
+    """Return the name of the softmax class of a model that can be trained; families such as Flux have several classes."""
+    return next(cls.__name__ for cls in type(model).__mro__ if transformer_family(cls) is not None)
 
 
 def _patch_size(model: Any) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 from accelerate import debug_launcher
 from diffusers import DiffusionPipeline, WanPipeline
 from safetensors.torch import load_file, save_file
+from tiny_bare_pipelines import BARE_PIPELINES
 from tiny_pipelines import PIPELINES, generate, tiny_transformer
 
 import mhla_hf
@@ -196,6 +197,9 @@ BAD = {
         "teacher: got no pipeline as student or teacher, expected one"),
     "another family": ({"teacher": PIPELINES["sana"]},
         "teacher: got a Sana.* of 4 channels, expected a Wan.* of 16 channels"),
+    "another class": ({"student": lambda: mhla_hf.convert(tiny_transformer("flux")),
+        "teacher": BARE_PIPELINES["chroma"]},
+        "teacher: got a ChromaTransformer2DModel of .*, expected a FluxTransformer2DModel of"),
     "converted teacher": ({**stage("transfer", trainable="mhla"), "teacher": lambda: converted("wan")},
         "teacher: got an MHLA layer for .*, expected the softmax original"),
     "image to video": ({"student": lambda: tiny_transformer("wan-i2v")},
