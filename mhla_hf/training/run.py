@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,8 @@ from ..checkpoints.load import summarize_error
 from ..checkpoints.provenance import describe_run
 from .interrupt import Interrupt
 from .previews import save_preview, track_preview
-from .recipe import CommonStage, Options
-from .run_folder import RECORD, RunFolder, identify, identify_student, merge_records, unreadable_state
+from .recipe import CommonStage, Options, read_recipe
+from .run_folder import RECORD, RunFolder, identify, identify_student, merge_records, public_name, unreadable_state
 from .sharding import attach_wrapping_hints, evaluate_sharded, gather_weights, load_average, save_average, sharded
 from .tasks.base import DataSource, Task
 from .trainable import (
@@ -36,6 +35,8 @@ from .trainable import (
 )
 
 logger = logging.getLogger("mhla_hf")
+FIRST_STEPS = 3  # after which the time left is estimated
+LONG = 4 * 3600  # seconds of training on a CPU after which its recipe is named
 Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the device, summed since the last log entry
 
 
@@ -221,6 +222,8 @@ class Run:
                 if self.average:
                     self.average.step(trained)
                 last_time = self._count_step(stage, last_time)
+                if progress["total"] == FIRST_STEPS:
+                    self._report_time_left()
                 bar.update()
                 stop = self.interrupt.requested and accelerator.num_processes == 1
                 is_last = progress["step"] == stage.steps
@@ -324,6 +327,16 @@ class Run:
         self.progress["seconds"] += now - last_time
         return now
 
+    def _report_time_left(self) -> None:
+        """Report the time that all stages together still take, and on a CPU, if it is long, the recipe for a CPU."""
+        seconds = self.task.seconds_of(self.stages, self.progress)
+        left = tqdm.format_interval(seconds - self.progress["seconds"])
+        hint = ""
+        if self.accelerator.device.type == "cpu" and seconds > LONG and (name := self.task.cpu_recipe):
+            cpu_seconds = self.task.seconds_of(read_recipe(name).stages, self.progress)
+            hint = f"; {name} is the recipe for a CPU: about {tqdm.format_interval(cpu_seconds)}"
+        self._report(f"about {left} left for all {self.total_steps:,} steps{hint}")
+
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
         """Evaluate the student, add the scores and the means of `sums` to the history, and update trackers and `bar`.
 
@@ -355,7 +368,8 @@ class Run:
         tracked = (key for key in (*sums, "lr", "grad_norm") if key in entry)
         self.accelerator.log({f"{stage.name}/{key}": entry[key] for key in tracked}, step=progress["total"])
         units_per_second = progress[unit] / max(progress["seconds"], 1e-9)
-        postfix = {"loss": f"{entry['loss']:.4g}", f"{unit}/s": f"{units_per_second:,.0f}"}
+        left = tqdm.format_interval(self.task.seconds_of(self.stages, progress) - progress["seconds"])
+        postfix = {"loss": f"{entry['loss']:.4g}", f"{unit}/s": f"{units_per_second:,.0f}", "left in all": left}
         bar.set_postfix(postfix, refresh=False)
         if not self.show_bars:
             label = f"{stage.name} ({progress['stage'] + 1}/{len(self.stages)})"
@@ -425,14 +439,14 @@ class Run:
             "task": self.task.name,
             "student": type(self.student).__name__,
             "parameters": self.student.num_parameters(),
-            "teacher": self.teacher and _public_name(getattr(self.teacher.config, "_name_or_path", None)),
+            "teacher": self.teacher and public_name(getattr(self.teacher.config, "_name_or_path", None)),
             "stages": self._make_stage_records(),
             "steps": progress["total"],
             unit: progress[unit],
             "resumed": progress["resumed"],
             "history": progress["history"],
             "seconds": round(progress["seconds"], 3),
-            "data": {**self.source.describe(), "name": _public_name(self.source.name)},
+            "data": {**self.source.describe(), "name": public_name(self.source.name)},
             "gradient_checkpointing": self.options.gradient_checkpointing,
             **describe_run(self.command, self.accelerator.device),
             "fingerprint": self.folder.identity,
@@ -481,8 +495,3 @@ class Run:
             logger.info(text)
         elif self.reports:
             tqdm.write(text, file=sys.stderr)
-
-
-def _public_name(name: str | None) -> str | None:
-    """Return only the last component of a path that exists, since records are published; return other names unchanged."""
-    return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name

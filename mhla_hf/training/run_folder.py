@@ -273,6 +273,11 @@ def unreadable_state(state: Path, reason: str) -> ValueError:
     )
 
 
+def public_name(name: str | None) -> str | None:
+    """Return only the last component of a path that exists, since records are published; return other names unchanged."""
+    return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name
+
+
 def _compute_checksums(folder: Path) -> dict[str, str]:
     """Return a dict from relative path to SHA-256 of every file in a state except `IDENTITY`."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / IDENTITY)
