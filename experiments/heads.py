@@ -219,6 +219,7 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    made_as: Row
     if job["form"] in FORMS:
         settings, is_far_on = FORMS[job["form"]]
         if job["form"] == "wide window":

@@ -184,7 +184,7 @@ def plot_gains(
             (middle, mebibytes, titles[1], "MiB"),
         )
         for axes, values, title, unit in panels:
-            for index, (name, label) in enumerate((("teacher", "softmax"), ("mhla", "converted"))):
+            for index, (name, label) in enumerate((("teacher", "softmax"), ("mhla", "MHLA"))):
                 y = [pair[index] for pair in values.values()]
                 axes.plot(list(values), y, color=COLORS[name], marker="o", label=label)
                 axes.annotate(
@@ -193,7 +193,8 @@ def plot_gains(
                 )  # fmt: skip
             _label_lengths(axes, values, title, unit)
         left.legend(loc="upper left")
-        for name, (label, perplexities) in zip(("teacher", "mhla", "linear"), quality.items(), strict=False):
+        names = ("teacher", "mhla", "linear", "control")
+        for name, (label, perplexities) in zip(names, quality.items(), strict=True):
             x, y = list(perplexities), list(perplexities.values())
             right.plot(x, y, color=COLORS[name], marker="o", label=label)
         right.grid(True)
