@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
+MINUTE := 60
+# Before a command of pip, which is quiet: prints a line a minute, and ends with the shell of that command.
+TICK = echo "installing into $(VENV)"; n=0; while sleep 1 && kill -0 $$$$ 2>/dev/null; do n=$$((n + 1)); \
+	[ $$((n % $(MINUTE))) -ne 0 ] || echo "installing: minute $$((n / $(MINUTE)))"; done &
 
 # `make test-releases` runs these on the oldest releases that pyproject.toml promises, and on what pip installs today.
 RELEASE_oldest := transformers==5.19.0 diffusers==0.42.0 accelerate==1.15.0 huggingface_hub==2.4.0 peft==0.21.0
@@ -16,12 +20,12 @@ RELEASE_TESTS := $(addprefix tests/,models/test_transformers_api.py models/test_
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[train,eval,peft]'
+	@$(TICK) $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
+	@$(TICK) $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[train,eval,peft]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test]'
+	@$(TICK) $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test]'
 	# apart, for one test, and without the torchvision that it needs, which would have to be made for this torch
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-deps --target $(VENV)/torch-fidelity torch-fidelity
 	touch $@

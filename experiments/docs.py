@@ -171,13 +171,13 @@ def draw_gains(path: Path) -> None:
     cache = {length: (heads["whole_bytes"][str(length)], heads["bytes"][str(length)]) for length in BYTES_AT}
     single_rows = [row for row in speed_rows if row["batch"] == 1 and row["length"] <= BYTES_AT[-1]]
     time = {row["length"]: (row["softmax"]["next token"], row["MHLA"]["next token"]) for row in single_rows}
-    quality = {}
-    labels = {("MHLA", 15): "converted", ("window", 0): "window alone"}
-    for row in rows:
-        label = labels.get((row["form"], row["heads"]))
-        if label and row["text"].startswith("wiki") and row["seed"] == 0:
-            quality["softmax"] = {position: scores[2] for position, scores in row["places"].items()}
-            quality[label] = {position: scores[1] for position, scores in row["places"].items()}
+    quality: dict[str, dict[str, float]] = {}
+    labels = {("MHLA", 15): "MHLA", ("wide window", 15): "window, same heads", ("window", 0): "window alone"}
+    for form, label in labels.items():
+        of_form = (row for row in rows if (row["form"], row["heads"]) == form and row["text"].startswith("wiki"))
+        places = next(row["places"] for row in of_form if row["seed"] == 0)
+        quality.setdefault("softmax", {position: scores[2] for position, scores in places.items()})
+        quality[label] = {position: scores[1] for position, scores in places.items()}
     titles = (
         "Time per new token\nSmolLM2-135M, two CPU threads",
         f"Cache\n{heads['heads']} of 90 KV heads keep softmax, bf16",

@@ -4,7 +4,7 @@ Every form is fitted on one text, and its gates choose the KV heads that keep so
 the original and perplexity at several positions of long rows, and recall, the mean log-probability of the second copy of
 half a row. Bytes are those of the cache of one sequence in bf16, with state and window. "window" is a conversion whose far
 part is off, which is what DuoAttention keeps. It has heads of its own: as many as the others, or as many as fit into the
-same bytes.
+same bytes. "wide window" keeps the heads of MHLA, and has as many bytes.
 """
 
 import argparse
@@ -51,6 +51,7 @@ FORMS: dict[str, tuple[dict[str, Any], bool]] = {  # settings that differ from t
     "MHLA, no text": ({}, True),
     "plain sum": ({"feature_map": "exp", "free_decay": False}, True),
     "window": ({}, False),
+    "wide window": ({"window": 9}, False),
 }
 
 
@@ -153,6 +154,24 @@ def switch_off(model: Any) -> None:
         attention.mhla.mixing.balance.data.fill_(OFF)
 
 
+def window_model(model: Any, softmax_heads: Mapping[Any, list[int]], **settings: Any) -> Any:
+    """Convert a model in place so that it has a window, and softmax in `softmax_heads`: {layer: [KV head, ...]}."""
+    convert(model, layers="all", **settings)
+    switch_off(model)
+    if softmax_heads:
+        give_softmax_back(model, {int(layer): heads for layer, heads in softmax_heads.items()})
+    return model
+
+
+def heads_of_mhla(out: str | Path, job: Row) -> dict[str, list[int]]:
+    """Return the KV heads that keep softmax in the row of MHLA with the heads, seed, and text of a job."""
+    rows = json.loads(Path(out).read_text(encoding="utf-8"))["rows"]
+    heads: dict[str, list[int]] = next(
+        row["softmax_heads"] for row in rows if {**job, "form": "MHLA"}.items() <= row.items()
+    )
+    return heads
+
+
 def count_bytes(
     model_folder: str | Path, settings: Mapping[str, Any], heads: int, is_far_on: bool
 ) -> dict[str, dict[str, int]]:
@@ -201,10 +220,15 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    made_as: Row
     if job["form"] in FORMS:
         settings, is_far_on = FORMS[job["form"]]
-        model, fitted = converted_for_job(arguments, job)
-        made_as = {"seconds": fitted["seconds"], "softmax_heads": largest_gates(fitted["gates"], job["heads"])}
+        if job["form"] == "wide window":
+            heads = heads_of_mhla(arguments["out"], job)
+            model, made_as = window_model(load(arguments["model"]), heads, **settings), {"softmax_heads": heads}
+        else:
+            model, fitted = converted_for_job(arguments, job)
+            made_as = {"seconds": fitted["seconds"], "softmax_heads": largest_gates(fitted["gates"], job["heads"])}
     else:
         model = load_folder(arguments, job)
         is_far_on = any(attention.mhla.mixing.balance.max() > OFF / 2 for attention in mhla_layers(model).values())

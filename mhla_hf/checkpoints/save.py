@@ -169,7 +169,7 @@ def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int =
         raise ValueError(f"{start}, which contains the working or the home folder, expected another folder.")
     if path.exists() and any(path.iterdir()):
         if not overwrite:
-            raise ValueError(f"{start}, which is not empty, expected another folder, or overwrite (--overwrite).")
+            raise ValueError(f"{start}, which is not empty, expected another folder, or overwrite.")
         if not holds_saved_model(path):
             raise ValueError(f"{start}, which is not empty and holds no MHLA model, expected one to overwrite.")
         existing = {file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}

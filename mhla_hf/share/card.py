@@ -19,7 +19,7 @@ from ..checkpoints.file_io import PathLike, check_writable, read_json, read_yaml
 from ..checkpoints.load import wrap_errors
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import read_settings
-from ..evaluation.records import Result, format_score, render_table
+from ..evaluation.records import Result, Results, format_score, render_table
 from ..plots import draw_heads
 from . import facts as facts_module
 from .facts import TEACHER, Facts, Person, make_facts, read_folder, section_of
@@ -69,8 +69,14 @@ def write_card(
     license_details = {key: person_fields.pop(key, None) for key in ("license_name", "license_link")}
     terms = facts_module.find_license(base_model, compared.get(TEACHER), license, **license_details)
     person = read_settings(Person, {"name": name, "base_model": base_model, **terms, **person_fields}, "card: ")
+    return _write_measured_card(folder, measured, person)
+
+
+def _write_measured_card(folder: Path, measured: dict[str, Any], person: Person) -> Path:
+    """Write README.md and card.json of an evaluated model; `measured` is what `facts.measure` returns."""
     text = render_card(make_facts(measured, person))
-    stored = {"format_version": facts_module.FORMAT_VERSION, **dataclasses.asdict(person), "compared": records}
+    compared = measured["compared"]
+    stored = {"format_version": facts_module.FORMAT_VERSION, **dataclasses.asdict(person), "compared": compared}
     write_json(folder / facts_module.PERSON_FILE, stored)
     return write_text(folder / CARD_FILE, text)
 
@@ -145,6 +151,13 @@ def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | N
         measured["over_seeds"] = read_json(over_seeds)
     write_json(Path(root, RESULTS, f"{name}.json"), measured)
     return write_text(Path(root, f"{name}.md"), text)
+
+
+def write_first_card(folder: Path, person: Person) -> Path:
+    """Write the card of a saved model that has none, with its scores if it was evaluated, and return its path."""
+    if Results.read(folder):
+        return _write_measured_card(folder, facts_module.measure(folder, {}), person)
+    return write_text(folder / CARD_FILE, render_card(Facts(*facts_module.read_model(folder), person)))
 
 
 def render_plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mapping[str, Any]) -> str:

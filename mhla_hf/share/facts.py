@@ -231,9 +231,7 @@ def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any],
     content = read_json(path) or {}
     version = content.pop("format_version", None)
     if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{path}: got format_version {version}, expected {FORMAT_VERSION}; run mhla-hf card {folder} --name NAME."
-        )
+        raise ValueError(f"{path}: got format_version {version}, expected {FORMAT_VERSION}; write the card again.")
     measured = measure(folder, content.pop("compared", {}), weights)
     return measured, read_settings(Person, content, f"{path}: ")
 
@@ -268,7 +266,7 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
     records = Results.read(folder)
     if not records:
         raise ValueError(
-            f"{folder}: got no results.json with scores, expected one; run mhla-hf evaluate {folder} --recipe recall."
+            f"{folder}: got no results.json with scores, expected one; evaluate first, such as with the recipe recall."
         )
     local = [record for record in records if weights and record.fingerprint.startswith("files:")]
     fingerprint = fingerprint_folder(folder) if local else None
@@ -331,6 +329,7 @@ def find_license(
         raise ValueError(f"license: got {license!r}, expected {terms['license']!r} as stated by {card}.")
     if terms["license"] is None:
         raise ValueError(
-            f"license: got none, and no card of {base_model or teacher or 'a base'} states one, expected --license."
+            f"license: got none, and no card of {base_model or teacher or 'a base'} states one, "
+            "expected one of the Hub's, such as apache-2.0."
         )
     return terms

@@ -32,8 +32,8 @@ from ..checkpoints.save import (
     read_sentence_files,
 )
 from ..evaluation.records import Results
-from .card import check_card, render_folder_card
-from .facts import PERSON_FILE, list_unmeasured, read_model
+from .card import check_card, render_folder_card, write_first_card
+from .facts import PERSON_FILE, Person, list_unmeasured, read_model
 
 logger = logging.getLogger("mhla_hf")
 HUB_TOKEN = re.compile(r"\bhf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.-]{16,})")
@@ -50,7 +50,12 @@ TEMPLATE_ESCAPES = re.compile(r"\\[nrt]")  # in chat templates, where they could
 
 
 def stage_folder(
-    folder: PathLike, staging: PathLike, *, repo_id: str | None = None, card: str | None = None, draft: bool = False
+    folder: PathLike,
+    staging: PathLike,
+    *,
+    repo_id: str | None = None,
+    person: Person | None = None,
+    draft: bool = False,
 ) -> tuple[str, ...]:
     """Copy the files to be shared from `folder` into `staging`, and check the copy.
 
@@ -58,7 +63,7 @@ def stage_folder(
         folder: A saved MHLA model, or a pipeline with one.
         staging: Folder to create. Weights are linked, not copied.
         repo_id: The Hub id that the model will have.
-        card: Text of README.md, if `folder` has none.
+        person: The author's part of the card, which is written to `staging` if `folder` has none.
         draft: Whether to accept a converted language model without scores for recall and generation.
 
     Returns:
@@ -94,13 +99,13 @@ def stage_folder(
         else:
             shutil.copyfile(file, copy)
     try:
-        _check_staged(staging, card, repo_id, draft)
+        _check_staged(staging, person, repo_id, draft)
     except ValueError as error:
         raise ValueError(str(error).replace(str(staging), str(folder))) from error
     return left_out
 
 
-def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bool) -> None:
+def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draft: bool) -> None:
     """Run all checks on the staged copy, shorten local paths in its records, and write its card.
 
     See `stage_folder` for the arguments. Raise ValueError for the first problem found.
@@ -122,10 +127,10 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
                 if key not in content:
                     raise ValueError(f"{folder / path}: got the key {key!r}, expected only keys that name no code.")
     dtype = check_weights(folder)
-    is_measured = (folder / PERSON_FILE).is_file()
     readme = folder / CARD_FILE
-    if card is not None and not readme.exists():
-        write_text(readme, card)
+    if person is not None and not readme.exists():
+        write_first_card(folder, person)
+    is_measured = (folder / PERSON_FILE).is_file()
     _check_readme(readme, repo_id, is_measured)
     for file in (folder / name for name in RECORDS if (folder / name).is_file()):
         write_json(file, map_texts(read_json(file), shorten_paths))
@@ -136,7 +141,7 @@ def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bo
     if needs_scores and (missing := list_unmeasured(Results.read(folder) if is_measured else [])):
         raise ValueError(
             f"{folder}: got no result for {' and '.join(missing)}, expected both in the card of a converted language "
-            f"model; run mhla-hf evaluate {folder} --recipe recall and write the card again, or give --draft."
+            "model: evaluate it with the recipe recall and write the card again, or set draft."
         )
     check_isolated_load(folder, kind, dtype if kind == "pipeline" else "auto")
 
@@ -218,9 +223,7 @@ def _check_readme(file: Path, repo_id: str | None, is_measured: bool) -> None:
     card of another Hub id than `repo_id`.
     """
     if not file.exists():
-        raise ValueError(
-            f"{file}: got no card, expected one; run mhla-hf card {file.parent} --name NAME, or give license (--license)."
-        )
+        raise ValueError(f"{file}: got no card, expected one, or license or base_model, with which push writes it.")
     with wrap_errors(f"{file}: got metadata that cannot be read, expected YAML front matter"):
         license = ModelCard(file.read_text(encoding="utf-8")).data.get("license")
     if not isinstance(license, str):

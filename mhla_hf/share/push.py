@@ -20,8 +20,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from ..checkpoints.file_io import SHARD_SIZE, PathLike, check_writable, summarize_error, temporary_folder
 from ..checkpoints.save import CARD_FILE, count_bytes, is_model_file
-from .card import render_plain_card
-from .facts import find_license
+from .facts import Person, find_license
 from .folder_checks import stage_folder
 
 logger = logging.getLogger("mhla_hf")
@@ -104,12 +103,12 @@ def push(
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(temporary_folder(tempfile.gettempdir(), "mhla_hf-push-"))
         folder = _save_to_folder(what, tokenizer, temporary / "saved")
-        card = None
+        person = None
         logger.info("push: checking %s", what if isinstance(what, str | Path) else type(what).__name__)
         if (license is not None or base_model is not None) and folder.is_dir():
-            card = _make_card(folder, repo_id, license, base_model, dry_run)
+            person = _describe_author(folder, repo_id, license, base_model, dry_run)
         staging = temporary / "model"
-        left = stage_folder(folder, staging, repo_id=repo_id, card=card, draft=draft)
+        left = stage_folder(folder, staging, repo_id=repo_id, person=person, draft=draft)
         files = {path.relative_to(staging).as_posix(): path.stat().st_size for path in list_files(staging)}
         if dry_run:
             return Pushed(repo_id, "", "", False, left, files, foresee_deletions(repo_id, revision, token, files))
@@ -227,8 +226,8 @@ def list_files(folder: PathLike) -> list[Path]:
     return sorted(file for file in Path(folder).rglob("*") if file.is_file())
 
 
-def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> str:
-    """Render a card without scores for a folder that has no card.
+def _describe_author(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> Person:
+    """Return the author's part of the first card of a folder.
 
     Raise ValueError if the folder has a card, or the license is neither given nor stated by the card of `base_model`, which
     is not read if `dry_run`.
@@ -240,7 +239,7 @@ def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str 
             f"license: got none in a dry run, which does not ask the Hub for that of {base_model!r}, expected it."
         )
     terms = find_license(None if dry_run else base_model, None, license)
-    return render_plain_card(folder, repo_id, base_model, terms)
+    return Person(repo_id, base_model, **terms)  # type: ignore[arg-type]
 
 
 def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:

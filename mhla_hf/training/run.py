@@ -21,7 +21,7 @@ from ..checkpoints.provenance import describe_run, public_name
 from ..checkpoints.save import count_bytes
 from .interrupt import Interrupt
 from .previews import save_preview, track_preview
-from .recipe import CommonStage, Options
+from .recipe import CommonStage, Options, read_recipe
 from .run_folder import RECORD, RunFolder, identify, identify_student, merge_records, unreadable_state
 from .sharding import attach_wrapping_hints, evaluate_sharded, gather_weights, load_average, save_average, sharded
 from .tasks.base import DataSource, Task
@@ -37,6 +37,8 @@ from .trainable import (
 )
 
 logger = logging.getLogger("mhla_hf")
+FIRST_STEPS = 3  # after which the time left is estimated
+LONG = 4 * 3600  # seconds of training on a CPU after which its recipe is named
 Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the device, summed since the last log entry
 
 
@@ -224,6 +226,8 @@ class Run:
                 if self.average:
                     self.average.step(trained)
                 last_time = self._count_step(stage, last_time)
+                if progress["total"] == FIRST_STEPS:
+                    self._report_time_left()
                 bar.update()
                 stop = self.interrupt.requested and accelerator.num_processes == 1
                 is_last = progress["step"] == stage.steps
@@ -327,6 +331,16 @@ class Run:
         self.progress["seconds"] += now - last_time
         return now
 
+    def _report_time_left(self) -> None:
+        """Report the time that all stages together still take, and on a CPU, if it is long, the recipe for a CPU."""
+        seconds = self.task.seconds_of(self.stages, self.progress)
+        left = tqdm.format_interval(seconds - self.progress["seconds"])
+        hint = ""
+        if self.accelerator.device.type == "cpu" and seconds > LONG and (name := self.task.cpu_recipe):
+            cpu_seconds = self.task.seconds_of(read_recipe(name).stages, self.progress)
+            hint = f"; {name} is the recipe for a CPU: about {tqdm.format_interval(cpu_seconds)}"
+        self._report(f"about {left} left for all {self.total_steps:,} steps{hint}")
+
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
         """Evaluate the student, add the scores and the means of `sums` to the history, and update trackers and `bar`.
 
@@ -358,7 +372,8 @@ class Run:
         tracked = (key for key in (*sums, "lr", "grad_norm") if key in entry)
         self.accelerator.log({f"{stage.name}/{key}": entry[key] for key in tracked}, step=progress["total"])
         units_per_second = progress[unit] / max(progress["seconds"], 1e-9)
-        postfix = {"loss": f"{entry['loss']:.4g}", f"{unit}/s": f"{units_per_second:,.0f}"}
+        left = tqdm.format_interval(self.task.seconds_of(self.stages, progress) - progress["seconds"])
+        postfix = {"loss": f"{entry['loss']:.4g}", f"{unit}/s": f"{units_per_second:,.0f}", "left in all": left}
         bar.set_postfix(postfix, refresh=False)
         if not self.show_bars:
             label = f"{stage.name} ({progress['stage'] + 1}/{len(self.stages)})"

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 
-from mhla_hf.checkpoints.bundle import check_bundle, fold
+from mhla_hf.checkpoints.bundle import build_bundle, check_bundle, fold
 
 NAMESPACE = '"""Who this copy is."""\n\nNAMESPACE = "package"\n'
 
@@ -166,6 +166,15 @@ def test_what_nothing_refers_to_is_left_out(tmp_path):
     scope = run(text)
     assert (scope["TABLE"], scope["GROWN"], scope["Kept"]().f()(3)) == ({"b": ["a"]}, [1, 2], 3) and scope["unread"]
     assert all(word not in text for word in ("LOST", "nobody", "unused", "import math", "cache"))
+
+
+def test_an_old_transformers_is_told_which_one_is_needed(monkeypatch):
+    """In one sentence, before an import that it lacks."""
+    monkeypatch.setattr("transformers.__version__", "4.57.6")
+    monkeypatch.delattr("transformers.cache_utils.LinearAttentionCacheLayerMixin")
+    with pytest.raises(ImportError, match=r"^transformers: got 4\.57\.6, expected 5\.19\.0 or newer; .*\.$") as caught:
+        run(build_bundle("models.converted_dense"))
+    assert "\n" not in str(caught.value)
 
 
 LOW = "class Low:\n    pass\n\n\ndef helper():\n    return 1\n"

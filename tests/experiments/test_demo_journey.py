@@ -1,6 +1,9 @@
 """The demo on a real model, in miniature: on random weights, stopped and gone on with, drawn, and loaded elsewhere."""
 
 import importlib
+import json
+import re
+import subprocess
 
 import pytest
 from small_models import refused, softmax_model
@@ -8,6 +11,7 @@ from small_models import refused, softmax_model
 from experiments.demo import journey as steps
 from experiments.demo.__main__ import main
 from experiments.demo.text import make_tokenizer, read_text
+from experiments.docs import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +27,22 @@ def arguments(tmp_path_factory):
     return [*(word for name, value in words.items() for word in (f"--{name}", str(value))), "--quiet"]
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def short():
     """Rows of 512 tokens."""
-    monkeypatch.setattr(importlib.import_module("mhla_hf.conversion.language"), "ROW_TOKENS", 512)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("mhla_hf.conversion.language"), "ROW_TOKENS", 512)
+        yield
+
+
+@pytest.fixture
+def finished(arguments, short):
+    """The content of results.json, and the folder of the run, which is finished here unless it was before."""
+    return main(arguments), steps.Path(arguments[arguments.index("--out") + 1])
 
 
 def test_stopped_it_goes_on_to_the_end(arguments, monkeypatch, capsys):
+    """Every part shows a bar, and how long the whole takes."""
     scores, judged = steps.Journey.scores_of, []
 
     def stop_at_the_third(journey, *rest):
@@ -40,21 +53,74 @@ def test_stopped_it_goes_on_to_the_end(arguments, monkeypatch, capsys):
 
     monkeypatch.setattr(steps.Journey, "scores_of", stop_at_the_third)
     with pytest.raises(KeyboardInterrupt):
-        main(arguments)
-    results = main(arguments)
+        main(arguments[:-1])
+    results = main(arguments[:-1])
     assert len(judged) == 5 and list(results["models"]) == list(steps.MODELS)
-    softmax, window, _, mhla = results["models"].values()
-    assert max(map(abs, softmax["kl"])) < 1e-6 < mhla["kl"][-1] < window["kl"][-1]
+    softmax, mhla, _, alone = results["models"].values()
+    assert max(map(abs, softmax["kl"])) < 1e-6 < mhla["kl"][-1] < alone["kl"][-1]
     assert list(mhla["cache"]) == list(softmax["cache"]) == ["1024"]  # the model's positions
-    assert results["decoding"]["512"]["MHLA, heads"] > 0 and "mhla" in results["loaded_as"]
-    out = steps.Path(arguments[arguments.index("--out") + 1])
-    assert (out / steps.FIGURE).stat().st_size > 10_000 and (out / "adapter" / "mhla.json").is_file()
-    printed = capsys.readouterr().out
-    assert "logits equal bit for bit" in printed and "| " not in printed and "MHLA, heads: " in printed
-    assert main(arguments)["models"] == results["models"] and "exists" in capsys.readouterr().out
+    assert results["decoding"]["512"]["MHLA"] > 0 and "mhla" in results["loaded_as"]
+    printed, bars = capsys.readouterr()
+    assert "logits equal bit for bit" in printed and "| " not in printed and "MHLA: " in printed
+    assert all(f"[{part}/5] " in printed for part in range(1, 6)) and printed.count(" left in all") == 2 + 4
+    for bar in ("Loading weights", "fit MHLA to softmax", "choose softmax heads", "judge", "decode", "share"):
+        assert f"{bar}: 100%" in bars, bar
+    assert main(arguments)["models"] == results["models"]
+    printed, bars = capsys.readouterr()
+    assert "exists" in printed and "%" not in bars
 
 
-def test_what_is_refused(arguments, tmp_path, monkeypatch):
+def test_the_table_is_printed_as_readme_shows_it(finished):
+    """With a row for each model, and described once."""
+    results, _ = finished
+    printed, (header, rows) = steps.render_journey(results), steps.make_table(results)
+    lines = [re.split(r"\s{2,}", line.strip()) for line in printed.splitlines()]
+    assert header[1:] in lines and all(row in lines for row in rows) and [row[0] for row in rows] == list(steps.MODELS)
+    shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in steps.render_short(results).splitlines()]
+    assert shown[:1] + shown[2:] == [header, *rows] and printed.count(steps.describe_table(results)) == 1
+
+
+def test_the_fair_window_has_the_bytes_of_mhla(finished):
+    """To less than a block."""
+    mhla, same_heads = (finished[0]["models"][name]["cache"]["1024"] for name in ("MHLA", "window, same heads"))
+    block = 3 * 2 * 64 * 2 * 16 * 2  # bytes of 64 keys and values in bf16, if all heads of all layers have a window
+    assert mhla - block < same_heads <= mhla
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
+def test_the_adapter_says_what_it_is(finished):
+    """Its README has the table, and the lines in it run."""
+    results, out = finished
+    card = (out / "adapter" / "README.md").read_text(encoding="utf-8")
+    assert steps.render_short(results) in card and "Made by `python -m experiments.demo " in card
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], names)
+    assert len(names["model"].config.mhla["softmax_heads"]) > 0
+
+
+def test_the_map_of_heads_has_a_scale(finished, tmp_path, monkeypatch):
+    figures = importlib.import_module("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, path, **_: (drawn.append(figure), path.touch()))
+    results, out = finished
+    measured = json.loads((out / "mhla" / "config.json").read_text(encoding="utf-8"))["mhla_measured"]
+    steps.plot_journey(tmp_path / "demo.png", results, measured, steps.BIN)
+    assert "gate (1: softmax)" in [axes.get_ylabel() for axes in drawn[0].axes]
+
+
+def test_the_installation_shows_a_line_a_minute(tmp_path):
+    """Of a second here. What prints them ends with the installation."""
+    for name, lines in (("python3", 'mkdir -p "$3/bin"\ncp pip "$3/bin/python"'), ("pip", "sleep 1.4")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    words = ["make", "-f", ROOT / "Makefile", "demo", "PYTHON=./python3", "VENV=venv", "MINUTE=1"]
+    shown = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert shown.count("installing: minute 1\n") == 2
+
+
+def test_what_is_refused(finished, arguments, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="another effort"):
         main([*arguments, "--effort", "0.2"])
     for words, said in (

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from experiments import docs
+from experiments.demo.journey import MODELS
 from experiments.docs import ADAPTER_CARD, DOCUMENTS, PAGES, ROOT, TABLE, render
 from mhla_hf.cli import build_parser
 from mhla_hf.planning import advise
@@ -52,6 +54,20 @@ def test_every_picture_and_record_is_used():
     text = "".join((ROOT / name).read_text(encoding="utf-8") for name in users)
     for path in (ROOT / "docs").rglob("*.*"):
         assert path.suffix == ".md" or f"{path.parent.name}/{path.name}" in text, path
+
+
+def test_the_picture_compares_with_the_fair_window_first(monkeypatch):
+    """It keeps the heads that MHLA keeps, and takes at most as many bytes, to less than a block."""
+    drawn = []
+    monkeypatch.setattr(docs, "plot_gains", lambda path, time, cache, quality, titles: drawn.append(quality))
+    docs.draw_gains(ROOT / "docs/gains.png")
+    assert [*drawn[0]] == list(MODELS) == ["softmax", "MHLA", "window, same heads", "window alone"]
+    rows = json.loads((ROOT / "docs/language/heads.json").read_text(encoding="utf-8"))["rows"]
+    mhla, window = (
+        next(row for row in rows if row["form"] == form and row["heads"] == 15) for form in ("MHLA", "wide window")
+    )
+    assert window["softmax_heads"] == mhla["softmax_heads"] and not window["far"]
+    assert 0 <= mhla["bytes"]["8192"] - window["bytes"]["8192"] < 75 * 64 * 256
 
 
 def test_every_key_of_a_recipe_is_explained():

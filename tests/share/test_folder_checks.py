@@ -18,7 +18,7 @@ import mhla_hf
 from mhla_hf.evaluation.records import Results
 from mhla_hf.share import folder_checks
 from mhla_hf.share.card import check_card, write_card
-from mhla_hf.share.facts import list_unmeasured, read_model
+from mhla_hf.share.facts import Person, list_unmeasured, read_model
 from mhla_hf.share.folder_checks import stage_folder
 
 TOKEN = "hf_" + "aB3" * 12
@@ -77,7 +77,7 @@ BROKEN = {
     "shard outside": (shard_outside, "got the shard '../../secret.safetensors', expected a file beside"),
     "no config": (drop("config.json"), 'got no config.json with "mhla" settings'),
     "a link out": (lambda f: (f / "LICENSE").symlink_to("/etc/hostname"), "LICENSE: got a link or a folder,"),
-    "no card": (drop("README.md", "card.json"), "README.md: got no card, expected one; run mhla-hf card "),
+    "no card": (drop("README.md", "card.json"), "README.md: got no card, expected one, or license or base_model"),
     "no license": (put("README.md", "---\ntags: [a]\n---\n"), "got the license None, expected a license of the Hub"),
     "a wrong number": (put("README.md", CARD), "README.md: got other text, expected what the files beside it"),
     "front matter that is none": (put("README.md", "---\nlicense: mit\n  tags: [\n---\n"), "README.md: got metadata"),
@@ -197,13 +197,13 @@ def test_recall_and_generation_are_asked_of_converted_language_models(folder, tm
     text = write_card(score(folder, ("heldout_recall",)), name="tester/mhla", license="apache-2.0").read_text()
     assert "- Generation was not measured." in text and "- Recall of single facts" not in text
     with pytest.raises(
-        ValueError, match=r"no result for generation, expected .*; run mhla-hf evaluate .* --recipe recall and"
+        ValueError, match=r"no result for generation, expected .*: evaluate it with the recipe recall and"
     ):
         stage_folder(folder, tmp_path / "refused")
     stage_folder(folder, tmp_path / "draft", draft=True)
     save_model(tmp_path / "scratch", small_scratch())
-    stage_folder(tmp_path / "scratch", tmp_path / "staged", card=CARD)
-    assert (tmp_path / "staged" / "README.md").read_text() == CARD
+    stage_folder(tmp_path / "scratch", tmp_path / "staged", person=Person("tester/scratch", None, "mit"))
+    assert "license: mit" in (tmp_path / "staged" / "README.md").read_text()
 
 
 def test_of_a_pipeline_the_files_of_its_components_go_out(shelf, tmp_path, unvisited):

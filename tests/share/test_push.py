@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
-from small_repos import CARD, save_carded, small_scratch
+from small_repos import CARD, save_carded, save_model, score, small_scratch, spoil
 from small_scores import small_llama, small_tokenizer
 
 import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.share import push as push_module
+from mhla_hf.share.card import write_card
 from mhla_hf.share.push import push, send
 
 NAME = "tester/mhla"
@@ -237,6 +238,28 @@ def test_a_model_in_memory(hub, unvisited, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(ValueError, match=r"what: got '.*saved', with 0.0 MiB of room for .* MiB or more"):
         push(model, "tester/scratch3", license="apache-2.0")
+
+
+def test_after_evaluate_the_card_has_the_scores(hub, unvisited, tmp_path):
+    """Without a card so far; with other weights than were judged, nothing is sent."""
+    hub.put("base/evaluated", {"README.md": b"---\nlicense: mit\n---\n"})
+    folder = score(save_model(tmp_path / "mine", converted()))
+    made = push(folder, NAME, base_model="base/evaluated", progress=False)
+    write_card(folder, name=NAME, base_model="base/evaluated", license="mit")
+    assert held(hub.repos[NAME], made.revision) == content(folder)
+    for file in ("README.md", "card.json"):
+        (folder / file).unlink()
+    spoil(3.0)(folder)
+    with pytest.raises(ValueError, match="of other weights, expected scores of these") as caught:
+        push(folder, NAME, license="mit")
+    assert str(folder) in str(caught.value) and len(hub.repos[NAME].commits) == 2
+
+
+def test_errors_name_arguments_of_python(hub, unvisited, tmp_path):
+    for arguments in ({"license": "mit"}, {}, {"base_model": "base/none"}):
+        with pytest.raises(ValueError, match="expected") as caught:
+            push(converted(), NAME, progress=False, **arguments)
+        assert "--" not in str(caught.value) and "mhla-hf" not in str(caught.value)
 
 
 def test_the_license_of_a_published_base_is_taken_from_its_card(hub, unvisited):

@@ -1,8 +1,10 @@
 """The loop: a run stopped at any moment ends as the one that was not, its record, its dtypes, and when it waits."""
 
 import copy
+import itertools
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +74,19 @@ def test_ctrl_c_leaves_a_state_and_the_same_object_goes_on(lab, whole, tmp_path,
     assert lab.newest(out) == 13 and not out.exists()
     run(lab, out, student=student, save_every=100)
     assert (lab.weights(out), lab.history(out)) == whole
+
+
+def test_the_first_steps_say_how_long_all_stages_take(lab, tmp_path, monkeypatch, capsys):
+    """Each step takes an hour, so that a CPU hears of its recipe, too."""
+    hours = itertools.count()
+    monkeypatch.setattr("mhla_hf.training.run.time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours)))
+    stopping(monkeypatch, 5)
+    with pytest.raises(KeyboardInterrupt):
+        lab.distill(tmp_path / "out", stages=lab.stages(10_000), progress=True, log_every=4)
+    shown = capsys.readouterr().err
+    assert "about 19997:00:00 left for all 20,000 steps" in shown
+    assert "language_cpu is the recipe for a CPU: about 1173:20:00" in shown
+    assert "tokens/s 0, left in all 19996:00:00" in shown
 
 
 def test_what_the_caller_does_at_ctrl_c_is_put_back():

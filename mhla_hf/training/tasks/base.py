@@ -8,7 +8,7 @@ model, subclass `Task`, `Objective` and `mhla_hf.data.Reader`, and add a stage t
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -57,6 +57,7 @@ class Task(abc.ABC, Generic[StageT]):
     # (loss, configuration field that has to be equal in student and teacher for this loss)
     equal_sizes: tuple[tuple[str, str], ...] = ()
     trains_without_data = False  # whether `data=None` is allowed
+    cpu_recipe: str | None = None  # name of the recipe that is made for a CPU
 
     def __init__(self, student: Any, teacher: Any) -> None:
         self.returned = student
@@ -145,6 +146,10 @@ class Task(abc.ABC, Generic[StageT]):
     def units_per_step(self, stage: StageT) -> int:
         """Return the number of units (tokens, images or samples) that one optimizer step processes."""
         return stage.batch_size
+
+    def seconds_of(self, stages: Sequence[StageT], progress: Mapping[str, Any]) -> float:
+        """Estimate the seconds that stages take, if a unit takes as long as in the progress of a run so far."""
+        return progress["seconds"] / progress[self.unit] * sum(x.steps * self.units_per_step(x) for x in stages)
 
     def evaluate(self) -> dict[str, float]:
         """Return evaluation scores of the student by name, to be logged in the history."""

@@ -197,6 +197,7 @@ class LanguageTask(Task[Stage]):
     name = "language"
     objective_type = LanguageObjective
     unit = "tokens"
+    cpu_recipe = "language_cpu"
     expected_model = "a causal language model of transformers"
     equal_sizes = (("logits", "vocab_size"), ("transfer", "hidden_size"))
 
