@@ -117,7 +117,7 @@ def near_blocks(counts: Sequence[int], window: int) -> list[list[int]]:
 
 def far_block_mask(counts: Sequence[int], window: int, device: torch.device) -> torch.Tensor:
     """Compute which blocks are not in the lists of `near_blocks`: fp32 [M, M], 1 where they are not and 0 where they are."""
-    near = torch.ones(1, 1, device=device)
+    near = torch.ones(1, 1, dtype=torch.float32, device=device)
     for count in counts:
         position = torch.arange(count, device=device)
         near = torch.kron(near, ((position[:, None] - position).abs() < window).float())
@@ -143,7 +143,10 @@ class JointMixing(GridMixing):
 
     def initial_values(self) -> dict[str, torch.Tensor]:
         """Return the initial values of the parameters by name, for models built on the meta device and filled later."""
-        return {**super().initial_values(), "balance": torch.full((self.all_heads,), self.initial_balance)}
+        return {
+            **super().initial_values(),
+            "balance": torch.full((self.all_heads,), self.initial_balance, dtype=torch.float32),
+        }
 
     def forward(self, counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         """Return the weights between blocks, as `GridMixing` does, and e^balance, fp32 [H, 1]."""
