@@ -55,13 +55,15 @@ class DecayMixing(nn.Module):
         self.initial_balance = balance
         self.learn = learn
         self.num_fixed = 0 if free_decay else 1
-        self.weight = nn.Parameter(torch.empty(num_heads, num_decays), requires_grad=learn)
+        self.weight = nn.Parameter(torch.empty(num_heads, num_decays, dtype=torch.float32), requires_grad=learn)
         if num_decays > self.num_fixed:
-            self.rate = nn.Parameter(torch.empty(num_kv_heads, num_decays - self.num_fixed), requires_grad=learn)
+            self.rate = nn.Parameter(
+                torch.empty(num_kv_heads, num_decays - self.num_fixed, dtype=torch.float32), requires_grad=learn
+            )
         if length_power:
-            self.power = nn.Parameter(torch.empty(num_heads), requires_grad=learn)
+            self.power = nn.Parameter(torch.empty(num_heads, dtype=torch.float32), requires_grad=learn)
         if balance is not None:
-            self.balance = nn.Parameter(torch.empty(num_heads))
+            self.balance = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         for name, value in self.initial_values().items():
             self.get_parameter(name).data.copy_(value)
 
@@ -69,18 +71,18 @@ class DecayMixing(nn.Module):
         """Return the initial values of the parameters by name, for models built on the meta device and filled later."""
         num_others = self.num_decays - 1
         other_weight = INITIAL_DECAY_WEIGHT if self.learn else FROZEN_DECAY_WEIGHT
-        weight = torch.tensor([1.0 - other_weight * num_others, *[other_weight] * num_others])
+        weight = torch.tensor([1.0 - other_weight * num_others, *[other_weight] * num_others], dtype=torch.float32)
         values = {"weight": weight.log().expand(self.weight.shape)}
         if self.num_decays > self.num_fixed:
             further = (INITIAL_RATES[-1] / 2**n for n in range(1, num_others))
             rates = [*INITIAL_RATES, *further][:num_others]
             if self.num_fixed == 0:
                 rates = [INITIAL_FREE_RATE, *rates]
-            values["rate"] = torch.logit(torch.tensor(rates)).expand(self.rate.shape)
+            values["rate"] = torch.logit(torch.tensor(rates, dtype=torch.float32)).expand(self.rate.shape)
         if hasattr(self, "power"):
-            values["power"] = torch.full(self.power.shape, INITIAL_POWER)
+            values["power"] = torch.full(self.power.shape, INITIAL_POWER, dtype=torch.float32)
         if self.initial_balance is not None:
-            values["balance"] = torch.full(self.balance.shape, self.initial_balance)
+            values["balance"] = torch.full(self.balance.shape, self.initial_balance, dtype=torch.float32)
         return values
 
     def forward(self, heads: HeadSplit | None = None) -> tuple[Decays, torch.Tensor | None]:

@@ -5,7 +5,6 @@ identity, so a converted model begins with attention that peaks about where soft
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .heads import HeadSplit
@@ -65,7 +64,7 @@ class FeatureMap(nn.Module):
         if self.kind in RELU_EPS:
             return torch.relu(x) + RELU_EPS[self.kind] if RELU_EPS[self.kind] else torch.relu(x)
         if self.kind == "elu":
-            return F.elu(x) + 1.0
+            return torch.where(x > 0, x + 1.0, x.clamp(max=0).exp())  # elu(x) + 1 would round e^x to a multiple of eps
         if self.kind == "identity":
             return x
         weight = self.weight if heads is None else heads.part(self.weight, False, 0)

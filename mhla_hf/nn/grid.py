@@ -87,7 +87,7 @@ class GridMixing(Mixing):
     def initial_values(self) -> dict[str, torch.Tensor]:
         """Return {"weight": its initial value}, for models that are built on the meta device and filled later."""
         count = prod(self.layout)
-        start = torch.ones(count, count)
+        start = torch.ones(count, count, dtype=torch.float32)
         if self.start == "locality" and count > 1:
             distances = grid_distances(self.layout)
             start = locality_weights(distances, distances.max())
@@ -115,11 +115,12 @@ class GridMixing(Mixing):
             weight = weight.clamp_min(0.0)
         if tuple(counts) == self.layout:
             return weight
-        overlap = torch.ones(1, 1)
+        one = torch.ones(1, 1, dtype=torch.float32)
+        overlap = one
         for num_new, num_old in zip(counts, self.layout, strict=True):
             overlap = torch.kron(overlap, block_overlap(num_new, num_old))
         if self.prefix:
-            overlap = torch.block_diag(torch.ones(1, 1), overlap)
+            overlap = torch.block_diag(one, overlap)
         overlap = overlap.to(weight.device)
         return overlap @ weight @ overlap.mT
 

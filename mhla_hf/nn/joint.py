@@ -29,6 +29,7 @@ from .grid import GridMixing, PositionConv
 from .local import start_balance
 from .settings import MHLASettings
 
+LOWEST_SCORE = -1000.0  # of the additional key, where there is no far part
 WIDTH_STEP = 8  # fused attention kernels take heads whose width is a multiple of this
 
 
@@ -51,27 +52,30 @@ class TextTokens(NamedTuple):
     full_mask: torch.Tensor | None = None
 
 
-def softmax_beside_zero(
+def softmax_beside_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute softmax attention over the keys and one more key whose score is 0.
+    """Compute softmax attention over the keys and one more key, which has a score z' for each query.
 
     The weight of the additional key relates the scale of the softmax to that of other weights, which is what the log-sum-exp
     is otherwise needed for. It comes out of the same fused kernel, with gradients, as two further columns of v: one sums the
-    weights of the keys, the other has that of the additional key.
+    weights of the keys, the other has that of the additional key. With the log of the sum of the other weights as z', the
+    results lose only what is small beside the others, also in fp16.
 
     Args:
-        q: [B, T, H, K].
+        q: [B, T, H, K + 1]; the last channel is z' * sqrt(K).
         k: [B, S, H, K].
         v: [B, S, H, V].
         mask: [B, 1, 1, at most S]: bool, or what is added to the scores of the first keys; None to use all keys.
 
     Returns:
-        With weights e^z / (sum e^z + 1): the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the
-        weight of the additional key [B, T, H, 1].
+        With weights e^z / (sum e^z + e^z'): the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and
+        the weight of the additional key [B, T, H, 1].
     """
-    num_keys, value_width = v.shape[1], v.shape[3]
-    width = -(-max(q.shape[3], value_width + 2) // WIDTH_STEP) * WIDTH_STEP
+    num_keys, key_width, value_width = k.shape[1], k.shape[3], v.shape[3]
+    width = -(-max(key_width + 1, value_width + 2) // WIDTH_STEP) * WIDTH_STEP
+    additional = F.pad(k.new_ones(1, 1, 1, 1), (key_width, width - key_width - 1))  # [1, 1, 1, width]
+    keys = torch.cat([F.pad(k, (0, width - key_width)), additional.expand(len(k), -1, k.shape[2], -1)], 1)
     is_key = torch.arange(num_keys + 1, device=v.device) < num_keys
     columns = torch.stack([is_key, ~is_key], -1).to(v.dtype)[None, :, None]  # [1, S + 1, 1, 2]
     columns = columns.expand(len(v), -1, v.shape[2], -1)
@@ -81,10 +85,10 @@ def softmax_beside_zero(
         mask = F.pad(mask if is_bool else mask.to(q.dtype), (0, num_keys + 1 - mask.shape[-1]), value=float(is_bool))
     o = F.scaled_dot_product_attention(
         F.pad(q, (0, width - q.shape[3])).transpose(1, 2),
-        F.pad(k, (0, width - k.shape[3], 0, 0, 0, 1)).transpose(1, 2),
+        keys.transpose(1, 2),
         F.pad(values, (0, width - value_width - 2)).transpose(1, 2),
         attn_mask=mask,
-        scale=q.shape[3] ** -0.5,
+        scale=key_width**-0.5,
     ).transpose(1, 2)
     return o[..., :value_width], o[..., value_width : value_width + 1], o[..., value_width + 1 : value_width + 2]
 
@@ -113,7 +117,7 @@ def near_blocks(counts: Sequence[int], window: int) -> list[list[int]]:
 
 def far_block_mask(counts: Sequence[int], window: int, device: torch.device) -> torch.Tensor:
     """Compute which blocks are not in the lists of `near_blocks`: fp32 [M, M], 1 where they are not and 0 where they are."""
-    near = torch.ones(1, 1, device=device)
+    near = torch.ones(1, 1, dtype=torch.float32, device=device)
     for count in counts:
         position = torch.arange(count, device=device)
         near = torch.kron(near, ((position[:, None] - position).abs() < window).float())
@@ -139,7 +143,10 @@ class JointMixing(GridMixing):
 
     def initial_values(self) -> dict[str, torch.Tensor]:
         """Return the initial values of the parameters by name, for models built on the meta device and filled later."""
-        return {**super().initial_values(), "balance": torch.full((self.all_heads,), self.initial_balance)}
+        return {
+            **super().initial_values(),
+            "balance": torch.full((self.all_heads,), self.initial_balance, dtype=torch.float32),
+        }
 
     def forward(self, counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         """Return the weights between blocks, as `GridMixing` does, and e^balance, fp32 [H, 1]."""
@@ -221,8 +228,14 @@ class JointMHLA(MHLACore):
         far = mhla(q_features, k_features, with_ones(v), mixing, blocks=blocks, **options)
         assert isinstance(far, torch.Tensor)  # no state was asked for
         with torch.autocast(q.device.type, enabled=False):
-            near, near_weight, unit = (x.to(far.dtype) for x in self.attend_near(rotated_q, rotated_k, v, text, blocks))
-            far = unit * balance * far  # [B, T, H, V + 1]
+            far = balance * far  # [B, T, H, V + 1]
+            size, scale = far[..., -1:].detach().abs(), q.shape[3] ** -0.5
+            score = (size.log() / scale).clamp(min=LOWEST_SCORE / scale).to(v.dtype)  # [B, T, H, 1]
+            queries = torch.cat([rotated_q, score], -1)
+            parts = self.attend_near(queries, rotated_k, v, text, blocks)
+            near, near_weight, far_weight, score = (x.to(far.dtype) for x in (*parts, score))
+            # The score is not quite the log of the size, because v's dtype rounds it.
+            far = far_weight * (size.log() - scale * score).exp() * divide_or_zero(far, size[..., 0])
             o = divide_or_zero(near + far[..., :-1], (near_weight + far[..., -1:])[..., 0])
             keys, values = torch.cat([text.k, rotated_k], 1), torch.cat([text.v, v], 1)
             text_q, keys, values = (x.transpose(1, 2) for x in (text.q, keys, values))
@@ -239,19 +252,23 @@ class JointMHLA(MHLACore):
     def attend_near(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: TextTokens, blocks: Blocks
     ) -> tuple[torch.Tensor, ...]:
-        """Compute the softmax part of the queries of the grid. See `forward` for the arguments; q and k are rotated.
+        """Compute the softmax part of the queries of the grid. See `forward` for the other arguments.
+
+        Args:
+            q: [B, T, H, K + 1], rotated, with the additional channel that `softmax_beside_key` reads.
+            k: [B, T, H, K], rotated.
 
         Returns:
-            As `softmax_beside_zero` does.
+            As `softmax_beside_key` does.
         """
         if self.settings.local is None:
-            return softmax_beside_zero(q, text.k, text.v, text.mask)
+            return softmax_beside_key(q, text.k, text.v, text.mask)
         order = torch.argsort(blocks.index(q.device), stable=True)
         by_block = [x[:, order].split(blocks.sizes(), 1) for x in (q, k, v)]
         parts = []
         for queries, near in zip(by_block[0], near_blocks(blocks.counts, self.settings.window), strict=True):
             keys = torch.cat([text.k, *(by_block[1][block] for block in near)], 1)
             values = torch.cat([text.v, *(by_block[2][block] for block in near)], 1)
-            parts.append(softmax_beside_zero(queries, keys, values, text.mask))
+            parts.append(softmax_beside_key(queries, keys, values, text.mask))
         inverse = torch.argsort(order)
         return tuple(torch.cat(pieces, 1)[:, inverse] for pieces in zip(*parts, strict=True))

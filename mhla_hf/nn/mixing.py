@@ -99,7 +99,7 @@ class Mixing(nn.Module):
     def initial_values(self) -> dict[str, torch.Tensor]:
         """Return {"weight": its initial value}, for models that are built on the meta device and filled later."""
         if self.start == "uniform":
-            start = torch.ones(self.num_blocks, self.num_blocks)
+            start = torch.ones(self.num_blocks, self.num_blocks, dtype=torch.float32)
         else:
             position = torch.arange(self.num_blocks, dtype=torch.float32)
             start = locality_weights((position[:, None] - position[None, :]).abs(), float(self.num_blocks))

@@ -41,14 +41,15 @@ def mhla_reference(
         if q_den is not None and k_den is not None:
             q_den = torch.where(sees_any, q_den, 0)
             k_den = torch.where(seen_by_any, k_den, 0)
-        token_mixing = mixing.to(dtype).expand(num_heads, *mixing.shape[-2:])
+        mixing = mixing.to(dtype)  # once: its gradient is a sum of large terms that may cancel
+        token_mixing = mixing.expand(num_heads, *mixing.shape[-2:])
         token_mixing = token_mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
 
         weight = torch.where(visible[:, None], token_mixing * scale * inner_products(q, k, dtype), 0)  # [B, H, T, S]
         o = torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(num_heads // v.shape[2], 2))
         if normalize == "official":
             query, key = (q, k) if q_den is None or k_den is None else (q_den, k_den)
-            o = divide_or_zero(o, official_denominator(query, key, mixing.to(dtype), blocks, scale))
+            o = divide_or_zero(o, official_denominator(query, key, mixing, blocks, scale))
         elif normalize:
             if q_den is not None and k_den is not None:
                 weight = torch.where(visible[:, None], token_mixing * scale * inner_products(q_den, k_den, dtype), 0)

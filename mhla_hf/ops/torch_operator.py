@@ -52,14 +52,15 @@ def torch_mhla(
         form = BlockedForm(blocks, key_blocks, causal=causal, normalize=normalize, scale=scale, unrounded=unrounded)
         o = BlockedAttention.apply(q, k, v, mixing, form)
     else:  # a denominator of other features, and the official one, take a pass of their own
-        mixing = RowScaleFree.apply(mixing, causal)
+        sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+        mixing = RowScaleFree.apply(mixing.to(sum_dtype), causal)
         form = BlockedForm(blocks, key_blocks, causal=causal, normalize=False, scale=scale, unrounded=True)
         num = BlockedAttention.apply(q, k, v, mixing, form)
         if q_den is not None and k_den is not None:
             q, k = q_den, k_den
         if normalize == "official":
             with torch.autocast(q.device.type, enabled=False):
-                den = official_denominator(q, k, mixing.to(num.dtype), blocks, scale)
+                den = official_denominator(q, k, mixing, blocks, scale)
         else:
             den = BlockedAttention.apply(q, k, num.new_ones(*k.shape[:3], 1), mixing, form).squeeze(3)
         o = divide_or_zero(num, den)
@@ -70,7 +71,8 @@ def torch_mhla(
 class RowScaleFree(torch.autograd.Function):
     """Returns the mixing matrix unchanged, and removes the part of its gradient that a denominator cancels.
 
-    Called as `RowScaleFree.apply(mixing, causal)`; see `without_row_scale`.
+    Called as `RowScaleFree.apply(mixing, causal)`, with the mixing in the dtype of the sums: the gradients of numerator and
+    denominator nearly cancel if one block outweighs the others. See `without_row_scale`.
     """
 
     @staticmethod
@@ -82,8 +84,7 @@ class RowScaleFree(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (mixing,) = ctx.saved_tensors
-        sum_grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        return without_row_scale(sum_grad, mixing, ctx.causal).to(grad.dtype), None
+        return without_row_scale(grad, mixing, ctx.causal), None
 
 
 class BlockedAttention(torch.autograd.Function):

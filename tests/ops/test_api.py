@@ -43,6 +43,29 @@ def test_dead_features_give_zero_not_nan(form, normalize, impl):
         assert grad.isfinite().all(), name
 
 
+@pytest.mark.parametrize(
+    ("impl", "dtype", "mixing_dtype"),
+    [
+        ("reference", torch.float64, torch.float32),
+        ("torch", torch.float64, torch.float32),
+        ("triton", torch.float32, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("form", ["causal", "own_den", "official"])
+def test_the_gradient_of_a_mixing_in_lower_precision_is_rounded_once(form, impl, dtype, mixing_dtype):
+    """The parts of numerator and denominator nearly cancel where one block outweighs the others, as with dead features."""
+    options = dict(OFFICIAL if form == "official" else FORMS["causal"], impl=impl)
+    x = tensors(options["blocks"], dtype, heads=2, groups=1, width=1)
+    x["k"][:, 60:] *= 1e-6
+    if form == "own_den":
+        x |= {"q_den": torch.rand(2, 300, 2, 8).to(dtype), "k_den": torch.rand(2, 300, 1, 8).to(dtype)}
+    x["mixing"] = torch.randn(x["mixing"].shape).to(mixing_dtype)
+    direction = torch.randn(2, 300, 2, 1)
+    _, grads = run(mhla, x, options, direction)
+    _, exact = run(mhla, {**x, "mixing": x["mixing"].to(dtype)}, options, direction)
+    assert torch.equal(grads["mixing"], exact["mixing"].to(mixing_dtype))
+
+
 @pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("form", [*FORMS, "starts", "own_den", "official"])
 def test_nothing_of_a_masked_token_leaks(form, impl):

@@ -81,7 +81,7 @@ def triton_mhla(
         if not normalize:
             scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
             return TRITON_FORWARD(q, k, v, mixing, **shared, normalize=False, scale=scale, dtype=dtype)[0]
-        mixing = RowScaleFree.apply(mixing, causal)
+        mixing = RowScaleFree.apply(mixing.float(), causal)
         if normalize is True and q_den is None:
             return TRITON_FORWARD(q, k, v, mixing, **shared, normalize=True, scale=1.0, dtype=dtype)[0]
         plain_sum = {**shared, "normalize": False, "scale": 1.0, "dtype": torch.float32}
@@ -90,7 +90,7 @@ def triton_mhla(
             q, k = q_den, k_den
         if normalize == "official":
             k = k if key_mask is None else torch.where(key_mask[:, :, None, None], k, 0)
-            return divide_or_zero(num, official_denominator(q, k, mixing.float(), blocks, 1.0)).to(dtype)
+            return divide_or_zero(num, official_denominator(q, k, mixing, blocks, 1.0)).to(dtype)
         # A width of 16 makes all strides multiples of 16, on which Triton specializes its memory accesses.
         ones = v.new_ones((), dtype=torch.float32).expand(*k.shape[:3], 16)
         den = TRITON_FORWARD(q, k, ones, mixing, **plain_sum)[0][..., 0]
