@@ -49,9 +49,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
         evaluate.run_analyze, evaluate.analyze_options, "Show the rank, entropy, maps, and mixing of attention.",
         evaluate.ANALYZE,
     ),
-    "audit": (
-        evaluate.run_audit, evaluate.audit_options, "Check a language model and its card for problems.", evaluate.AUDIT,
-    ),
     "bench": (evaluate.run_bench, evaluate.bench_options, "Check the operator, then time it.", evaluate.BENCH),
 }  # fmt: skip
 
@@ -88,8 +85,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments after `mhla-hf` (default: those of this process).
 
     Returns:
-        The exit code: 0; 1 if a bench or an audit found a problem, a plan found nothing to convert, or stdout was closed; 2
-        for invalid input; 130 after Ctrl-C.
+        The exit code: 0; 1 if a bench found a problem, a plan found nothing to convert, or stdout was closed; 2 for invalid
+        input; 130 after Ctrl-C.
     """
     logger = logging.getLogger("mhla_hf")
     level = logger.level

@@ -1,4 +1,4 @@
-"""The commands `mhla-hf evaluate`, `tasks`, `analyze`, `audit` and `bench`."""
+"""The commands `mhla-hf evaluate`, `tasks`, `analyze` and `bench`."""
 
 import dataclasses
 import json
@@ -13,7 +13,6 @@ from .values import (
     add_dtype_option,
     add_json_option,
     check_file,
-    check_folder,
     check_model,
     load_libraries,
     parse_count,
@@ -48,13 +47,6 @@ ANALYZE = """\
 example:
   mhla-hf analyze out/teacher out/mhla --out out/analysis         rank and entropy per layer, maps, mixing
   mhla-hf analyze out/vit --data photos --samples 16 --out out/analysis
-"""
-AUDIT = """\
-example:
-  mhla-hf audit out/mhla --teacher out/teacher --out out/audit.json
-  mhla-hf audit out/mhla --data notes.txt --tokens 1024          a large model on a CPU: shorter texts
-  mhla-hf audit out/mhla --json > audit.json                     the record instead of the table
-Exit code 0: nothing was found, 1: a problem was found, 2: there was nothing to audit.
 """
 BENCH = """\
 example:
@@ -155,32 +147,6 @@ def run_analyze(models: list[str], **options: Any) -> None:
     from ..analysis import analyze, render_analysis
 
     print(render_analysis(analyze(models, **options)))
-
-
-def audit_options(add: AddArgument) -> None:
-    add("folder", metavar="FOLDER", help="a saved causal language model, MHLA or any other, with its tokenizer")
-    add("--teacher", metavar="BASE", help="folder or Hub id of the model it was made from")
-    add("--data", metavar="FILE", dest="text", help="text to run it on (default: the Python language reference)")
-    add("--tokens", type=int, help="longest context (default: 4 times the trained length, at most 8192)")
-    add("--out", help="JSON file to write")
-    add_json_option(add)
-    add_device_option(add)
-    add("--trust-remote-code", action="store_true", help="run code from the folder that this mhla_hf did not generate")
-
-
-def run_audit(folder: str, as_json: bool, **options: Any) -> None:
-    check_folder(folder, "a causal language model")
-    check_file(options["text"])
-    if options["teacher"] is not None:
-        check_model(options["teacher"])
-    load_libraries()
-
-    from ..share.audit import audit, render_audit
-
-    record = audit(folder, **options)
-    print_record(record, as_json, render_audit)
-    if record["findings"]:
-        raise SystemExit(1)
 
 
 def bench_options(add: AddArgument) -> None:

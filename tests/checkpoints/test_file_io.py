@@ -21,8 +21,8 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_named_as_the_user_named_it(tmp_path):
     with pytest.raises(OSError) as caught:
-        write_json(tmp_path / "nowhere" / "audit.json", {})
-    assert caught.value.filename == str(tmp_path / "nowhere" / "audit.json") and ".tmp-" not in str(caught.value)
+        write_json(tmp_path / "nowhere" / "train.json", {})
+    assert caught.value.filename == str(tmp_path / "nowhere" / "train.json") and ".tmp-" not in str(caught.value)
 
 
 def killed_in(work):

@@ -218,8 +218,6 @@ EARLY = {
     "evaluate llama ./nothing --recipe recall": "model: got './nothing', which is not a folder",
     "analyze ./nothing": "model: got './nothing', which is not a folder",
     "tasks no.txt --tokenizer llama --out new": "no.txt: No such file",
-    "audit nothing": "folder: got 'nothing', which does not exist, expected the folder of a causal",
-    "audit llama --data no.txt": "no.txt: No such file",
     "info nothing": "folder: got 'nothing', which does not exist",
     "card nothing": "folder: got 'nothing', which does not exist",
     "push nothing me/model": "folder: got 'nothing', which does not exist",
@@ -249,7 +247,7 @@ def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
     before = os.times().children_user
     text = start(["--help"], place).communicate()[0]
     assert os.times().children_user - before < 1.0
-    for command in ("convert", "plan", "distill", "recipes", "info", "tasks", "evaluate", "push", "audit", "bench"):
+    for command in ("convert", "plan", "distill", "recipes", "info", "tasks", "evaluate", "push", "bench"):
         assert f"  {command} " in text and main([command, "--help"]) == 0
         assert f"example:\n  mhla-hf {command}" in capsys.readouterr().out
     assert main(["--version"]) == 0
