@@ -33,7 +33,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
         convert.run_convert, convert.convert_options, "Turn a softmax model into an MHLA model.", convert.CONVERT,
     ),
     "recipes": (train.run_recipes, train.recipes_options, "List the training recipes.", train.RECIPES),
-    "teach": (train.run_teach, train.teach_options, "Store a teacher's predictions, to distill without it.", train.TEACH),
     "distill": (
         train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL,
     ),

@@ -1,4 +1,4 @@
-"""The commands `mhla-hf plan`, `teach`, `distill` and `recipes`."""
+"""The commands `mhla-hf plan`, `distill` and `recipes`."""
 
 import logging
 import os
@@ -11,8 +11,6 @@ from ..checkpoints.save import read_sentence_files_or_warn
 from ..training.recipe import RECIPE_FOLDER, read_recipe
 from .values import (
     AddArgument,
-    add_device_option,
-    add_dtype_option,
     add_json_option,
     check_data,
     check_model,
@@ -30,11 +28,6 @@ example:
   mhla-hf plan meta-llama/Llama-3.2-1B --context 32768                 reads config.json, times one layer here
   mhla-hf plan DIR --context 8192 --layers all --no-timing --tflops 300 --json
 If nothing in the model can be converted, it says why and exits with code 1.
-"""
-TEACH = """\
-example:
-  mhla-hf teach meta-llama/Llama-3.2-1B --data train.txt --out taught
-Then use a recipe whose stages have `loss: stored`: mhla-hf distill llama-mhla --recipe RECIPE --data taught --out OUT
 """
 DISTILL = """\
 example:
@@ -89,33 +82,6 @@ def run_plan(model: str, recipe: str, layers: str | None, settings: list[str], a
         print(f"mhla-hf plan: {error}", file=sys.stderr)
         raise SystemExit(1) from error
     print_record(record, as_json, render_plan)
-
-
-def teach_options(add: AddArgument) -> None:
-    add("teacher", metavar="TEACHER", help="folder or Hub id of a softmax language model")
-    add("--data", required=True, dest="text", help="text file, or folder of them")
-    add("--out", required=True, help="output folder, for the --data of `mhla-hf distill`")
-    add("--seq-len", type=parse_count, default=512, help="tokens per sequence (default: 512)")
-    add("--top-k", type=parse_count, default=256, help="most likely tokens to keep per position (default: 256)")
-    add("--batch-size", type=parse_count, default=8, help="batch size (default: 8)")
-    add_dtype_option(add)
-    add_device_option(add)
-
-
-def run_teach(
-    teacher: str, text: str, out: str, dtype: str, device: str | None, progress: bool, seq_len: int, top_k: int,
-    batch_size: int, **_: Any,
-) -> None:  # fmt: skip
-    check_model(teacher)
-    check_data(text)
-    load_libraries()
-
-    from ..checkpoints.load import choose_device, load_language_model
-    from ..training.teach import teach
-
-    model, tokenizer = load_language_model(teacher, dtype=dtype, device=choose_device(device))
-    record = teach(model, text, tokenizer, out, progress=progress, seq_len=seq_len, top_k=top_k, batch_size=batch_size)
-    print(f"{out}: {record['rows']} sequences of {record['seq_len']} tokens, {record['top_k']} most likely tokens each")
 
 
 def distill_options(add: AddArgument) -> None:

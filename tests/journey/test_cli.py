@@ -210,7 +210,6 @@ EARLY = {
     "convert llama new --text no.txt": "no.txt: No such file",
     "plan nothing/ --context 9": "model: got 'nothing/', which is not a folder",
     "recipes --model ./nothing": "model: got './nothing', which is not a folder",
-    "teach llama --data no.txt --out new": "no.txt: No such file",
     "distill llama --recipe lite --out new": "--recipe: got 'lite', which is not a file",
     "distill llama --recipe recipe.yaml --out new --teacher ./nothing": "model: got './nothing', which is not a folder",
     "distill llama --recipe recipe.yaml --out new --data ./no": "./no: No such file",

@@ -63,8 +63,6 @@ def test_a_step_takes_the_memory_that_is_told(lab, loss):
         ({"grad_accum": 2}, "activations", 0.5),
         ({"grad_accum": 2}, "logits", 0.5),
         ({"top_k": 8}, "logits", 0.75),
-        ({"loss": "stored"}, "logits", 0.75),
-        ({"loss": "stored"}, "teacher", 0),
         ({"loss": "transfer", "trainable": "mhla"}, "logits", 0),
     ],
 )
