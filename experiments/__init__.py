@@ -6,7 +6,7 @@ python -m experiments.digits_vit      a softmax ViT on real digits, converted an
 python -m experiments.calibrate_grids a start from the softmax original for tiny diffusion models
 python -m experiments.distill_grids   the same models distilled, and which digits a judge recognizes in their samples
 python -m experiments.digits_dit      a DiT on real digits, trained from scratch, and converted and distilled
-python -m experiments.costs           parameters and multiply-adds beside the paper's table 2
+python -m experiments.recipe_costs    the memory of every recipe; parameters and multiply-adds of the paper's classifiers
 python -m experiments.heads           how many KV heads of a real language model keep softmax, and what that costs
 python -m experiments.judge           lookups, tasks, and chats of a real language model and its conversions
 python -m experiments.kvpress_rows    conversion against cache compression at equal bytes

@@ -29,7 +29,6 @@ from mhla_hf.training.recipe import read_recipe, recipe_names
 
 from . import digits_dit, digits_vit
 from .calibrate_grids import render_calibration
-from .costs import costs_table
 from .demo.figures import plot_gains
 from .demo.journey import render_short
 from .demo.report import render_report
@@ -40,7 +39,7 @@ from .heads import render_heads
 from .judge import render_lookups, render_tasks
 from .kvpress_rows import render as render_kvpress
 from .mqar import render_mqar
-from .recipe_costs import render_costs
+from .recipe_costs import render_classifiers, render_costs
 from .rows import describe_setup
 from .speed import prefill_table, render_speed, speed_table
 from .studies.rank import render_random_rank
@@ -254,7 +253,7 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "speed": render_speed,
     "vllm": render_vllm,
     "plan": lambda record: f"```text\n{render_plan(record)}\n```",
-    "costs": lambda record: costs_table(record["rows"]),
+    "costs": render_classifiers,
     "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "diffusers_tests": render_diffusers_tests,

@@ -254,7 +254,7 @@ class Recipe:
         tokenizer: Folder or Hub id of the tokenizer; None means that of `base`.
         data: Training data in any form that `distill` accepts.
         settings: Arguments of `convert`; or, to train from scratch, `preset` and arguments of `MHLAConfig`.
-        processes: Number of processes for which the costs of a diffusion recipe are estimated.
+        processes: Number of processes that the recipe is meant for; a run may have any.
         run: Fields of `Options`.
     """
 
@@ -276,6 +276,19 @@ class Recipe:
 def recipe_names() -> list[str]:
     """Return the names of the package's training recipes."""
     return sorted(path.stem for path in RECIPE_FOLDER.glob("*.yaml"))
+
+
+def describe_recipes() -> list[dict[str, Any]]:
+    """Return a dict for each of the package's recipes, with "name", "task", "base", "stages" and "about"."""
+    stage_keys = ("name", "loss", "steps", "batch_size", "seq_len")
+    recipes = []
+    for name in recipe_names():
+        recipe = read_recipe(name)
+        stages = [{key: getattr(stage, key) for key in stage_keys if hasattr(stage, key)} for stage in recipe.stages]
+        recipes.append(
+            {"name": name, "task": recipe.task, "base": recipe.base, "stages": stages, "about": recipe.about}
+        )
+    return recipes
 
 
 def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = None) -> Recipe:

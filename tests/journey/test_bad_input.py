@@ -92,7 +92,6 @@ CASES = {
     "adapter: its own": (lambda: mhla_hf.save_adapter(adapted(softmax_model()), "new"),
         "model: got PeftModel, expected a converted model or a PeftModel of one"),
     "plan: context": (lambda: planned(context=1.5), "context: got 1.5, expected the tokens of a sequence"),
-    "plan: tflops": (lambda: planned(tflops="many"), "tflops: got 'many', expected a number above 0"),
     "plan: a model": (lambda: planned(softmax_model()), "model: got LlamaForCausalLM, expected a folder or a Hub id"),
     "plan: an encoder": (lambda: planned(softmax_encoder("bert").config), "got 'bert', an encoder of text, expected"),
     "convert: floats": (lambda: mhla_hf.convert(softmax_model(), text=torch.rand(9000)),

@@ -209,7 +209,6 @@ EARLY = {
     "convert llama new --dtype float8": "argument --dtype: invalid choice: 'float8'",
     "convert llama new --text no.txt": "no.txt: No such file",
     "plan nothing/ --context 9": "model: got 'nothing/', which is not a folder",
-    "recipes --model ./nothing": "model: got './nothing', which is not a folder",
     "distill llama --recipe lite --out new": "--recipe: got 'lite', which is not a file",
     "distill llama --recipe recipe.yaml --out new --teacher ./nothing": "model: got './nothing', which is not a folder",
     "distill llama --recipe recipe.yaml --out new --data ./no": "./no: No such file",
@@ -438,16 +437,15 @@ def test_info_counts_the_cache_that_the_model_fills(shelf, capsys):
     assert told["mhla"] < told["softmax"]
 
 
-def test_recipes_are_listed_with_memory_where_a_model_is_given(shelf, capsys):
+def test_recipes_are_listed(capsys):
     assert main(["recipes", "--json"]) == 0
-    plain = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)}
-    assert plain["language_llama_lite"]["memory"] is None and plain["language_340m_scratch"]["memory"] > 2**32
-    assert main(["recipes", "--model", str(shelf / "llama"), "--tflops", "1", "--json"]) == 0
-    known = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)}
-    assert known["language_llama_lite"]["memory"] > 0 and known["language_llama_lite"]["hours"] > 0
-    assert known["wan_paper"]["memory"] is None and known["language_340m_scratch"]["hours"] > 1000
+    recipes = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)}
+    assert [stage["steps"] for stage in recipes["language_llama_lite"]["stages"]] == [2441, 4882]
+    assert recipes["wan_paper"]["base"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" and recipes["encoder"]["about"]
     assert main(["recipes"]) == 0
-    assert "language_cpu" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(recipes) + 2 and lines[-1].split()[-1] != "0"
+    assert next(line for line in lines if line.startswith("language_340m_scratch")).endswith(" 10,000")
 
 
 PLAIN = """
