@@ -1,7 +1,8 @@
 """The measurements behind the figures of README and docs. They run from a clone and are not part of the installed package.
 
 python -m experiments.demo            the whole journey on two CPU cores (`make demo`)
-python -m experiments.studies NAME    the paper's comparisons on a small machine (`make demo-images` is `images`)
+python -m experiments.attention       the rank that attention can have (table 1)
+python -m experiments.classifiers     softmax, plain linear attention, and MHLA learn digits (`make demo-images`)
 python -m experiments.digits_vit      a softmax ViT on real digits, converted and distilled without labels
 python -m experiments.calibrate_grids a start from the softmax original for tiny diffusion models
 python -m experiments.distill_grids   the same models distilled, and which digits a judge recognizes in their samples

@@ -28,7 +28,9 @@ from mhla_hf.speed import cache_bytes
 from mhla_hf.training.recipe import read_recipe, recipe_names
 
 from . import digits_dit, digits_vit
+from .attention import render_random_rank
 from .calibrate_grids import render_calibration
+from .classifiers import render_study
 from .demo.figures import plot_gains
 from .demo.journey import render_short
 from .demo.report import render_report
@@ -42,9 +44,6 @@ from .mqar import render_mqar
 from .recipe_costs import render_classifiers, render_costs
 from .rows import describe_setup
 from .speed import prefill_table, render_speed, speed_table
-from .studies.rank import render_random_rank
-from .studies.report import render_study
-from .studies.scaling import render_scaling
 from .vllm_serving import render_vllm
 
 ROOT = Path(__file__).parents[1]
@@ -262,7 +261,6 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "digits_dit": lambda record: f"```text\n{digits_dit.render(record['over_seeds'])}\n```",
     "rank": render_random_rank,
     "study": render_study,
-    "scaling": render_scaling,
 }
 
 

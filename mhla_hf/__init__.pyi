@@ -4,7 +4,6 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .analysis import analyze as analyze
 from .conversion import convert as convert
 from .evaluation.runner import evaluate as evaluate
 from .models.configuration import MHLAConfig as MHLAConfig

@@ -44,10 +44,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
     ),
     "card": (share.run_card, share.card_options, "Write a model card from scores, or check one.", share.CARD),
     "push": (share.run_push, share.push_options, "Check a model and upload it to the Hub in one commit.", share.PUSH),
-    "analyze": (
-        evaluate.run_analyze, evaluate.analyze_options, "Show the rank, entropy, maps, and mixing of attention.",
-        evaluate.ANALYZE,
-    ),
     "bench": (evaluate.run_bench, evaluate.bench_options, "Check the operator, then time it.", evaluate.BENCH),
 }  # fmt: skip
 

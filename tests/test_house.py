@@ -7,7 +7,7 @@ import mhla_hf
 
 PACKAGE = Path(mhla_hf.__file__).parent
 FLOORS = ["ops", "nn", "models", "checkpoints", "data", "conversion", "training", "plots sampling speed", "evaluation"]
-FLOORS += ["analysis bench vllm_plugin", "share", "planning", "info", "commands"]
+FLOORS += ["bench vllm_plugin", "share", "planning", "info", "commands"]
 FLOORS = [{*names.split()} for names in FLOORS] + [{"_register", "cli", ""}]
 
 

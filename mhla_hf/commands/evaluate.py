@@ -1,4 +1,4 @@
-"""The commands `mhla-hf evaluate`, `tasks`, `analyze` and `bench`."""
+"""The commands `mhla-hf evaluate`, `tasks` and `bench`."""
 
 import dataclasses
 import json
@@ -42,11 +42,6 @@ example:
   mhla-hf evaluate out/mhla out/teacher --include-path tasks --tasks 'heldout_*'
 Four tasks: bits per byte, a cloze test, recall of an earlier line (by distance), and continuing an earlier sentence.
 Use a text that no model was trained on: at least 20,000 characters of prose with paragraphs.
-"""
-ANALYZE = """\
-example:
-  mhla-hf analyze out/teacher out/mhla --out out/analysis         rank and entropy per layer, maps, mixing
-  mhla-hf analyze out/vit --data photos --samples 16 --out out/analysis
 """
 BENCH = """\
 example:
@@ -127,26 +122,6 @@ def run_tasks(text: str, tokenizer: str, out: str, command: str, progress: bool,
     tasks = make_tasks(read_text_file(Path(text), "text"), out, load_tokenizer(tokenizer), **options)
     print("\n".join(f"{name}: {size} documents" for name, size in tasks.sizes.items()))
     print(f"next: mhla-hf evaluate MODEL --include-path {out} --tasks '{options['prefix']}_*'")
-
-
-def analyze_options(add: AddArgument) -> None:
-    add("models", nargs="+", metavar="DIR", help="folders or Hub ids of language models or image classifiers")
-    add("--out", help="folder for JSON and figures")
-    add("--data", help="text or images to run on (default: the Python language reference or the digits)")
-    add("--samples", type=int, default=8, help="sequences or images (default: 8)")
-    add("--length", type=int, default=256, help="tokens per sequence (default: 256)")
-    add_device_option(add)
-    add("--trust-remote-code", action="store_true", help="run source from the model's folder")
-
-
-def run_analyze(models: list[str], **options: Any) -> None:
-    for model in models:
-        check_model(model)
-    load_libraries()
-
-    from ..analysis import analyze, render_analysis
-
-    print(render_analysis(analyze(models, **options)))
 
 
 def bench_options(add: AddArgument) -> None:

@@ -131,7 +131,7 @@ def test_what_is_wrong_is_said_in_one_sentence(shelf, monkeypatch, case):
     assert not any(shelf.glob("new*"))
 
 
-@pytest.mark.parametrize("line", ["convert {} new", "plan {} --context 9 --no-timing", "analyze {}"])
+@pytest.mark.parametrize("line", ["convert {} new", "plan {} --context 9 --no-timing"])
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_configuration_is_said_in_one_sentence(shelf, monkeypatch, capsys, line, name):
     monkeypatch.chdir(shelf)

@@ -214,7 +214,6 @@ EARLY = {
     "distill llama --recipe recipe.yaml --out new --data ./no": "./no: No such file",
     "evaluate llama --recipe lite": "--recipe: got 'lite', which is not a file",
     "evaluate llama ./nothing --recipe recall": "model: got './nothing', which is not a folder",
-    "analyze ./nothing": "model: got './nothing', which is not a folder",
     "tasks no.txt --tokenizer llama --out new": "no.txt: No such file",
     "info nothing": "folder: got 'nothing', which does not exist",
     "card nothing": "folder: got 'nothing', which does not exist",
