@@ -79,7 +79,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.demo  ## the operator against SDPA and plain linear attention, on this machine
-	$(BIN)/mhla-hf bench $(ARGS)
+	$(BIN)/python -m experiments.bench $(ARGS)
 
 gpu: $(VENV)/.demo  ## on a GPU, ten minutes: every kernel against fp64, then every speed; fills docs/performance.md
 	$(BIN)/python -m experiments.gpu $(ARGS)

@@ -16,6 +16,7 @@ python -m experiments.mqar            associative recall, trained from scratch
 python -m experiments.far_forms       variants of the far part, one layer of a real language model at a time
 python -m experiments.speed           a converted language model beside its original, by length
 python -m experiments.vllm_serving    a conversion inside vLLM, against softmax and against transformers
+python -m experiments.bench           the operator beside softmax and plain linear attention (`make bench`)
 python -m experiments.gpu             every kernel and every speed on a GPU (`make gpu`)
 python -m experiments.docs            the tables of README and docs, from their JSON files (`make docs`)
 """

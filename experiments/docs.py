@@ -16,19 +16,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import convert
-from mhla_hf.bench import render_bench
 from mhla_hf.checkpoints.file_io import write_text
 from mhla_hf.conversion.diffusers_models import REFUSED_TRANSFORMERS
 from mhla_hf.conversion.transformers_models import REFUSED
+from mhla_hf.evaluation.speed import cache_bytes
 from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
 from mhla_hf.models.transformers_api import forward_cached
 from mhla_hf.planning import render_plan
-from mhla_hf.speed import cache_bytes
 from mhla_hf.training.recipe import read_recipe, recipe_names
 
 from . import digits_dit, digits_vit
 from .attention import render_random_rank
+from .bench import render_bench
 from .calibrate_grids import render_calibration
 from .classifiers import render_study
 from .demo.figures import plot_gains

@@ -44,7 +44,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
     ),
     "card": (share.run_card, share.card_options, "Write a model card from scores, or check one.", share.CARD),
     "push": (share.run_push, share.push_options, "Check a model and upload it to the Hub in one commit.", share.PUSH),
-    "bench": (evaluate.run_bench, evaluate.bench_options, "Check the operator, then time it.", evaluate.BENCH),
 }  # fmt: skip
 
 
@@ -80,8 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments after `mhla-hf` (default: those of this process).
 
     Returns:
-        The exit code: 0; 1 if a bench found a problem, a plan found nothing to convert, or stdout was closed; 2 for invalid
-        input; 130 after Ctrl-C.
+        The exit code: 0; 1 if a plan found nothing to convert, or stdout was closed; 2 for invalid input; 130 after Ctrl-C.
     """
     logger = logging.getLogger("mhla_hf")
     level = logger.level

@@ -7,6 +7,7 @@ layer is allocated on a real device, to time it.
 import copy
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .bench import time_call
 from .checkpoints.load import choose_device, load_config
 from .checkpoints.provenance import describe_run
 from .conversion import convert
@@ -27,6 +27,7 @@ from .conversion.model_family import softmax_config
 from .conversion.sizes import cache_of_layers, cache_of_mhla, compare_caches
 from .conversion.transformers_models import family_to_convert, reason_to_keep_softmax
 from .evaluation.records import render_rows
+from .evaluation.speed import clock
 from .models.cache import MHLACacheLayer
 from .models.causal_attention import find_causal_attentions
 from .models.families import ENCODERS, VISION
@@ -34,6 +35,7 @@ from .nn.settings import is_whole
 
 TIMED_LENGTHS = tuple(256 << n for n in range(10))
 ROUNDS = 3  # measurements per length
+MIN_TURN_SECONDS = 0.02  # in which a call is repeated and timed
 SECONDS_PER_LENGTH = 1.0  # after which no further round of a length begins
 SECONDS_PER_PHASE = 10.0  # for all lengths, for prefill and for decoding each
 EXTRAPOLATION = 4  # crossovers are extrapolated to this multiple of the longest measured length
@@ -234,6 +236,16 @@ def time_lengths(
         # At twice the length, softmax takes four times as long and MHLA twice.
         expected = math.inf if best["softmax"] > 1.5 * best["mhla"] else 4 * best["softmax"] + 2 * best["mhla"]
     return rows
+
+
+def time_call(function: Work, device: torch.device) -> float:
+    """Return the seconds per call, averaged over repeated calls for at least `MIN_TURN_SECONDS`."""
+    calls = 0
+    start = clock(device)
+    while calls == 0 or time.perf_counter() - start < MIN_TURN_SECONDS:
+        function()
+        calls += 1
+    return (clock(device) - start) / calls
 
 
 def make_random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.device | str) -> list[torch.Tensor]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import mhla_hf
 
 PACKAGE = Path(mhla_hf.__file__).parent
-FLOORS = ["ops", "nn", "models", "checkpoints", "data", "conversion", "training", "plots sampling speed", "evaluation"]
-FLOORS += ["bench vllm_plugin", "share", "planning", "info", "commands"]
+FLOORS = ["ops", "nn", "models", "checkpoints", "data", "conversion", "training", "plots sampling", "evaluation"]
+FLOORS += ["vllm_plugin", "share", "planning", "info", "commands"]
 FLOORS = [{*names.split()} for names in FLOORS] + [{"_register", "cli", ""}]
 
 

@@ -1,4 +1,4 @@
-"""The commands `mhla-hf evaluate`, `tasks` and `bench`."""
+"""The commands `mhla-hf evaluate` and `tasks`."""
 
 import dataclasses
 import json
@@ -11,7 +11,6 @@ from .values import (
     AddArgument,
     add_device_option,
     add_dtype_option,
-    add_json_option,
     check_file,
     check_model,
     load_libraries,
@@ -19,7 +18,6 @@ from .values import (
     parse_seed,
     parse_settings,
     parse_value,
-    print_record,
 )
 
 SCORE_RECIPES = Path(__file__).parents[1] / "evaluation" / "recipes"
@@ -42,12 +40,6 @@ example:
   mhla-hf evaluate out/mhla out/teacher --include-path tasks --tasks 'heldout_*'
 Four tasks: bits per byte, a cloze test, recall of an earlier line (by distance), and continuing an earlier sentence.
 Use a text that no model was trained on: at least 20,000 characters of prose with paragraphs.
-"""
-BENCH = """\
-example:
-  mhla-hf bench                                 MHLA against softmax and plain linear attention, on this machine
-  mhla-hf bench --device cuda --json            the record instead of the table
-To time whole models: mhla-hf evaluate MHLA SOFTMAX --recipe speed
 """
 
 
@@ -122,22 +114,3 @@ def run_tasks(text: str, tokenizer: str, out: str, command: str, progress: bool,
     tasks = make_tasks(read_text_file(Path(text), "text"), out, load_tokenizer(tokenizer), **options)
     print("\n".join(f"{name}: {size} documents" for name, size in tasks.sizes.items()))
     print(f"next: mhla-hf evaluate MODEL --include-path {out} --tasks '{options['prefix']}_*'")
-
-
-def bench_options(add: AddArgument) -> None:
-    add("--device", default="cpu", help="as torch names it (default: cpu)")
-    add("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    add("--seed", type=parse_seed, default=0, help="random seed of the inputs (default: 0)")
-    add("--out", help="JSON file to write")
-    add_json_option(add)
-
-
-def run_bench(as_json: bool, **options: Any) -> None:
-    load_libraries()
-
-    from .. import bench
-
-    record = bench.run_bench(**options)
-    print_record(record, as_json, bench.render_bench)
-    if any(reason.startswith(bench.WRONG) for row in record["rows"] for reason in row["failed"].values()):
-        raise SystemExit(1)

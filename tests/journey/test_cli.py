@@ -33,9 +33,9 @@ import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.commands.values import parse_layers, parse_settings
 from mhla_hf.evaluation.records import Results
+from mhla_hf.evaluation.speed import cache_bytes
 from mhla_hf.evaluation.text_tasks import make_tasks
 from mhla_hf.planning import compare_saved_caches
-from mhla_hf.speed import cache_bytes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "import sys; from mhla_hf_command import main; sys.exit(main())"  # what pip makes of the entry point
@@ -244,7 +244,7 @@ def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
     before = os.times().children_user
     text = start(["--help"], place).communicate()[0]
     assert os.times().children_user - before < 1.0
-    for command in ("convert", "plan", "distill", "recipes", "info", "tasks", "evaluate", "push", "bench"):
+    for command in ("convert", "plan", "distill", "recipes", "info", "tasks", "evaluate", "push"):
         assert f"  {command} " in text and main([command, "--help"]) == 0
         assert f"example:\n  mhla-hf {command}" in capsys.readouterr().out
     assert main(["--version"]) == 0
