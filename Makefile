@@ -38,7 +38,7 @@ demo: $(VENV)/.demo  ## SmolLM2 converted, judged, drawn, loaded elsewhere: ever
 	$(BIN)/python -m experiments.demo $(ARGS)
 
 demo-images: $(VENV)/.demo  ## softmax, plain linear attention and MHLA learn digits: out/images
-	$(BIN)/python -m experiments.studies images --threads 2 $(ARGS)
+	$(BIN)/python -m experiments.classifiers --threads 2 $(ARGS)
 
 test: $(VENV)/.test lint  ## all tests but the slow ones
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
@@ -83,7 +83,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.demo  ## the operator against SDPA and plain linear attention, on this machine
-	$(BIN)/mhla-hf bench $(ARGS)
+	$(BIN)/python -m experiments.bench $(ARGS)
 
 gpu: $(VENV)/.demo  ## on a GPU, ten minutes: every kernel against fp64, then every speed; fills docs/performance.md
 	$(BIN)/python -m experiments.gpu $(ARGS)

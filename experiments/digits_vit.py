@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from sklearn import datasets
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import mhla_hf
-from mhla_hf.analysis.inputs import Split, load_digits
 from mhla_hf.checkpoints.file_io import atomic_folder, write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
@@ -37,7 +38,10 @@ from mhla_hf.training.recipe import ImageStage
 
 from .rows import format_mean
 
+Split = tuple[torch.Tensor, torch.Tensor]
+
 SIDE = 32
+HELD_OUT_DIGITS = 497
 STUDENTS: dict[str, dict[str, Any]] = {
     "MHLA": {},
     "plain linear": {"layout": [1, 1], "mixing_start": "uniform", "learn_mixing": False},
@@ -49,6 +53,23 @@ ABOUT = (
 )
 LIMITS = ["It reads one handwritten digit at a time, gray, 32 x 32 pixels, enlarged from 8 x 8."]
 COMMON: dict[str, Any] = {"batch_size": 64, "shift": 3, "beta2": 0.99}
+
+
+def load_digits(size: int) -> tuple[Split, Split]:
+    """Load scikit-learn's 1,797 digits, 8 x 8 scans, enlarged bilinearly to `size` x `size`.
+
+    Returns:
+        (train, test), each (images uint8 [N, 1, size, size], labels int64 [N]), with N = 1,300 and 497.
+    """
+    digits: Any = datasets.load_digits()
+    images = torch.from_numpy(digits.images).float()[:, None]
+    images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
+    images = (images * (255 / 16)).round().clamp(0, 255).to(torch.uint8)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    train = order[:-HELD_OUT_DIGITS]
+    test = order[-HELD_OUT_DIGITS:]
+    labels = torch.from_numpy(digits.target).long()
+    return (images[train], labels[train]), (images[test], labels[test])
 
 
 def softmax_vit(seed: int) -> ViTForImageClassification:

@@ -16,20 +16,21 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import convert
-from mhla_hf.bench import render_bench
 from mhla_hf.checkpoints.file_io import write_text
 from mhla_hf.conversion.diffusers_models import REFUSED_TRANSFORMERS
 from mhla_hf.conversion.transformers_models import REFUSED
+from mhla_hf.evaluation.speed import cache_bytes
 from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
 from mhla_hf.models.transformers_api import forward_cached
 from mhla_hf.planning import render_plan
-from mhla_hf.speed import cache_bytes
 from mhla_hf.training.recipe import read_recipe, recipe_names
 
 from . import digits_dit, digits_vit
+from .attention import render_random_rank
+from .bench import render_bench
 from .calibrate_grids import render_calibration
-from .costs import costs_table
+from .classifiers import render_study
 from .demo.figures import plot_gains
 from .demo.journey import render_short
 from .demo.report import render_report
@@ -40,12 +41,9 @@ from .heads import BYTES_AT, render_heads
 from .judge import render_lookups, render_tasks
 from .kvpress_rows import render as render_kvpress
 from .mqar import render_mqar
-from .recipe_costs import render_costs
+from .recipe_costs import render_classifiers, render_costs
 from .rows import describe_setup
 from .speed import prefill_table, render_speed, speed_table
-from .studies.rank import render_random_rank
-from .studies.report import render_study
-from .studies.scaling import render_scaling
 from .vllm_serving import render_vllm
 
 ROOT = Path(__file__).parents[1]
@@ -254,7 +252,7 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "speed": render_speed,
     "vllm": render_vllm,
     "plan": lambda record: f"```text\n{render_plan(record)}\n```",
-    "costs": lambda record: costs_table(record["rows"]),
+    "costs": render_classifiers,
     "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "diffusers_tests": render_diffusers_tests,
@@ -263,7 +261,6 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "digits_dit": lambda record: f"```text\n{digits_dit.render(record['over_seeds'])}\n```",
     "rank": render_random_rank,
     "study": render_study,
-    "scaling": render_scaling,
 }
 
 

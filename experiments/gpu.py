@@ -15,14 +15,23 @@ import torch
 from tqdm import tqdm
 
 from mhla_hf import Blocks, mhla, mhla_step
-from mhla_hf.bench import TOLERANCES, describe_failure, relative_error, time_case
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
+from mhla_hf.ops.decays import Decays, LocalForm
+from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.triton.paged import small_page_call
 
+from .bench import (
+    TOLERANCES,
+    describe_failure,
+    model_cases,
+    paper_cases,
+    relative_error,
+    target_cases,
+    time_case,
+)
 from .docs import ROOT, render_gpu, write_documents
-from .paper_shapes import Window, model_cases, paper_cases, target_cases
 from .speed import LENGTHS, SMOLLM2, make_models, measure_decoding, measure_prefill
 
 OUT = ROOT / "docs" / "bench" / "gpu.json"
@@ -167,9 +176,21 @@ def decode_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "t
 
 
 def window_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
-    """Return the relative errors of local attention, window and far part, against its definition in fp64."""
-    case = Window("window", SEQUENCE, 1, 4, (64, 64), dtype=str(dtype).removeprefix("torch."))
-    return case.errors(f"mhla {impl}", device, 0, exact="mhla reference")
+    """Return the relative errors of local attention, window and far part with two decays, against fp64."""
+    (q, k, v, _), _ = make_inputs(SEQUENCE, device, dtype)
+    features = [torch.cat([x, -x], -1).detach().softmax(-1) for x in (q, k)]
+    decays = Decays(torch.full((4, 2), 0.5, device=device), torch.full((4, 2), -0.05, device=device))
+    balance = torch.full((4,), 3.0, device=device)
+    results = []
+    for exact in (False, True):
+        tensors = [(x.double() if exact else x).detach().requires_grad_() for x in (q, k, v, *features)]
+        options: dict[str, Any] = {"scale": 64**-0.5, "impl": "reference" if exact else impl, "unrounded": False}
+        form = LocalForm(SEQUENCE.sizes()[0], **options)
+        o = local_attention(*tensors, decays, balance, form)
+        output_gradient = torch.randn(o.shape, generator=torch.Generator(device).manual_seed(1), device=device)
+        results.append([o, *torch.autograd.grad(o, tensors, output_gradient.to(o.dtype))])
+    names = ("output", "dq", "dk", "dv", "dfq", "dfk")
+    return {name: relative_error(x, y) for name, x, y in zip(names, *results, strict=True)}
 
 
 def page_errors(device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:

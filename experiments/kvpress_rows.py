@@ -327,7 +327,7 @@ def folder_rows(
     Raises:
         ValueError: The file is about other tokens.
     """
-    from mhla_hf.speed import cache_bytes
+    from mhla_hf.evaluation.speed import cache_bytes
 
     prompt, after, copied = parts
     if teacher_file and teacher_file.exists():

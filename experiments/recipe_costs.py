@@ -1,152 +1,247 @@
-"""Estimate the memory and the disk that recipes need for the models that they start from: python -m experiments.recipe_costs
+"""Measure what the recipes take, without values: python -m experiments.recipe_costs
 
-Nothing is downloaded: the sizes of the bases are below. Peaks are those of `estimate_diffusion_costs`,
-`estimate_transformers_costs`, and `estimate_costs`, which `tests/training/test_diffusion_costs.py`,
-`test_transformers_costs.py`, and `test_costs.py` compare with steps that run.
+One micro-batch of every stage runs with the task's own losses on tensors that have sizes and no values, and the memory that
+its operators would take is added up (CPU operators, MHLA in PyTorch; nothing is downloaded). Parameters and multiply-adds of
+the paper's image classifiers are counted, too.
 """
 
 import argparse
+import contextlib
+import copy
+import itertools
+import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import diffusers
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, LlamaConfig, SiglipVisionConfig, ViTConfig
 
-from mhla_hf.checkpoints.file_io import read_json, write_json
+import mhla_hf
+from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
-from mhla_hf.training.diffusion_costs import estimate_diffusion_costs
+from mhla_hf.conversion.model_family import mhla_class, transformer_family
+from mhla_hf.conversion.transformers_models import family_to_convert
+from mhla_hf.models.derived_classes import base_classes
+from mhla_hf.training import output_head
 from mhla_hf.training.recipe import Recipe, read_recipe, recipe_names
-from mhla_hf.training.transformers_costs import estimate_transformers_costs
+from mhla_hf.training.run_folder import NUM_KEPT_STATES
+from mhla_hf.training.tasks import find_task
+from mhla_hf.training.trainable import set_trainable
 
-WAN_VAE = {"_class_name": "AutoencoderKLWan"}
-WAN_1B = {
-    "_class_name": "WanTransformer3DModel",
-    "num_layers": 30,
-    "num_attention_heads": 12,
-    "attention_head_dim": 128,
-    "ffn_dim": 8960,
-}
-WAN_14B = {**WAN_1B, "num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}
-DIT_XL = {"_class_name": "DiTTransformer2DModel", "num_layers": 28, "out_channels": 8}
-SANA_600M = {
-    "_class_name": "SanaTransformer2DModel",
-    "num_layers": 28,
-    "num_attention_heads": 36,
-    "attention_head_dim": 32,
-    "num_cross_attention_heads": 16,
-    "cross_attention_head_dim": 72,
-    "cross_attention_dim": 1152,
-    "sample_size": 16,
-}
-PIPELINES = {  # base -> configurations of its transformer and VAE, where they differ from diffusers' defaults
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (WAN_1B, WAN_VAE),
-    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (WAN_14B, WAN_VAE),
-    "facebook/DiT-XL-2-256": (DIT_XL, {"_class_name": "AutoencoderKL"}),
-    "Efficient-Large-Model/Sana_600M_512px_diffusers": (SANA_600M, {"_class_name": "AutoencoderDC"}),
-}
-MODELS = {  # base -> configuration, where it differs from transformers' defaults
-    "HuggingFaceTB/SmolLM2-1.7B": LlamaConfig(
-        vocab_size=49152,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=24,
-        num_attention_heads=32,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    ),
-    "HuggingFaceTB/SmolLM2-135M": LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    ),
-    "sentence-transformers/all-MiniLM-L6-v2": BertConfig(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
-    ),
-    "facebook/deit-small-patch16-224": ViTConfig(
-        hidden_size=384,
-        num_attention_heads=6,
-        intermediate_size=1536,
-        num_labels=1000,
-        architectures=["ViTForImageClassification"],
-    ),
+WAN = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960}
+SANA = {"num_attention_heads": 36, "attention_head_dim": 32, "num_cross_attention_heads": 16, "sample_size": 16}
+SANA |= {"_class_name": "SanaTransformer2DModel", "cross_attention_head_dim": 72, "cross_attention_dim": 1152}
+SMOLLM = {"vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}
+SMALL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+MINILM = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
+DEIT = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536, "num_labels": 1000}
+BASES: dict[str, Any] = {  # what differs from the defaults of diffusers and transformers
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {**WAN, "num_layers": 30},
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": {**WAN, "num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824},
+    "facebook/DiT-XL-2-256": {"_class_name": "DiTTransformer2DModel", "num_layers": 28, "out_channels": 8},
+    "Efficient-Large-Model/Sana_600M_512px_diffusers": {**SANA, "num_layers": 28},
+    "HuggingFaceTB/SmolLM2-1.7B": LlamaConfig(**SMOLLM, **LARGE),
+    "HuggingFaceTB/SmolLM2-135M": LlamaConfig(**SMOLLM, **SMALL, num_attention_heads=9, num_key_value_heads=3),
+    "sentence-transformers/all-MiniLM-L6-v2": BertConfig(**MINILM),
+    "facebook/deit-small-patch16-224": ViTConfig(**DEIT, architectures=["ViTForImageClassification"]),
     "google/siglip-base-patch16-224": SiglipVisionConfig(),
 }
-EXAMPLES = {  # recipe that names no base -> one of the above
-    "encoder": "sentence-transformers/all-MiniLM-L6-v2",
-    "language_cpu": "HuggingFaceTB/SmolLM2-135M",
-}
+EXAMPLES = {"encoder": "sentence-transformers/all-MiniLM-L6-v2", "language_cpu": "HuggingFaceTB/SmolLM2-135M"}
+REDUCTIONS = {"WanTransformer3DModel": 8, "DiTTransformer2DModel": 8, "SanaTransformer2DModel": 32}  # pixels per latent
+FRAME_REDUCTION = 4
+TEXT_TOKENS = 512
 CARDS = (8, 16, 24, 40, 80)  # memory of GPUs, in GB
 SPARE = 2.0  # GB that CUDA, its allocator, and the text encoder's last batch may take
+PAPER_COSTS = {"deit-t": "5.7 M, 1.1", "deit-s": "22 M, 4.2", "vlt-t": "16 M, 2.4", "vlt-s": "27 M, 4.6"}  # of table 2
 
 
-def estimate(recipe: Recipe, base: str | None) -> dict[str, Any]:
-    """Return the costs of a recipe for a base, None for a recipe from scratch."""
+class MemoryCounter(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators create and that still exist, in `highest` the most of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.highest = 0
+        self.storages: Any = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):  # an input, such as a weight, or a tensor that is counted already
+                self.storages.add(tensor.untyped_storage())
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self.storages:
+                self.storages.add(storage)
+                self.add(storage.nbytes())
+                weakref.finalize(storage, self.add, -storage.nbytes())
+        return output
+
+    def add(self, size: int) -> None:
+        self.current += size
+        self.highest = max(self.highest, self.current)
+
+
+def make_task(base: Any, recipe: Recipe, stage: Any) -> Any:
+    """Return the task of a stage, on `base`: a configuration of transformers or, as a dict, of diffusers."""
+    settings = dict(recipe.settings)
+    preset = settings.pop("preset", None)
     if recipe.task == "diffusion":
-        return estimate_diffusion_costs(*PIPELINES[str(base)], recipe)
-    return estimate_transformers_costs(MODELS.get(str(base)), recipe)
+        base_class: Any = getattr(diffusers, base["_class_name"])
+        original = base_class.from_config(base) if stage.needs_teacher else None
+        cls: Any = mhla_class(transformer_family(base_class), base_class)
+        student = cls.from_preset(preset, **settings) if preset else cls.from_config({**base, "mhla": settings})
+    elif preset:
+        original = None
+        if recipe.task == "images":
+            student = mhla_hf.MHLAForImageClassification(mhla_hf.MHLAVisionConfig.preset(preset, **settings))
+        else:
+            student = mhla_hf.MHLAForCausalLM(mhla_hf.MHLAConfig.preset(preset, **settings))
+    else:
+        classes = base_classes(family_to_convert(base.model_type))
+        make = classes.get((base.architectures or [""])[0], next(iter(classes.values())))
+        original, student = make(copy.deepcopy(base)), mhla_hf.convert(make(copy.deepcopy(base)), **settings)
+    task = find_task(student.train(), original if stage.needs_teacher else None, {})
+    task.has_weights = False
+    if task.teacher is not None:
+        task.teacher.eval().to(torch.bfloat16 if recipe.run.get("mixed_precision") == "bf16" else torch.float32)
+    return task
 
 
-def make_row(name: str) -> dict[str, Any]:
-    """Return the row of a recipe, with a list of its stages."""
-    recipe = read_recipe(name)
-    base = recipe.base or EXAMPLES.get(name)
-    costs = estimate(recipe, base)
-    stages = []
-    for stage, estimated in zip(recipe.stages, costs["stages"], strict=True):
-        states = sum(size for purpose, size in estimated["memory"].items() if purpose not in ("activations", "logits"))
-        sizes = {"states": states, "peak": sum(estimated["memory"].values()), "disk": estimated["disk"]}
-        stages.append({"name": stage.name, "steps": stage.steps, "samples": stage.batch_size, **sizes})
-    return {"recipe": name, "base": base, "processes": recipe.processes, "stages": stages}
+def make_inputs(task: Any, base: Any, stage: Any, count: int) -> tuple[Any, ...]:
+    """Return the arguments of the task's objective for `count` samples."""
+    config, weight = task.student.config, 1 / stage.batch_size
+    if task.name in ("language", "encoders"):
+        ids = torch.zeros(count, stage.seq_len, dtype=torch.long)
+        return (ids, ids, weight, weight) if task.name == "language" else (ids, weight)
+    if task.name == "images":
+        labels = torch.empty(count, config.num_labels if stage.reads_labels else 1)
+        return torch.empty(count, config.num_channels, config.image_size, config.image_size), labels, weight
+    reduction = REDUCTIONS[base["_class_name"]]
+    sides = [side // reduction for side in stage.size[-2:]] if stage.size else [config.sample_size] * 2
+    frames = [(frames - 1) // FRAME_REDUCTION + 1 for frames in (stage.size or ())[:-2]]
+    latents = torch.empty(count, config.in_channels, *frames, *sides)
+    batch = {"noisy": latents, "times": torch.empty(count)}
+    batch |= {"target": latents} if stage.loss == "denoising" or stage.data_weight else {}
+    width = config.get("text_dim") or config.get("caption_channels")
+    for name in task.student.family.conditions:
+        text = (count, TEXT_TOKENS, *([width] if name == "encoder_hidden_states" else []))
+        batch[name] = torch.zeros(count, dtype=torch.long) if name == "class_labels" else torch.empty(text)
+    tensors, weights = task.take(SimpleNamespace(take_rows=lambda count, rows: batch), stage, slice(None))
+    return *tensors, *weights
+
+
+def measure_stage(base: Any, recipe: Recipe, stage: Any) -> dict[str, int]:
+    """Return the bytes of a stage in one of `recipe.processes` processes, over which FSDP2 shards all weights.
+
+    "states" are weights, gradients, moments, average, and teacher, with the blocks that FSDP2 gathers; "peak" adds what a
+    micro-batch allocates; "disk" are the states that a run keeps.
+    """
+    with contextlib.ExitStack() as stack:
+        with torch.device("meta"):
+            task = make_task(base, recipe, stage)
+            student = task.student
+            total = sum(parameter.numel() for parameter in student.parameters())
+            stack.enter_context(task.prepare(stage))
+            set_trainable(student, stage, {})
+        num_trained = sum(parameter.numel() for parameter in student.parameters() if parameter.requires_grad)
+        num_copies = 4 if stage.ema else 3  # gradient, two moments, average
+        states = 4 * (sum(x.numel() for x in student.parameters()) + num_copies * num_trained)
+        states += sum(x.nbytes for x in task.teacher.parameters()) if task.teacher is not None else 0
+        states //= recipe.processes
+        if recipe.processes > 1:  # the block at work, the next one, and the gradients of one
+            states += 4 * 3 * max(sum(x.numel() for x in block.parameters()) for block in student.blocks)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(torch.device("cpu"))
+        for model in (student, task.teacher):
+            for module in model.modules() if model is not None else ():  # each only once, if blocks share one
+                module.to_empty(device="cpu", recurse=False)
+        task.set_gradient_checkpointing(recipe.run.get("gradient_checkpointing", False))
+        objective = task.objective(stage)
+        if task.name == "language":  # whose heads are found by their values
+            layers = [x.get_output_embeddings() for x in (student, task.teacher or student)]
+            objective.heads = tuple(output_head.OutputHead(layer, 1.0, None) for layer in layers)
+            stack.enter_context(mock.patch.object(output_head, "CPU_CHUNK", output_head.GPU_CHUNK))
+        inputs = make_inputs(task, base, stage, stage.batch_size // stage.grad_accum // recipe.processes)
+        for parameter in student.parameters() if stage.grad_accum > 1 else ():  # which earlier micro-batches left
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        with MemoryCounter() as counter:
+            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.run.get("mixed_precision") == "bf16"):
+                loss, _ = objective(*inputs)
+            loss.backward()
+    peak = states + counter.highest - 4 * num_trained * (stage.grad_accum == 1)
+    return {"states": states, "peak": peak, "disk": NUM_KEPT_STATES * 4 * (total + (num_copies - 1) * num_trained)}
 
 
 def render_costs(record: Mapping[str, Any]) -> str:
     """Render the rows as a table: one line per recipe."""
-    lines = ["| recipe | devices | peak, GB (before activations) | samples | hours | disk, GB |", "|---" * 6 + "|"]
+    lines = ["| recipe | devices | peak, GB | before activations, GB | disk, GB |", "|---|---|---:|---:|---:|"]
     for row in record["rows"]:
-        stages = row["stages"]
-        peak = max(stage["peak"] for stage in stages) / 1e9
-        states = max(stage["states"] for stage in stages) / 1e9
-        card = next((f"{card} GB" for card in CARDS if peak + SPARE <= card), "more than 80 GB")
-        samples = sum(stage["steps"] * stage["samples"] for stage in stages)
-        seconds = " + ".join(f"{stage['steps']:,} {letter}" for stage, letter in zip(stages, "ab", strict=False))
-        hours = f"({seconds}) / 3,600" if len(stages) > 1 else f"{seconds} / 3,600"
-        disk = max(stage["disk"] for stage in stages) / 1e9
-        cells = [
-            f"`{row['recipe']}`",
-            f"{row['processes']} of {card}",
-            f"{peak:.1f} ({states:.1f})",
-            f"{samples:,}",
-            hours,
-            f"{disk:.{disk < 10:d}f}",
-        ]
+        sizes = [max(stage[key] for stage in row["stages"]) / 1e9 for key in ("peak", "states", "disk")]
+        card = next((f"{card} GB" for card in CARDS if sizes[0] + SPARE <= card), "more than 80 GB")
+        lines.append(f"| `{row['recipe']}` | {row['processes']} of {card} | {' | '.join(f'{x:.1f}' for x in sizes)} |")
+    return "\n".join(lines)
+
+
+def count_flops(model: Any, side: int) -> tuple[int, int]:
+    """Return the multiply-adds of one square image through an image model: all, and those outside the attention."""
+    model.eval().requires_grad_(False)  # the counter misses parameters that require gradients
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        model(torch.zeros(1, model.config.num_channels, side, side))
+    counts = counter.get_flop_counts()["Global"]
+    attention = sum(count for operator, count in counts.items() if "bmm" in str(operator))
+    return counter.get_total_flops() // 2, (counter.get_total_flops() - attention) // 2
+
+
+def count_classifiers(presets: Sequence[str] = tuple(PAPER_COSTS), side: int = 224) -> list[dict[str, Any]]:
+    """Return a row for each preset and kind of attention: parameters and multiply-adds, also of the padded image."""
+    rows = []
+    for name, attention in itertools.product(presets, ("mhla", "linear", "softmax")):
+        config = mhla_hf.MHLAVisionConfig.preset(name, attention=attention)
+        model = mhla_hf.MHLAForImageClassification(config)
+        padded, _ = count_flops(model, config.padded_sides(side, side)[0])
+        config.pad_to_blocks = False
+        flops, outside = count_flops(mhla_hf.MHLAForImageClassification(config), side)
+        sizes = {"parameters": model.num_parameters(), "flops": flops, "outside": outside, "padded_flops": padded}
+        rows.append({"preset": name, "attention": attention, **sizes})
+    return rows
+
+
+def render_classifiers(record: Mapping[str, Any]) -> str:
+    """Render the rows of `count_classifiers`, with what the paper says."""
+    columns = "parameters | G multiply-adds at 224 | outside the attention | padded to blocks | in table 2"
+    lines = [f"| model | attention | {columns} |", "|---|---|---:|---:|---:|---:|---:|"]
+    for row in record["rows"]:
+        flops = [f"{row[name] / 1e9:.2f}" for name in ("flops", "outside", "padded_flops")]
+        paper = PAPER_COSTS[row["preset"]] if row["attention"] == "mhla" else ""
+        cells = [row["preset"], row["attention"], f"{row['parameters'] / 1e6:.2f} M", *flops, paper]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Estimate, write the record, and return it."""
-    parser = argparse.ArgumentParser("python -m experiments.recipe_costs", description=__doc__)
-    parser.add_argument("--out", default="docs/recipes/costs.json", help="JSON file to write")
-    parser.add_argument(
-        "--recipes", nargs="+", default=recipe_names(), help="names (default: all); other rows are kept"
-    )
-    options = parser.parse_args(arguments)
-    record: dict[str, Any] = read_json(Path(options.out)) or {}
-    command = "python -m experiments.recipe_costs"
-    for name in options.recipes:
-        rows = {row["recipe"]: row for row in record.get("rows", ())} | {name: make_row(name)}
-        kept = [rows[name] for name in recipe_names() if name in rows]
-        record = {**describe_run(command, torch.device("cpu")), "rows": kept}
-        write_json(options.out, record)
-    print(render_costs(record))
-    return record
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print both tables, and write the records that the docs show."""
+    argparse.ArgumentParser("python -m experiments.recipe_costs", description=__doc__).parse_args(arguments)
+    run = describe_run("python -m experiments.recipe_costs")
+    classifiers = {**run, "rows": count_classifiers()}
+    write_json("docs/images/costs.json", classifiers)
+    print(render_classifiers(classifiers), "\n")
+    rows: list[dict[str, Any]] = []
+    for name in recipe_names():
+        recipe = read_recipe(name)
+        base = BASES.get(recipe.base or EXAMPLES.get(name, ""))
+        stages = [measure_stage(base, recipe, stage) for stage in recipe.stages]
+        rows.append({"recipe": name, "processes": recipe.processes, "stages": stages})
+        write_json("docs/recipes/costs.json", {**run, "rows": rows})
+    print(render_costs({"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -76,6 +76,14 @@ def complete_seeds(rows: Sequence[Row], count: int) -> tuple[list[Row], str]:
     return [row for row in rows if row["seed"] in complete], phrase
 
 
+def over_seeds(values: Sequence[Any]) -> dict[str, Any]:
+    """Return "mean", "stderr" (of the mean; None for one seed), and "values". If a value is None, so is the mean."""
+    if None in values:
+        return {"mean": None, "stderr": None, "values": values}
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "stderr": error, "values": list(values)}
+
+
 def describe_setup(record: Mapping[str, Any]) -> str:
     """Describe how a record was measured: command, hardware, versions, and dtype."""
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))

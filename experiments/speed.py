@@ -24,9 +24,9 @@ from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 from mhla_hf.conversion import convert
+from mhla_hf.evaluation.speed import cache_bytes
 from mhla_hf.models.cache import MHLACacheLayer
 from mhla_hf.models.transformers_api import cache_argument, forward_cached
-from mhla_hf.speed import cache_bytes
 
 from .rows import Row, describe_setup
 

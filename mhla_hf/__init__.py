@@ -29,8 +29,6 @@ _PUBLIC = {  # name -> module that defines it
     "MHLAVisionModel": "models.vision",
     "MHLAForImageClassification": "models.vision",
     "adapter_config": "training.adapters",
-    "analyze": "analysis",
-    "audit": "share.audit",
     "convert": "conversion",
     "distill": "training.loop",
     "evaluate": "evaluation.runner",

@@ -4,7 +4,6 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .analysis import analyze as analyze
 from .conversion import convert as convert
 from .evaluation.runner import evaluate as evaluate
 from .models.configuration import MHLAConfig as MHLAConfig
@@ -22,7 +21,6 @@ from .ops.blocks import Blocks as Blocks
 from .ops.state import MHLAState as MHLAState
 from .planning import plan as plan
 from .sampling import use_mhla_in_steps as use_mhla_in_steps
-from .share.audit import audit as audit
 from .share.push import push as push
 from .training.adapters import adapter_config as adapter_config
 from .training.adapters import load_adapter as load_adapter

@@ -32,7 +32,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
         convert.run_convert, convert.convert_options, "Turn a softmax model into an MHLA model.", convert.CONVERT,
     ),
     "recipes": (train.run_recipes, train.recipes_options, "List the training recipes.", train.RECIPES),
-    "teach": (train.run_teach, train.teach_options, "Store a teacher's predictions, to distill without it.", train.TEACH),
     "distill": (
         train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL,
     ),
@@ -44,14 +43,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
     ),
     "card": (share.run_card, share.card_options, "Write a model card from scores, or check one.", share.CARD),
     "push": (share.run_push, share.push_options, "Check a model and upload it to the Hub in one commit.", share.PUSH),
-    "analyze": (
-        evaluate.run_analyze, evaluate.analyze_options, "Show the rank, entropy, maps, and mixing of attention.",
-        evaluate.ANALYZE,
-    ),
-    "audit": (
-        evaluate.run_audit, evaluate.audit_options, "Check a language model and its card for problems.", evaluate.AUDIT,
-    ),
-    "bench": (evaluate.run_bench, evaluate.bench_options, "Check the operator, then time it.", evaluate.BENCH),
 }  # fmt: skip
 
 
@@ -87,8 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments after `mhla-hf` (default: those of this process).
 
     Returns:
-        The exit code: 0; 1 if a bench or an audit found a problem, a plan found nothing to convert, or stdout was closed; 2
-        for invalid input; 130 after Ctrl-C.
+        The exit code: 0; 1 if a plan found nothing to convert, or stdout was closed; 2 for invalid input; 130 after Ctrl-C.
     """
     logger = logging.getLogger("mhla_hf")
     level = logger.level

@@ -7,6 +7,7 @@ layer is allocated on a real device, to time it.
 import copy
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,60 +20,53 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .bench import time_call
-from .checkpoints.file_io import PathLike
-from .checkpoints.load import choose_device, is_pipeline, load_config
+from .checkpoints.load import choose_device, load_config
 from .checkpoints.provenance import describe_run
 from .conversion import convert
 from .conversion.model_family import softmax_config
 from .conversion.sizes import cache_of_layers, cache_of_mhla, compare_caches
-from .conversion.transformers_models import reason_to_keep_softmax
+from .conversion.transformers_models import family_to_convert, reason_to_keep_softmax
+from .evaluation.speed import clock
 from .models.cache import MHLACacheLayer
 from .models.causal_attention import find_causal_attentions
+from .models.families import ENCODERS, VISION
 from .nn.settings import is_whole
 from .plots import render_rows
-from .training.costs import count_active_parameters, estimate_costs
-from .training.diffusion_costs import estimate_diffusion_costs, read_pipeline_configs, suits_transformer
-from .training.recipe import read_recipe, recipe_names
-from .training.transformers_costs import estimate_transformers_costs, model_without_weights, suits_config
 
 TIMED_LENGTHS = tuple(256 << n for n in range(10))
 ROUNDS = 3  # measurements per length
+MIN_TURN_SECONDS = 0.02  # in which a call is repeated and timed
 SECONDS_PER_LENGTH = 1.0  # after which no further round of a length begins
 SECONDS_PER_PHASE = 10.0  # for all lengths, for prefill and for decoding each
 EXTRAPOLATION = 4  # crossovers are extrapolated to this multiple of the longest measured length
 MIN_CACHE_REDUCTION = 2  # factor by which the cache has to shrink to recommend a conversion
 MAX_ATTENTION_SHARE = 0.5  # of a prompt's operations, above which sparse attention is recommended if MHLA does not help
 MIB = 2**20
-GIB = 2**30
 
 Work = Callable[[], Any]  # a call to be timed
 
 
 def plan(
     model: str | Path | PreTrainedConfig, *, context: int, layers: str | Sequence[int] | None = None,
-    recipe: str | Path = "language_llama_lite", device: torch.device | str | None = None, timing: bool = True,
-    tflops: float | None = None, revision: str | None = None, progress: bool = True, command: str | None = None,
-    **settings: object,
+    device: torch.device | str | None = None, timing: bool = True, revision: str | None = None, progress: bool = True,
+    command: str | None = None, **settings: object,
 ) -> dict[str, Any]:  # fmt: skip
-    """Estimate the effects of a conversion on layers, parameters, cache and speed, and the cost of its distillation.
+    """Estimate the effects of a conversion on layers, parameters, cache and speed.
 
     Args:
         model: Folder or Hub id, or a transformers configuration. Only config.json is read.
         context: Length of the sequences for which the model is used, in tokens.
         layers, settings: See `convert`; only `mixing_form="decay"` (the default) is supported.
-        recipe: Name or YAML file of the recipe for the distillation.
         device: Device on which to time the attention of one layer (default: CUDA if there is a GPU, else the CPU). If it
             is not available on this machine, the speed is reported as unknown.
         timing: Whether to time the attention.
-        tflops: TFLOP/s of the training machine (default: no hours are estimated).
         revision: Branch, tag or commit on the Hub.
         progress: Whether to show a progress bar.
         command: The shell command that repeats the estimate, for the record.
 
     Returns:
         A JSON-serializable dict, which `render_plan` renders as text. Among its keys are "mhla_layers", "kept_layers" (by
-        reason), "parameters", "cache" (bytes per sequence), "timing" (None if not requested), "distillation", and "advice".
+        reason), "parameters", "cache" (bytes per sequence), "timing" (None if not requested), and "advice".
 
     Raises:
         NotConvertible: Nothing in this model type can be converted; the message gives the reason.
@@ -80,10 +74,6 @@ def plan(
     """
     if not is_whole(context, 1):
         raise ValueError(f"context: got {context!r}, expected the tokens of a sequence, a whole number of at least 1.")
-    check_tflops(tflops)
-    loaded_recipe = read_recipe(recipe)
-    if loaded_recipe.task != "language":
-        raise ValueError(f"recipe: got one for {loaded_recipe.task}, expected one for language.")
     config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else load_config(model, revision=revision)
     student = model_without_weights(config)
     attentions = find_causal_attentions(student)
@@ -115,15 +105,8 @@ def plan(
         "attention": products / (products + 2 * active),
         "cache": compare_caches(softmax_caches, cache_of_mhla(student), context),
         "timing": time_layer(core, student.dtype, device, progress, command) if timing else None,
-        "distillation": estimate_costs(student, loaded_recipe, parameters, active, tflops),
     }
     return {**record, "advice": advise(record)}
-
-
-def check_tflops(tflops: float | None) -> None:
-    """Raise ValueError unless `tflops` is None or a positive finite number."""
-    if tflops is not None and not (isinstance(tflops, (int, float)) and 0 < tflops < math.inf):
-        raise ValueError(f"tflops: got {tflops!r}, expected a number above 0.")
 
 
 def compare_saved_caches(config: Any, tokens: int) -> dict[str, int] | None:
@@ -147,53 +130,41 @@ def compare_saved_caches(config: Any, tokens: int) -> dict[str, int] | None:
     return next(row for row in rows if row["tokens"] == tokens)
 
 
-def list_recipes(model: PathLike | None = None, tflops: float | None = None) -> list[dict[str, Any]]:
-    """Describe the package's training recipes.
+def model_without_weights(config: Any) -> Any:
+    """Return the causal language model of a configuration, in eval mode on the meta device.
+
+    Raises:
+        NotConvertible, ValueError: The model is not a softmax language model that can be converted.
+    """
+    start = f"model: got {config.model_type!r}"
+    if getattr(config, "mhla", None) is not None:
+        raise ValueError(f"{start}, an MHLA model already, expected a softmax one.")
+    if (family := family_to_convert(config.model_type)) in (*ENCODERS, *VISION):
+        kind = "a vision tower" if family in VISION else "an encoder of text"
+        raise ValueError(f"{start}, {kind}, expected a causal language model.")
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def count_active_parameters(model: Any) -> int:
+    """Return the number of parameters that each token uses.
+
+    In a mixture of experts, only the experts that a token is routed to are counted.
 
     Args:
-        model: Folder or Hub id of a softmax model of transformers or a pipeline. The costs of the recipes that convert a
-            model of this kind are estimated for it. Without it, only those of recipes for language models from scratch are.
-        tflops: See `plan`.
-
-    Returns:
-        A list of dicts, one per recipe, with "name", "task", "base", "about", "stages", "memory", "flops" and "hours". The
-        last three are values of `estimate_costs`, or None if they are not estimated ("hours" also without
-        `tflops`).
+        model: A transformers model, which may be on the meta device.
     """
-    check_tflops(tflops)
-    pipeline = read_pipeline_configs(model) if model is not None and is_pipeline(model) else None
-    config = None if model is None or pipeline else load_config(model)
-    stage_keys = ("name", "loss", "steps", "batch_size", "seq_len")
-    recipes = []
-    for name in recipe_names():
-        recipe = read_recipe(name)
-        costs: dict[str, Any] = {}
-        if pipeline and suits_transformer(recipe, pipeline[0]):
-            costs = estimate_diffusion_costs(*pipeline, recipe, tflops)
-        elif suits_config(recipe, config):
-            costs = estimate_transformers_costs(config, recipe, tflops)
-        recipes.append({
-            "name": name,
-            "task": recipe.task,
-            "base": recipe.base,
-            "stages": [{key: getattr(stage, key) for key in stage_keys if hasattr(stage, key)} for stage in recipe.stages],
-            **{key: costs.get(key) for key in ("memory", "flops", "hours")},
-            "about": recipe.about,
-        })  # fmt: skip
-    return recipes
-
-
-def render_recipes(recipes: Sequence[Mapping[str, Any]]) -> str:
-    """Render the result of `list_recipes` as a table."""
-    rows = []
-    for recipe in recipes:
-        stages = recipe["stages"]
-        steps = " + ".join(f"{stage['name']} {stage['steps']:,}" for stage in stages)
-        tokens = sum(stage["steps"] * stage["batch_size"] * stage.get("seq_len", 0) for stage in stages)
-        numbers = tokens / 1e6 or None, recipe["memory"] and recipe["memory"] / GIB, recipe["hours"]
-        rows.append([recipe["name"], recipe["task"], recipe["base"] or "", steps, *map(format_three_digits, numbers)])
-    header = ["recipe", "task", "base", "stages and their steps", "tokens, M", "GiB", "hours"]
-    return render_rows(header, rows, left=4)
+    config = model.config
+    experts_per_token = getattr(config, "num_experts_per_tok", None)
+    count_fields = ("num_local_experts", "num_experts", "n_routed_experts")
+    expert_counts = {getattr(config, field, None) for field in count_fields if experts_per_token}
+    active = 0
+    for parameter in model.parameters():
+        if parameter.ndim == 3 and parameter.shape[0] in expert_counts:  # the stacked matrices of all experts
+            active += parameter.numel() * experts_per_token // len(parameter)
+        else:
+            active += parameter.numel()
+    return active
 
 
 def time_layer(
@@ -266,6 +237,16 @@ def time_lengths(
         # At twice the length, softmax takes four times as long and MHLA twice.
         expected = math.inf if best["softmax"] > 1.5 * best["mhla"] else 4 * best["softmax"] + 2 * best["mhla"]
     return rows
+
+
+def time_call(function: Work, device: torch.device) -> float:
+    """Return the seconds per call, averaged over repeated calls for at least `MIN_TURN_SECONDS`."""
+    calls = 0
+    start = clock(device)
+    while calls == 0 or time.perf_counter() - start < MIN_TURN_SECONDS:
+        function()
+        calls += 1
+    return (clock(device) - start) / calls
 
 
 def make_random_inputs(core: Any, tokens: int, dtype: torch.dtype, device: torch.device | str) -> list[torch.Tensor]:
@@ -407,8 +388,6 @@ def render_plan(record: Mapping[str, Any]) -> str:
         f"The converted model's cache is smaller from {cache['smaller_from']:,} tokens on.",
         "",
         *render_timing(record["timing"], record["dtype"]),
-        *render_distillation(record["distillation"]),
-        "",
         record["advice"],
     ])  # fmt: skip
 
@@ -418,12 +397,6 @@ def format_three_digits(number: float | None) -> str:
     if number is None:
         return ""
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
-
-
-def format_hours(hours: float) -> str:
-    """Format a duration in the largest of hours, minutes, and seconds that gives at least 1, else in seconds."""
-    unit, size = ("hours", 1) if hours >= 1 else ("minutes", 60) if 60 * hours >= 1 else ("seconds", 3600)
-    return f"{hours * size:,.1f} {unit}"
 
 
 def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
@@ -455,15 +428,3 @@ def render_timing(timing: Mapping[str, Any] | None, dtype: str) -> list[str]:
         slower = f"slower up to {timing[phase]['known_to']:,} tokens; longer contexts were not measured"
         lines.append(f"With MHLA {phase} is {f'faster from {tokens:,} tokens on' if tokens else slower}.")
     return [*lines, ""]
-
-
-def render_distillation(work: Mapping[str, Any]) -> list[str]:
-    """Render the result of `estimate_costs` as lines of text: memory, FLOPs and hours."""
-    rows = []
-    for stage in work["stages"]:
-        sizes = [sum(stage["memory"].values()), *stage["memory"].values()]
-        counts = f"{stage['trained'] / 1e6:,.1f}", f"{stage['tokens'] / 1e6:,.1f}"
-        rows.append([stage["name"], *counts, *(f"{size / GIB:,.2f}" for size in sizes)])
-    header = ["distillation", "trains, M", "tokens, M", "GiB", *work["stages"][0]["memory"]]
-    time = "" if work["hours"] is None else f", {format_hours(work['hours'])} at {work['tflops']:g} TFLOP/s"
-    return [render_rows(header, rows, left=1), f"In all {work['flops']:.2g} FLOPs{time}."]

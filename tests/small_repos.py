@@ -4,10 +4,9 @@ import hashlib
 import re
 
 from safetensors.torch import load_file, save_file
-from small_scores import make_result, small_llama, small_tokenizer
+from small_scores import make_result, small_tokenizer
 
 import mhla_hf
-from experiments.demo.lookups import start_lookups
 from mhla_hf.checkpoints.bundle import check_bundle
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.evaluation.records import Results
@@ -21,14 +20,6 @@ library_name: transformers
 
 # A model
 """
-
-
-def looking_llama():
-    """Return a Llama whose layers 0 and 1 look up earlier tokens, without any training; see `start_lookups`."""
-    sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512, "num_hidden_layers": 4}
-    model = small_llama(intermediate_size=256, attention_bias=True, initializer_range=0.02, **sizes)
-    start_lookups(model)
-    return model
 
 
 def small_scratch(cls=mhla_hf.MHLAForCausalLM, **changes):

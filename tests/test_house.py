@@ -6,8 +6,8 @@ from pathlib import Path
 import mhla_hf
 
 PACKAGE = Path(mhla_hf.__file__).parent
-FLOORS = ["ops", "nn", "models", "checkpoints", "data plots", "conversion", "training", "sampling speed", "evaluation"]
-FLOORS += ["analysis bench vllm_plugin", "share", "planning", "info", "commands"]
+FLOORS = ["ops", "nn", "models", "checkpoints", "data plots", "conversion", "training", "sampling", "evaluation"]
+FLOORS += ["vllm_plugin", "share", "planning", "info", "commands"]
 FLOORS = [{*names.split()} for names in FLOORS] + [{"_register", "cli", ""}]
 
 

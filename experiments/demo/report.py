@@ -15,7 +15,7 @@ from mhla_hf.evaluation.records import Results
 from mhla_hf.plots import render_rows
 from mhla_hf.training.run_folder import RECORD
 
-from ..studies.report import over_seeds
+from ..rows import over_seeds
 from .figures import LABELS
 
 NEAR = 64  # tokens that a window of two blocks holds

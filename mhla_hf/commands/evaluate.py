@@ -1,4 +1,4 @@
-"""The commands `mhla-hf evaluate`, `tasks`, `analyze`, `audit` and `bench`."""
+"""The commands `mhla-hf evaluate` and `tasks`."""
 
 import dataclasses
 import json
@@ -11,16 +11,13 @@ from .values import (
     AddArgument,
     add_device_option,
     add_dtype_option,
-    add_json_option,
     check_file,
-    check_folder,
     check_model,
     load_libraries,
     parse_count,
     parse_seed,
     parse_settings,
     parse_value,
-    print_record,
 )
 
 SCORE_RECIPES = Path(__file__).parents[1] / "evaluation" / "recipes"
@@ -43,24 +40,6 @@ example:
   mhla-hf evaluate out/mhla out/teacher --include-path tasks --tasks 'heldout_*'
 Four tasks: bits per byte, a cloze test, recall of an earlier line (by distance), and continuing an earlier sentence.
 Use a text that no model was trained on: at least 20,000 characters of prose with paragraphs.
-"""
-ANALYZE = """\
-example:
-  mhla-hf analyze out/teacher out/mhla --out out/analysis         rank and entropy per layer, maps, mixing
-  mhla-hf analyze out/vit --data photos --samples 16 --out out/analysis
-"""
-AUDIT = """\
-example:
-  mhla-hf audit out/mhla --teacher out/teacher --out out/audit.json
-  mhla-hf audit out/mhla --data notes.txt --tokens 1024          a large model on a CPU: shorter texts
-  mhla-hf audit out/mhla --json > audit.json                     the record instead of the table
-Exit code 0: nothing was found, 1: a problem was found, 2: there was nothing to audit.
-"""
-BENCH = """\
-example:
-  mhla-hf bench                                 MHLA against softmax and plain linear attention, on this machine
-  mhla-hf bench --device cuda --json            the record instead of the table
-To time whole models: mhla-hf evaluate MHLA SOFTMAX --recipe speed
 """
 
 
@@ -139,68 +118,3 @@ def run_tasks(text: str, tokenizer: str, out: str, command: str, progress: bool,
     tasks = make_tasks(read_text_file(Path(text), "text"), out, load_tokenizer(tokenizer), **options)
     print("\n".join(f"{name}: {size} documents" for name, size in tasks.sizes.items()))
     print(f"next: mhla-hf evaluate MODEL --include-path {out} --tasks '{options['prefix']}_*'")
-
-
-def analyze_options(add: AddArgument) -> None:
-    add("models", nargs="+", metavar="DIR", help="folders or Hub ids of language models or image classifiers")
-    add("--out", help="folder for JSON and figures")
-    add("--data", help="text or images to run on (default: the Python language reference or the digits)")
-    add("--samples", type=int, default=8, help="sequences or images (default: 8)")
-    add("--length", type=int, default=256, help="tokens per sequence (default: 256)")
-    add_device_option(add)
-    add("--trust-remote-code", action="store_true", help="run source from the model's folder")
-
-
-def run_analyze(models: list[str], **options: Any) -> None:
-    for model in models:
-        check_model(model)
-    load_libraries()
-
-    from ..analysis import analyze, render_analysis
-
-    print(render_analysis(analyze(models, **options)))
-
-
-def audit_options(add: AddArgument) -> None:
-    add("folder", metavar="FOLDER", help="a saved causal language model, MHLA or any other, with its tokenizer")
-    add("--teacher", metavar="BASE", help="folder or Hub id of the model it was made from")
-    add("--data", metavar="FILE", dest="text", help="text to run it on (default: the Python language reference)")
-    add("--tokens", type=int, help="longest context (default: 4 times the trained length, at most 8192)")
-    add("--out", help="JSON file to write")
-    add_json_option(add)
-    add_device_option(add)
-    add("--trust-remote-code", action="store_true", help="run code from the folder that this mhla_hf did not generate")
-
-
-def run_audit(folder: str, as_json: bool, **options: Any) -> None:
-    check_folder(folder, "a causal language model")
-    check_file(options["text"])
-    if options["teacher"] is not None:
-        check_model(options["teacher"])
-    load_libraries()
-
-    from ..share.audit import audit, render_audit
-
-    record = audit(folder, **options)
-    print_record(record, as_json, render_audit)
-    if record["findings"]:
-        raise SystemExit(1)
-
-
-def bench_options(add: AddArgument) -> None:
-    add("--device", default="cpu", help="as torch names it (default: cpu)")
-    add("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    add("--seed", type=parse_seed, default=0, help="random seed of the inputs (default: 0)")
-    add("--out", help="JSON file to write")
-    add_json_option(add)
-
-
-def run_bench(as_json: bool, **options: Any) -> None:
-    load_libraries()
-
-    from .. import bench
-
-    record = bench.run_bench(**options)
-    print_record(record, as_json, bench.render_bench)
-    if any(reason.startswith(bench.WRONG) for row in record["rows"] for reason in row["failed"].values()):
-        raise SystemExit(1)

@@ -1,18 +1,17 @@
-"""The commands `mhla-hf plan`, `teach`, `distill` and `recipes`."""
+"""The commands `mhla-hf plan`, `distill` and `recipes`."""
 
 import logging
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..checkpoints.file_io import check_writable, find_yaml
+from ..checkpoints.file_io import check_writable
 from ..checkpoints.save import read_sentence_files_or_warn
-from ..training.recipe import RECIPE_FOLDER, read_recipe
+from ..training.recipe import describe_recipes, read_recipe
 from .values import (
     AddArgument,
-    add_device_option,
-    add_dtype_option,
     add_json_option,
     check_data,
     check_model,
@@ -29,13 +28,8 @@ logger = logging.getLogger("mhla_hf")
 PLAN = """\
 example:
   mhla-hf plan meta-llama/Llama-3.2-1B --context 32768                 reads config.json, times one layer here
-  mhla-hf plan DIR --context 8192 --layers all --no-timing --tflops 300 --json
+  mhla-hf plan DIR --context 8192 --layers all --no-timing --json
 If nothing in the model can be converted, it says why and exits with code 1.
-"""
-TEACH = """\
-example:
-  mhla-hf teach meta-llama/Llama-3.2-1B --data train.txt --out taught
-Then use a recipe whose stages have `loss: stored`: mhla-hf distill llama-mhla --recipe RECIPE --data taught --out OUT
 """
 DISTILL = """\
 example:
@@ -55,9 +49,9 @@ On several processes (docs/scale.md):
 """
 RECIPES = """\
 example:
-  mhla-hf recipes                                                       all recipes
-  mhla-hf recipes --model meta-llama/Llama-3.2-1B --tflops 300           with memory and hours, for this model
-Memory is that of one process: weights, gradients, moments, the teacher, activations, and logits.
+  mhla-hf recipes                    all recipes
+  mhla-hf recipes --json             with what they are about
+docs/recipes.md has the memory that each takes.
 """
 
 
@@ -66,18 +60,15 @@ def plan_options(add: AddArgument) -> None:
     add("--context", required=True, type=int, help="context length you need, in tokens")
     add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3)')
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
-    add("--recipe", default="language_llama_lite", help="training recipe: a name or a YAML file (default: %(default)s)")
     add("--device", help="device to time a layer on, as torch names it (default: cuda if there is one, else cpu)")
     add("--no-timing", action="store_false", dest="timing", help="skip timing")
-    add("--tflops", type=float, help="TFLOP/s of the training machine, to estimate hours")
     add("--revision", help="branch, tag or commit on the Hub")
     add_json_option(add)
 
 
-def run_plan(model: str, recipe: str, layers: str | None, settings: list[str], as_json: bool, **options: Any) -> None:
+def run_plan(model: str, layers: str | None, settings: list[str], as_json: bool, **options: Any) -> None:
     parsed_layers = parse_layers(layers)
     parsed_settings = parse_settings(settings)
-    find_yaml(recipe, RECIPE_FOLDER, "recipe")
     check_model(model, options["revision"], weights=False)
     load_libraries()
 
@@ -85,38 +76,11 @@ def run_plan(model: str, recipe: str, layers: str | None, settings: list[str], a
     from ..planning import plan, render_plan
 
     try:
-        record = plan(model, recipe=recipe, layers=parsed_layers, **options, **parsed_settings)
+        record = plan(model, layers=parsed_layers, **options, **parsed_settings)
     except NotConvertible as error:
         print(f"mhla-hf plan: {error}", file=sys.stderr)
         raise SystemExit(1) from error
     print_record(record, as_json, render_plan)
-
-
-def teach_options(add: AddArgument) -> None:
-    add("teacher", metavar="TEACHER", help="folder or Hub id of a softmax language model")
-    add("--data", required=True, dest="text", help="text file, or folder of them")
-    add("--out", required=True, help="output folder, for the --data of `mhla-hf distill`")
-    add("--seq-len", type=parse_count, default=512, help="tokens per sequence (default: 512)")
-    add("--top-k", type=parse_count, default=256, help="most likely tokens to keep per position (default: 256)")
-    add("--batch-size", type=parse_count, default=8, help="batch size (default: 8)")
-    add_dtype_option(add)
-    add_device_option(add)
-
-
-def run_teach(
-    teacher: str, text: str, out: str, dtype: str, device: str | None, progress: bool, seq_len: int, top_k: int,
-    batch_size: int, **_: Any,
-) -> None:  # fmt: skip
-    check_model(teacher)
-    check_data(text)
-    load_libraries()
-
-    from ..checkpoints.load import choose_device, load_language_model
-    from ..training.teach import teach
-
-    model, tokenizer = load_language_model(teacher, dtype=dtype, device=choose_device(device))
-    record = teach(model, text, tokenizer, out, progress=progress, seq_len=seq_len, top_k=top_k, batch_size=batch_size)
-    print(f"{out}: {record['rows']} sequences of {record['seq_len']} tokens, {record['top_k']} most likely tokens each")
 
 
 def distill_options(add: AddArgument) -> None:
@@ -283,21 +247,24 @@ def load_pipelines(
 
 
 def recipes_options(add: AddArgument) -> None:
-    add(
-        "--model",
-        metavar="DIR_OR_ID",
-        help="softmax model or pipeline to estimate memory and hours for (from config.json)",
-    )
-    add("--tflops", type=float, help="with --model: TFLOP/s of the training machine, to estimate hours")
     add_json_option(add)
 
 
-def run_recipes(model: str | None, tflops: float | None, as_json: bool, **_: Any) -> None:
-    if model is not None:
-        check_model(model, weights=False)
+def run_recipes(as_json: bool, **_: Any) -> None:
     load_libraries()
 
-    from ..planning import list_recipes, render_recipes
+    print_record(describe_recipes(), as_json, render_recipes)
 
-    record = list_recipes(model, tflops)
-    print_record(record, as_json, render_recipes)
+
+def render_recipes(recipes: Sequence[Mapping[str, Any]]) -> str:
+    """Render the result of `describe_recipes` as a table."""
+    from ..plots import render_rows
+
+    rows = []
+    for recipe in recipes:
+        stages = recipe["stages"]
+        steps = " + ".join(f"{stage['name']} {stage['steps']:,}" for stage in stages)
+        tokens = sum(stage["steps"] * stage["batch_size"] * stage.get("seq_len", 0) for stage in stages)
+        millions = f"{tokens / 1e6:,.0f}" if tokens else ""
+        rows.append([recipe["name"], recipe["task"], recipe["base"] or "", steps, millions])
+    return render_rows(["recipe", "task", "base", "stages and their steps", "tokens, M"], rows, left=4)

@@ -23,13 +23,13 @@ from ..checkpoints.file_io import write_json
 from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.values import Number, checked, checked_field, read_settings
 from ..plots import PALETTE, drawing, render_rows
-from ..speed import DECODE
 
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
 ARROWS = {True: " ↑", False: " ↓", None: ""}
 SPEED = "speed"  # the task whose scores are times and cache sizes
-# (what, unit) in the rows of `measure_speed` -> metric.
+DECODE = "decode, per token"
+# (what, unit) in the rows of `collect_speed` -> metric.
 SPEED_METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
 
 logger = logging.getLogger("mhla_hf")
@@ -369,8 +369,8 @@ def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | N
         columns: Dict from "softmax" and "mhla" to the records of that model.
 
     Returns:
-        A dict with "rows" (see the result of `measure_speed`), "hardware", "versions", "seed" and "command"; None if the
-        two models were not timed together.
+        A dict with "rows" (dicts with "what", "length", "softmax_ms", "mhla_ms", and the same in "mib"), "hardware",
+        "versions", "seed" and "command"; None if the two models were not timed together.
     """
     tables: dict[str, Any] = {}  # by task_hash, which is equal for models that were timed together
     for attention, records in columns.items():

@@ -1,28 +1,24 @@
 """`evaluate`: score language models, image classifiers, and image and video pipelines, one or several side by side.
 
 A score recipe is a YAML file that says what is measured and how; those of the package are in `evaluation/recipes/`.
-The recipe's kind selects the implementation: `language.py` (lm-eval), `images.py`, `video.py` (VBench), or `judge_speed`
-below. Each returns `Result` records, measures only missing scores, and saves them after each task. It is imported, with
+The recipe's kind selects the implementation: `language.py` (lm-eval), `images.py`, `video.py` (VBench), or `speed.py`.
+Each returns `Result` records, measures only missing scores, and saves them after each task. It is imported, with
 the libraries it needs, only when it is used.
 """
 
 import dataclasses
 import importlib
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
 from ..checkpoints.file_io import find_yaml, read_yaml
-from ..checkpoints.fingerprint import hash_json
-from ..checkpoints.load import choose_device, load_language_model
+from ..checkpoints.load import choose_device
 from ..checkpoints.values import at_least, checked, read_settings
-from ..speed import measure_speed
-from .records import SPEED, SPEED_METRICS, Comparison, Results
-from .subjects import find_subjects, format_command
+from .records import Comparison
 
 FOLDER = Path(__file__).parent / "recipes"
 JUDGES = {
@@ -30,7 +26,7 @@ JUDGES = {
     "classification": (".images", "judge_classifiers"),
     "image": (".images", "judge_image_pipelines"),
     "video": (".video", "judge_video_pipelines"),
-    "speed": (".runner", "judge_speed"),
+    "speed": (".speed", "judge_speed"),
 }
 LANGUAGE_ONLY = ("tokenizer", "include_path", "data_files", "num_fewshot", "max_length")
 
@@ -224,69 +220,3 @@ def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, A
     if tasks is None:
         return loaded_recipe
     return dataclasses.replace(loaded_recipe, tasks={name: loaded_recipe.tasks[name] for name in tasks})
-
-
-@checked
-class SpeedProtocol:
-    """Settings of a recipe of kind "speed"; see `measure_speed`.
-
-    Args:
-        lengths: One or several context lengths in tokens.
-        decode_tokens: Number of tokens to decode.
-        rounds: Number of measurements of each time.
-    """
-
-    lengths: list[int] | int
-    decode_tokens: int = at_least(1, 64)
-    rounds: int = at_least(1, 3)
-
-    def validate_lengths(self) -> None:
-        """Make `lengths` a list in place. Raise ValueError if it is empty or has a length below 1."""
-        self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
-        if min(self.lengths, default=0) < 1:
-            raise ValueError(f"lengths: got {self.lengths!r}, expected whole numbers of tokens.")
-
-
-def judge_speed(models: object, args: Any) -> dict[str, Results]:
-    """Time language models, reusing known times.
-
-    Times are comparable only if they were measured together. Therefore all models are loaded at once and timed in turns,
-    and all of their records have the same `task_hash`, which covers the fingerprints of all of these models. A card shows
-    models side by side only if that hash is equal.
-
-    Args:
-        models: See `evaluate`.
-        args: The checked arguments of `evaluate`, an `EvaluationArgs`. If its `command` is None, it is set.
-
-    Returns:
-        A dict from the name of each model to `Results` with its times and cache sizes.
-
-    Raises:
-        ValueError, TypeError: A model or a setting is not valid.
-    """
-    protocol = read_settings(SpeedProtocol, args.recipe.settings)
-    subjects = find_subjects(models, args)
-    args.command = args.command or format_command(subjects)
-    fingerprints = sorted(subject.fingerprint for subject in subjects)
-    task_hash = hash_json([fingerprints, *vars(protocol).values(), args.device])
-    lengths = cast(list[int], protocol.lengths)  # a list since `validate_lengths`
-    metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in lengths]
-    if not all(subject.knows(SPEED, metric, task_hash) for subject in subjects for metric in metrics):
-        started = time.perf_counter()
-        load_options = {"dtype": args.dtype, "device": args.device}
-        loaded = {
-            subject.name: subject.source
-            if subject.loaded
-            else load_language_model(subject.source, **load_options, **subject.load_options)[0]
-            for subject in subjects
-        }
-        rows = measure_speed(loaded, **vars(protocol), progress=args.progress)
-        for subject in subjects:
-            scores = {
-                f"{SPEED_METRICS[row['what'], unit]}_{row['length']}": (value, None, False, protocol.rounds)
-                for row in rows
-                for unit in ("ms", "mib")
-                if (value := row.get(f"{subject.name}_{unit}")) is not None
-            }
-            subject.keep(SPEED, scores, task_hash, started, loaded[subject.name].device)
-    return {subject.name: Results(r for r in subject.kept if r.task_hash == task_hash) for subject in subjects}

@@ -1,1 +1,1 @@
-"""Share a model: its facts and model card, checks of its folder, the push to the Hub, and the audit."""
+"""Share a model: its facts and model card, checks of its folder, and the push to the Hub."""

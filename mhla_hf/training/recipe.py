@@ -91,20 +91,18 @@ class Stage(CommonStage):
             - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
               original, both computed from the teacher's hidden states;
             - "logits": KL divergence from the teacher's next-token distribution, plus `ce_weight` times cross-entropy;
-            - "stored": the loss "logits", computed from the teacher's most likely tokens that `mhla-hf teach` stored; it
-              needs no teacher;
             - "lm": cross-entropy.
         seq_len: Tokens per sequence.
-        ce_weight: Weight of the cross-entropy in "logits" and "stored".
+        ce_weight: Weight of the cross-entropy in "logits".
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
-            Must be 1 with `top_k` or "stored".
+            Must be 1 with `top_k`.
         top_k: Number of the teacher's most likely tokens over which the KL divergence is computed; all others count as one
             token. This takes less memory. 0 means the whole vocabulary.
     """
 
-    WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("lm", "stored")
+    WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("lm",)
 
-    loss: Literal["transfer", "logits", "stored", "lm"]
+    loss: Literal["transfer", "logits", "lm"]
     seq_len: int = values.at_least(2, 512)
     ce_weight: Number = values.not_negative(0.0)
     temperature: Number = values.positive(1.0)
@@ -112,7 +110,7 @@ class Stage(CommonStage):
 
     def validate_top_k(self) -> None:
         """Raise ValueError if the temperature is not 1 and only the probabilities of the most likely tokens are known."""
-        if (self.top_k or self.loss == "stored") and self.temperature != 1:
+        if self.top_k and self.temperature != 1:
             raise ValueError(
                 f"temperature: got {self.temperature} with a KL divergence over the most likely tokens, expected 1."
             )
@@ -256,7 +254,7 @@ class Recipe:
         tokenizer: Folder or Hub id of the tokenizer; None means that of `base`.
         data: Training data in any form that `distill` accepts.
         settings: Arguments of `convert`; or, to train from scratch, `preset` and arguments of `MHLAConfig`.
-        processes: Number of processes for which the costs of a diffusion recipe are estimated.
+        processes: Number of processes that the recipe is meant for; a run may have any.
         run: Fields of `Options`.
     """
 
@@ -278,6 +276,19 @@ class Recipe:
 def recipe_names() -> list[str]:
     """Return the names of the package's training recipes."""
     return sorted(path.stem for path in RECIPE_FOLDER.glob("*.yaml"))
+
+
+def describe_recipes() -> list[dict[str, Any]]:
+    """Return a dict for each of the package's recipes, with "name", "task", "base", "stages" and "about"."""
+    stage_keys = ("name", "loss", "steps", "batch_size", "seq_len")
+    recipes = []
+    for name in recipe_names():
+        recipe = read_recipe(name)
+        stages = [{key: getattr(stage, key) for key in stage_keys if hasattr(stage, key)} for stage in recipe.stages]
+        recipes.append(
+            {"name": name, "task": recipe.task, "base": recipe.base, "stages": stages, "about": recipe.about}
+        )
+    return recipes
 
 
 def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = None) -> Recipe:

@@ -26,8 +26,8 @@ from mhla_hf.evaluation.language import load_tasks
 from mhla_hf.evaluation.needles import NOISE
 from mhla_hf.evaluation.records import Comparison, Results, collect_speed, compute_paper_values
 from mhla_hf.evaluation.runner import read_score_recipe
+from mhla_hf.evaluation.speed import SpeedProtocol, cache_bytes, measure_speed
 from mhla_hf.share.card import check_card, write_card
-from mhla_hf.speed import cache_bytes, measure_speed
 
 SPEED = {"recipe": "speed", "tasks": None, "include_path": None}
 
@@ -226,7 +226,7 @@ def test_models_timed_together_make_the_cards_tables(folders, monkeypatch):
     assert compared["mhla"][0].command.startswith("mhla-hf evaluate teacher mhla --recipe speed --set lengths=32,64")
     cache = compared["teacher"].find("speed", "cache_mib_64")
     assert cache.value == 2 * 3 * 64 * 32 * 4 / 2**20 and cache.higher_is_better is False and cache.samples == 1
-    monkeypatch.setattr("mhla_hf.evaluation.runner.measure_speed", None)
+    monkeypatch.setattr("mhla_hf.evaluation.speed.measure_speed", None)
     assert judge_speed(folders)["mhla"] == compared["mhla"], "what is known is not timed again"
     text = write_card(folders[1], name="toy", license="mit", compared={"teacher": folders[0]}).read_text()
     assert "MiB: softmax" in text and "0.0469" in text
@@ -236,12 +236,7 @@ def test_models_timed_together_make_the_cards_tables(folders, monkeypatch):
 
 def test_no_time_beyond_the_positions_that_a_model_has():
     with refused("lengths: got 120 tokens and 9 more, expected at most the 128 positions of 'gpt'."):
-        measure_speed({"gpt": small_model_of("gpt2")}, [32, 120], decode_tokens=9)
-
-
-def test_the_bar_of_times_counts_the_tokens_that_are_read(capsys):
-    measure_speed({"gpt": small_model_of("gpt2")}, [32, 64], decode_tokens=9, rounds=1)
-    assert "speed: 100%" in (shown := capsys.readouterr().err) and "347/347" in shown
+        measure_speed({"gpt": small_model_of("gpt2")}, SpeedProtocol([32, 120], decode_tokens=9), progress=False)
 
 
 def test_times_that_were_not_measured_together_are_not_compared(folders):

@@ -1,18 +1,15 @@
 """What `make gpu` does, in triton's interpreter and on tiny models; and what it says without a GPU."""
 
-import dataclasses
 import itertools
 import json
-import math
 
 import pytest
 import torch
 
 from experiments import gpu, speed
+from experiments.bench import FORWARD, target_cases
 from experiments.docs import render_gpu
-from experiments.paper_shapes import DIT, WholeModel, Window, model_cases, paper_cases, target_cases
 from mhla_hf import Blocks
-from mhla_hf.bench import FORWARD, TRAINING, Operator, run_bench
 from mhla_hf.checkpoints.provenance import describe_run
 
 SHORT = Blocks.sequence(18, 16)
@@ -65,7 +62,7 @@ def test_without_a_gpu_it_says_so(monkeypatch):
 
 def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
     """As on a GPU, with what is slow replaced; what there is no time for is a row."""
-    few, late = gpu.target_cases()[:1], gpu.target_cases()[1:2]
+    few, late = target_cases()[:1], target_cases()[1:2]
     timed = [{"case": few[0].name, "what": FORWARD, "ms": {"mhla triton": 1.0}, "error": {}, "failed": {}}]
     clock = iter([0.0, 1.0, gpu.MAX_SECONDS + 1.0])
     for place, stand_in in {
@@ -87,54 +84,3 @@ def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
     assert json.loads((tmp_path / "gpu.json").read_text()) == record and record["command"] == "make gpu"
     assert [row["case"] for row in record["rows"]] == [case.name for case in few + late]
     assert f"* {late[0].name}, all: not started within {gpu.MAX_SECONDS} s" in capsys.readouterr().out
-
-
-WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 3}
-WAN |= {"ffn_dim": 16, "text_dim": 8, "freq_dim": 16}
-TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
-TINY_LM = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-TINY_LM |= {"vocab_size": 1000}
-VIDEO = Operator("video", Blocks.grid((2, 4, 4), (1, 2, 2)), 1, 2, (12, 12), dtype="float32")
-SQUARE = Operator("grid", Blocks.grid((4, 4), (2, 2)), 1, 2, (8, 8), dtype="float32")
-TEXT = Operator("text", Blocks.sequence(40, 16), 1, 2, (4, 8), causal=True, dtype="float32")
-MODELS = {
-    "dit": WholeModel("dit", {**DIT, **TINY}, (4, 4), 1, SQUARE),
-    "wan": WholeModel("wan", WAN, (2, 4, 4), 1, VIDEO, (3, 8)),
-    "lm": WholeModel("lm", TINY_LM, (40,), 1, TEXT),
-}
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-def test_whole_models(name, monkeypatch):
-    monkeypatch.setattr("mhla_hf.bench.MIN_TURN_SECONDS", 0.0)
-    case = MODELS[name]
-    rows = run_bench([case], rounds=1, progress=False)["rows"]
-    names = {"softmax", "mhla", "linear (one block)", *(["hybrid 2/3"] if name == "wan" else [])}
-    assert [row["what"] for row in rows] == [FORWARD, TRAINING] and all(row["failed"] == {} for row in rows)
-    assert all(set(row["ms"]) == names and row["error"]["mhla"] > 0 for row in rows)
-    models, _ = case.prepare("cpu", 0)
-    weights = {form: sum(weight.numel() for weight in model.parameters()) for form, model in models.items()}
-    assert weights["linear (one block)"] < weights["mhla"] < 1.5 * weights["linear (one block)"]  # the mixing's
-
-
-def test_whole_models_have_the_dtypes_of_loaded_ones(tmp_path):
-    case = dataclasses.replace(MODELS["wan"], operator=dataclasses.replace(VIDEO, dtype="bfloat16"))
-    made = case.prepare("cpu", 0)[0]["mhla"]
-    made.save_pretrained(tmp_path)
-    loaded = type(made).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert {n: p.dtype for n, p in made.named_parameters()} == {n: p.dtype for n, p in loaded.named_parameters()}
-    assert {p.dtype for n, p in made.named_parameters() if "mixing" in n} == {torch.float32}
-
-
-def test_the_papers_shapes():
-    cases = [*target_cases(), *paper_cases(), *model_cases()]
-    assert len({case.name for case in cases}) == len(cases)
-    for case in model_cases():
-        assert case.operator.blocks.length == math.prod(case.grid) and case.operator.batch == case.batch
-
-
-def test_the_window_is_timed_beside_its_torch_form():
-    case = Window("window", Blocks.sequence(50, 16), 1, 2, (8, 8), causal=True, dtype="float32")
-    rows = run_bench([case], rounds=1, progress=False)["rows"]
-    assert [row["failed"] for row in rows] == [{}, {}] and 0 < rows[0]["error"]["mhla torch"] < 1e-5
-    assert all(set(row["ms"]) == {"sdpa", "mhla torch"} for row in rows)

@@ -31,7 +31,7 @@ def test_a_recipe(tmp_path):
         (Stage, {"loss": "transfer"}, "trainable: got 'all' with loss 'transfer', expected 'mhla' or 'attention'"),
         (
             Stage,
-            {"loss": "stored", "temperature": 2},
+            {"loss": "logits", "top_k": 8, "temperature": 2},
             "temperature: got 2 with a KL divergence over the most likely tokens, expected 1",
         ),
         (DiffusionStage, {"size": [0, 4]}, r"size: got \[0, 4\], expected \[rows, columns\] or"),

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from ...data import Reader, max_positions, open_text
 from ..output_head import OutputHead, find_head, run_without_head, sum_in_chunks
 from ..recipe import Stage
-from ..teach import RECORD, TaughtText, most_likely_tokens
 from .base import LossAndLogs, Objective, Task
 
 logger = logging.getLogger("mhla_hf")
@@ -27,25 +25,24 @@ class LanguageObjective(Objective):
 
     heads: Heads | None = None  # output heads of student and teacher, after the first call of `_find_heads`
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor, *stored_and_weights: Any) -> LossAndLogs:
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, token_weight: float, sequence_weight: float
+    ) -> LossAndLogs:
         """Return the loss of a micro-batch of B sequences of L tokens, and the values to log.
 
         Args:
             ids: Token ids, int64 [B, L].
             labels: int64 [B, L], not shifted; -100 marks tokens without a loss.
-            *stored_and_weights: With "stored", the teacher's k most likely tokens, int64 [B, L, k], and their
-                log-probabilities [B, L, k]; then 1 / number of predicted tokens and 1 / number of sequences in the whole
-                batch.
+            token_weight: 1 / number of predicted tokens in the whole batch.
+            sequence_weight: 1 / number of sequences in the whole batch.
         """
-        stored = stored_and_weights[:-2]
-        token_weight, sequence_weight = stored_and_weights[-2:]
         if self.stage.loss == "transfer":
             loss = sequence_weight * self.attention_transfer_loss(
                 lambda: self.teacher.base_model(input_ids=ids, use_cache=False), _call_without_mask
             )
             return loss, {"loss": loss.detach()}
         student_head, teacher_head = self._find_heads(ids)
-        teacher_values: Tensors = [x.flatten(0, 1) for x in stored]
+        teacher_values: Tensors = []
         to_targets = None
         if self.stage.loss == "logits":
             with torch.no_grad():
@@ -102,6 +99,12 @@ class LanguageObjective(Objective):
             logger.info("stage %r: computes its loss %s", self.stage.name, method)
             self.heads = (None, None) if reasons else (heads[0], heads[-1])
         return self.heads
+
+
+def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `count` most likely tokens, int64 [..., count], and their log-probabilities, fp32 [..., count]."""
+    top = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
+    return top.indices, top.values
 
 
 def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -214,21 +217,9 @@ class LanguageTask(Task[Stage]):
         super().check(stages)
 
     def open(self, data: Any, stages: Sequence[Stage]) -> Any:
-        """Open text with `open_text` or, for the loss "stored", a folder that `teach` wrote.
-
-        See `Task.open` for the arguments, the result and the errors.
-        """
-        need_stored = [stage.loss == "stored" for stage in stages]
-        is_path = isinstance(data, (str, Path))
-        is_stored = is_path and (Path(data) / RECORD).is_file()
-        if any(need_stored) and not (all(need_stored) and is_stored):
-            data_name = repr(str(data)) if is_path else type(data).__name__
-            raise ValueError(f"data: got {data_name}, expected a folder that `mhla-hf teach` wrote, for all stages.")
+        """Open text with `open_text`; see `Task.open` for the arguments, the result and the errors."""
         vocab_size = self.student.get_input_embeddings().weight.shape[0]
-        if is_stored:
-            source: Any = TaughtText(data, vocab_size)
-        else:
-            source = open_text(data, self.preprocessor, text_field=self.text_field, vocab_size=vocab_size)
+        source = open_text(data, self.preprocessor, text_field=self.text_field, vocab_size=vocab_size)
         longest = max(stage.seq_len for stage in stages)
         limit = max_positions(self.student.config)
         if longest > limit:
@@ -243,8 +234,6 @@ class LanguageTask(Task[Stage]):
     def take(self, reader: Any, stage: Stage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
         """Return the arguments of `LanguageObjective.forward`."""
         tensors = reader.take(stage.batch_size)
-        if stage.loss != "stored":
-            tensors = tensors[:2]  # without the teacher's tokens, which a folder that `teach` wrote also has
         num_predicted = int((tensors[1].numpy()[:, 1:] != IGNORED_LABEL).sum())
         return tuple(x[rows] for x in tensors), (1 / max(1, num_predicted), 1 / stage.batch_size)
 

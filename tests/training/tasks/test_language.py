@@ -14,8 +14,7 @@ from transformers import GenerationConfig
 import mhla_hf
 from mhla_hf.training import output_head
 from mhla_hf.training.loop import Stage, distill
-from mhla_hf.training.tasks.language import LanguageObjective, next_token_loss
-from mhla_hf.training.teach import most_likely_tokens
+from mhla_hf.training.tasks.language import LanguageObjective, most_likely_tokens, next_token_loss
 
 STAGE = {"seq_len": 48, "batch_size": 4}
 LM = [Stage("lm", "lm", 4, 1e-3, **STAGE)]

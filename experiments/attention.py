@@ -1,0 +1,346 @@
+"""The rank, entropy, maps, and mixing of attention: the paper's table 1 and figures 3 and 4.
+
+    python -m experiments.attention      ranks with random features, for softmax, plain linear attention, and MHLA (table 1)
+
+`record_model` records the attention of image models; `python -m experiments.classifiers` draws it. All singular values of
+the N x N matrices are computed in fp64, so that ranks are measured and not derived. No size is measured twice.
+"""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from tqdm import tqdm
+
+from mhla_hf.checkpoints.file_io import write_json
+from mhla_hf.checkpoints.provenance import describe_run
+from mhla_hf.cli import script
+from mhla_hf.nn.grid import GridMHLA, GridMixing
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.reference import mhla_reference
+from mhla_hf.plots import PALETTE, STYLE, drawing
+
+FRAMED_STYLE = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}
+LENGTHS, WIDTHS, BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096), (16, 32, 64, 72), 16  # of random features
+KINDS = ("linear", "mhla", "start", "softmax")
+MARKERS = {"softmax": ("softmax", "o"), "linear": ("plain linear", "s"), "mhla": ("MHLA", "D")}
+
+
+@dataclasses.dataclass
+class Attention:
+    """The inputs of one call of an attention layer.
+
+    Attributes:
+        kind: "softmax", "mhla", or "linear" (MHLA with uniform mixing).
+        q, k: [B, T, H, K] and [B, S, H, K]; in MHLA layers, after the feature map and RoPE.
+        options: Arguments of `mhla`, with "mixing" [H or 1, M, M] and "blocks", or of `scaled_dot_product_attention`.
+    """
+
+    kind: str
+    q: torch.Tensor
+    k: torch.Tensor
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def matrix(self, sample: int = 0, head: int = 0) -> torch.Tensor:
+        """Return the weights by which one head multiplies the values, fp64 [T, S], by giving it unit vectors as values."""
+        options = dict(self.options)
+        q, k = (x[sample, :, head : head + 1].double()[None] for x in (self.q, self.k))
+        units = torch.eye(k.shape[1], dtype=torch.float64)[None, :, None]
+        if self.kind == "softmax":
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, units)), **options)[0, 0]
+        mixing = options.pop("mixing").double()
+        for name in ("q_den", "k_den"):
+            if options.get(name) is not None:
+                options[name] = options[name][sample, :, head : head + 1].double()[None]
+        if options.get("key_mask") is not None:
+            options["key_mask"] = options["key_mask"][[sample]]
+        return mhla_reference(q, k, units, mixing[[head if len(mixing) > 1 else 0]], **options)[0, :, 0]
+
+
+class SoftmaxRecorder(TorchFunctionMode):
+    """Appends the calls of `scaled_dot_product_attention`, without masks, to `calls`."""
+
+    def __init__(self, calls: list[Attention]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            q, k = (x.detach().transpose(1, 2).cpu() for x in args[:2])
+            self.calls.append(Attention("softmax", q, k, {"scale": kwargs.get("scale")}))
+        return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def record_model(model: nn.Module, batch: Mapping[str, Any]) -> list[Attention]:
+    """Run a model in eval mode, and return the calls of its attention layers. Its training mode is restored."""
+    calls: list[Attention] = []
+    was_training = model.training
+    with contextlib.ExitStack() as stack:
+        stack.callback(model.train, was_training)
+        for module in model.modules():
+            if isinstance(module, GridMHLA):
+                hook = functools.partial(record_core, calls)
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        stack.enter_context(SoftmaxRecorder(calls))
+        model.eval()(**batch)
+    return calls
+
+
+def record_core(calls: list[Attention], core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of an MHLA core that appends the call to `calls`."""
+    inputs = {**dict(zip("qkv", args, strict=False)), **kwargs}
+    key_mask = inputs.get("key_mask")
+    blocks = Blocks.grid(tuple(inputs["grid"]), core.settings.layout, prefix=core.prefix)
+    q, k, _, operands = core.prepare_operands(inputs["q"], inputs["k"], inputs["v"], key_mask, inputs.get("rotate"))
+    mixing = core.mixing(blocks.counts).detach().cpu()
+    mixing = mixing.reshape(-1, *mixing.shape[-2:])
+    options = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in operands.items()}
+    options = {**options, "key_mask": key_mask, "blocks": blocks, "mixing": mixing}
+    options.pop("unrounded", None)
+    first_block = mixing[..., :1]
+    is_uniform = bool(((mixing - first_block).abs() <= 1e-6 * first_block.abs()).all())
+    calls.append(Attention("linear" if is_uniform else "mhla", q.detach().cpu(), k.detach().cpu(), options))
+
+
+def count_rank(values: torch.Tensor, tolerance: float) -> int:
+    """Count the singular values, given in descending order, that exceed `tolerance` times the largest one."""
+    return int((values > tolerance * values[0]).sum()) if values[0] > 0 else 0
+
+
+def effective_rank(values: torch.Tensor) -> float:
+    """Return the effective rank (Roy and Vetterli 2007), exp(entropy of the singular values divided by their sum)."""
+    return row_entropy(values).exp().item() if values[0] > 0 else 0.0
+
+
+def row_entropy(rows: torch.Tensor) -> torch.Tensor:
+    """Return the entropy in nats of each row of weights [..., S], divided by their sum; NaN for a row of zeros."""
+    shares = rows.abs() / rows.abs().sum(-1, keepdim=True)
+    return -torch.special.xlogy(shares, shares).sum(-1)
+
+
+def rank_bound(sizes: Sequence[int], width: int) -> int:
+    """Return the largest rank that MHLA can have: the sum of min(n_b, d) over blocks (section 4.3, table 1)."""
+    return min(sum(sizes), sum(min(size, width) for size in sizes))
+
+
+def measure_calls(calls: Sequence[Attention], tolerance: float | None = None) -> dict[str, Any]:
+    """Measure rank and entropy of every layer, as means over samples and heads.
+
+    Singular values above `tolerance` times the largest count toward the rank (default: N times fp32's eps). "layers" has a
+    dict for each call, with the largest possible rank as "bound"; "mean" has the means over layers.
+    """
+    layers = []
+    for call in calls:
+        samples, tokens, heads, width = call.q.shape
+        limit = tokens * torch.finfo(torch.float32).eps if tolerance is None else tolerance
+        measures: dict[str, list[float]] = {}
+        for sample, head in itertools.product(range(samples), range(heads)):
+            matrix = call.matrix(sample, head)
+            values = torch.linalg.svdvals(matrix)
+            measures.setdefault("rank", []).append(count_rank(values, limit))
+            measures.setdefault("effective_rank", []).append(effective_rank(values))
+            measures.setdefault("entropy", []).append(row_entropy(matrix).mean().item())
+            measures.setdefault("uniform_entropy", []).append((matrix != 0).sum(-1).double().log().mean().item())
+        bounds = {"linear": min(tokens, width), "softmax": tokens}
+        bound = bounds[call.kind] if call.kind in bounds else rank_bound(call.options["blocks"].sizes(), width)
+        means = {name: statistics.fmean(values) for name, values in measures.items()}
+        layers.append({"kind": call.kind, "tokens": tokens, "bound": bound, **means})
+    names = ("rank", "effective_rank", "entropy")
+    return {"layers": layers, "mean": {name: statistics.fmean(layer[name] for layer in layers) for name in names}}
+
+
+@torch.no_grad()
+def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Describe how the mixing of each MHLA layer has changed since initialization.
+
+    Returns:
+        A dict from layer to a dict with "start" and "learned" (lists [M, M], the means over heads), "layout", and "moved"
+        (half the L1 distance between the normalized rows, mean over rows: 0 for unchanged, 1 for disjoint).
+    """
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GridMHLA):
+            mixing: Any = module.mixing
+            initial = copy.deepcopy(mixing)
+            initial.weight.copy_(initial.initial_values()["weight"])
+            start, learned = (x(x.layout).cpu().reshape(-1, *x.weight.shape[-2:]).mean(0) for x in (initial, mixing))
+            shares = [x.abs() / x.abs().sum(-1, keepdim=True).clamp_min(1e-30) for x in (start, learned)]
+            layers[name.removesuffix(".mhla")] = {
+                **{key: [[round(x, 6) for x in row] for row in matrix.tolist()]
+                   for key, matrix in (("start", start), ("learned", learned))},
+                "layout": list(mixing.layout),
+                "moved": 0.5 * (shares[0] - shares[1]).abs().sum(-1).mean().item(),
+            }  # fmt: skip
+    return layers
+
+
+def plot_layers(path: str | Path, models: Mapping[str, Sequence[dict[str, Any]]], note: str) -> None:
+    """Plot rank and entropy by layer, from the "layers" of `measure_calls` by label (figure 3b)."""
+    limits = "dotted: the largest possible rank, the entropy of equal weights"
+    with drawing(path, 1, 2, figsize=(11, 4.1), note=f"{limits}; {note}") as (_, (row,)):
+        measures = (("Rank", "rank", "bound"), ("Entropy of a row, nats", "entropy", "uniform_entropy"))
+        for axes, (title, key, limit) in zip(row, measures, strict=True):
+            for (label, layers), color in zip(models.items(), itertools.cycle(PALETTE), strict=False):
+                values = [layer[key] for layer in layers]
+                name = f"{label}: mean {statistics.fmean(values):.4g}"
+                axes.plot(values, "o-", color=color, markersize=5, label=name)
+                axes.plot([layer[limit] for layer in layers], color=color, linewidth=1, linestyle=(0, (2, 3)))
+            axes.set(title=title, xlabel="layer", ylim=(0, None))
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.grid(True)
+            axes.legend(loc="best", fontsize=9)
+
+
+def plot_maps(path: str | Path, models: Mapping[str, Sequence[Attention]]) -> None:
+    """Plot the weights of each layer on the first sample, mean over heads, one row for each label (figure 3a)."""
+    columns = max(map(len, models.values()))
+    figsize = (2.1 * columns + 1.2, 2.15 * len(models) + 0.4)
+    with drawing(path, len(models), columns, figsize=figsize, style=FRAMED_STYLE) as (_, grid):
+        for row, (label, calls) in zip(grid, models.items(), strict=True):
+            for index, (axes, call) in enumerate(zip(row, calls, strict=True)):
+                scores = torch.stack([call.matrix(0, head) for head in range(call.q.shape[2])]).mean(0)
+                draw_matrix(axes, scores.numpy(), power=0.5)
+                axes.set_title(f"layer {index}", loc="center")
+            row[0].set_ylabel(label, fontweight="bold")
+
+
+def plot_mixing(path: str | Path, layers: Mapping[str, dict[str, Any]]) -> None:
+    """Plot initial and learned mixing from `describe_mixing`, each block's row at its place in the grid (figure 4b)."""
+    with drawing(path, 2, len(layers), figsize=(2.5 * len(layers) + 0.9, 5.4), style=FRAMED_STYLE) as (figure, grid):
+        for column, (name, layer) in zip(grid.T, layers.items(), strict=True):
+            tiles = [tile_matrix(torch.tensor(layer[key]), layer["layout"]) for key in ("start", "learned")]
+            top = max(tile.max().item() for tile in tiles)
+            for axes, tile in zip(column, tiles, strict=True):
+                draw_matrix(axes, tile.numpy(), power=1.0, top=top)
+                for line, count in zip((axes.axhline, axes.axvline), layer["layout"], strict=True):
+                    for i in range(1, count):
+                        line(i * count - 0.5, color="white", linewidth=1.5)
+            column[0].set_title(f"layer {re.findall(r'[0-9]+', name)[-1]}", loc="center")
+        for row, label in zip(grid, ("start", "learned"), strict=True):
+            row[0].set_ylabel(label, fontweight="bold")
+        figure.suptitle("Which blocks each block reads", x=0.01, ha="left", fontweight="bold", fontsize=12)
+
+
+def tile_matrix(matrix: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
+    """Return mixing weights [M, M] as maps over the grid, one at the place of each query block, without a prefix block."""
+    rows, columns = layout
+    values = matrix[-rows * columns :, -rows * columns :]
+    return values.reshape(rows, columns, rows, columns).transpose(1, 2).reshape(rows * rows, columns * columns)
+
+
+def draw_matrix(axes: Any, values: Any, power: float, top: float | None = None) -> None:
+    """Draw nonnegative numbers as an image, with a color scale from 0 to `top` (default: the largest value)."""
+    from matplotlib.colors import PowerNorm
+
+    norm = PowerNorm(power, vmin=0.0, vmax=float(top or values.max()) or 1.0)
+    axes.imshow(values, cmap="magma_r", norm=norm, interpolation="nearest", aspect="equal")
+    axes.set(xticks=[], yticks=[])
+
+
+def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: int = 0) -> dict[str, Any]:
+    """Measure the ranks of attention with Gaussian q and k [N, d], of which all but softmax use relu(x) + 1e-6.
+
+    The mixing matrix of "mhla" has random entries in (0, 1) and rows that sum to one; that of "start" is the paper's start
+    from locality. The tolerance is N times fp64's eps. "smallest" is the last singular value counted over the largest.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    grid = Blocks.grid((tokens,), (blocks,))
+    q, k = (torch.randn(1, tokens, 1, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    random_mixing = torch.rand(1, grid.num_blocks, grid.num_blocks, generator=generator, dtype=torch.float64)
+    random_mixing = random_mixing / random_mixing.sum(-1, keepdim=True)
+    start = GridMixing((grid.num_blocks,), form="direct").weight.detach()[None]
+    mixings = {"linear": torch.full_like(random_mixing, 1.0 / grid.num_blocks), "mhla": random_mixing, "start": start}
+    features = q.relu() + 1e-6, k.relu() + 1e-6
+    calls = {kind: Attention("mhla", *features, {"mixing": x, "blocks": grid}) for kind, x in mixings.items()}
+    calls["softmax"] = Attention("softmax", q, k)
+    row: dict[str, Any] = {"tokens": tokens, "width": width, "blocks": grid.num_blocks, "seed": seed}
+    row |= {"tolerance": tokens * torch.finfo(torch.float64).eps, "rank": {}, "bound": {}, "smallest": {}}
+    for kind in KINDS:
+        values = torch.linalg.svdvals(calls[kind].matrix())
+        row["rank"][kind] = count_rank(values, row["tolerance"])
+        row["bound"][kind] = {"linear": min(tokens, width), "softmax": tokens}.get(
+            kind, rank_bound(grid.sizes(), width)
+        )
+        row["smallest"][kind] = (values[row["rank"][kind] - 1] / values[0]).item()
+    return {**row, "mixing_condition": torch.linalg.cond(random_mixing[0]).item()}
+
+
+def study_random_rank(
+    out: str | Path, lengths: Sequence[int] = LENGTHS, widths: Sequence[int] = WIDTHS
+) -> dict[str, Any]:
+    """Run `measure_random_rank` for the sizes that `out`/rank.json lacks, and write it and rank.png."""
+    path = Path(out, "rank.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    done = {(row["tokens"], row["width"]) for row in record["rows"]}
+    missing = [size for size in itertools.product(lengths, widths) if size not in done]
+    for tokens, width in tqdm(missing, desc="rank", unit="size"):
+        rows = [*record["rows"], measure_random_rank(tokens, width)]
+        rows.sort(key=lambda row: (row["tokens"], row["width"]))
+        record = {"rows": rows, **describe_run("python -m experiments.attention")}
+        write_json(path, record)
+    plot_random_rank(path.with_name("rank.png"), record["rows"])
+    return record
+
+
+def plot_random_rank(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Plot the measured rank by N, one panel per width d, with the bounds of table 1 as dashed lines."""
+    widths = sorted({row["width"] for row in rows})
+    note = f"random features, {rows[0]['blocks']} blocks, fp64; points counted, dashed lines the bounds of table 1"
+    with drawing(path, 1, len(widths), figsize=(3.4 * len(widths) + 0.8, 3.9), note=note, sharey=True) as (_, grid):
+        for axes, width in zip(grid[0], widths, strict=True):
+            chosen = [row for row in rows if row["width"] == width]
+            lengths = [row["tokens"] for row in chosen]
+            for (kind, (label, marker)), color in zip(MARKERS.items(), PALETTE, strict=False):
+                axes.plot(lengths, [row["bound"][kind] for row in chosen], "--", color=color, linewidth=1)
+                axes.plot(
+                    lengths, [row["rank"][kind] for row in chosen], marker, color=color, markersize=6, label=label
+                )
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log", base=2)
+            axes.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
+            axes.set_yticks(lengths, [f"{n:,}" for n in lengths])
+            axes.minorticks_off()
+            axes.grid(True)
+            axes.set(title=f"head width d = {width}", xlabel="tokens N")
+        grid[0][0].set_ylabel("rank of the attention matrix")
+        grid[0][0].legend(loc="upper left")
+
+
+def render_random_rank(record: Mapping[str, Any]) -> str:
+    """Render the table: a line per size, with the measured rank and the bound of table 1 for each kind of attention."""
+    kinds = "plain linear | MHLA, random mixing | MHLA, locality start | softmax"
+    lines = [f"| N | d | blocks | {kinds} |", "|---:" * 7 + "|"]
+    for row in record["rows"]:
+        cells = [f"{row['rank'][kind]:,} of {row['bound'][kind]:,}" for kind in KINDS]
+        lines.append(f"| {row['tokens']:,} | {row['width']} | {row['blocks']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the ranks, and print the table."""
+    parser = argparse.ArgumentParser(
+        "python -m experiments.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", default="out/rank", help="folder of rank.json and rank.png (default: out/rank)")
+    torch.set_num_threads(1)
+    print(render_random_rank(study_random_rank(parser.parse_args(arguments).out)))
+
+
+if __name__ == "__main__":
+    script(main)

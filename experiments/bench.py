@@ -1,0 +1,435 @@
+"""Time MHLA beside softmax and plain linear attention: python -m experiments.bench (`make bench`)
+
+Every implementation is compared with its definition in fp64 before it is timed. All take turns, for several rounds in one
+process, and the fastest round of each counts, so that other load on the machine affects all of them alike. What is wrong,
+fails, or does not fit gets the reason in place of a time. `make gpu` times the paper's operators and whole models, below.
+"""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import DiTTransformer2DModel, WanTransformer3DModel
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mhla_hf import Blocks, MHLAConfig, MHLAForCausalLM, convert, mhla
+from mhla_hf.checkpoints.file_io import write_json
+from mhla_hf.checkpoints.provenance import describe_run
+from mhla_hf.cli import script
+from mhla_hf.evaluation.speed import clock
+
+TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
+MIN_TURN_SECONDS = 0.02  # in which a call is repeated and timed
+ROUNDS = 5  # the fastest counts
+MODES = FORWARD, TRAINING = "forward", "forward + backward"
+NUM_SAMPLED_QUERIES = 16  # compared with the definition
+WRONG = "is wrong"  # beginning of the reason if results differ from the definition
+DIT = {"patch_size": 2, "in_channels": 4, "out_channels": 8, "attention_bias": True, "num_embeds_ada_norm": 1000}
+DIT_S = {**DIT, "num_layers": 12, "num_attention_heads": 6, "attention_head_dim": 64}
+DIT_XL = {**DIT, "num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72}
+WAN_1B = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30}
+LLAMA_340M = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16}
+WAN_GRID = (21, 30, 50)
+IMAGES = ((256, 32), (512, 32), (1024, 8), (2048, 1), (4096, 1))  # side in pixels, batch size
+
+Device = torch.device | str
+Prepared = tuple[list[torch.Tensor], torch.Tensor]  # (inputs of `Operator`, gradient of its output)
+
+
+def exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor | None, queries: torch.Tensor, blocks: Blocks,
+    causal: bool, normalize: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Compute MHLA, or softmax attention if `mixing` is None, for the tokens `queries` [N] in fp64: [B, N, H, V]."""
+    later = (torch.arange(k.shape[1], device=q.device) > queries[:, None]) & causal
+    index = blocks.index(q.device)
+    outputs = []
+    for head in range(q.shape[2]):
+        weights = q[:, queries, head].double() @ k[:, :, head].double().mT * q.shape[-1] ** -0.5
+        if mixing is None:
+            weights = weights.masked_fill(later, -torch.inf).softmax(-1)
+        else:
+            weights = weights * (mixing.double()[index[queries]][:, index] * ~later)
+            weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
+        outputs.append(weights @ v[:, :, head].double())
+    return torch.stack(outputs, 2)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return ||actual - expected|| / ||expected|| in the Frobenius norm, computed in fp64."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
+
+
+def linear_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, normalize: bool, chunk: int = 64
+) -> torch.Tensor:
+    """Compute plain linear attention in PyTorch, in chunks if causal: [B, T, H, V]."""
+    length, scale = q.shape[1], q.shape[-1] ** -0.5
+    v = F.pad(v, (0, 1), value=1.0) if normalize else v  # its last column sums the weights
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if causal:
+        q, k, v = (F.pad(x, (0, 0, 0, -length % chunk)).unflatten(2, (-1, chunk)) for x in (q, k, v))
+        summary = (k.mT @ v).float()
+        before = (summary.cumsum(2) - summary).to(v.dtype)
+        o = (q @ before + (q @ k.mT).tril() @ v).flatten(2, 3)[:, :, :length]
+    else:
+        o = q @ (k.mT @ v)
+    o = o[..., :-1] / o[..., -1:] if normalize else o * scale
+    return o.transpose(1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """A case that times attention of one shape; `widths` are those of keys and of values."""
+
+    name: str
+    blocks: Blocks
+    batch: int
+    heads: int
+    widths: tuple[int, int]
+    causal: bool = False
+    normalize: bool = False
+    dtype: str = "bfloat16"
+
+    def competitors(self, device: Device) -> list[str]:
+        """Return the names of the implementations that run on the device."""
+        return ["sdpa", "linear", "mhla triton" if torch.device(device).type == "cuda" else "mhla torch"]
+
+    def prepare(self, device: Device, seed: int) -> Prepared:
+        """Return q, k, v, and mixing, which require gradients, and a gradient of the output, all random."""
+        generator = torch.Generator(device).manual_seed(seed)
+        randn = functools.partial(torch.randn, generator=generator, device=device)
+        size = (self.batch, self.blocks.length, self.heads)
+        dtype = getattr(torch, self.dtype)
+        q, k, v = (randn(*size, width).to(dtype) for width in (self.widths[0], *self.widths))
+        if self.normalize:
+            q, k = q.abs(), k.abs()
+        mixing = torch.rand(self.blocks.num_blocks, self.blocks.num_blocks, generator=generator, device=device)
+        return [x.requires_grad_() for x in (q, k, v, mixing)], randn(*size, self.widths[1]).to(dtype)
+
+    def attend(self, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: Any = None) -> Any:
+        """Return the output of an implementation."""
+        if name == "sdpa":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
+        if name == "linear":
+            return linear_attention(q, k, v, self.causal, self.normalize)
+        impl = name.removeprefix("mhla ")
+        return mhla(q, k, v, mixing, blocks=self.blocks, causal=self.causal, normalize=self.normalize, impl=impl)
+
+    def errors(self, name: str, device: Device, seed: int) -> dict[str, float]:
+        """Return the relative errors of "output", "dq", ... of one sequence, for a sample of its queries."""
+        tensors, output_gradient = dataclasses.replace(self, batch=1).prepare(device, seed)
+        length = self.blocks.length
+        queries = torch.linspace(0, length - 1, min(NUM_SAMPLED_QUERIES, length), device=device).round().long()
+        inputs = tensors if name.startswith("mhla") else tensors[:3]
+        exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+        mixing = {"sdpa": None, "linear": torch.ones_like(tensors[3])}.get(name, exact_inputs[-1])
+        output = self.attend(name, *inputs)[:, queries]
+        q, k, v = exact_inputs[:3]
+        exact_output = exact_attention(q, k, v, mixing, queries, self.blocks, self.causal, self.normalize)
+        actual = output, *torch.autograd.grad(output, inputs, output_gradient[:, queries])
+        expected = exact_output, *torch.autograd.grad(exact_output, exact_inputs, output_gradient[:, queries].double())
+        names = ("output", "dq", "dk", "dv", "dmixing")[: len(actual)]
+        return {compared: relative_error(x, y) for compared, x, y in zip(names, actual, expected, strict=True)}
+
+    def work(self, prepared: Prepared, mode: str, name: str) -> Callable[[], Any]:
+        """Return a function that runs a forward pass and, for `TRAINING`, computes the gradients of all inputs."""
+        tensors, output_gradient = prepared
+        inputs = tensors if name.startswith("mhla") else tensors[:3]
+        if mode == FORWARD:
+            return torch.no_grad()(functools.partial(self.attend, name, *inputs))
+        return lambda: torch.autograd.grad(self.attend(name, *inputs), inputs, output_gradient)
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeModel:
+    """A case that times a model with random weights: softmax, MHLA, MHLA with one block, and, of Wan, the hybrid.
+
+    Attributes:
+        name: Name in the table.
+        config: Arguments of `LlamaConfig`, `DiTTransformer2DModel`, or `WanTransformer3DModel`, by the axes of `grid`.
+        grid: Number of tokens along each axis.
+        batch: Batch size.
+        operator: Its attention, which is checked before the model is timed.
+        text: Tokens of a prompt and their width; for Wan.
+    """
+
+    name: str
+    config: dict[str, Any]
+    grid: tuple[int, ...]
+    batch: int
+    operator: Operator
+    text: tuple[int, int] = (512, 4096)
+
+    @property
+    def dtype(self) -> str:
+        return self.operator.dtype
+
+    def competitors(self, device: Device) -> list[str]:
+        """Return the names of the models."""
+        return ["softmax", "mhla", "linear (one block)", *(["hybrid 2/3"] if len(self.grid) == 3 else [])]
+
+    def errors(self, name: str, device: Device, seed: int) -> dict[str, float]:
+        """Return the relative errors of MHLA's operator, in the implementation that impl="auto" selects."""
+        return self.operator.errors("mhla auto", device, seed) if name == "mhla" else {}
+
+    def prepare(self, device: Device, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the models by name, and the keyword arguments of a forward pass."""
+        torch.manual_seed(seed)
+        models = self.language_models() if len(self.grid) == 1 else self.denoisers()
+        dtype = getattr(torch, self.dtype)
+        return {name: cast_as_loaded(model, dtype).to(device) for name, model in models.items()}, self.inputs(device)
+
+    def language_models(self) -> dict[str, Any]:
+        """Return a Llama and the paper's language model of the same size."""
+        config = {**self.config, "num_attention_heads": self.operator.heads}
+        settings: Any = MHLAConfig(**config).mhla
+        one_block = {**settings, "block_size": self.grid[0], "num_blocks": 1}
+        return {
+            "softmax": LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **self.config)),
+            "mhla": MHLAForCausalLM(MHLAConfig(**config)),
+            "linear (one block)": MHLAForCausalLM(MHLAConfig(**config, mhla=one_block)),
+        }
+
+    def denoisers(self) -> dict[str, Any]:
+        """Return a transformer of diffusers and its conversions."""
+        sizes = {"sample_size": 2 * self.grid[0]} if len(self.grid) == 2 else {}
+        softmax: Any = (DiTTransformer2DModel if sizes else WanTransformer3DModel)(**self.config, **sizes)
+        layout = list(self.operator.blocks.counts)
+        settings = {
+            "mhla": (layout, "all"),
+            "linear (one block)": ([1] * len(layout), "all"),
+            "hybrid 2/3": (layout, "2/3"),
+        }
+        models = {"softmax": softmax}
+        for name in self.competitors("cpu")[1:]:
+            layout, layers = settings[name]
+            models[name] = convert(copy.deepcopy(softmax), layout=layout, layers=layers)
+        return models
+
+    def inputs(self, device: Device) -> dict[str, Any]:
+        """Return the keyword arguments of a forward pass."""
+        if len(self.grid) == 1:
+            return {"input_ids": torch.randint(1000, (self.batch, *self.grid)).to(device), "use_cache": False}
+        dtype = getattr(torch, self.dtype)
+        *frames, rows, columns = self.grid
+        latents = torch.randn(self.batch, self.config.get("in_channels", 16), *frames, 2 * rows, 2 * columns)
+        times = torch.full((self.batch,), 500, device=device)
+        inputs = {"hidden_states": latents.to(device, dtype), "timestep": times}
+        if frames:
+            return {**inputs, "encoder_hidden_states": torch.randn(self.batch, *self.text).to(device, dtype)}
+        return {**inputs, "class_labels": torch.zeros_like(times)}
+
+    def work(self, prepared: tuple[dict[str, Any], dict[str, Any]], mode: str, name: str) -> Callable[[], Any]:
+        """Return a function that runs a forward pass, or one with the gradients of all weights."""
+        models, inputs = prepared
+        weights = [weight for weight in models[name].parameters() if weight.requires_grad]
+
+        def forward() -> torch.Tensor:
+            return models[name](**inputs, return_dict=False)[0]
+
+        if mode == FORWARD:
+            return torch.no_grad()(forward)
+        return lambda: torch.autograd.grad(forward().sum(), weights, allow_unused=True)
+
+
+def cast_as_loaded(model: Any, dtype: torch.dtype) -> Any:
+    """Cast a model in place as `from_pretrained(dtype=...)` does, all but what it keeps in fp32, and return it."""
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None)  # only models of transformers have it
+    fp32_modules = set(strict or model._keep_in_fp32_modules or ())
+    for name, weight in model.named_parameters():
+        if not fp32_modules & set(name.split(".")):
+            weight.data = weight.data.to(dtype)
+    return model
+
+
+Case = Operator | WholeModel
+
+
+def dit(
+    pixels: int, batch: int, heads: int = 6, width: int = 64, counts: tuple[int, int] = (4, 4), name: str = "DiT-S/2"
+) -> Operator:
+    """Return the attention of a DiT with patches of 2 on square images; `pixels` is their side."""
+    blocks = Blocks.grid((pixels // 16, pixels // 16), counts)
+    label = f"{name} {pixels} px, {blocks.num_blocks} blocks, batch {batch}"
+    return Operator(label, blocks, batch, heads, (width, width), normalize=True)
+
+
+def language(
+    tokens: int, batch: int, heads: int = 16, widths: tuple[int, int] = (64, 64), size: int = 64, name: str = "LM"
+) -> Operator:
+    """Return the attention of a language model with blocks of `size` tokens."""
+    label = f"{name} {tokens:,} tokens, K {widths[0]}, V {widths[1]}, blocks of {size}, batch {batch}"
+    return Operator(label, Blocks.sequence(tokens, size), batch, heads, widths, causal=True)
+
+
+def video(counts: tuple[int, int, int] = (3, 5, 10)) -> Operator:
+    """Return the attention of Wan2.1-1.3B on 81 frames of 480 x 800."""
+    blocks = Blocks.grid(WAN_GRID, counts)
+    return Operator(f"Wan 31,500 tokens, {blocks.num_blocks} blocks", blocks, 1, 12, (128, 128))
+
+
+def quick_cases() -> list[Operator]:
+    """Return causal attention in fp32 at several lengths, which takes a minute or two on a CPU."""
+    return [
+        Operator(f"{n:,} tokens", Blocks.sequence(n, 64), 1, 4, (64, 64), causal=True, dtype="float32")
+        for n in (512, 2048, 8192)
+    ]
+
+
+def target_cases() -> list[Operator]:
+    """Return the six operators that docs/performance.md has targets for."""
+    return [dit(256, 32), dit(512, 32), dit(2048, 1), video(), language(2048, 8), language(8192, 2)]
+
+
+def paper_cases() -> list[Operator]:
+    """Return the other operators of figures 1b and 1d and of tables 5 and 14."""
+    cases = [dit(1024, 8), dit(4096, 1), dit(512, 8, 16, 72, name="DiT-XL/2"), video((7, 3, 5))]
+    cases += [language(2048, 8, 4, (128, 256), name="LM-340M"), language(32768, 1, size=256)]
+    cases += [language(2048, 8, widths=(128, 128)), language(8192, 2, widths=(128, 128))]
+    for side in (2, 4, 8, 16, 32):
+        sizes = [pixels for pixels in (256, 512, 1024) if side < pixels // 16]
+        cases += [dit(pixels, 8, counts=(side, side), name="table 14, DiT-S/2") for pixels in sizes]
+    return cases
+
+
+def model_cases() -> list[WholeModel]:
+    """Return whole models: Wan, the language model, DiT-S/2 at several sizes, and DiT-XL/2."""
+    lm = language(2048, 8, 4, (128, 256), name="LM-340M")
+    cases = [WholeModel("Wan2.1-1.3B, whole", WAN_1B, WAN_GRID, 1, video())]
+    cases.append(WholeModel("LM-340M 2,048 tokens, whole", LLAMA_340M, (2048,), 8, lm))
+    for pixels, batch in IMAGES:
+        grid = (pixels // 16, pixels // 16)
+        cases.append(WholeModel(f"DiT-S/2 {pixels} px, whole", DIT_S, grid, batch, dit(pixels, batch)))
+    cases.append(WholeModel("DiT-XL/2 512 px, whole", DIT_XL, (32, 32), 8, dit(512, 8, 16, 72, name="DiT-XL/2")))
+    return cases
+
+
+def time_case(case: Case, device: Device, seed: int = 0, rounds: int = ROUNDS) -> list[dict[str, Any]]:
+    """Check and time one case.
+
+    Returns:
+        A dict for each mode, with "case", "what" (the mode), "ms" (implementation -> milliseconds), "error" (implementation
+        -> the largest relative error), and "failed" (implementation -> why it has no time). If the inputs cannot be
+        prepared, a single one, whose "what" is "" and whose "failed" has the key "all".
+    """
+    error: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    rows = []
+    with record_failure(failed, "all"):
+        for name in case.competitors(device):
+            with record_failure(failed, name):
+                errors = case.errors(name, device, seed)
+                error[name] = max(errors.values(), default=0.0)
+                if wrong := [compared for compared, size in errors.items() if not size < TOLERANCES[case.dtype]]:
+                    failed[name] = f"{WRONG}: {wrong[0]} with a relative error of {errors[wrong[0]]:.1e}"
+        prepared: Any = case.prepare(device, seed)
+        for mode in MODES:
+            functions: dict[str, Callable[[], Any]] = {}
+            ms: dict[str, float] = {}
+            failed_in_mode = dict(failed)
+            for name in (name for name in error if name not in failed):
+                with record_failure(failed_in_mode, name):
+                    function = case.work(prepared, mode, name)
+                    time_call(function, device)  # warm-up
+                    functions[name] = function
+            for _, name in itertools.product(range(rounds), functions):
+                ms[name] = min(ms.get(name, math.inf), 1e3 * time_call(functions[name], device))
+            rows.append({"case": case.name, "what": mode, "ms": ms, "error": error, "failed": failed_in_mode})
+    if "all" in failed:
+        return [{"case": case.name, "what": "", "ms": {}, "error": error, "failed": failed}]
+    return rows
+
+
+@contextlib.contextmanager
+def record_failure(failed: dict[str, str], name: str) -> Iterator[None]:
+    """Context manager that stores the description of an exception in `failed[name]` instead of raising it."""
+    try:
+        yield
+    except Exception as error:  # Triton's errors are not RuntimeErrors
+        failed[name] = describe_failure(error)
+
+
+def describe_failure(error: Exception) -> str:
+    """Return a one-line description of an exception."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "did not fit the memory of the device"
+    return f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def time_call(function: Callable[[], Any], device: Device) -> float:
+    """Return the seconds per call, averaged over repeated calls for at least `MIN_TURN_SECONDS`."""
+    calls = 0
+    start = clock(device)
+    while calls == 0 or time.perf_counter() - start < MIN_TURN_SECONDS:
+        function()
+        calls += 1
+    return (clock(device) - start) / calls
+
+
+def render_bench(record: Mapping[str, Any]) -> str:
+    """Render the rows of `time_case` as Markdown, with the fastest implementation of each kind and MHLA's speedup."""
+    largest_error = max((error for row in record["rows"] for error in row["error"].values()), default=0.0)
+    versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if name in ("torch", "triton"))
+    lines = [
+        f"{record['hardware']}; {versions}; largest relative error found before timing: {largest_error:.0e}.",
+        "",
+        "| case | what | MHLA, ms | softmax, ms | plain linear, ms | times softmax | times linear |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row, kind in itertools.product(record["rows"], ("mhla", "hybrid")):
+        mhla_time = find_fastest(row["ms"], kind)
+        if mhla_time is None:
+            continue
+        baselines = [find_fastest(row["ms"], "sdpa", "softmax"), find_fastest(row["ms"], "linear")]
+        ratios = [f"{baseline[0] / mhla_time[0]:.2f}" if baseline else "" for baseline in baselines]
+        times = [f"{best[0]:.4g} {best[1]}".rstrip() if best else "" for best in (mhla_time, *baselines)]
+        case = row["case"] if kind == "mhla" else f"{row['case']}, {kind}"
+        lines.append(f"| {case} | {row['what']} | {' | '.join([*times, *ratios])} |")
+    failed = {f"* {row['case']}, {name}: {reason}" for row in record["rows"] for name, reason in row["failed"].items()}
+    return "\n".join([*lines, *([""] if failed else []), *sorted(failed)])
+
+
+def find_fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | None:
+    """Return (milliseconds, name without its first word) of the fastest whose name begins with one of `kinds`."""
+    times = [(value, name.partition(" ")[2]) for name, value in ms.items() if name.startswith(kinds)]
+    return min(times, default=None)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the default cases, and return the record. The exit code is 1 if a result was wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser("python -m experiments.bench", description=__doc__)
+    parser.add_argument("--device", default="cpu", help="as torch names it (default: cpu)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--out", help="JSON file to write")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    command = shlex.join(["python", "-m", "experiments.bench", *arguments])
+    record = {**describe_run(command, args.device), "seed": 0, "rows": []}
+    for case in tqdm(quick_cases(), desc="bench"):
+        record["rows"] += time_case(case, args.device)
+        if args.out is not None:
+            write_json(args.out, record)
+    print(render_bench(record))
+    if any(reason.startswith(WRONG) for row in record["rows"] for reason in row["failed"].values()):
+        raise SystemExit(1)
+    return record
+
+
+if __name__ == "__main__":
+    script(main, "bench")

@@ -1,0 +1,207 @@
+"""Train small classifiers of digits from scratch, with softmax, plain linear attention, and MHLA: `make demo-images`
+
+    python -m experiments.classifiers --out out/images --seeds 5        finished runs are kept
+    python -m experiments.classifiers --out out/try --seeds 1 --epochs 3
+
+Only the attention differs. The results are accuracy, rank, and entropy with standard errors over seeds, and whether claims
+hold: the 95 % interval of the difference, paired by seed, is above zero, below, or neither. They are in `results.json`, a
+table, and figures of accuracy by epoch, rank and entropy by layer, attention maps, and the learned mixing.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import ViTImageProcessorPil
+
+from mhla_hf.checkpoints.file_io import write_json
+from mhla_hf.checkpoints.load import no_progress_bars
+from mhla_hf.checkpoints.provenance import describe_run
+from mhla_hf.cli import script
+from mhla_hf.evaluation.records import format_score
+from mhla_hf.models.vision import MHLAForImageClassification
+from mhla_hf.models.vision_configuration import MHLAVisionConfig
+from mhla_hf.plots import PALETTE, drawing
+from mhla_hf.training.datasets.images import open_images, preprocess
+from mhla_hf.training.loop import distill
+from mhla_hf.training.run_folder import RECORD
+
+from .attention import describe_mixing, measure_calls, plot_layers, plot_maps, plot_mixing, record_model
+from .digits_vit import load_digits
+from .rows import over_seeds
+
+KINDS = {"softmax": "softmax", "plain linear": "linear", "MHLA": "mhla"}
+MODEL: dict[str, Any] = {
+    "qk_norm": False, "image_size": 16, "patch_size": 2, "hidden_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 3, "mlp_ratio": 2.0, "initializer_range": 0.08, "mhla": {"layout": [4, 4], "cpe": 0},
+}  # fmt: skip
+POSITIONS = 0.02  # standard deviation of the learned positions at the start
+BATCH_SIZE = 64
+ANALYZED_IMAGES = 8
+MEASURES = ("accuracy", "rank", "effective_rank", "entropy")
+CLAIMS = [  # higher, lower, measure
+    ("MHLA", "plain linear", "accuracy"),
+    ("MHLA", "softmax", "accuracy"),
+    ("softmax", "plain linear", "accuracy"),
+    ("softmax", "plain linear", "rank"),
+    ("MHLA", "plain linear", "rank"),
+    ("plain linear", "softmax", "entropy"),
+    ("plain linear", "MHLA", "entropy"),
+    ("softmax", "MHLA", "entropy"),
+]
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided 95 %, by degrees of freedom
+
+
+def folder_of(out: str | Path, name: str, seed: int) -> Path:
+    """Return the folder of a model."""
+    return Path(out, f"{name.replace(' ', '-')}-{seed}")
+
+
+def train(
+    out: Path, seeds: int, epochs: int, command: str | None = None, progress: bool = True, **changes: Any
+) -> None:
+    """Train all models that `out` lacks; `changes` are those of `MODEL`."""
+    digits, test = load_digits(MODEL["image_size"])
+    steps_per_epoch = -(-len(digits[0]) // BATCH_SIZE)
+    stage = {"name": "train", "loss": "labels", "batch_size": BATCH_SIZE, "lr": 1.5e-3, "shift": 2}
+    for seed in range(seeds):
+        for name, attention in KINDS.items():
+            torch.manual_seed(seed)
+            config = MHLAVisionConfig.preset("digits", **{**MODEL, **changes}, attention=attention)
+            model = MHLAForImageClassification(config)
+            torch.nn.init.trunc_normal_(model.get_parameter("model.positions.weight"), std=POSITIONS)
+            with no_progress_bars():
+                distill(
+                    model, data=digits, test=test, out=folder_of(out, name, seed), seed=seed, command=command,
+                    stages=[{**stage, "steps": steps_per_epoch * epochs}], log_every=steps_per_epoch, progress=progress,
+                )  # fmt: skip
+
+
+def record_attention(model: Any) -> Any:
+    """Return the attention of a model on the first test images."""
+    images = open_images(load_digits(MODEL["image_size"])[1])
+    processor = ViTImageProcessorPil.from_dict(model.config.preprocessing())
+    pixels = preprocess(processor, [images.image(row, 1) for row in range(ANALYZED_IMAGES)])
+    return record_model(model, {"pixel_values": pixels})
+
+
+def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str, Any]:
+    """Measure all models, draw the figures into `out`, and return the content of results.json."""
+    rows: dict[str, dict[str, Any]] = {}
+    maps, mixing = {}, {}
+    for name in KINDS:
+        cells = []
+        for seed in range(seeds):
+            folder = folder_of(out, name, seed)
+            record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            with no_progress_bars():
+                model = MHLAForImageClassification.from_pretrained(folder)
+            calls = record_attention(model)
+            measured = measure_calls(calls)
+            accuracies = [entry["test_accuracy"] for entry in record["history"]]
+            cells.append({**record, "by_epoch": accuracies, "accuracy": accuracies[-1], **measured["mean"], **measured})
+            if seed == 0:
+                maps[name], mixing[name] = calls, describe_mixing(model)
+        rows[name] = {key: over_seeds([cell[key] for cell in cells]) for key in (*MEASURES, "seconds")}
+        rows[name]["by_epoch"] = [
+            over_seeds(epoch) for epoch in zip(*(cell["by_epoch"] for cell in cells), strict=True)
+        ]
+        rows[name]["layers"] = [mean_layer(layers) for layers in zip(*(cell["layers"] for cell in cells), strict=True)]
+        rows[name]["parameters"] = cells[0]["parameters"]
+    (images, _), (test, _) = load_digits(MODEL["image_size"])
+    note = f"scikit-learn digits, {len(images):,} to train, {len(test):,} to test; {seeds} seeds"
+    plot_accuracy(Path(out, "accuracy.png"), {name: row["by_epoch"] for name, row in rows.items()}, note)
+    plot_layers(Path(out, "layers.png"), {name: row["layers"] for name, row in rows.items()}, note)
+    plot_maps(Path(out, "maps.png"), maps)
+    plot_mixing(Path(out, "mixing.png"), mixing["MHLA"])
+    return {
+        "data": {"name": "scikit-learn digits", "train": len(images), "test": len(test)},
+        "seeds": list(range(seeds)),
+        "rows": rows,
+        "claims": [judge_claim(rows, *claim) for claim in CLAIMS],
+        **describe_run(command),
+    }
+
+
+def mean_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average the measures of one layer over the seeds; everything else is the same for all seeds."""
+    keys = (*MEASURES[1:], "uniform_entropy")
+    return {**layers[0], **{key: statistics.fmean(layer[key] for layer in layers) for key in keys}}
+
+
+def judge_claim(rows: Mapping[str, Any], higher: str, lower: str, measure: str) -> dict[str, Any]:
+    """Decide whether one row is above another on the same seeds, by Student's t."""
+    pairs = zip(rows[higher][measure]["values"], rows[lower][measure]["values"], strict=True)
+    difference = over_seeds([a - b for a, b in pairs])
+    interval, verdict = None, "undecided"
+    if difference["stderr"] is not None:
+        freedom = len(difference["values"]) - 1
+        margin = difference["stderr"] * (T95[freedom - 1] if freedom <= len(T95) else 2.0)
+        interval = [difference["mean"] - margin, difference["mean"] + margin]
+        verdict = "holds" if interval[0] > 0 else "does not hold" if interval[1] < 0 else "undecided"
+    claim = {"higher": higher, "lower": lower, "measure": measure, "difference": difference["mean"]}
+    return {**claim, "stderr": difference["stderr"], "interval": interval, "verdict": verdict}
+
+
+def render_study(results: Mapping[str, Any]) -> str:
+    """Render the tables in Markdown: accuracy, rank, entropy, and seconds per row, and then the claims."""
+    lines = ["| | test accuracy | rank | of | effective rank | entropy | of | seconds |", "|---|" + "---:|" * 7]
+    decimals = {"accuracy": 3, "rank": 1, "effective_rank": 1, "entropy": 2}
+    for row, values in results["rows"].items():
+        bound = statistics.fmean(layer["bound"] for layer in values["layers"])
+        uniform = statistics.fmean(layer["uniform_entropy"] for layer in values["layers"])
+        cells = [format_score(values[key]["mean"], values[key]["stderr"], n) for key, n in decimals.items()]
+        cells = [*cells[:2], f"{bound:.0f}", *cells[2:], f"{uniform:.2f}", f"{values['seconds']['mean']:.0f}"]
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    lines += ["", "| claim | difference | 95 % interval | |", "|---|---:|---:|---|"]
+    for claim in results["claims"]:
+        spec = "+.3f" if claim["measure"] == "accuracy" else "+.2f"
+        interval = "one seed" if claim["interval"] is None else " to ".join(format(x, spec) for x in claim["interval"])
+        sentence = f"{claim['measure'].replace('_', ' ')}: {claim['higher']} above {claim['lower']}"
+        lines.append(f"| {sentence} | {claim['difference']:{spec}} | {interval} | {claim['verdict']} |")
+    return "\n".join(lines)
+
+
+def plot_accuracy(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]], note: str) -> None:
+    """Plot test accuracy by epoch, as mean over seeds with a band of one standard error."""
+    with drawing(path, figsize=(7.4, 4.6), note=note) as (_, ((axes,),)):
+        for (row, epochs), color in zip(curves.items(), PALETTE, strict=False):
+            numbers = range(1, len(epochs) + 1)
+            means = [epoch["mean"] for epoch in epochs]
+            errors = [epoch["stderr"] or 0.0 for epoch in epochs]
+            axes.plot(numbers, means, color=color, label=f"{row}: {means[-1]:.3f}")
+            low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
+            axes.fill_between(numbers, low, high, color=color, alpha=0.18, linewidth=0)
+        axes.set(title="Test accuracy", xlabel="epoch", ylim=(0, 1))
+        axes.grid(True)
+        axes.legend(loc="lower right", fontsize=9)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Train, measure, and return the content of results.json."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        "python -m experiments.classifiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/images"), help="folder to create, or to go on in")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
+    parser.add_argument("--epochs", type=int, default=25, help="number of epochs (default: 25)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    command = shlex.join(["python", "-m", "experiments.classifiers", *arguments])
+    train(args.out, args.seeds, args.epochs, command)
+    results = collect(args.out, args.seeds, command)
+    write_json(args.out / "results.json", results)
+    print(f"{render_study(results)}\n\nThe results, as JSON and pictures, are in {args.out}.")
+    return results
+
+
+if __name__ == "__main__":
+    script(main)

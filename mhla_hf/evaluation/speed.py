@@ -1,0 +1,120 @@
+"""Time language models by context length, and count the bytes of their caches: recipes of kind "speed".
+
+The models of a call take turns, and the fastest round of each counts: other load on the machine affects all of them alike.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ..checkpoints.fingerprint import hash_json
+from ..checkpoints.load import load_language_model
+from ..checkpoints.values import at_least, checked, read_settings
+from ..data import max_positions
+from ..models.transformers_api import forward_cached
+from .records import DECODE, SPEED, SPEED_METRICS, Results
+from .subjects import find_subjects, format_command
+
+WARM_UP_TOKENS = 64
+
+
+@checked
+class SpeedProtocol:
+    """Settings of a recipe: context lengths in tokens, number of tokens to decode, and number of measurements."""
+
+    lengths: list[int] | int
+    decode_tokens: int = at_least(1, 64)
+    rounds: int = at_least(1, 3)
+
+    def validate_lengths(self) -> None:
+        """Make `lengths` a list in place. Raise ValueError if it is empty or has a length below 1."""
+        self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
+        if min(self.lengths, default=0) < 1:
+            raise ValueError(f"lengths: got {self.lengths!r}, expected whole numbers of tokens.")
+
+
+def judge_speed(models: object, args: Any) -> dict[str, Results]:
+    """Time language models, unless the times of exactly these models are known; see `evaluate` for the arguments."""
+    protocol, subjects = read_settings(SpeedProtocol, args.recipe.settings), find_subjects(models, args)
+    args.command = args.command or format_command(subjects)
+    task_hash = hash_json([sorted(x.fingerprint for x in subjects), *vars(protocol).values(), args.device])
+    metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in protocol.lengths]
+    if not all(subject.knows(SPEED, metric, task_hash) for subject in subjects for metric in metrics):
+        started = time.perf_counter()
+        loaded = {subject.name: subject.source for subject in subjects}
+        for subject in (subject for subject in subjects if not subject.loaded):
+            options = {"dtype": args.dtype, "device": args.device, **subject.load_options}
+            loaded[subject.name], _ = load_language_model(subject.source, **options)
+        measured = measure_speed(loaded, protocol, args.progress)
+        for subject in subjects:
+            scores = {metric: (value, None, False, protocol.rounds) for metric, value in measured[subject.name].items()}
+            subject.keep(SPEED, scores, task_hash, started, loaded[subject.name].device)
+    return {subject.name: Results(r for r in subject.kept if r.task_hash == task_hash) for subject in subjects}
+
+
+def measure_speed(models: Mapping[str, Any], protocol: SpeedProtocol, progress: bool) -> dict[str, dict[str, float]]:
+    """Return the metrics of each model, on random tokens; raise ValueError if one has too few positions."""
+    lengths: Any = protocol.lengths
+    for name, model in models.items():
+        if max(lengths) + protocol.decode_tokens > (limit := max_positions(model.config)):
+            start = f"lengths: got {max(lengths)} tokens and {protocol.decode_tokens} more"
+            raise ValueError(f"{start}, expected at most the {limit} positions of {name!r}.")
+    vocabulary = min(model.config.vocab_size for model in models.values())
+    ids = torch.randint(vocabulary, (1, max(lengths)), generator=torch.Generator().manual_seed(0))
+    training = {name: model.training for name, model in models.items()}
+    best: dict[str, dict[str, float]] = {name: {} for name in models}
+    runs = [(length, name) for length in lengths for _ in range(protocol.rounds) for name in models]
+    try:
+        with torch.inference_mode():
+            for model in models.values():
+                time_once(model.eval(), ids[:, :WARM_UP_TOKENS], protocol.decode_tokens)
+            for length, name in tqdm(runs, desc="speed", unit="run", disable=not progress):
+                for key, value in time_once(models[name], ids[:, :length], protocol.decode_tokens).items():
+                    metric = f"{SPEED_METRICS[key]}_{length}"
+                    best[name][metric] = min(best[name].get(metric, value), value)
+    finally:
+        for name, model in models.items():
+            model.train(training[name])
+    return best
+
+
+def time_once(model: Any, ids: torch.Tensor, decode_tokens: int) -> dict[tuple[str, str], float]:
+    """Time a forward pass of ids [1, T] and decoding after it; return the values of `SPEED_METRICS`."""
+    ids = ids.to(model.device)
+    start = clock(model.device)
+    model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    forward = clock(model.device) - start
+    _, cache = forward_cached(model, ids, logits_to_keep=1)
+    size = cache_bytes(cache)
+    start = clock(model.device)
+    for _ in range(decode_tokens):
+        _, cache = forward_cached(model, ids[:, -1:], cache)
+    decode = (clock(model.device) - start) / decode_tokens
+    return {("forward", "ms"): 1e3 * forward, (DECODE, "ms"): 1e3 * decode, (DECODE, "mib"): size / 2**20}
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return the size in bytes of all tensors in a cache object, at any depth; shared storage counts once."""
+    sizes: dict[int, int] = {}  # address of a storage -> its bytes
+    visited: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
+    pending = [cache]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        elif id(item) not in visited:
+            visited[id(item)] = item
+            attributes = item if isinstance(item, dict) else getattr(item, "__dict__", {})
+            pending += item if isinstance(item, (list, tuple)) else attributes.values()
+    return sum(sizes.values())
+
+
+def clock(device: torch.device | str) -> float:
+    """Return `time.perf_counter()` in seconds, on CUDA after waiting for all work on the device."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
