@@ -114,7 +114,7 @@ def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict
 
 
 def is_model_file(name: str) -> bool:
-    """Return whether a saved model may have a file of this name; False for its card, licenses, and chat templates."""
+    """Return whether a saved model may have a file of this name. Its card and licenses do not count."""
     tables = (PIPELINE_INDEX, SENTENCE_MODULES, *SENTENCE_SETTINGS, *RECORDS, *CONFIG_FILES, *TOKENIZER_FILES)
     return name in tables or WEIGHTS_AND_SOURCE.fullmatch(name) is not None
 
