@@ -10,8 +10,8 @@ import torch
 from ..checkpoints.file_io import resolve_model_name, write_json
 from ..checkpoints.load import choose_device
 from ..checkpoints.provenance import describe_run
+from ..evaluation.records import render_rows
 from ..evaluation.subjects import check_writable, name_models
-from ..plots import render_rows
 from .figures import plot_layers, plot_maps, plot_mixing
 from .inputs import load_any, make_batch
 from .measures import compute_attention_maps, describe_mixing, measure_calls, record_model

@@ -26,10 +26,9 @@ from ..checkpoints.load import (
 )
 from ..checkpoints.provenance import describe_run
 from ..data import check_data_path, read_text_file
-from ..evaluation.records import finite
+from ..evaluation.records import finite, render_rows
 from ..evaluation.subjects import check_writable, shorten_path
 from ..nn.settings import is_whole
-from ..plots import render_rows
 from .audit_checks import CHECKS, MAX_TOKENS, AuditSubject, NotApplicable
 
 FORMAT_VERSION = 1
