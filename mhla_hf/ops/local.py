@@ -301,8 +301,6 @@ def attend_segment(inputs: LocalInputs, impl: str) -> tuple[torch.Tensor, torch.
         # Blocks before `past.block` were complete then and hold no new token, so what they read does not matter.
         elapsed = (block_index - past.block[:, None]).clamp(min=0)[:, None, :, None]
         decay = torch.exp(decays.log_rate[:, None] * elapsed)  # [B, G, M, R]
-        if inputs.sequence_id is not None:
-            decay = torch.where((inputs.sequence_id == inputs.sequence_id[0])[:, None], decay, 0)
         far_sums = far_sums + decay[..., None, None] * past.sums[:, :, None]
     if decays.power is not None:
         scale = decays.length_scale(block_index, form.lag).repeat_interleave(form.block_size, 1)  # [B or 1, M * C, H]
