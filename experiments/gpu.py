@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mhla_hf import Blocks, mhla, mhla_step
+from mhla_hf import Blocks, mhla
 from mhla_hf.bench import TOLERANCES, describe_failure, relative_error, time_case
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
@@ -143,29 +143,6 @@ def variant_errors(
     return {name: relative_error(x, y) for name, x, y in zip(names, actual, expected, strict=False)}
 
 
-@torch.no_grad()
-def decode_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
-    """Return the relative error of decoding token by token across the end of a block, as {"tokens": error}.
-
-    It is compared with the definition on the whole sequence in fp64.
-    """
-    (q, k, v, mixing), _ = make_inputs(SEQUENCE, device, dtype)
-    expected = mhla(*(x.double() for x in (q, k, v, mixing)), blocks=SEQUENCE, impl="reference", **CAUSAL)
-    block_size = SEQUENCE.sizes()[0]
-    first = SEQUENCE.length // block_size * block_size - 2
-    blocks = Blocks.sequence(first, block_size)
-    prefix = slice(first)
-    _, state = mhla(
-        q[:, prefix], k[:, prefix], v[:, prefix], mixing, blocks=blocks, impl=impl, return_state=True, **CAUSAL
-    )
-    outputs = []
-    for i in range(first, SEQUENCE.length):
-        token = slice(i, i + 1)
-        o, state = mhla_step(q[:, token], k[:, token], v[:, token], mixing, state, normalize=False, impl=impl)
-        outputs.append(o)
-    return {"tokens": relative_error(torch.cat(outputs, 1), expected[:, first:])}
-
-
 def window_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
     """Return the relative errors of local attention, window and far part, against its definition in fp64."""
     case = Window("window", SEQUENCE, 1, 4, (64, 64), dtype=str(dtype).removeprefix("torch."))
@@ -190,7 +167,7 @@ def check_kernels(
         device: Where it runs.
         limit: Seconds after which no other check starts.
         impl: Implementation to check.
-        variants: Kinds of calls, beside those of `window_errors` and `decode_errors`.
+        variants: Kinds of calls, beside that of `window_errors`.
 
     Returns:
         A row for each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and
@@ -202,7 +179,6 @@ def check_kernels(
         name: functools.partial(variant_errors, *variant, device, impl=impl) for name, variant in variants.items()
     }
     calls["window"] = functools.partial(window_errors, device, impl=impl)
-    calls["decoding"] = functools.partial(decode_errors, device, impl=impl)
     if impl == "triton":
         calls["decoding in pages"] = functools.partial(page_errors, device)
     for dtype in ("bfloat16", "float32"):

@@ -293,14 +293,15 @@ class MHLA(MHLACore):
                 if name in options:
                     options[name] = move_tokens(options[name], source, inverse)
         options["starts"] = starts
-        options["impl"] = settings.impl
         blocks = Blocks.sequence(q.shape[1], settings.block_size)
         if cache is None:
             mixing = self.mixing(blocks.num_blocks)
-            o = mhla(q, k, v, mixing, blocks=blocks, causal=True, cu_seqlens=cu_seqlens, **options)
+            o = mhla(q, k, v, mixing, blocks=blocks, causal=True, cu_seqlens=cu_seqlens, impl=settings.impl, **options)
         elif cache.state is None:
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
-            o, cache.state = mhla(q, k, v, mixing, blocks=blocks, causal=True, return_state=True, **options)
+            o, cache.state = mhla(
+                q, k, v, mixing, blocks=blocks, causal=True, return_state=True, impl=settings.impl, **options
+            )
         else:
             check_no_gradients(self, q, k, v)
             cache.state.leave_inference_mode()

@@ -9,13 +9,21 @@ from collections.abc import Callable
 import torch
 
 from .blocks import Blocks
-from .checks import check_blocks, check_features, check_mixing, check_options, check_padding, check_state, check_step
+from .checks import (
+    check_blocks,
+    check_features,
+    check_implementation,
+    check_mixing,
+    check_options,
+    check_padding,
+    check_state,
+    check_step,
+)
 from .reference import mhla_reference
 from .state import MHLAState
 from .torch_decode import append_tokens, count_real_tokens, torch_step
 from .torch_operator import torch_mhla
 from .triton.check import kernel_fault, kernel_kind
-from .triton.decode import attend_one, decode_fault, decode_kind
 from .triton.register import triton_mhla, triton_refusal
 
 FORMS = {"reference": mhla_reference, "torch": torch_mhla, "triton": triton_mhla}
@@ -73,7 +81,8 @@ def mhla(
         TypeError, ValueError: If an argument is invalid; the message names it.
     """
     check_features(q, k, v, q_den, k_den, normalize)
-    check_options(scale, normalize, impl)
+    check_options(scale, normalize)
+    check_implementation(impl)
     check_blocks(q, k, blocks, key_blocks, causal, normalize)
     check_padding(q, k, causal, key_mask, cu_seqlens, starts)
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
@@ -129,12 +138,11 @@ def mhla(
 def mhla_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, state: MHLAState, *, normalize: bool = True,
     scale: float | None = None, q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None, unrounded: bool = False, impl: str = "auto",
+    starts: torch.Tensor | None = None, unrounded: bool = False,
 ) -> tuple[torch.Tensor, MHLAState]:  # fmt: skip
     """Continue causal MHLA by T >= 1 tokens, with the outputs that `mhla` gives for them in the whole sequence (appendix C).
 
-    The step is computed in PyTorch for every `impl`, except that Triton has a kernel for the attention of single tokens.
-    Nothing has a gradient.
+    The step is computed in PyTorch. Nothing has a gradient.
 
     Args:
         q: [B, T, H, K], queries of the new tokens.
@@ -143,7 +151,7 @@ def mhla_step(
         mixing: As in `mhla`, with a row for every block of the sequence so far.
         state: From `mhla(..., return_state=True)`, an earlier step, or `MHLAState.empty`; changed in place.
         starts: int64 [B]. Tokens of this call before it are ignored and not counted (left padding in a first chunk).
-        normalize, scale, q_den, k_den, unrounded, impl: As in `mhla`.
+        normalize, scale, q_den, k_den, unrounded: As in `mhla`.
 
     Returns:
         o [B, T, H, V] in v's dtype (with `unrounded`, that of the sums), and `state`.
@@ -152,18 +160,10 @@ def mhla_step(
         TypeError, ValueError: If an argument is invalid; the state is then unchanged.
     """
     check_features(q, k, v, q_den, k_den, normalize)
-    check_options(scale, normalize, impl)
+    check_options(scale, normalize)
     check_state(state, q, k, v, normalize, k_den)
     check_step(q, k, mixing, state, starts)
-    impl = "torch" if impl == "auto" and q.shape[1] > 1 else impl  # the kernel handles single tokens only
-    choice = choose_implementation(
-        impl,
-        q.device,
-        lambda: triton_refusal(q, k, v, k_den),
-        lambda: decode_fault(*decode_kind(q, k, v, q_den, normalize)),
-    )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    attend = attend_one if choice == "triton" else None
     with torch.autocast(q.device.type, enabled=False):
         o = torch_step(
             q,
@@ -176,7 +176,6 @@ def mhla_step(
             k_den=k_den,
             starts=starts,
             unrounded=unrounded,
-            attend_one=attend,
         )
     return o, state
 

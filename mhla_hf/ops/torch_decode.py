@@ -10,15 +10,11 @@ Positions and block indices are int64 [B] on the CPU. "Open tokens" are lists wi
 denominator has features of its own, the k_den of open blocks.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from .reference import divide_or_zero
 from .state import MHLAState
 from .torch_layout import TokenLayout
-
-AttendOne = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, MHLAState, float], torch.Tensor]
 
 
 def torch_step(
@@ -33,14 +29,11 @@ def torch_step(
     k_den: torch.Tensor | None,
     starts: torch.Tensor | None,
     unrounded: bool = False,
-    attend_one: AttendOne | None = None,
 ) -> torch.Tensor:
     """Compute `mhla_step`, and update `state` in place. See `mhla_step` for the other arguments, which must be checked.
 
     Args:
         scale: Multiplier of the products.
-        attend_one: Function that computes the attention of one new token per row within its open block; see
-            `triton/decode.py`. None: PyTorch computes it.
 
     Returns:
         [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
@@ -49,8 +42,7 @@ def torch_step(
     num_new = count_real_tokens(state, num_tokens, starts)
     no_padding = int(num_new.min()) == num_tokens
     if no_padding and int((state.length % state.block_size).max()) + num_tokens <= state.block_size:
-        attend = attend_one if num_tokens == 1 else None
-        o = step_within_block(q, k, v, mixing, state, scale, q_den, k_den, attend)
+        o = step_within_block(q, k, v, mixing, state, scale, q_den, k_den)
     else:
         o = step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, num_new)
     return o if unrounded else o.to(v.dtype)
@@ -70,7 +62,6 @@ def step_within_block(
     scale: float,
     q_den: torch.Tensor | None,
     k_den: torch.Tensor | None,
-    attend_one: AttendOne | None,
 ) -> torch.Tensor:
     """Compute the outputs of T new tokens per row that fit into the open block of their row, and update `state` in place.
 
@@ -95,16 +86,13 @@ def step_within_block(
     else:
         open_tokens, visible = write_own_positions(state, updates, block, offset, num_tokens)
         diagonal = diagonal_weight(mixing, block[:, None], sum_dtype)
-    if attend_one is not None:
-        o = attend_one(q, q_den, mixing, state, scale)
-    else:
-        query = heads_first(q, sum_dtype)
-        query_den = None if q_den is None else heads_first(q_den, sum_dtype)
-        tokens = [heads_first(x, sum_dtype) for x in open_tokens]
-        prefix = state.prefix[:, :, None]
-        prefix_z = None if state.prefix_z is None else state.prefix_z[:, :, None]
-        o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, scale)
-        o = o[:, :, 0].transpose(1, 2)
+    query = heads_first(q, sum_dtype)
+    query_den = None if q_den is None else heads_first(q_den, sum_dtype)
+    tokens = [heads_first(x, sum_dtype) for x in open_tokens]
+    prefix = state.prefix[:, :, None]
+    prefix_z = None if state.prefix_z is None else state.prefix_z[:, :, None]
+    o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, scale)
+    o = o[:, :, 0].transpose(1, 2)
     closing = offset + num_tokens == size
     if closing.any():
         rows = torch.nonzero(closing).flatten()
