@@ -9,6 +9,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from mhla_hf.bench import TOLERANCES, describe_failure, relative_error, time_cas
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
-from mhla_hf.ops.triton.paged import small_page_call
+from mhla_hf.ops.decays import Decays, LocalForm
+from mhla_hf.ops.local import local_attention
+from mhla_hf.ops.reference import local_reference
+from mhla_hf.ops.triton.paged import SMALL_PAGES, small_page_call
 
 from .docs import ROOT, render_gpu, write_documents
-from .paper_shapes import Window, model_cases, paper_cases, target_cases
+from .paper_shapes import model_cases, paper_cases, target_cases
 from .speed import LENGTHS, SMOLLM2, make_models, measure_decoding, measure_prefill
 
 OUT = ROOT / "docs" / "bench" / "gpu.json"
@@ -36,10 +40,6 @@ LANGUAGE = SMOLLM2 | {  # four layers with the heads of Llama-3.2-1B
     "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }  # fmt: skip
-PAGE_CASE: dict[str, Any] = {  # heads of SmolLM2 with the defaults of a conversion with text
-    "width": 64, "value_width": 64, "num_features": 64, "num_rates": 1, "share": 3, "heads_per_page": 1, "has_power": True,
-    "softmax": True, "lag": 6, "num_sinks": 4, "normalize": True,
-}  # fmt: skip
 CAUSAL: dict[str, Any] = {"causal": True, "normalize": False}
 Variant = tuple[Blocks, dict[str, Any], dict[str, Any]]  # blocks, options of `make_inputs`, options of `mhla`
 VARIANTS: dict[str, Variant] = {
@@ -50,12 +50,29 @@ VARIANTS: dict[str, Variant] = {
     "sequence, wide values": (SEQUENCE, {"widths": (32, 96)}, CAUSAL),
     "sequence, padded": (SEQUENCE, {"padded": True}, CAUSAL),
     "sequence, packed": (SEQUENCE, {"packed": True}, CAUSAL),
+    "sequence, masked keys, unrounded": (SEQUENCE, {"masked": True}, CAUSAL | {"unrounded": True}),
     "grid": (GRID, {}, {"normalize": False}),
     "grid, normalized": (GRID, {}, {}),
     "grid, official denominator": (GRID, {}, {"normalize": "official"}),
     "grid, masked keys": (GRID, {"masked": True}, {}),
     "grid, features of its own for the denominator": (GRID, {"denominator": True}, {}),
     "video, uneven blocks": (VIDEO, {}, {"normalize": False}),
+}
+WINDOW = LocalForm(32, scale=0.125, unrounded=False)
+DECAYS = replace(WINDOW, lag=1, sinks=0)
+WINDOWS: dict[str, tuple[LocalForm, dict[str, Any]]] = {  # options, and those of `make_inputs`
+    "window": (WINDOW, {}),
+    "window, unrounded": (replace(WINDOW, unrounded=True), {}),
+    "window, long blocks": (replace(WINDOW, block_size=70, lag=1, sinks=20), {}),
+    "window, grouped heads, padded": (WINDOW, {"groups": 2, "padded": True}),
+    "window, wide values, packed": (WINDOW, {"widths": (32, 96), "packed": True}),
+    "decays": (DECAYS, {}),
+    "decays, not normalized": (replace(DECAYS, normalize=False), {"padded": True}),
+}
+PAGES: dict[str, dict[str, Any]] = {  # options of `small_page_call`
+    "pages": {"form": replace(SMALL_PAGES, lag=6), "queries_per_kv": 3},  # SmolLM2, converted with text
+    "pages, several decays": {"num_rates": 3, "num_features": 128, "has_power": False, "heads_per_page": 2},
+    "pages, no softmax": {"form": replace(SMALL_PAGES, lag=1, sinks=0, normalize=False), "num_rates": 2},
 }
 
 
@@ -143,15 +160,45 @@ def variant_errors(
     return {name: relative_error(x, y) for name, x, y in zip(names, actual, expected, strict=False)}
 
 
-def window_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
-    """Return the relative errors of local attention, window and far part, against its definition in fp64."""
-    case = Window("window", SEQUENCE, 1, 4, (64, 64), dtype=str(dtype).removeprefix("torch."))
-    return case.errors(f"mhla {impl}", device, 0, exact="mhla reference")
+def window_errors(
+    form: LocalForm,
+    input_options: Mapping[str, Any],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    impl: str = "triton",
+) -> dict[str, float]:
+    """Return the relative errors of a kind of near and far attention, with two decays, against the definition in fp64.
+
+    Args:
+        form: The options. Without sinks there is no softmax.
+        input_options: Options of `make_inputs`.
+        device, dtype, impl: As in `variant_errors`.
+
+    Returns:
+        Errors of "output" and of the gradients "dq", "dk", "dv", "dfq", and "dfk".
+    """
+    (q, k, v, _), padding = make_inputs(SEQUENCE, device, dtype, **input_options)
+    features = [torch.cat([x, -x], -1).detach().softmax(-1) for x in (q, k)]
+    q, k = (q, k) if form.sinks else features
+    decays = Decays(torch.full((4, 2), 0.5, device=device), torch.full((k.shape[2], 2), -0.05, device=device))
+    balance = torch.full((4,), 3.0, device=device) if form.sinks else None
+    results = []
+    for exact in (False, True):
+        tensors = [(x.double() if exact else x).detach().requires_grad_() for x in (q, k, v, *features)]
+        if exact:
+            mixing = decays.to(torch.float64).matrix(SEQUENCE.length // form.block_size + 1)
+            o = local_reference(*tensors, mixing, balance, form, **padding)
+        else:
+            o = local_attention(*tensors, decays, balance, replace(form, impl=impl), **padding)
+        output_gradient = torch.randn(o.shape, generator=torch.Generator(device).manual_seed(1), device=device)
+        results.append([o, *torch.autograd.grad(o, tensors, output_gradient.to(o.dtype))])
+    names = ("output", "dq", "dk", "dv", "dfq", "dfk")
+    return {name: relative_error(x, y) for name, x, y in zip(names, *results, strict=True)}
 
 
-def page_errors(device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
-    """Return the relative error of decoding in the pages of a serving engine against PyTorch in fp64."""
-    (o,), (exact,) = small_page_call(torch.device(device), dtype, dtype, **PAGE_CASE)
+def page_errors(options: Mapping[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
+    """Return the relative error of decoding in the pages of a serving engine; see `small_page_call` for the options."""
+    (o,), (exact,) = small_page_call(torch.device(device), dtype, **options)
     return {"tokens": relative_error(o, exact)}
 
 
@@ -160,6 +207,8 @@ def check_kernels(
     limit: float = MAX_CHECK_SECONDS,
     impl: str = "triton",
     variants: Mapping[str, Variant] = VARIANTS,
+    windows: Mapping[str, tuple[LocalForm, dict[str, Any]]] = WINDOWS,
+    pages: Mapping[str, dict[str, Any]] = PAGES,
 ) -> list[dict[str, Any]]:
     """Compare an implementation with the definition in fp64.
 
@@ -167,7 +216,7 @@ def check_kernels(
         device: Where it runs.
         limit: Seconds after which no other check starts.
         impl: Implementation to check.
-        variants: Kinds of calls, beside that of `window_errors`.
+        variants, windows, pages: The kinds of calls.
 
     Returns:
         A row for each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and
@@ -178,9 +227,9 @@ def check_kernels(
     calls: dict[str, Callable[[torch.dtype], dict[str, float]]] = {
         name: functools.partial(variant_errors, *variant, device, impl=impl) for name, variant in variants.items()
     }
-    calls["window"] = functools.partial(window_errors, device, impl=impl)
+    calls |= {name: functools.partial(window_errors, *kind, device, impl=impl) for name, kind in windows.items()}
     if impl == "triton":
-        calls["decoding in pages"] = functools.partial(page_errors, device)
+        calls |= {name: functools.partial(page_errors, kind, device) for name, kind in pages.items()}
     for dtype in ("bfloat16", "float32"):
         for kind, call in tqdm(calls.items(), desc=f"kernels, {dtype}"):
             row: dict[str, Any] = {"kind": kind, "dtype": dtype, "error": {}, "failed": None}

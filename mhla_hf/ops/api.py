@@ -4,7 +4,6 @@
 """
 
 import logging
-from collections.abc import Callable
 
 import torch
 
@@ -23,7 +22,7 @@ from .reference import mhla_reference
 from .state import MHLAState
 from .torch_decode import append_tokens, count_real_tokens, torch_step
 from .torch_operator import torch_mhla
-from .triton.check import kernel_fault, kernel_kind
+from .triton.check import SmallCall, kernel_fault, small_dense_call
 from .triton.register import triton_mhla, triton_refusal
 
 FORMS = {"reference": mhla_reference, "torch": torch_mhla, "triton": triton_mhla}
@@ -88,27 +87,7 @@ def mhla(
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
     if return_state and (not causal or cu_seqlens is not None):
         raise ValueError("return_state: got True, expected False unless causal=True and cu_seqlens is None.")
-    differentiable = (q, k, v, mixing, q_den, k_den)
-    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
-    choice = choose_implementation(
-        impl,
-        q.device,
-        lambda: triton_refusal(q, k, v, k_den),
-        lambda: kernel_fault(
-            *kernel_kind(
-                q,
-                k,
-                v,
-                q_den,
-                normalize=normalize,
-                causal=causal,
-                blocks=blocks,
-                masked=key_mask is not None,
-                unrounded=unrounded,
-                backward=backward,
-            )
-        ),
-    )
+    choice = choose_implementation(impl, small_dense_call, q, k, v, k_den)
     o = FORMS[choice](
         q,
         k,
@@ -217,17 +196,18 @@ def state_after(
 
 def choose_implementation(
     impl: str,
-    device: torch.device,
-    find_refusal: Callable[[], str | None],
-    find_fault: Callable[[], str | None],
+    small_call: SmallCall,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_den: torch.Tensor | None = None,
 ) -> str:
     """Resolve "auto" to an implementation, and log each choice the first time it is made.
 
     Args:
         impl: The implementation that the caller asked for.
-        device: The device of the inputs.
-        find_refusal: Returns why the Triton kernels cannot run on these inputs; None if they can.
-        find_fault: Returns why their results cannot be trusted on this device; None if they can.
+        small_call: The call that decides whether the kernels can be trusted on the device of q; see `kernel_fault`.
+        q, k, v, k_den: The inputs, as in `mhla`.
 
     Returns:
         `impl` itself unless it is "auto"; then "torch" or "triton".
@@ -237,8 +217,9 @@ def choose_implementation(
     """
     if impl not in ("auto", "triton"):
         return impl
+    device = q.device
     no_kernels = device.type not in KERNEL_DEVICES
-    refusal = None if impl == "auto" and no_kernels else find_refusal()
+    refusal = None if impl == "auto" and no_kernels else triton_refusal(q, k, v, k_den)
     if impl == "triton":
         if refusal is not None:
             raise ValueError(f"impl: got 'triton', expected another one: {refusal}.")
@@ -249,7 +230,7 @@ def choose_implementation(
     if no_kernels:
         reason = f"the fastest implementation for {device.type} tensors"
     elif refusal is None:
-        reason = find_fault()
+        reason = kernel_fault(small_call, device)
         level = logging.WARNING if reason is not None else level
     if reason is None:
         choice = "triton"

@@ -102,10 +102,9 @@ def window(tokens, width, *, size=64, sinks=4, packed=False, dtype=torch.bfloat1
     local_forward(q, k, v, fq, mixed, *learned, *near, 0.125, True, dtype)
 
 
-def pages(width, num_features, dtype=torch.bfloat16):
-    """The launches of a step over pages, for a window of six blocks and four sinks."""
-    cpu = torch.device("cpu")
-    small_page_call(cpu, dtype, dtype, width, width, num_features, 1, 3, 1, True, True, 6, 4, True)
+def pages(width, num_features):
+    """The launches of steps over pages."""
+    small_page_call(torch.device("cpu"), width=width, num_features=num_features)
 
 
 def spilled(compiled, chip):
