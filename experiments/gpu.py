@@ -9,18 +9,20 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from mhla_hf import Blocks, mhla, mhla_step
+from mhla_hf import Blocks, mhla
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 from mhla_hf.ops.decays import Decays, LocalForm
 from mhla_hf.ops.local import local_attention
-from mhla_hf.ops.triton.paged import small_page_call
+from mhla_hf.ops.reference import local_reference
+from mhla_hf.ops.triton.paged import SMALL_PAGES, small_page_call
 
 from .bench import (
     TOLERANCES,
@@ -45,10 +47,6 @@ LANGUAGE = SMOLLM2 | {  # four layers with the heads of Llama-3.2-1B
     "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }  # fmt: skip
-PAGE_CASE: dict[str, Any] = {  # heads of SmolLM2 with the defaults of a conversion with text
-    "width": 64, "value_width": 64, "num_features": 64, "num_rates": 1, "share": 3, "heads_per_page": 1, "has_power": True,
-    "softmax": True, "lag": 6, "num_sinks": 4, "normalize": True,
-}  # fmt: skip
 CAUSAL: dict[str, Any] = {"causal": True, "normalize": False}
 Variant = tuple[Blocks, dict[str, Any], dict[str, Any]]  # blocks, options of `make_inputs`, options of `mhla`
 VARIANTS: dict[str, Variant] = {
@@ -59,12 +57,29 @@ VARIANTS: dict[str, Variant] = {
     "sequence, wide values": (SEQUENCE, {"widths": (32, 96)}, CAUSAL),
     "sequence, padded": (SEQUENCE, {"padded": True}, CAUSAL),
     "sequence, packed": (SEQUENCE, {"packed": True}, CAUSAL),
+    "sequence, masked keys, unrounded": (SEQUENCE, {"masked": True}, CAUSAL | {"unrounded": True}),
     "grid": (GRID, {}, {"normalize": False}),
     "grid, normalized": (GRID, {}, {}),
     "grid, official denominator": (GRID, {}, {"normalize": "official"}),
     "grid, masked keys": (GRID, {"masked": True}, {}),
     "grid, features of its own for the denominator": (GRID, {"denominator": True}, {}),
     "video, uneven blocks": (VIDEO, {}, {"normalize": False}),
+}
+WINDOW = LocalForm(32, scale=0.125, unrounded=False)
+DECAYS = replace(WINDOW, lag=1, sinks=0)
+WINDOWS: dict[str, tuple[LocalForm, dict[str, Any]]] = {  # options, and those of `make_inputs`
+    "window": (WINDOW, {}),
+    "window, unrounded": (replace(WINDOW, unrounded=True), {}),
+    "window, long blocks": (replace(WINDOW, block_size=70, lag=1, sinks=20), {}),
+    "window, grouped heads, padded": (WINDOW, {"groups": 2, "padded": True}),
+    "window, wide values, packed": (WINDOW, {"widths": (32, 96), "packed": True}),
+    "decays": (DECAYS, {}),
+    "decays, not normalized": (replace(DECAYS, normalize=False), {"padded": True}),
+}
+PAGES: dict[str, dict[str, Any]] = {  # options of `small_page_call`
+    "pages": {"form": replace(SMALL_PAGES, lag=6), "queries_per_kv": 3},  # SmolLM2, converted with text
+    "pages, several decays": {"num_rates": 3, "num_features": 128, "has_power": False, "heads_per_page": 2},
+    "pages, no softmax": {"form": replace(SMALL_PAGES, lag=1, sinks=0, normalize=False), "num_rates": 2},
 }
 
 
@@ -152,50 +167,45 @@ def variant_errors(
     return {name: relative_error(x, y) for name, x, y in zip(names, actual, expected, strict=False)}
 
 
-@torch.no_grad()
-def decode_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
-    """Return the relative error of decoding token by token across the end of a block, as {"tokens": error}.
+def window_errors(
+    form: LocalForm,
+    input_options: Mapping[str, Any],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    impl: str = "triton",
+) -> dict[str, float]:
+    """Return the relative errors of a kind of near and far attention, with two decays, against the definition in fp64.
 
-    It is compared with the definition on the whole sequence in fp64.
+    Args:
+        form: The options. Without sinks there is no softmax.
+        input_options: Options of `make_inputs`.
+        device, dtype, impl: As in `variant_errors`.
+
+    Returns:
+        Errors of "output" and of the gradients "dq", "dk", "dv", "dfq", and "dfk".
     """
-    (q, k, v, mixing), _ = make_inputs(SEQUENCE, device, dtype)
-    expected = mhla(*(x.double() for x in (q, k, v, mixing)), blocks=SEQUENCE, impl="reference", **CAUSAL)
-    block_size = SEQUENCE.sizes()[0]
-    first = SEQUENCE.length // block_size * block_size - 2
-    blocks = Blocks.sequence(first, block_size)
-    prefix = slice(first)
-    _, state = mhla(
-        q[:, prefix], k[:, prefix], v[:, prefix], mixing, blocks=blocks, impl=impl, return_state=True, **CAUSAL
-    )
-    outputs = []
-    for i in range(first, SEQUENCE.length):
-        token = slice(i, i + 1)
-        o, state = mhla_step(q[:, token], k[:, token], v[:, token], mixing, state, normalize=False, impl=impl)
-        outputs.append(o)
-    return {"tokens": relative_error(torch.cat(outputs, 1), expected[:, first:])}
-
-
-def window_errors(device: torch.device | str, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
-    """Return the relative errors of local attention, window and far part with two decays, against fp64."""
-    (q, k, v, _), _ = make_inputs(SEQUENCE, device, dtype)
+    (q, k, v, _), padding = make_inputs(SEQUENCE, device, dtype, **input_options)
     features = [torch.cat([x, -x], -1).detach().softmax(-1) for x in (q, k)]
-    decays = Decays(torch.full((4, 2), 0.5, device=device), torch.full((4, 2), -0.05, device=device))
-    balance = torch.full((4,), 3.0, device=device)
+    q, k = (q, k) if form.sinks else features
+    decays = Decays(torch.full((4, 2), 0.5, device=device), torch.full((k.shape[2], 2), -0.05, device=device))
+    balance = torch.full((4,), 3.0, device=device) if form.sinks else None
     results = []
     for exact in (False, True):
         tensors = [(x.double() if exact else x).detach().requires_grad_() for x in (q, k, v, *features)]
-        options: dict[str, Any] = {"scale": 64**-0.5, "impl": "reference" if exact else impl, "unrounded": False}
-        form = LocalForm(SEQUENCE.sizes()[0], **options)
-        o = local_attention(*tensors, decays, balance, form)
+        if exact:
+            mixing = decays.to(torch.float64).matrix(SEQUENCE.length // form.block_size + 1)
+            o = local_reference(*tensors, mixing, balance, form, **padding)
+        else:
+            o = local_attention(*tensors, decays, balance, replace(form, impl=impl), **padding)
         output_gradient = torch.randn(o.shape, generator=torch.Generator(device).manual_seed(1), device=device)
         results.append([o, *torch.autograd.grad(o, tensors, output_gradient.to(o.dtype))])
     names = ("output", "dq", "dk", "dv", "dfq", "dfk")
     return {name: relative_error(x, y) for name, x, y in zip(names, *results, strict=True)}
 
 
-def page_errors(device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
-    """Return the relative error of decoding in the pages of a serving engine against PyTorch in fp64."""
-    (o,), (exact,) = small_page_call(torch.device(device), dtype, dtype, **PAGE_CASE)
+def page_errors(options: Mapping[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
+    """Return the relative error of decoding in the pages of a serving engine; see `small_page_call` for the options."""
+    (o,), (exact,) = small_page_call(torch.device(device), dtype, **options)
     return {"tokens": relative_error(o, exact)}
 
 
@@ -204,6 +214,8 @@ def check_kernels(
     limit: float = MAX_CHECK_SECONDS,
     impl: str = "triton",
     variants: Mapping[str, Variant] = VARIANTS,
+    windows: Mapping[str, tuple[LocalForm, dict[str, Any]]] = WINDOWS,
+    pages: Mapping[str, dict[str, Any]] = PAGES,
 ) -> list[dict[str, Any]]:
     """Compare an implementation with the definition in fp64.
 
@@ -211,7 +223,7 @@ def check_kernels(
         device: Where it runs.
         limit: Seconds after which no other check starts.
         impl: Implementation to check.
-        variants: Kinds of calls, beside those of `window_errors` and `decode_errors`.
+        variants, windows, pages: The kinds of calls.
 
     Returns:
         A row for each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and
@@ -222,10 +234,9 @@ def check_kernels(
     calls: dict[str, Callable[[torch.dtype], dict[str, float]]] = {
         name: functools.partial(variant_errors, *variant, device, impl=impl) for name, variant in variants.items()
     }
-    calls["window"] = functools.partial(window_errors, device, impl=impl)
-    calls["decoding"] = functools.partial(decode_errors, device, impl=impl)
+    calls |= {name: functools.partial(window_errors, *kind, device, impl=impl) for name, kind in windows.items()}
     if impl == "triton":
-        calls["decoding in pages"] = functools.partial(page_errors, device)
+        calls |= {name: functools.partial(page_errors, kind, device) for name, kind in pages.items()}
     for dtype in ("bfloat16", "float32"):
         for kind, call in tqdm(calls.items(), desc=f"kernels, {dtype}"):
             row: dict[str, Any] = {"kind": kind, "dtype": dtype, "error": {}, "failed": None}

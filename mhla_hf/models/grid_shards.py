@@ -11,10 +11,46 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..ops.blocks import Blocks
-from ..ops.exchange import ReduceScatter
+
+
+class ReduceScatter(torch.autograd.Function):
+    """Sums a tensor over all processes and returns this process's part.
+
+    Called as `ReduceScatter.apply(x, group)`: x [P * N, ..] -> [N, ..], where P is the number of processes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        part = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+        dist.reduce_scatter_tensor(part, x.contiguous(), group=group)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return AllGather.apply(grad, ctx.group), None
+
+
+class AllGather(torch.autograd.Function):
+    """Concatenates the tensors of all processes along the first axis, in the order of their ranks.
+
+    Called as `AllGather.apply(x, group)`: x [N, ..] -> [P * N, ..], where P is the number of processes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        gathered = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ReduceScatter.apply(grad, ctx.group), None
 
 
 def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
@@ -34,13 +70,13 @@ def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
     """
     parallel = config.context_parallel_config
     group = parallel._flattened_mesh.get_group()
-    num_processes, num_tokens = torch.distributed.get_world_size(group), Blocks.grid(grid, [1] * len(grid)).length
+    num_processes, num_tokens = dist.get_world_size(group), Blocks.grid(grid, [1] * len(grid)).length
     if num_tokens % num_processes and not (parallel.ulysses_anything or parallel.ring_anything):
         got = f"{num_tokens} tokens, which {num_processes} processes cannot share equally"
         raise ValueError(f"hidden_states: got {got}; expected ContextParallelConfig(ulysses_anything=True).")
     size, num_longer = divmod(num_tokens, num_processes)
     return {
-        "rank": torch.distributed.get_rank(group),
+        "rank": dist.get_rank(group),
         "edges": list(accumulate([0, *[size + 1] * num_longer, *[size] * (num_processes - num_longer)])),
         "add_up": lambda parts: ReduceScatter.apply(parts, group),
     }

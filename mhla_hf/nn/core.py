@@ -293,13 +293,15 @@ class MHLA(MHLACore):
                 if name in options:
                     options[name] = move_tokens(options[name], source, inverse)
         options["starts"] = starts
-        options["impl"] = settings.impl
         blocks = Blocks.sequence(q.shape[1], settings.block_size)
         if cache is None:
-            o = self.attend(q, k, v, blocks, cu_seqlens=cu_seqlens, **options)
+            mixing = self.mixing(blocks.num_blocks)
+            o = mhla(q, k, v, mixing, blocks=blocks, causal=True, cu_seqlens=cu_seqlens, impl=settings.impl, **options)
         elif cache.state is None:
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
-            o, cache.state = mhla(q, k, v, mixing, blocks=blocks, causal=True, return_state=True, **options)
+            o, cache.state = mhla(
+                q, k, v, mixing, blocks=blocks, causal=True, return_state=True, impl=settings.impl, **options
+            )
         else:
             check_no_gradients(self, q, k, v)
             cache.state.leave_inference_mode()
@@ -310,18 +312,3 @@ class MHLA(MHLACore):
             if cache is not None:
                 cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Blocks, **options: Any) -> torch.Tensor:
-        """Compute `mhla` without a cache. `training/sequence_parallel.py` replaces this for sequences in shards.
-
-        Args:
-            q, k, v: As `prepare_operands` returns them.
-            blocks: The blocks of the tokens.
-            **options: Further arguments of `mhla`.
-
-        Returns:
-            [B, T, H, V].
-        """
-        o = mhla(q, k, v, self.mixing(blocks.num_blocks), blocks=blocks, causal=True, **options)
-        assert isinstance(o, torch.Tensor)  # no state was asked for
-        return o

@@ -157,7 +157,7 @@ class DecayMHLA(DecayCore):
                     self.continue_cache(*inputs, cache, cos_sin=cos_sin, **padding)
             form = replace(form, lag=1) if drop_window else form
             with torch.autocast(q.device.type, enabled=False):
-                o = self.attend(
+                o = local_attention(
                     q, k, v, q_features, map_keys(k, cos_sin), decays, balance, form, cu_seqlens=cu_seqlens, **padding
                 )
         if key_mask is not None:
@@ -165,9 +165,6 @@ class DecayMHLA(DecayCore):
             if cache is not None:
                 cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)
-
-    # Attends over whole sequences; `training/sequence_parallel.py` replaces this for sequences in shards.
-    attend = staticmethod(local_attention)
 
     def map_keys(self, k: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """Compute the features with which the MHLA heads' keys enter the far part. See `KeyMap` for arguments and result."""
@@ -244,8 +241,6 @@ class TwoWayMHLA(DecayCore):
     The window has `window - 1` blocks on either side of a token's own. Blocks are counted from a row's first real token.
     """
 
-    attend = staticmethod(two_way_attention)
-
     def forward(
         self,
         q: torch.Tensor,
@@ -276,7 +271,7 @@ class TwoWayMHLA(DecayCore):
         k_features = self.k_map(k, self.heads)
         decays, balance = self.mixing(self.heads)
         with torch.autocast(q.device.type, enabled=False):
-            o = self.attend(q, k, v, q_features, k_features, decays, balance, form, key_mask=key_mask)
+            o = two_way_attention(q, k, v, q_features, k_features, decays, balance, form, key_mask=key_mask)
         if starts is not None:
             o = move_tokens(o, inverse, source)
         return self.finish_output(o, hidden_states, v.dtype)

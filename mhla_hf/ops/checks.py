@@ -86,12 +86,16 @@ def check_features(
         raise ValueError(f"k_den: got shape {list(k_den.shape)}, expected {[*k.shape[:3], q_den.shape[3]]}.")
 
 
-def check_options(scale: float | None, normalize: bool | str, impl: str) -> None:
+def check_options(scale: float | None, normalize: bool | str) -> None:
     """Raise ValueError unless these options have values that `mhla` accepts."""
     if not isinstance(normalize, bool) and normalize != "official":
         raise ValueError(f"normalize: got {normalize!r}, expected True, False or 'official'.")
     if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale) or scale == 0):
         raise ValueError(f"scale: got {scale!r}, expected None or a finite number other than 0.")
+
+
+def check_implementation(impl: str) -> None:
+    """Raise ValueError unless `impl` is the name of an implementation or "auto"."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: got {impl!r}, expected one of {', '.join(map(repr, IMPLEMENTATIONS))}.")
 

@@ -22,8 +22,7 @@ from .api import choose_implementation
 from .decays import Decays, LocalForm, block_distances, decayed_sums, powers
 from .torch_layout import MoveTokens, align_sequences, shift_to_start
 from .torch_local import SinkTokens, by_block_and_group, near_and_far, resize_tokens, with_ones
-from .triton.local import local_fault, local_kind, triton_near_and_far
-from .triton.register import triton_refusal
+from .triton.local import small_local_call, triton_near_and_far
 
 SEGMENT_TOKENS = 2048  # without gradients, a long sequence is computed this many tokens at a time
 
@@ -214,12 +213,7 @@ def attend_local(
     size, num_blocks = form.block_size, block_index.shape[1]
     if form.sinks and inputs.sink_tokens is None:
         inputs = replace(inputs, sink_tokens=find_sinks(k, v, inputs.valid, form, inputs.sequence_id))
-    impl = choose_implementation(
-        form.impl,
-        q.device,
-        lambda: triton_refusal(q, k, v),
-        lambda: local_fault(*local_kind(q, v, inputs.q_features, decays, inputs.balance, form)),
-    )
+    impl = choose_implementation(form.impl, small_local_call, q, k, v)
     exists = torch.arange(num_blocks * size, device=q.device) < q.shape[1]
     inputs = replace(inputs, valid=resize_tokens(inputs.valid, num_blocks * size) & exists)
     learned = (q, k, v, inputs.q_features, inputs.k_features, decays.weight)
@@ -301,8 +295,6 @@ def attend_segment(inputs: LocalInputs, impl: str) -> tuple[torch.Tensor, torch.
         # Blocks before `past.block` were complete then and hold no new token, so what they read does not matter.
         elapsed = (block_index - past.block[:, None]).clamp(min=0)[:, None, :, None]
         decay = torch.exp(decays.log_rate[:, None] * elapsed)  # [B, G, M, R]
-        if inputs.sequence_id is not None:
-            decay = torch.where((inputs.sequence_id == inputs.sequence_id[0])[:, None], decay, 0)
         far_sums = far_sums + decay[..., None, None] * past.sums[:, :, None]
     if decays.power is not None:
         scale = decays.length_scale(block_index, form.lag).repeat_interleave(form.block_size, 1)  # [B or 1, M * C, H]

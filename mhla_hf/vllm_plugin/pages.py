@@ -18,8 +18,7 @@ from ..ops.api import choose_implementation
 from ..ops.decays import Decays, LocalForm
 from ..ops.local_state import KeyMap, LocalState, continue_local, local_step
 from ..ops.torch_layout import ring_slot
-from ..ops.triton.paged import PageTensors, page_fault, page_step
-from ..ops.triton.register import triton_refusal
+from ..ops.triton.paged import PageTensors, page_step, small_page_call
 
 
 @dataclass(frozen=True)
@@ -255,13 +254,7 @@ class PagedAttention:
         # The step maps one old key, that of the token `lag - 1` blocks before the new one.
         old_position = position - (form.lag - 1) * form.block_size
         cos_sin = self.table.read(old_position)[:, None]
-        choice = choose_implementation(
-            form.impl,
-            q.device,
-            lambda: triton_refusal(q[None], k[None], v[None]),
-            lambda: page_fault(q, pool, pages, self.decays, self.balance, form),
-        )
-        if choice == "triton":
+        if choose_implementation(form.impl, small_page_call, q[None], k[None], v[None]) == "triton":
             pool.write_token(pages, ring_slot(position, pool.layout.num_slots, form.sinks), k, v)
             old_k = pool.read_keys(pages, ring_slot(old_position.clamp(min=0), pool.layout.num_slots, form.sinks))
             k_features = self.map_keys(old_k[:, None], cos_sin.to(old_k.dtype))[:, 0]

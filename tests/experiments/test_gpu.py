@@ -1,5 +1,6 @@
 """What `make gpu` does, in triton's interpreter and on tiny models; and what it says without a GPU."""
 
+import dataclasses
 import itertools
 import json
 
@@ -13,7 +14,12 @@ from mhla_hf import Blocks
 from mhla_hf.checkpoints.provenance import describe_run
 
 SHORT = Blocks.sequence(18, 16)
-FEW = {"sequence": (SHORT, {"widths": (16, 16)}, gpu.CAUSAL)}
+SMALL_PAGES = dataclasses.replace(gpu.SMALL_PAGES, lag=1)
+FEW = {
+    "variants": {"sequence": (SHORT, {"widths": (16, 16)}, gpu.CAUSAL)},
+    "windows": {"window": (dataclasses.replace(gpu.WINDOW, block_size=16), {"widths": (16, 16)})},
+    "pages": {"pages": {"width": 16, "num_features": 16, "queries_per_kv": 1, "form": SMALL_PAGES}},
+}
 
 
 @pytest.mark.parametrize("name", list(gpu.VARIANTS))
@@ -22,22 +28,33 @@ def test_every_kind_of_call_has_a_definition(name):
     assert len(errors) == 5 + 2 * ("own" in name) and max(errors.values()) < 1e-5
 
 
+@pytest.mark.parametrize("name", list(gpu.WINDOWS))
+def test_every_kind_of_window_has_a_definition(name):
+    errors = gpu.window_errors(*gpu.WINDOWS[name], "cpu", torch.float32, impl="torch")
+    assert len(errors) == 6 and max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("name", list(gpu.PAGES))
+def test_every_kind_of_pages_has_a_definition(name):
+    small = gpu.PAGES[name] | {"width": 8, "num_features": 8, "queries_per_kv": 1}
+    assert gpu.page_errors(small, "cpu", torch.float32)["tokens"] < 1e-5
+
+
 def test_kernels_are_rows_and_so_are_failures(monkeypatch):
     """In the interpreter: right, wrong, failed and too late."""
     monkeypatch.setattr(gpu, "SEQUENCE", Blocks.sequence(50, 16))
-    small = {"width": 16, "value_width": 16, "num_features": 16, "share": 1, "lag": 1, "num_sinks": 0}
-    monkeypatch.setattr(gpu, "PAGE_CASE", {**gpu.PAGE_CASE, **small})
-    rows = gpu.check_kernels("cpu", variants=FEW)
-    made = itertools.product(("bfloat16", "float32"), ("sequence", "window", "decoding", "decoding in pages"))
+    rows = gpu.check_kernels("cpu", **FEW)
+    made = itertools.product(("bfloat16", "float32"), ("sequence", "window", "pages"))
     assert [(row["dtype"], row["kind"]) for row in rows] == [*made]
     assert all(row["failed"] is None and 0 < max(row["error"].values()) < gpu.TOLERANCES[row["dtype"]] for row in rows)
     record = {"rows": [], "language": [], **describe_run("make gpu")}
     assert "| sequence | " in render_gpu(record | {"kernels": rows})
     right = gpu.mhla
     monkeypatch.setattr(gpu, "mhla", lambda *a, impl, **o: right(*a, impl=impl, **o) * (1.1 if impl == "torch" else 1))
-    rows = gpu.check_kernels("cpu", impl="torch", variants=FEW)
+    fails = {"fails": (SHORT, {"widths": ()}, gpu.CAUSAL)}
+    rows = gpu.check_kernels("cpu", impl="torch", variants=FEW["variants"] | fails, windows={})
     assert rows[0]["failed"] == "is wrong: output, dq, dk, dv, dmixing"
-    assert rows[2]["failed"].startswith("failed: TypeError")
+    assert rows[1]["failed"].startswith("failed: IndexError")
     assert "is wrong: output" in render_gpu(record | {"kernels": rows})
     assert gpu.check_kernels("cpu", limit=-1)[0]["failed"] == "not started within -1 s"
 

@@ -21,11 +21,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from small_encoders import softmax_encoder
-from small_models import softmax_model, tokens
-from small_scores import TRAINING, colors, save_llama, save_mhla, small_llama, small_tokenizer
+from small_models import softmax_model
+from small_scores import TRAINING, colors, save_llama, save_mhla, small_tokenizer
 from small_towers import small_classifier, softmax_tower
 from tiny_pipelines import PIPELINES
 from tiny_wan_pipelines import WAN_PIPELINES, picture
@@ -133,9 +132,7 @@ def for_language():
 
 
 def for_scale():
-    model = mhla_hf.convert(small_llama(), layers="2/3", block_size=16, window=2).train()
-    ids = tokens(2, 64)
-    return {"folder": "llama-mhla", "model": model, "batch": {"input_ids": ids, "labels": ids}}
+    return {}
 
 
 def for_sharing():
@@ -186,14 +183,6 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    """A group of one, for what `torchrun` starts."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def check_calls(block):
     """Import what it imports, and hold the calls of imported names against their signatures."""
     tree, names = ast.parse(block), {"mhla_hf": mhla_hf}
@@ -207,7 +196,7 @@ def check_calls(block):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
 @pytest.mark.parametrize("document", [name for name in PYTHON if PYTHON[name] and name != "README.md"])
-def test_python_blocks(document, here, one_process, monkeypatch):
+def test_python_blocks(document, here, monkeypatch):
     names = STAND_INS[Path(document).stem]()
     monkeypatch.setattr(importlib.import_module("mhla_hf.conversion.encoder"), "FIT_STEPS", 3)
     for block in PYTHON[document]:

@@ -110,7 +110,6 @@ BAD_STEPS = {
     "k_tokens": ({"k": torch.rand(2, 4, 2, 3), "v": torch.rand(2, 4, 2, 5)}, "k: got 4 tokens"),
     "starts_beyond": ({"starts": torch.tensor([0, 11])}, "starts: got values from 0 to 11"),
     "mixing_small": ({"mixing": torch.rand(4, 4)}, "mixing: got shape [4, 4], expected at least 5 rows"),
-    "impl_triton": ({"impl": "triton", "q": DOUBLE}, "impl: got 'triton'"),
 }
 
 

@@ -194,7 +194,7 @@ def test_generated_steps_and_crops(case, plan):
                 break
             own = (starts - len(columns)).clamp(0, len(new))
             now = {name: t[:, new.start : new.stop] for name, t in x.items()}
-            outputs.append(step(now, mixing, state, starts=own, impl="torch", **made))
+            outputs.append(step(now, mixing, state, starts=own, **made))
             columns, fed = [*columns, *new], new.stop
             outputs = [torch.cat(outputs, 1)]
             whole = {name: t[:, columns].double() for name, t in x.items()}

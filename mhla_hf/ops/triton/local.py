@@ -9,9 +9,8 @@ from typing import Any, no_type_check
 
 import torch
 
-from ..decays import Decays, LocalForm
+from ..decays import LocalForm
 from ..torch_local import SinkTokens, near_and_far
-from .check import Results, concrete, known_fault, random_tensors
 from .common import constexpr, dot, invert_or_zero, load_tile, program_of, store_tile
 from .register import register_operator
 from .tuning import (
@@ -337,87 +336,21 @@ TRITON_LOCAL = register_operator(
 )
 
 
-def local_kind(
-    q: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
-    decays: Decays,
-    balance: torch.Tensor | None,
-    form: LocalForm,
-) -> tuple:
-    """Return the kind of a call: its device, dtypes, sizes, and options, as the arguments of `small_local_call`.
-
-    The kernel is verified once per kind (see `check.py`). Block sizes of more than 1.5 chunks count as 1.5 chunks.
-    """
-    block_size = min(form.block_size, CHUNK + CHUNK // 2)
-    widths = (q.shape[3], v.shape[3], q_features.shape[3])
-    numbers = [concrete(x) for x in (*widths, decays.weight.shape[1], block_size, form.lag, form.sinks)]
-    grouped = not q.shape[2] <= v.shape[2]
-    return q.device, q.dtype, v.dtype, *numbers, grouped, balance is not None, form.normalize, form.unrounded
-
-
-@torch.compiler.assume_constant_result
-def local_fault(*kind: Any) -> str | None:
-    """Return why the kernel cannot be trusted for a kind of call, or None if it can.
-
-    Args:
-        *kind: From `local_kind`; several arguments for the reason given in `kernel_fault`.
-    """
-    return known_fault(small_local_call, kind)
-
-
-def small_local_call(
-    device: torch.device,
-    dtype: torch.dtype,
-    value_dtype: torch.dtype,
-    width: int,
-    value_width: int,
-    num_features: int,
-    num_rates: int,
-    block_size: int,
-    lag: int,
-    num_sinks: int,
-    grouped: bool,
-    softmax: bool,
-    normalize: bool,
-    unrounded: bool,
-) -> Results:
-    """Run the kernel, and PyTorch in fp64, on a small input of a given kind (see `local_kind`).
-
-    The inputs are always the same, and the global random state does not change.
-
-    Returns:
-        The outputs of the kernel and of PyTorch.
-    """
-    form = LocalForm(block_size, lag, num_sinks, width**-0.5, normalize, unrounded=unrounded)
-    random = random_tensors(device)
-    num_blocks = lag + 2
-    num_heads = 2
-    num_kv_heads = 1 if grouped else 2
-    num_tokens = num_blocks * block_size
-    q = random(1, num_tokens, num_heads, width, dtype=dtype)
-    k = random(1, num_tokens, num_kv_heads, width, dtype=dtype)
-    q_features = random(1, num_tokens, num_heads, num_features, dtype=dtype)
-    v = random(1, num_tokens, num_kv_heads, value_width, dtype=value_dtype) - 0.5
-    far_sums = random(1, num_kv_heads, num_blocks, num_rates, num_features, value_width + 1)
-    weight = random(num_heads, num_rates)
-    far_sums[:, :, :lag] = 0  # blocks from which nothing is far
-    balance = random(num_heads) if softmax else None
+def small_local_call(device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Compute the output of a softmax window with sinks and a far part of two decays, for grouped heads; see `SmallCall`."""
+    form = LocalForm(CHUNK + CHUNK // 2, scale=0.125)
+    num_blocks = form.lag + 2
+    num_tokens = num_blocks * form.block_size
+    generator = torch.Generator().manual_seed(0)
+    q, q_features, k, v = (torch.rand(1, num_tokens, heads, 64, generator=generator) for heads in (2, 2, 1, 1))
+    q, k, v, q_features = (x.to(device, torch.bfloat16) for x in (q, k, v - 0.5, q_features))
+    far_sums = torch.rand(1, 1, num_blocks, 2, 64, 65, generator=generator).to(device)
+    far_sums[:, :, : form.lag] = 0  # blocks from which nothing is far
+    weight = torch.rand(2, 2, generator=generator).to(device)
     valid = torch.arange(num_tokens, device=device)[None] % 5 != 4
-    sink_tokens = SinkTokens(k[:, :num_sinks], v[:, :num_sinks], valid[:, :num_sinks]) if num_sinks else None
+    sink_tokens = SinkTokens(k[:, : form.sinks], v[:, : form.sinks], valid[:, : form.sinks])
     block_index = torch.arange(num_blocks, device=device)[None]
-    o = triton_near_and_far(q, k, v, q_features, far_sums, valid, weight, balance, sink_tokens, block_index, form)
-    exact = near_and_far(
-        q.double(),
-        k.double(),
-        v,
-        q_features.double(),
-        far_sums.double(),
-        valid,
-        weight.double(),
-        balance,
-        sink_tokens,
-        block_index,
-        form,
-    )
+    rest = (weight, weight[:, 0], sink_tokens, block_index, form)
+    o = triton_near_and_far(q, k, v, q_features, far_sums, valid, *rest)
+    exact = near_and_far(q, k, v, q_features, far_sums.double(), valid, *rest)
     return [o], [exact]

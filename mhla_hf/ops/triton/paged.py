@@ -13,9 +13,10 @@ import torch
 from ..decays import Decays, LocalForm
 from ..local import local_attention
 from ..torch_layout import ring_slot
-from .check import Results, known_fault, random_tensors
 from .common import constexpr, invert_or_zero
 from .tuning import kernel, next_lanes, num_tiles, on_device, tl
+
+SMALL_PAGES = LocalForm(4, scale=0.125, impl="torch")
 
 
 @dataclass
@@ -234,94 +235,60 @@ def page_step(
     return o
 
 
-def page_fault(
-    q: torch.Tensor,
-    tensors: PageTensors,
-    pages: torch.Tensor,
-    decays: Decays,
-    balance: torch.Tensor | None,
-    form: LocalForm,
-) -> str | None:
-    """Return why the kernels cannot be trusted for a kind of call of `page_step`, or None if they can; see `known_fault`."""
-    heads_per_page, _, key_width = tensors.k.shape[1:]
-    widths = (key_width, tensors.v.shape[-1], tensors.running.shape[-1], tensors.running.shape[2])
-    share = q.shape[1] // (pages.shape[1] * heads_per_page)
-    options = (
-        share,
-        heads_per_page,
-        decays.power is not None,
-        balance is not None,
-        form.lag,
-        form.sinks,
-        form.normalize,
-    )
-    return known_fault(small_page_call, (q.device, tensors.k.dtype, tensors.v.dtype, *widths, *options))
-
-
 def small_page_call(
     device: torch.device,
-    dtype: torch.dtype,
-    value_dtype: torch.dtype,
-    width: int,
-    value_width: int,
-    num_features: int,
-    num_rates: int,
-    share: int,
-    heads_per_page: int,
-    has_power: bool,
-    softmax: bool,
-    lag: int,
-    num_sinks: int,
-    normalize: bool,
-) -> Results:
-    """Decode a short sequence of two pages by the kernels, and compute it by PyTorch in fp64 (see `page_fault`).
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    form: LocalForm = SMALL_PAGES,
+    width: int = 64,
+    num_features: int = 64,
+    num_rates: int = 1,
+    queries_per_kv: int = 2,
+    heads_per_page: int = 1,
+    has_power: bool = True,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Decode a short sequence of two pages by the kernels, and compute it by PyTorch in fp64; see `SmallCall`.
 
-    The inputs are always the same, and the global random state does not change.
-
-    Returns:
-        The outputs of the kernels and of PyTorch.
+    `make gpu` does so with all kinds of options, too. Without sinks there is no softmax.
     """
-    form = LocalForm(4, lag, num_sinks, width**-0.5, normalize)
-    num_tokens = (lag + 3) * form.block_size
+    num_tokens = (form.lag + 3) * form.block_size
     num_kv_heads = 2 * heads_per_page
-    random = random_tensors(device)
-    q = random(num_tokens, share * num_kv_heads, width, dtype=dtype)
+    num_heads = queries_per_kv * num_kv_heads
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.rand(shape, generator=generator).to(device, dtype)
+
+    q = random(num_tokens, num_heads, width, dtype=dtype)
     k = random(num_tokens, num_kv_heads, width, dtype=dtype)
-    v = random(num_tokens, num_kv_heads, value_width, dtype=value_dtype) - 0.5
-    q_features = random(num_tokens, share * num_kv_heads, num_features, dtype=dtype)
+    v = random(num_tokens, num_kv_heads, width, dtype=dtype) - 0.5
+    q_features = random(num_tokens, num_heads, num_features, dtype=dtype)
     # Without a softmax, the near part reads features, which are the keys.
-    k_features = random(num_tokens, num_kv_heads, num_features, dtype=dtype) if softmax else k
+    k_features = random(num_tokens, num_kv_heads, num_features, dtype=dtype) if form.sinks else k
     decays = Decays(
-        random(share * num_kv_heads, num_rates),
-        -random(num_kv_heads, num_rates),
-        random(share * num_kv_heads) if has_power else None,
+        random(num_heads, num_rates), -random(num_kv_heads, num_rates), random(num_heads) if has_power else None
     )
-    balance = random(share * num_kv_heads) if softmax else None
-    num_slots = num_sinks + lag * form.block_size
-    sums = (value_width + 1, num_features)
+    balance = random(num_heads) if form.sinks else None
+    num_slots = form.sinks + form.lag * form.block_size
+
+    def allocate(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((3, heads_per_page, *shape), torch.nan, dtype=dtype, device=device)
+
     tensors = PageTensors(
-        running=torch.full((3, heads_per_page, num_rates, *sums), torch.nan, device=device),
-        pending=torch.full((3, heads_per_page, *sums), torch.nan, device=device),
-        k=torch.full((3, heads_per_page, num_slots, width), torch.nan, dtype=dtype, device=device),
-        v=torch.full((3, heads_per_page, num_slots, value_width), torch.nan, dtype=value_dtype, device=device),
+        running=allocate(num_rates, width + 1, num_features, dtype=torch.float32),
+        pending=allocate(width + 1, num_features, dtype=torch.float32),
+        k=allocate(num_slots, width, dtype=dtype),
+        v=allocate(num_slots, width, dtype=dtype),
     )
     pages = torch.tensor([[2, 0]], device=device)
     outputs = []
     for t in range(num_tokens):
         position = torch.tensor([t], device=device)
-        slot = ring_slot(position, num_slots, num_sinks)
+        slot = ring_slot(position, num_slots, form.sinks)
         for held, new in ((tensors.k, k), (tensors.v, v)):
             held[pages, :, slot[:, None]] = new[None, t].unflatten(1, (2, heads_per_page))
-        old = k_features[None, max(t - (lag - 1) * form.block_size, 0)]
+        old = k_features[None, max(t - (form.lag - 1) * form.block_size, 0)]
         outputs.append(page_step(q[None, t], q_features[None, t], old, tensors, pages, position, decays, balance, form))
-    exact = local_attention(
-        q[None].double(),
-        k[None].double(),
-        v[None].double(),
-        q_features[None].double(),
-        k_features[None].double(),
-        decays.to(torch.float64),
-        None if balance is None else balance.double(),
-        form,
-    )
+    q, k, v, q_features, k_features = (x[None].double() for x in (q, k, v, q_features, k_features))
+    exact = local_attention(q, k, v, q_features, k_features, decays.to(torch.float64), balance, form)
     return [torch.cat(outputs)], [exact[0]]

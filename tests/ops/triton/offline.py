@@ -17,9 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.state import MHLAState
 from mhla_hf.ops.triton.common import blocks_as_numbers
-from mhla_hf.ops.triton.decode import attend_one
 from mhla_hf.ops.triton.local import local_forward
 from mhla_hf.ops.triton.paged import small_page_call
 from mhla_hf.ops.triton.register import triton_backward, triton_forward
@@ -39,7 +37,7 @@ SHAPES = {  # blocks, widths, causal, normalize
 }
 WINDOWS = {"window-64": 64, "window-128": 128}  # heads of converted language models
 PAGES = {"pages-64": (64, 64), "pages-128": (128, 256)}  # widths of heads and features, in a serving engine
-SCALAR = {"decode_kernel", "advance_kernel", "page_attention_kernel"}  # without matrix products
+SCALAR = {"advance_kernel", "page_attention_kernel"}  # without matrix products
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -88,12 +86,6 @@ def call(blocks, widths, causal, normalize, *, dtype=torch.bfloat16, heads=2, gr
     triton_backward(torch.zeros_like(o), o, inv, q, k, v, mixing, *rest)
 
 
-def step(widths, dtype=torch.bfloat16):
-    """The launch of a decode step."""
-    state = MHLAState.empty(2, 2, 2, *widths, 64, normalize=False, dtype=dtype)
-    attend_one(torch.zeros(2, 1, 2, widths[0], dtype=dtype), None, torch.zeros(4, 4), state, 1.0)
-
-
 def window(tokens, width, *, size=64, sinks=4, packed=False, dtype=torch.bfloat16, batch=2, heads=4, groups=2):
     """The launch of near and far attention, for Hedgehog features and two decays; without sinks, by decays alone."""
     blocks, softmax = -(-tokens // size), sinks > 0
@@ -110,10 +102,9 @@ def window(tokens, width, *, size=64, sinks=4, packed=False, dtype=torch.bfloat1
     local_forward(q, k, v, fq, mixed, *learned, *near, 0.125, True, dtype)
 
 
-def pages(width, num_features, dtype=torch.bfloat16):
-    """The launches of a step over pages, for a window of six blocks and four sinks."""
-    cpu = torch.device("cpu")
-    small_page_call(cpu, dtype, dtype, width, width, num_features, 1, 3, 1, True, True, 6, 4, True)
+def pages(width, num_features):
+    """The launches of steps over pages."""
+    small_page_call(torch.device("cpu"), width=width, num_features=num_features)
 
 
 def spilled(compiled, chip):
@@ -144,8 +135,6 @@ def main(*pairs):
             pages(*PAGES[shape])
         else:
             call(*SHAPES[shape])
-            if SHAPES[shape][2]:
-                step(SHAPES[shape][1])
         for name, compiled in dict(found).items():
             code = compiled.asm["amdgcn" if chip.startswith("gfx") else "ptx"]
             cores = bool(re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma)", code))

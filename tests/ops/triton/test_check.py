@@ -1,4 +1,4 @@
-"""impl="auto" on a GPU: a small call decides. Here the interpreter plays the GPU."""
+"""impl="auto" on a GPU: one small call decides. Here the interpreter plays the GPU."""
 
 import logging
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mhla_hf.ops import api
-from mhla_hf.ops.api import mhla, mhla_step
+from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.state import MHLAState
 from mhla_hf.ops.triton import check
 from mhla_hf.ops.triton.tuning import INTERPRETED
 
@@ -20,7 +19,7 @@ GRID, SEQUENCE = Blocks.grid((4, 6), (2, 2)), Blocks.sequence(24, 6)
 def a_gpu(monkeypatch):
     """The CPU counts as a device with kernels, and nothing is known of it yet."""
     monkeypatch.setattr(api, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(check, "FAULTS_FOUND", {})
+    monkeypatch.setattr(check, "KERNEL_FAULTS", {})
     monkeypatch.setattr(api, "ANNOUNCED_CHOICES", set())
 
 
@@ -35,60 +34,26 @@ def call_with(monkeypatch, name, replacement, **options):
     return mhla(*inputs(), **{"blocks": GRID, **options})
 
 
-@pytest.mark.parametrize(
-    "dtype, blocks, options",
-    [
-        (torch.bfloat16, GRID, {"unrounded": True}),
-        (torch.float16, GRID, {"normalize": "official"}),
-        (torch.float32, SEQUENCE, {"causal": True, "normalize": False}),
-        (torch.bfloat16, Blocks.sequence(24, 70), {"causal": True, "key_mask": torch.arange(24)[None] < 20}),
-    ],
-)
-def test_kernels_that_agree_are_taken_and_checked_once(caplog, dtype, blocks, options):
+def test_kernels_that_agree_are_taken_and_checked_once(caplog):
     with caplog.at_level(logging.INFO, "mhla_hf"):
-        q, k, v, mixing = inputs(dtype, blocks)
         state = torch.get_rng_state()
-        outputs = [mhla(q, k, v, mixing, blocks=blocks, **options) for _ in range(2)]
+        inputs_by_dtype = [inputs(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        torch.set_rng_state(state)
+        outputs = [mhla(*x, blocks=GRID) for x in inputs_by_dtype for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), state), "the check took the user's random numbers"
-    assert list(check.FAULTS_FOUND.values()) == [None]
+    assert list(check.KERNEL_FAULTS.values()) == [None]
     assert [x.message for x in caplog.records] == [
         "mhla: impl='auto' took 'triton', whose kernels agreed with fp64 on cpu."
     ]
-    assert torch.equal(outputs[0], mhla(q, k, v, mixing, blocks=blocks, impl="triton", **options))
-    assert torch.equal(*outputs)
-
-
-def test_kinds_are_checked_apart():
-    q, k, v, mixing = inputs()
-    mhla(q, k, v, mixing, blocks=GRID)
-    with torch.no_grad():
-        mhla(q, k, v, mixing, blocks=GRID)
-        mhla(q.half(), k.half(), v.half(), mixing, blocks=GRID)
-        mhla(q, k, v, mixing, blocks=GRID, q_den=q[..., :5], k_den=k[..., :5])
-        mhla(q, k[:, :, :1], v[:, :, :1], mixing, blocks=GRID)
-        mhla(q, k, v, mixing, blocks=GRID, key_mask=torch.arange(24)[None] < 20)
-        mhla(q, k, v, mixing, blocks=GRID, unrounded=True)
-    assert len(check.FAULTS_FOUND) == 7
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_decoding(normalize):
-    q, k, v = (torch.rand(1, 1, 2, width) for width in (6, 6, 9))
-    outputs = []
-    for impl in ("auto", "triton", "torch"):
-        state = MHLAState.empty(1, 2, 2, 6, 9, 4, normalize=normalize)
-        for _ in range(6):
-            o, state = mhla_step(q, k, v, torch.ones(3, 3), state, normalize=normalize, impl=impl)
-        outputs.append(o)
-    assert list(check.FAULTS_FOUND.values()) == [None]
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.allclose(outputs[0], outputs[2], rtol=1e-5)
+    for x, o in zip(inputs_by_dtype, outputs[::2], strict=True):
+        assert torch.equal(o, mhla(*x, blocks=GRID, impl="triton"))
+    assert torch.equal(*outputs[:2])
 
 
 @pytest.mark.parametrize(
     "factor, said",
     [
-        (1.01, "with a relative error of 1.0e-02 on cpu"),
+        (1.05, "with a relative error of 5.0e-02 on cpu"),
         (float("nan"), "with a relative error of inf on cpu"),
         (None, "failed on cpu with TypeError: unsup"),
     ],
@@ -100,7 +65,7 @@ def test_kernels_that_are_wrong_or_fail_are_left_to_torch(factor, said, monkeypa
         second = mhla(*inputs(), blocks=GRID)
     assert first.grad_fn.name() == second.grad_fn.name() == "BlockedAttentionBackward"
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING and len(check.FAULTS_FOUND) == 1
+    assert record.levelno == logging.WARNING and len(check.KERNEL_FAULTS) == 1
     assert "took 'torch', the Triton kernels " in record.message and said in record.message
 
 
@@ -110,13 +75,13 @@ def test_a_full_gpu_is_no_verdict(monkeypatch):
 
     with pytest.raises(torch.OutOfMemoryError):
         call_with(monkeypatch, "triton_mhla", full)
-    assert not check.FAULTS_FOUND
+    assert not check.KERNEL_FAULTS
 
 
 def test_a_graph_is_not_captured_through_a_check(monkeypatch):
     o = call_with(monkeypatch, "is_capturing", lambda device: True)
     assert o.grad_fn.name() == "BlockedAttentionBackward"
-    assert not check.FAULTS_FOUND, "the next call would not be checked"
+    assert not check.KERNEL_FAULTS, "the next call would not be checked"
 
 
 def test_under_compile():
@@ -127,5 +92,5 @@ def test_under_compile():
 
     torch.compiler.reset()
     got = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)(*given)
-    assert list(check.FAULTS_FOUND.values()) == [None]
+    assert list(check.KERNEL_FAULTS.values()) == [None]
     assert torch.equal(got, attend(*given, impl="triton"))

@@ -130,7 +130,7 @@ def test_compiles_to_one_graph_for_all_lengths(backend, monkeypatch):
     """With the small call that decides; aot_eager traces the backward pass, too."""
     form = dataclasses.replace(WINDOW, impl="auto")
     monkeypatch.setattr(api, "KERNEL_DEVICES", (DEVICE,))
-    monkeypatch.setattr(check, "FAULTS_FOUND", {})
+    monkeypatch.setattr(check, "KERNEL_FAULTS", {})
 
     def loss(*inputs):
         return attend(form, *inputs).square().sum()
@@ -142,7 +142,7 @@ def test_compiles_to_one_graph_for_all_lengths(backend, monkeypatch):
         inputs = [x.requires_grad_() for x in problem(WINDOW, tokens, batch=1)]
         got, want = (torch.autograd.grad(function(*inputs), inputs) for function in (compiled, loss))
         assert all(distance(x, y) <= 1e-6 for x, y in zip(got, want, strict=True))
-    assert counters["stats"]["unique_graphs"] == 1 and list(check.FAULTS_FOUND.values()) == [None]
+    assert counters["stats"]["unique_graphs"] == 1 and list(check.KERNEL_FAULTS.values()) == [None]
 
 
 def test_opcheck():
@@ -162,21 +162,21 @@ def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog)
     monkeypatch.setattr(api, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(api, "ANNOUNCED_CHOICES", set())
     right, inputs, auto = local.triton_near_and_far, problem(form, 40, batch=1), dataclasses.replace(form, impl="auto")
-    wrong, failing = (lambda *given: right(*given) * 1.01), (lambda *given: None + 1)
+    wrong, failing = (lambda *given: right(*given) * 1.05), (lambda *given: None + 1)
     verdicts = {
         right: "agreed with fp64",
-        wrong: "gave o with a relative error of 1.0e-02",
+        wrong: "gave o with a relative error of 5.0e-02",
         failing: "failed on cpu with TypeEr",
     }
     for kernel, said in verdicts.items():
-        monkeypatch.setattr(check, "FAULTS_FOUND", {})
+        monkeypatch.setattr(check, "KERNEL_FAULTS", {})
         monkeypatch.setattr(local, "triton_near_and_far", kernel)
         caplog.clear()
         with caplog.at_level(logging.INFO, "mhla_hf"):
             got = [attend(auto, *inputs) for _ in range(2)]
         impl = "triton" if kernel is right else "torch"
         assert torch.equal(*got) and torch.equal(got[0], attend(dataclasses.replace(form, impl=impl), *inputs))
-        (record,), (verdict,) = caplog.records, check.FAULTS_FOUND.values()
+        (record,), (verdict,) = caplog.records, check.KERNEL_FAULTS.values()
         assert f"took '{impl}', " in record.message and said in record.message
         assert (verdict is None) == (kernel is right)
 
