@@ -94,7 +94,7 @@ docs: $(VENV)/.docs  ## every table and card rendered anew from what was measure
 	$(BIN)/mkdocs build --strict
 
 notebooks: $(VENV)/.test  ## every notebook executed again, with a Hub in memory, and its outputs kept
-	$(BIN)/python -m tests.execute_notebooks $(ARGS)
+	$(BIN)/python -m tests.tools.execute_notebooks $(ARGS)
 
 clean:
 	rm -rf $(VENV) out out-* build dist site *.egg-info

@@ -4,6 +4,6 @@ If this module is imported before `mhla_hf`, registering the model types is left
 torch and transformers, which `mhla-hf --help` does not need.
 """
 
-from mhla_hf.cli import main
+from mhla_hf.cli.main import main
 
 __all__ = ["main"]

@@ -23,7 +23,7 @@ import transformers
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
 import mhla_hf
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.models.families import VISION, family_of_type
 from mhla_hf.training.datasets.images import open_images
 from mhla_hf.training.recipe import read_recipe

@@ -16,9 +16,9 @@ import torch
 import mhla_hf
 from mhla_hf.checkpoints.file_io import write_text
 from mhla_hf.checkpoints.load import load_pipeline
-from mhla_hf.commands.values import parse_settings
-from mhla_hf.share.card import render_plain_card, write_card
-from mhla_hf.share.facts import find_license
+from mhla_hf.cli.values import parse_settings
+from mhla_hf.hub.card import render_plain_card, write_card
+from mhla_hf.hub.facts import find_license
 from mhla_hf.training.recipe import read_recipe
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import mhla_hf
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.training.recipe import read_recipe
 
 

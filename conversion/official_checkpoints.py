@@ -25,7 +25,7 @@ import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
 from mhla_hf.checkpoints.file_io import atomic_folder
 from mhla_hf.checkpoints.load import no_code_prompts
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 
 WRAPPINGS = ("state_dict_ema", "ema", "state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")

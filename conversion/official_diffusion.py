@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mhla_hf.models.converted_transformer import MHLAWanTransformer3DModel
-from mhla_hf.models.dit_transformer import MHLADiTTransformer2DModel
+from mhla_hf.models.diffusion.converted_transformer import MHLAWanTransformer3DModel
+from mhla_hf.models.diffusion.dit_transformer import MHLADiTTransformer2DModel
 
 # Number of blocks -> blocks per frame, row and column axis. For 150 it is the authors' own; the paper has none for 105.
 WAN_LAYOUTS = {150: (3, 5, 10), 105: (7, 3, 5)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from journey import run
 
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.nn.grid import GridMHLA, GridMixing
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.reference import mhla_reference

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mhla_hf import Blocks, MHLAConfig, MHLAForCausalLM, convert, mhla
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.evaluation.speed import clock
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}

@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 import mhla_hf
 from mhla_hf.checkpoints.file_io import atomic_file, atomic_folder, write_json
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers, softmax_layers
 from mhla_hf.conversion.teacher import replaced_cores
 from mhla_hf.nn.joint import JointMHLA

@@ -23,10 +23,10 @@ from transformers import ViTImageProcessorPil
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.load import no_progress_bars
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.evaluation.records import format_score
-from mhla_hf.models.vision import MHLAForImageClassification
-from mhla_hf.models.vision_configuration import MHLAVisionConfig
+from mhla_hf.models.vision.vision_configuration import MHLAVisionConfig
+from mhla_hf.models.vision.vision_model import MHLAForImageClassification
 from mhla_hf.plots import PALETTE, drawing
 from mhla_hf.training.datasets.images import open_images, preprocess
 from mhla_hf.training.loop import distill

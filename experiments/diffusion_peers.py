@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
 from mhla_hf.conversion.teacher import replaced_cores
 from mhla_hf.ops.blocks import Blocks

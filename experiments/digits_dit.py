@@ -44,11 +44,11 @@ import mhla_hf
 from mhla_hf.checkpoints.file_io import atomic_file, write_json
 from mhla_hf.checkpoints.fingerprint import fingerprint_model, hash_json
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.evaluation.image_scores import Moments, frechet_distance, share_error
 from mhla_hf.evaluation.subjects import find_subjects
+from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.plots import drawing
-from mhla_hf.share.card import check_card, write_card
 from mhla_hf.training.denoising import NoiseProcess, predict, sample_latents
 from mhla_hf.training.recipe import DiffusionStage
 

@@ -31,8 +31,8 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 import mhla_hf
 from mhla_hf.checkpoints.file_io import atomic_folder, write_json
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.cli import script
-from mhla_hf.share.card import check_card, write_card
+from mhla_hf.cli.main import script
+from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.training.datasets.images import open_images, top1_accuracy
 from mhla_hf.training.recipe import ImageStage
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mhla_hf.checkpoints.file_io import atomic_file
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers
 from mhla_hf.conversion.teacher import softmax_attention
 from mhla_hf.nn.core import Rotation

@@ -23,7 +23,7 @@ from scipy.stats import spearmanr
 from transformers import AutoTokenizer
 
 from mhla_hf.checkpoints.load import load_encoder
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.conversion import convert
 from mhla_hf.conversion.encoder import embed, read_encoder_rows
 from mhla_hf.conversion.fit import OutputFit

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from mhla_hf import Blocks, mhla
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.ops.decays import Decays, LocalForm
 from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.reference import local_reference

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mhla_hf import load_adapter, save_adapter
 from mhla_hf.checkpoints.file_io import atomic_file
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.conversion import convert
 from mhla_hf.conversion.fit import GateFit, OutputFit, largest_gates
 from mhla_hf.conversion.language import GATE_STEPS, give_softmax_back, read_rows

@@ -23,7 +23,7 @@ from lm_eval.api.samplers import FirstNSampler
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.evaluation.language import load_tasks, quiet_harness
 from mhla_hf.evaluation.lookups import choose_words
 from mhla_hf.evaluation.needles import FACT, OBJECTS

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.nn.core import MHLA
 from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings

@@ -27,7 +27,7 @@ from transformers import BertConfig, LlamaConfig, SiglipVisionConfig, ViTConfig
 import mhla_hf
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.conversion.model_family import mhla_class, transformer_family
 from mhla_hf.conversion.transformers_models import family_to_convert
 from mhla_hf.models.derived_classes import base_classes

@@ -22,10 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 from mhla_hf.conversion import convert
 from mhla_hf.evaluation.speed import cache_bytes
-from mhla_hf.models.cache import MHLACacheLayer
+from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.models.transformers_api import cache_argument, forward_cached
 
 from .rows import Row, describe_setup

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.load import register_model_type
 from mhla_hf.checkpoints.provenance import describe_run
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 
 from .rows import describe_setup
 

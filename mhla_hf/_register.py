@@ -4,12 +4,12 @@ from typing import Any
 
 from .checkpoints.bundle import make_source
 from .checkpoints.load import register_classes, register_family
-from .models.configuration import MHLAConfig
 from .models.families import VISION, family_of_type
-from .models.language import HEADS_FROM_SCRATCH
+from .models.language.configuration import MHLAConfig
+from .models.language.language_model import HEADS_FROM_SCRATCH
 from .models.saving import set_source_maker
-from .models.vision import MHLAForImageClassification, MHLAVisionModel
-from .models.vision_configuration import MHLAVisionConfig
+from .models.vision.vision_configuration import MHLAVisionConfig
+from .models.vision.vision_model import MHLAForImageClassification, MHLAVisionModel
 
 COMMON = ("llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "smollm3")
 

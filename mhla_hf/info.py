@@ -15,9 +15,9 @@ from .checkpoints.file_io import PathLike, read_json
 from .checkpoints.load import load_config, wrap_errors
 from .checkpoints.save import CARD_FILE
 from .evaluation.records import Results, format_score
+from .hub.facts import PERSON_FILE, read_model, section_of
 from .models.derived_classes import attention_sizes
 from .planning import MIB, compare_saved_caches
-from .share.facts import PERSON_FILE, read_model, section_of
 from .training.run_folder import RECORD
 
 CACHE_TOKENS = 1024  # sequence length for which the size of the cache is reported, if the model has as many positions

@@ -27,9 +27,9 @@ from .conversion.model_family import softmax_config
 from .conversion.sizes import cache_of_layers, cache_of_mhla, compare_caches
 from .conversion.transformers_models import family_to_convert, reason_to_keep_softmax
 from .evaluation.speed import clock
-from .models.cache import MHLACacheLayer
-from .models.causal_attention import find_causal_attentions
 from .models.families import ENCODERS, VISION
+from .models.language.cache import MHLACacheLayer
+from .models.language.causal_attention import find_causal_attentions
 from .nn.settings import is_whole
 from .plots import render_rows
 

@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
-from loopback_hub import TOKEN, LoopbackHub
+from tools.loopback_hub import TOKEN, LoopbackHub
 from triton.runtime import interpreter
 
 torch.set_num_threads(1)

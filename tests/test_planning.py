@@ -7,15 +7,15 @@ import time
 
 import pytest
 import torch
-from small_models import CACHE, SIZES, refused, softmax_model
-from small_types import small_model_of
+from tools.small_models import CACHE, SIZES, refused, softmax_model
+from tools.small_types import small_model_of
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, ViTConfig
 
 import mhla_hf
 from mhla_hf import planning
-from mhla_hf.cli import main
+from mhla_hf.cli.main import main
 from mhla_hf.conversion.transformers_models import NotConvertible
-from mhla_hf.models.cache import MHLACacheLayer
+from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.planning import advise, count_active_parameters, find_crossover, model_without_weights, render_plan
 
 COMMON = {"dtype": "bfloat16", "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from small_models import converted_model
-from small_towers import converted_tower
+from tools.small_models import converted_model
+from tools.small_towers import converted_tower
 from transformers import AutoModel, AutoModelForCausalLM
 
 import mhla_hf

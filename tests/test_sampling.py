@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from ops_cases import distance
-from small_models import shaken
-from tiny_grid_pipelines import GRID_PIPELINES
-from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
+from tools.ops_cases import distance
+from tools.small_models import shaken
+from tools.tiny_grid_pipelines import GRID_PIPELINES
+from tools.tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
 
 import mhla_hf
-from mhla_hf.models.diffusion_inputs import find_self_attentions
+from mhla_hf.models.diffusion.inputs import find_self_attentions
 
 SAMPLED = {**PIPELINES, **GRID_PIPELINES}
 FAST = ("wan", "dit", "flux")

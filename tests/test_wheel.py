@@ -10,9 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from elsewhere import check_elsewhere
 from safetensors.torch import load_file
-from small_scores import TRAINING, save_llama
+from tools.elsewhere import check_elsewhere
+from tools.small_scores import TRAINING, save_llama
 
 ROOT = Path(__file__).parents[1]
 BESIDE = {".gitignore", "CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}

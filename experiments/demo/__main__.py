@@ -13,7 +13,7 @@ import shlex
 import sys
 from typing import Any
 
-from mhla_hf.cli import script
+from mhla_hf.cli.main import script
 
 from .journey import EFFORT, run_journey
 from .toy import run_demo

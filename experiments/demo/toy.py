@@ -28,8 +28,8 @@ from mhla_hf.evaluation.lookups import choose_words
 from mhla_hf.evaluation.records import Results, collect_speed
 from mhla_hf.evaluation.runner import evaluate
 from mhla_hf.evaluation.text_tasks import make_tasks
-from mhla_hf.share.card import check_card, write_card
-from mhla_hf.share.facts import find_license
+from mhla_hf.hub.card import check_card, write_card
+from mhla_hf.hub.facts import find_license
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import Recipe, read_recipe
 from mhla_hf.training.run_folder import RECORD

@@ -26,8 +26,8 @@ FILE_NAME = "modeling_mhla.py"
 FORMAT = 1
 PLACEHOLDER = "package"
 COMMON_LIBRARIES = ("torch", "numpy", "safetensors", "huggingface_hub")  # installed with transformers and diffusers
-LANGUAGE_ENTRIES = ("models.language", *CAUSAL.sources.values())
-OTHER_ENTRIES = ("models.vision", ENCODER.entry, TOWER.entry)
+LANGUAGE_ENTRIES = ("models.language.language_model", *CAUSAL.sources.values())
+OTHER_ENTRIES = ("models.vision.vision_model", ENCODER.entry, TOWER.entry)
 # Module to bundle -> further libraries it may import outside `try:`
 ENTRIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*LANGUAGE_ENTRIES, *OTHER_ENTRIES), ("transformers",)),

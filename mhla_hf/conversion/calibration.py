@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..models.diffusion_inputs import find_self_attentions
+from ..models.diffusion.inputs import find_self_attentions
 from ..models.families import VISION, Family
-from ..models.grid_attention import find_grid_attentions
+from ..models.vision.grid_attention import find_grid_attentions
 from ..nn.settings import MHLASettings
 from .diffusers_models import check_conversion, convert_transformer, update_pipeline_configs
 from .grid_fit import Call, GridFit, errors_of_layers, grid_layers, move, output_error, run_call, softmax_layers

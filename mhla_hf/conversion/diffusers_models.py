@@ -12,8 +12,8 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
-from ..models.diffusion import resolve_settings
-from ..models.diffusion_inputs import find_self_attentions
+from ..models.diffusion.inputs import find_self_attentions
+from ..models.diffusion.transformer import resolve_settings
 from ..models.families import DIFFUSION, Family
 from ..nn.settings import MHLASettings
 from .model_family import mhla_class, transformer_family, transformers_of

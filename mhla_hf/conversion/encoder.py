@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ..data import TokenRing, open_text, special_tokens, with_special_tokens
-from ..models.encoder_attention import first_position
+from ..models.encoder.encoder_attention import first_position
 from .fit import Rows, row_length
 from .teacher import run_body, softmax_instead
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..models.diffusion_inputs import find_self_attentions
-from ..models.grid_attention import find_grid_attentions
+from ..models.diffusion.inputs import find_self_attentions
+from ..models.vision.grid_attention import find_grid_attentions
 from ..nn.joint import TextTokens, far_block_mask, split_grids
 from ..ops.blocks import Blocks
 from .fit import NEGLIGIBLE, OutputFit, center_maps, far_masses

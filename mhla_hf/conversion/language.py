@@ -17,8 +17,8 @@ from ..checkpoints.file_io import atomic_file, renamed_errors, wrap_errors
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
 from ..checkpoints.provenance import public_name
 from ..data import TokenRing, open_text
-from ..models.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import ENCODERS, LANGUAGE
+from ..models.language.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.transformers_api import forward_cached, set_attention_function
 from ..nn.settings import MHLASettings, is_whole
 from ..plots import render_report

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..models.diffusion_inputs import read_grid
+from ..models.diffusion.inputs import read_grid
 from ..models.families import DIFFUSION, Family, family_of_type
 from ..models.transformers_api import config_class_of
 from ..nn.settings import FOREIGN_ENTRIES

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..models.causal_attention import find_causal_attentions
-from ..models.encoder_attention import find_encoder_attentions
+from ..models.encoder.encoder_attention import find_encoder_attentions
 from ..models.families import ENCODERS
+from ..models.language.causal_attention import find_causal_attentions
 from .model_family import family_of
 
 

@@ -11,7 +11,7 @@ import torch
 from ..checkpoints.load import register_family, strip_code_references
 from ..models.derived_classes import attention_sizes, base_classes
 from ..models.families import ENCODER, TOWER, Family, family_of_type
-from ..models.rotation import rotation_layout
+from ..models.language.rotation import rotation_layout
 from ..nn.settings import MHLASettings, check_settings
 from .model_family import mhla_class
 from .steps import choose_settings, match_device_and_dtype

@@ -99,7 +99,7 @@ WINDOWED_DECAYS: dict[str, Any] = {
 }
 CAUSAL = AttentionKind(
     noun="a causal model",
-    entry="models.converted",
+    entry="models.language.converted",
     defaults={**WINDOWED_DECAYS, "rope": "near", "window": 6, "length_power": True},
     auto_classes=(
         "AutoModelForCausalLM",
@@ -108,11 +108,11 @@ CAUSAL = AttentionKind(
         "AutoModelForTokenClassification",
         "AutoModelForQuestionAnswering",
     ),
-    sources={"decay": "models.converted_local", "matrix": "models.converted_dense"},
+    sources={"decay": "models.language.converted_local", "matrix": "models.language.converted_dense"},
 )
 ENCODER = AttentionKind(
     noun="an encoder",
-    entry="models.converted_encoder",
+    entry="models.encoder.converted_encoder",
     defaults={**WINDOWED_DECAYS, "window": 1, "sinks": 0},
     auto_classes=(
         "AutoModel",
@@ -125,25 +125,25 @@ ENCODER = AttentionKind(
 )
 TOWER = AttentionKind(
     noun="a vision tower",
-    entry="models.converted_vision",
+    entry="models.vision.converted_vision",
     defaults={"layout": [4, 4], "feature_map": "relu"},
     axes=2,
 )
 IMAGE_DEFAULTS: dict[str, Any] = {"layout": [4, 4], "feature_map": "relu", "normalize": True, "layers": "all"}
 SANA_DEFAULTS: dict[str, Any] = {**IMAGE_DEFAULTS, "feature_map": "plain_relu", "mixing_start": "uniform"}
 PIXART_IMAGES = AttentionKind(
-    entry="models.converted_transformer", defaults=IMAGE_DEFAULTS, axes=2, latents="channels height width"
+    entry="models.diffusion.converted_transformer", defaults=IMAGE_DEFAULTS, axes=2, latents="channels height width"
 )
-DIT_IMAGES = replace(PIXART_IMAGES, entry="models.dit_transformer")
+DIT_IMAGES = replace(PIXART_IMAGES, entry="models.diffusion.dit_transformer")
 SANA_IMAGES = replace(PIXART_IMAGES, defaults=SANA_DEFAULTS, linear=True)
 SANA_VIDEO = AttentionKind(
-    entry="models.converted_transformer",
+    entry="models.diffusion.converted_transformer",
     defaults={**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"},
     axes=3,
     linear=True,
 )
 WAN_VIDEO = AttentionKind(
-    entry="models.converted_transformer",
+    entry="models.diffusion.converted_transformer",
     defaults={
         "layout": [3, 5, 10],
         "feature_map": "relu",
@@ -174,7 +174,7 @@ JOINT_DEFAULTS: dict[str, Any] = {
     "layers": "2/3",
 }
 SD3_IMAGES = AttentionKind(
-    entry="models.converted_transformer",
+    entry="models.diffusion.converted_transformer",
     defaults=JOINT_DEFAULTS,
     axes=2,
     latents="channels height width",
@@ -196,7 +196,7 @@ MOCHI_VIDEO = replace(HUNYUAN_VIDEO, rotary="half heads")
 
 def language_family(base: str) -> Family:
     """Create the record of a family of causal language models of transformers."""
-    # `SCALED_AFTER` in models/rotation.py says why.
+    # `SCALED_AFTER` in models/language/rotation.py says why.
     overrides = {"rope": "before"} if base.startswith("hunyuan") else {}
     return Family(base, CAUSAL, "text-generation", overrides=overrides)
 

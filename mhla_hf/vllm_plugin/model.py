@@ -12,9 +12,9 @@ from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
 from vllm.model_executor.utils import set_weight_attrs
 
-from ..models.causal_attention import ATTENTION_NAME, MHLAMixer, causal_core_sizes
 from ..models.derived_classes import swap_attention
-from ..models.rotation import rotation_layout, unrotate
+from ..models.language.causal_attention import ATTENTION_NAME, MHLAMixer, causal_core_sizes
+from ..models.language.rotation import rotation_layout, unrotate
 from ..models.transformers_api import set_attention_function
 from ..nn.core import OutputGate
 from ..nn.heads import HeadSplit

@@ -173,7 +173,7 @@ def test_an_old_transformers_is_told_which_one_is_needed(monkeypatch):
     monkeypatch.setattr("transformers.__version__", "4.57.6")
     monkeypatch.delattr("transformers.cache_utils.LinearAttentionCacheLayerMixin")
     with pytest.raises(ImportError, match=r"^transformers: got 4\.57\.6, expected 5\.19\.0 or newer; .*\.$") as caught:
-        run(build_bundle("models.converted_dense"))
+        run(build_bundle("models.language.converted_dense"))
     assert "\n" not in str(caught.value)
 
 

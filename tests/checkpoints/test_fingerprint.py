@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_scores import make_result, save_llama, small_llama
+from tools.small_scores import make_result, save_llama, small_llama
 
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder, fingerprint_model
 from mhla_hf.checkpoints.provenance import describe_hardware, describe_versions, source_commit, utc_now

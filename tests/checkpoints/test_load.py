@@ -11,8 +11,8 @@ import pytest
 import torch
 from huggingface_hub import hf_api
 from safetensors.torch import load_file, save_file
-from small_scores import save_llama
-from tiny_pipelines import dit_pipeline, sana_pipeline
+from tools.small_scores import save_llama
+from tools.tiny_pipelines import dit_pipeline, sana_pipeline
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from mhla_hf.checkpoints.isolated_load import check_isolated_load

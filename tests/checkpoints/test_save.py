@@ -6,18 +6,19 @@ import shutil
 
 import pytest
 import torch
-from elsewhere import run_elsewhere
 from safetensors.torch import load_file, save_file
-from small_encoders import softmax_encoder
-from small_models import MODELS, tokens
-from small_scores import small_tokenizer
-from small_towers import converted_tower, images, output_of, small_classifier
+from tools.elsewhere import run_elsewhere
+from tools.small_encoders import softmax_encoder
+from tools.small_models import MODELS, tokens
+from tools.small_scores import small_tokenizer
+from tools.small_towers import converted_tower, images, output_of, small_classifier
 from transformers import ByT5Tokenizer
 
 from mhla_hf.checkpoints.file_io import LOCK_FILE, REPLACED
 from mhla_hf.checkpoints.save import check_new_folder, list_saved_files, read_sentence_files, save_model
-from mhla_hf.cli import main
-from mhla_hf.share.folder_checks import stage_folder
+from mhla_hf.cli.main import main
+from mhla_hf.hub.facts import Person
+from mhla_hf.hub.folder_checks import stage_folder
 
 VISITOR = """
 import torch
@@ -163,14 +164,15 @@ def test_an_encoder_keeps_the_modules_of_sentence_transformers_and_is_shared_wit
     assert not [*out.rglob("pooling.py")] and "sentence" not in caplog.text
     assert main(["info", str(out)]) == 0 and capsys.readouterr().out.endswith("\nscore:      none\n")
     assert {*list_saved_files(out)} == {file for file in out.rglob("*") if file.is_file()}
-    monkeypatch.setattr("mhla_hf.share.folder_checks.check_isolated_load", lambda *given: None)
-    assert stage_folder(out, tmp_path / "staged", card="---\nlicense: mit\n---\n") == ()
+    monkeypatch.setattr("mhla_hf.hub.folder_checks.check_isolated_load", lambda *given: None)
+    person = Person("tester/encoder", None, "mit")
+    assert stage_folder(out, tmp_path / "staged", person=person) == ()
     assert (tmp_path / "staged/1_Pooling/config.json").is_file()
     (out / "sentence_bert_config.json").write_text(json.dumps(odd))
     with pytest.raises(
         ValueError, match=r"sentence_bert_config\.json: got the key 'model_args', expected only keys that"
     ):
-        stage_folder(out, tmp_path / "again", card="---\nlicense: mit\n---\n")
+        stage_folder(out, tmp_path / "again", person=person)
     assert main(["convert", str(sentence_encoder), str(out), "--overwrite"]) == 0
 
 

@@ -6,16 +6,16 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
-from small_models import softmax_model
-from small_towers import softmax_tower
-from tiny_grid_pipelines import kontext_pipeline
-from tiny_joint import PACKED
-from tiny_pipelines import PIPELINES, TRANSFORMERS, inputs, tiny_transformer
+from tools.small_models import softmax_model
+from tools.small_towers import softmax_tower
+from tools.tiny_grid_pipelines import kontext_pipeline
+from tools.tiny_joint import PACKED
+from tools.tiny_pipelines import PIPELINES, TRANSFORMERS, inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf.conversion import calibration
 from mhla_hf.conversion.grid_fit import Call, grid_layers, move, run_call, softmax_layers
-from mhla_hf.share.card import render_plain_card
+from mhla_hf.hub.card import render_plain_card
 from mhla_hf.training.denoising import call
 
 SOFTMAX = [name for name in TRANSFORMERS if not name.startswith("sana")]

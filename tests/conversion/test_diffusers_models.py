@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel, WanPipeline, WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
-from tiny_pipelines import PIPELINES, image_vae, tiny_transformer
+from tools.tiny_pipelines import PIPELINES, image_vae, tiny_transformer
 
 import mhla_hf
 from mhla_hf.conversion.diffusers_models import CONVERTIBLE, REFUSED_TRANSFORMERS

@@ -6,19 +6,19 @@ import sys
 
 import pytest
 import torch
-from small_encoders import SLIDING, softmax_encoder
-from small_models import refused
-from small_scores import TRAINING, small_tokenizer
 from tokenizers.processors import TemplateProcessing
+from tools.small_encoders import SLIDING, softmax_encoder
+from tools.small_models import refused
+from tools.small_scores import TRAINING, small_tokenizer
 from transformers import AutoModel
 
 import mhla_hf
-from mhla_hf.cli import main
+from mhla_hf.cli.main import main
 from mhla_hf.conversion import encoder
 from mhla_hf.conversion.encoder import embed, read_encoder_rows
 from mhla_hf.conversion.fit import OutputFit
 from mhla_hf.conversion.teacher import mhla_layers, softmax_instead
-from mhla_hf.share.card import render_plain_card
+from mhla_hf.hub.card import render_plain_card
 
 SMALL = {"block_size": 8, "progress": False}
 TEXT = torch.randint(3, 60, (6000,), generator=torch.Generator().manual_seed(0))

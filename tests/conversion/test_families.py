@@ -3,12 +3,12 @@
 import diffusers
 import pytest
 import transformers
-from small_encoders import softmax_encoder
-from small_models import FAMILIES as LANGUAGE_ROWS
-from small_models import softmax_model
-from small_towers import TOWERS, softmax_tower
-from small_types import TYPES
-from tiny_pipelines import TRANSFORMERS, tiny_transformer
+from tools.small_encoders import softmax_encoder
+from tools.small_models import FAMILIES as LANGUAGE_ROWS
+from tools.small_models import softmax_model
+from tools.small_towers import TOWERS, softmax_tower
+from tools.small_types import TYPES
+from tools.tiny_pipelines import TRANSFORMERS, tiny_transformer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mhla_hf

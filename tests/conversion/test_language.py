@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import CACHE, VOCAB, refused, softmax_model, tokens
-from small_repos import save_model
-from small_scores import small_tokenizer
-from small_types import small_model_of
+from tools.small_models import CACHE, VOCAB, refused, softmax_model, tokens
+from tools.small_repos import save_model
+from tools.small_scores import small_tokenizer
+from tools.small_types import small_model_of
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import mhla_hf
-from mhla_hf.cli import main
+from mhla_hf.cli.main import main
 from mhla_hf.conversion import kl_to_teacher
 from mhla_hf.conversion.fit import GateFit, OutputFit
 from mhla_hf.conversion.language import Checkpoint, cache_bytes, count_kept_heads, parse_size, read_rows

@@ -1,6 +1,6 @@
 """Every model type of causal language models that converts does what a language model does, and every other is refused.
 
-So are those of masked language models that are not in tests/small_encoders.py.
+So are those of masked language models that are not in tests/tools/small_encoders.py.
 """
 
 import itertools
@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 import transformers
-from elsewhere import check_elsewhere
-from small_models import CACHE, refused, shaken, softmax_model
-from small_types import TYPES, small_model_of
+from tools.elsewhere import check_elsewhere
+from tools.small_models import CACHE, refused, shaken, softmax_model
+from tools.small_types import TYPES, small_model_of
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 

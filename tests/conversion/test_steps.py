@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from small_models import refused, softmax_model, tokens
-from small_towers import softmax_tower
-from tiny_pipelines import PIPELINES, inputs, tiny_transformer
+from tools.small_models import refused, softmax_model, tokens
+from tools.small_towers import softmax_tower
+from tools.tiny_pipelines import PIPELINES, inputs, tiny_transformer
 from transformers import LlamaForCausalLM
 
 import mhla_hf

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from small_models import FAMILIES, converted_model, refused, scratch_model, softmax_model, tokens
+from tools.small_models import FAMILIES, converted_model, refused, scratch_model, softmax_model, tokens
 from transformers import LlamaModel
 
 import mhla_hf

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from PIL import Image
-from small_towers import softmax_tower
+from tools.small_towers import softmax_tower
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, SiglipConfig, SiglipModel
 from transformers import ViTImageProcessorPil as Processor
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import save_file
-from small_vbench import make_python
-from tiny_pipelines import PIPELINES, generate
+from tools.small_vbench import make_python
+from tools.tiny_pipelines import PIPELINES, generate
 
 MATCH = "{name: match, loss: prediction, steps: 2, lr: 1e-3, batch_size: 2, sampling_steps: 2, SIZE}"
 TRANSFER = MATCH.replace("name: match, loss: prediction", "name: transfer, loss: transfer, trainable: mhla")

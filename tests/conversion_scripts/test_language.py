@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from small_scores import TRAINING, save_llama
+from tools.small_scores import TRAINING, save_llama
 from transformers import AutoModelForCausalLM
 
 STAGE = "{{name: {0}, loss: {0}, steps: 3, lr: 1e-3, seq_len: 32, batch_size: 2, trainable: {1}}}"

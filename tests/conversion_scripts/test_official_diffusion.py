@@ -10,9 +10,9 @@ from diffusers import DiffusionPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from official_checkpoints import main
 from official_diffusion import is_official_dit, is_official_wan, load_official_dit, load_official_wan
-from ops_cases import distance
 from safetensors.torch import save_file
-from tiny_pipelines import PIPELINES, generate, inputs
+from tools.ops_cases import distance
+from tools.tiny_pipelines import PIPELINES, generate, inputs
 
 from mhla_hf import MHLADiTTransformer2DModel, MHLAWanTransformer3DModel
 

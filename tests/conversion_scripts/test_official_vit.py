@@ -4,8 +4,8 @@ import official_checkpoints as official
 import pytest
 import torch
 import torch.nn.functional as F
-from ops_cases import distance
-from small_models import refused
+from tools.ops_cases import distance
+from tools.small_models import refused
 from transformers import AutoModelForImageClassification
 
 WIDTH, HEADS, SIDE, BLOCKS, PATCH = 128, 2, 16, 4, 4

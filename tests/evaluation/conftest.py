@@ -6,7 +6,7 @@ from pathlib import Path
 import lm_eval.tasks
 import pytest
 from lm_eval.tasks import TaskManager
-from small_scores import HELD_OUT, WINDOW, save_llama, save_mhla, small_tokenizer
+from tools.small_scores import HELD_OUT, WINDOW, save_llama, save_mhla, small_tokenizer
 
 from mhla_hf.evaluation.text_tasks import make_tasks
 

@@ -18,7 +18,7 @@ import scipy.linalg
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_pipelines import dit_pipeline
+from tools.tiny_pipelines import dit_pipeline
 
 import mhla_hf
 from mhla_hf.checkpoints.fingerprint import hash_file

@@ -13,8 +13,8 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from small_scores import color_judge, colors
-from tiny_pipelines import dit_pipeline
+from tools.small_scores import color_judge, colors
+from tools.tiny_pipelines import dit_pipeline
 from transformers import (
     CLIPConfig,
     CLIPImageProcessorPil,
@@ -135,10 +135,9 @@ def test_two_processes_make_the_same_images_and_scores_as_one(pipeline, tmp_path
     environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}", "OMP_NUM_THREADS": "1"}
     found = {}
     for count in (1, 2):
-        line = (
-            f"-m torch.distributed.run --nproc_per_node {count} -m mhla_hf.cli evaluate dit --out {count}.json --quiet"
-        )
+        line = f"-m torch.distributed.run --nproc_per_node {count} -m mhla_hf.cli.main evaluate dit --out {count}.json"
         line += (
+            " --quiet"
             " --recipe table_9_class_to_image --batch-size 4 --set extractor=small_scores:color_judge --set images=22"
         )
         line += f" --set sampling.num_inference_steps=2 --set samples=samples-{count} --set reference={reference[1]}"

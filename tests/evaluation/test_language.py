@@ -10,15 +10,15 @@ import lm_eval.tasks
 import numpy
 import pytest
 from accelerate.state import AcceleratorState
-from elsewhere import run_elsewhere
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from safetensors.torch import load_file, save_file
-from small_scores import WINDOW, small_llama, small_tokenizer
+from tools.elsewhere import run_elsewhere
+from tools.small_scores import WINDOW, small_llama, small_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mhla_hf
-from mhla_hf.cli import main
+from mhla_hf.cli.main import main
 from mhla_hf.evaluation import language
 from mhla_hf.evaluation.language import load_tasks, ratio_stderr
 from mhla_hf.evaluation.needles import make_needles, make_questions

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from launched import launch
-from small_scores import HELD_OUT, WINDOW, save_mhla, small_tokenizer
+from tools.launched import launch
+from tools.small_scores import HELD_OUT, WINDOW, save_mhla, small_tokenizer
 
 from mhla_hf.evaluation.text_tasks import make_tasks
 

@@ -8,7 +8,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
-from small_scores import make_result
+from tools.small_scores import make_result
 
 from mhla_hf.evaluation.records import Comparison, Results, finite, render_table
 from mhla_hf.evaluation.runner import read_score_recipe

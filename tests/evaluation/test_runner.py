@@ -15,9 +15,9 @@ import yaml
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks import __file__ as LM_EVAL_TASKS
-from small_models import refused
-from small_scores import HELD_OUT, TRAINING, WINDOW, make_result, save_llama, save_mhla
-from small_types import small_model_of
+from tools.small_models import refused
+from tools.small_scores import HELD_OUT, TRAINING, WINDOW, make_result, save_llama, save_mhla
+from tools.small_types import small_model_of
 
 import mhla_hf
 from experiments.demo.text import make_tokenizer
@@ -27,7 +27,7 @@ from mhla_hf.evaluation.needles import NOISE
 from mhla_hf.evaluation.records import Comparison, Results, collect_speed, compute_paper_values
 from mhla_hf.evaluation.runner import read_score_recipe
 from mhla_hf.evaluation.speed import SpeedProtocol, cache_bytes, measure_speed
-from mhla_hf.share.card import check_card, write_card
+from mhla_hf.hub.card import check_card, write_card
 
 SPEED = {"recipe": "speed", "tasks": None, "include_path": None}
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from accelerate import PartialState
-from small_scores import small_llama, small_tokenizer
+from tools.small_scores import small_llama, small_tokenizer
 
 import mhla_hf
 from mhla_hf.evaluation.records import Results

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from lm_eval.api.model import LM
-from small_scores import HELD_OUT, WINDOW, small_tokenizer
+from tools.small_scores import HELD_OUT, WINDOW, small_tokenizer
 
 from mhla_hf.evaluation.language import HARNESS_SEEDS, load_tasks, score
 from mhla_hf.evaluation.text_tasks import find_sentences, make_cloze, make_tasks, split_text

@@ -13,8 +13,8 @@ import imageio
 import numpy
 import pytest
 import torch
-from small_vbench import PROMPTS, make_python
-from tiny_pipelines import CALLS, PIPELINES
+from tools.small_vbench import PROMPTS, make_python
+from tools.tiny_pipelines import CALLS, PIPELINES
 
 import mhla_hf
 from mhla_hf.evaluation.records import Results

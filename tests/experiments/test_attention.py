@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from small_towers import small_classifier, softmax_tower
+from tools.small_towers import small_classifier, softmax_tower
 from torch import nn
 
 from experiments.attention import (

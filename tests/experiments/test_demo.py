@@ -11,7 +11,7 @@ import statistics
 import time
 
 import pytest
-from small_recipes import STUDENT, TEACHER
+from tools.small_recipes import STUDENT, TEACHER
 
 import mhla_hf
 from experiments.demo import lookups
@@ -21,7 +21,7 @@ from experiments.demo.report import collect, render_report, tokens_to_loss
 from experiments.demo.text import hold_out, make_tokenizer, read_text
 from experiments.demo.toy import MODELS, _Demo, default_folder, run_demo
 from mhla_hf.evaluation.records import Results
-from mhla_hf.share.card import check_card
+from mhla_hf.hub.card import check_card
 
 
 class Journey:

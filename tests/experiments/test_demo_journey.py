@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from small_models import refused, softmax_model
+from tools.small_models import refused, softmax_model
 
 from experiments.demo import journey as steps
 from experiments.demo.__main__ import main

@@ -3,7 +3,7 @@
 import re
 
 import torch
-from small_scores import HELD_OUT
+from tools.small_scores import HELD_OUT
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.demo import lookups

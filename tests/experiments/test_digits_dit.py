@@ -8,7 +8,7 @@ from diffusers import AutoModel
 import mhla_hf
 from experiments import digits_dit
 from mhla_hf.evaluation.records import Results
-from mhla_hf.share.card import check_card
+from mhla_hf.hub.card import check_card
 
 
 @pytest.mark.slow

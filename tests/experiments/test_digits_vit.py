@@ -6,7 +6,7 @@ import pytest
 
 from experiments import digits_vit
 from mhla_hf.evaluation.records import Results
-from mhla_hf.share.card import check_card
+from mhla_hf.hub.card import check_card
 
 
 @pytest.mark.slow

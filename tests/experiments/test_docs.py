@@ -9,7 +9,7 @@ import pytest
 from experiments import docs
 from experiments.demo.journey import MODELS
 from experiments.docs import ADAPTER_CARD, DOCUMENTS, PAGES, ROOT, TABLE, render
-from mhla_hf.cli import build_parser
+from mhla_hf.cli.main import build_parser
 from mhla_hf.planning import advise
 from mhla_hf.training.recipe import STAGE_TYPES, Options, Recipe
 

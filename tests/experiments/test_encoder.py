@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from small_encoders import softmax_encoder
-from small_scores import TRAINING, small_tokenizer
+from tools.small_encoders import softmax_encoder
+from tools.small_scores import TRAINING, small_tokenizer
 
 from experiments import encoder
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from small_scores import HELD_OUT, WINDOW, small_llama, small_tokenizer
+from tools.small_scores import HELD_OUT, WINDOW, small_llama, small_tokenizer
 
 from experiments import judge
 from experiments.demo.text import make_tokenizer

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_towers import small_classifier
+from tools.small_towers import small_classifier
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, LlamaConfig, ViTConfig
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from small_encoders import converted_encoder, softmax_encoder
-from small_models import softmax_model
-from small_scores import small_tokenizer
+from tools.small_encoders import converted_encoder, softmax_encoder
+from tools.small_models import softmax_model
+from tools.small_scores import small_tokenizer
 
 import mhla_hf
-from mhla_hf.cli import main
+from mhla_hf.cli.main import main
 from mhla_hf.evaluation.text_tasks import make_tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's

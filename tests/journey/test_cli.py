@@ -18,11 +18,11 @@ import transformers
 from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
-from small_encoders import softmax_encoder
-from small_models import CACHE
-from small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_llama, small_tokenizer
-from small_towers import softmax_tower
-from tiny_pipelines import dit_pipeline, generate, sana_pipeline, wan_pipeline
+from tools.small_encoders import softmax_encoder
+from tools.small_models import CACHE
+from tools.small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_llama, small_tokenizer
+from tools.small_towers import softmax_tower
+from tools.tiny_pipelines import dit_pipeline, generate, sana_pipeline, wan_pipeline
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -33,8 +33,8 @@ from transformers import (
 )
 
 import mhla_hf
-from mhla_hf.cli import main
-from mhla_hf.commands.values import parse_layers, parse_settings
+from mhla_hf.cli.main import main
+from mhla_hf.cli.values import parse_layers, parse_settings
 from mhla_hf.conversion.language import give_softmax_back
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.speed import cache_bytes
@@ -526,7 +526,7 @@ evaluate mhla --tasks here_cloze --include-path tasks --out {new}/s.json
 convert llama {new}/made --text none
 distill llama --recipe recipe.yaml --data train.txt --out {new}/trained
 """
-CALLS = "import sys; from mhla_hf.cli import main; print([main(line.split()) for line in sys.argv[1:]])"
+CALLS = "import sys; from mhla_hf.cli.main import main; print([main(line.split()) for line in sys.argv[1:]])"
 
 
 def test_without_a_terminal_there_is_plain_text_alone(shelf, tmp_path):

@@ -22,17 +22,17 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from small_encoders import softmax_encoder
-from small_models import softmax_model
-from small_scores import TRAINING, colors, save_llama, save_mhla, small_tokenizer
-from small_towers import small_classifier, softmax_tower
-from tiny_pipelines import PIPELINES
-from tiny_wan_pipelines import WAN_PIPELINES, picture
+from tools.small_encoders import softmax_encoder
+from tools.small_models import softmax_model
+from tools.small_scores import TRAINING, colors, save_llama, save_mhla, small_tokenizer
+from tools.small_towers import small_classifier, softmax_tower
+from tools.tiny_pipelines import PIPELINES
+from tools.tiny_wan_pipelines import WAN_PIPELINES, picture
 from transformers import ViTImageProcessorPil
 
 import mhla_hf
 from experiments.docs import PAGES
-from mhla_hf.cli import COMMANDS, build_parser, main
+from mhla_hf.cli.main import COMMANDS, build_parser, main
 from mhla_hf.evaluation import runner
 from mhla_hf.evaluation.runner import read_score_recipe
 from mhla_hf.training.recipe import read_recipe, recipe_names
@@ -239,14 +239,14 @@ def parse(words):
     elif script := next((word for word in words if word.endswith(".py")), None):
         module, arguments = ROOT / script, words[words.index(script) + 1 :]
     elif program == "mhla-hf":
-        module, arguments = "mhla_hf.cli", rest
+        module, arguments = "mhla_hf.cli.main", rest
     else:
         assert program in OTHERS or "=" in program, words
         return
     sys.argv = [str(module), *arguments]
     if isinstance(module, Path):
         runpy.run_path(str(module), run_name="__main__")
-    elif module == "mhla_hf.cli":
+    elif module == "mhla_hf.cli.main":
         build_parser().parse_args(arguments)
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

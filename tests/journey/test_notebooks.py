@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 from IPython import display
-from loopback_hub import USER
+from tools.loopback_hub import USER
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 NAMES = [path.name for path in sorted(NOTEBOOKS.glob("*.ipynb"))]

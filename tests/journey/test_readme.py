@@ -4,14 +4,14 @@ import json
 import re
 from pathlib import Path
 
-import loopback_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from small_scores import save_llama
-from small_towers import softmax_tower
-from tiny_pipelines import PIPELINES
+from tools import loopback_hub
+from tools.small_scores import save_llama
+from tools.small_towers import softmax_tower
+from tools.tiny_pipelines import PIPELINES
 from transformers import AutoModelForCausalLM, pipeline
 
 from experiments.demo.text import read_text

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from small_scores import small_llama, small_tokenizer
+from tools.small_scores import small_llama, small_tokenizer
 from transformers.utils.import_utils import is_serve_available
 
 import mhla_hf

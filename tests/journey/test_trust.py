@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from official_checkpoints import into_pipeline
 from PIL import Image
-from small_scores import save_llama
-from small_towers import softmax_tower
-from tiny_pipelines import wan_pipeline
+from tools.small_scores import save_llama
+from tools.small_towers import softmax_tower
+from tools.tiny_pipelines import wan_pipeline
 from transformers import ViTImageProcessorPil
 
 from mhla_hf.checkpoints.load import load_language_model, load_tokenizer
-from mhla_hf.cli import main
+from mhla_hf.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 LANGUAGE = "language_cpu"

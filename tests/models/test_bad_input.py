@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import CACHE, converted_model, refused, scratch_model, softmax_model, tokens
+from tools.small_models import CACHE, converted_model, refused, scratch_model, softmax_model, tokens
 from transformers import AutoModelForCausalLM
 
 import mhla_hf

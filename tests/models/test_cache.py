@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ops_cases import distance, generated
-from small_models import CACHE, MODELS, converted_model, scratch_model, shaken, softmax_model, tokens
+from tools.ops_cases import distance, generated
+from tools.small_models import CACHE, MODELS, converted_model, scratch_model, shaken, softmax_model, tokens
 from transformers import DynamicCache, StaticCache
 
 from mhla_hf import convert

@@ -5,7 +5,7 @@ An exported program takes more than two blocks: to torch, fewer are another prog
 
 import pytest
 import torch
-from small_models import CACHE, converted_model, tokens
+from tools.small_models import CACHE, converted_model, tokens
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache
 

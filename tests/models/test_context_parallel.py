@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
-from launched import fork
-from ops_cases import distance
-from small_models import refused, shaken, twenty_steps
-from tiny_pipelines import inputs, tiny_transformer
+from tools.launched import fork
+from tools.ops_cases import distance
+from tools.small_models import refused, shaken, twenty_steps
+from tools.tiny_pipelines import inputs, tiny_transformer
 from torch.distributed.device_mesh import init_device_mesh
 
 import mhla_hf

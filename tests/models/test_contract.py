@@ -6,9 +6,9 @@ import pickle
 import pytest
 import torch
 import transformers
-from model_checks import checkpointing_changes_nothing
 from safetensors.torch import load_file, save_file
-from small_models import FAMILIES, MODELS, converted_model, scratch_model, softmax_model, tokens
+from tools.model_checks import checkpointing_changes_nothing
+from tools.small_models import FAMILIES, MODELS, converted_model, scratch_model, softmax_model, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mhla_hf

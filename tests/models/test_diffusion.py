@@ -15,16 +15,16 @@ from diffusers import (
     WanPipeline,
     WanVideoToVideoPipeline,
 )
-from elsewhere import run_elsewhere
 from safetensors.torch import load_file, save_file
-from small_models import shaken
-from tiny_grid_pipelines import GRID_PIPELINES
-from tiny_grids import SIZES
-from tiny_joint import JOINT_SIZES
-from tiny_pipelines import PIPELINES, TRANSFORMERS, at_fresh_addresses, generate, inputs, tiny_transformer
+from tools.elsewhere import run_elsewhere
+from tools.small_models import shaken
+from tools.tiny_grid_pipelines import GRID_PIPELINES
+from tools.tiny_grids import SIZES
+from tools.tiny_joint import JOINT_SIZES
+from tools.tiny_pipelines import PIPELINES, TRANSFORMERS, at_fresh_addresses, generate, inputs, tiny_transformer
 
 import mhla_hf
-from mhla_hf.models.diffusion_inputs import find_self_attentions
+from mhla_hf.models.diffusion.inputs import find_self_attentions
 
 VISITOR = """
 import pickle
@@ -34,7 +34,7 @@ import torch
 torch.set_num_threads(1)
 from diffusers import DiffusionPipeline
 from safetensors.torch import save_file
-from tiny_pipelines import at_fresh_addresses, generate
+from tools.tiny_pipelines import at_fresh_addresses, generate
 pictures, classes = {}, {}
 for family in sorted(os.listdir(source)):
     pipe = DiffusionPipeline.from_pretrained(f"{source}/{family}", trust_remote_code=True)
@@ -144,7 +144,7 @@ import torch
 torch.set_num_threads(1)
 from diffusers import AutoModel
 from safetensors.torch import save_file
-from tiny_pipelines import inputs
+from tools.tiny_pipelines import inputs
 samples = {}
 with torch.no_grad():
     for family in sorted(os.listdir("saved")):

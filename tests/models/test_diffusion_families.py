@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers import transformer_kandinsky
-from ops_cases import distance
-from small_models import shaken
-from tiny_grids import SIZES
-from tiny_pipelines import inputs, tiny_transformer
+from tools.ops_cases import distance
+from tools.small_models import shaken
+from tools.tiny_grids import SIZES
+from tools.tiny_pipelines import inputs, tiny_transformer
 
 import mhla_hf
-from mhla_hf.models.diffusion_inputs import ROTARY_FORMS, find_self_attentions
+from mhla_hf.models.diffusion.inputs import ROTARY_FORMS, find_self_attentions
 from mhla_hf.nn.grid import rotate_pairs
 
 SOFTMAX = F.scaled_dot_product_attention

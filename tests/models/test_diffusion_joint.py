@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import FluxPipeline, StableDiffusion3Pipeline
-from ops_cases import distance
-from small_models import refused, shaken
-from tiny_bare_pipelines import bare
-from tiny_grid_pipelines import EDIT, kontext_pipeline
-from tiny_joint import JOINT_SIZES, PACKED, TEXT_LAST, VIDEOS, joint_size
-from tiny_pipelines import inputs, tiny_transformer
+from tools.ops_cases import distance
+from tools.small_models import refused, shaken
+from tools.tiny_bare_pipelines import bare
+from tools.tiny_grid_pipelines import EDIT, kontext_pipeline
+from tools.tiny_joint import JOINT_SIZES, PACKED, TEXT_LAST, VIDEOS, joint_size
+from tools.tiny_pipelines import inputs, tiny_transformer
 
 import mhla_hf
-from mhla_hf.models.diffusion_inputs import find_self_attentions
+from mhla_hf.models.diffusion.inputs import find_self_attentions
 
 SOFTMAX = F.scaled_dot_product_attention
 

@@ -22,20 +22,20 @@ from diffusers import (
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.training_utils import EMAModel
-from ops_cases import distance
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from small_models import shaken
-from tiny_bare_pipelines import BARE_ARGUMENTS, BARE_PIPELINES
-from tiny_grid_pipelines import GRID_PIPELINES
-from tiny_grids import SIZES
-from tiny_joint import JOINT_SIZES, READS_VALUES
-from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
+from tools.ops_cases import distance
+from tools.small_models import shaken
+from tools.tiny_bare_pipelines import BARE_ARGUMENTS, BARE_PIPELINES
+from tools.tiny_grid_pipelines import GRID_PIPELINES
+from tools.tiny_grids import SIZES
+from tools.tiny_joint import JOINT_SIZES, READS_VALUES
+from tools.tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
-from mhla_hf.models.diffusion_inputs import find_self_attentions
-from mhla_hf.models.diffusion_processor import holds_mhla
+from mhla_hf.models.diffusion.inputs import find_self_attentions
+from mhla_hf.models.diffusion.processor import holds_mhla
 
 
 def converted(family="wan", num_layers=None, **settings):

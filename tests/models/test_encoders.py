@@ -8,19 +8,19 @@ import pickle
 import pytest
 import torch
 import transformers
-from elsewhere import check_elsewhere
-from model_checks import by_definition, checkpointing_changes_nothing, one_graph
-from ops_cases import distance
-from small_encoders import ENCODER_TYPES, PAD, SLIDING, converted_encoder, softmax_encoder
-from small_models import refused
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tools.elsewhere import check_elsewhere
+from tools.model_checks import by_definition, checkpointing_changes_nothing, one_graph
+from tools.ops_cases import distance
+from tools.small_encoders import ENCODER_TYPES, PAD, SLIDING, converted_encoder, softmax_encoder
+from tools.small_models import refused
 from transformers import AutoModel, AutoModelForSequenceClassification, BertConfig
 
 import mhla_hf
+from mhla_hf.hub.facts import read_model
 from mhla_hf.models.derived_classes import base_classes, model_name
-from mhla_hf.models.encoder_attention import find_encoder_attentions
+from mhla_hf.models.encoder.encoder_attention import find_encoder_attentions
 from mhla_hf.models.families import ENCODERS, auto_class_of
-from mhla_hf.share.facts import read_model
 
 IDS = torch.randint(3, 60, (3, 29), generator=torch.Generator().manual_seed(1))
 LENGTHS, STARTS = (29, 11, 20), (0, 18, 5)  # whole, padded on the left, padded on both sides

@@ -6,13 +6,13 @@ import pickle
 import pytest
 import torch
 import transformers
-from model_checks import by_definition, checkpointing_changes_nothing, one_graph
-from ops_cases import distance
-from small_towers import TOWERS, converted_tower, images, output_of, softmax_tower
+from tools.model_checks import by_definition, checkpointing_changes_nothing, one_graph
+from tools.ops_cases import distance
+from tools.small_towers import TOWERS, converted_tower, images, output_of, softmax_tower
 from transformers import AutoModel, AutoModelForImageClassification
 
 import mhla_hf
-from mhla_hf.models.grid_attention import find_grid_attentions, prefix_tokens
+from mhla_hf.models.vision.grid_attention import find_grid_attentions, prefix_tokens
 
 PREFIXES = {"ViT": 1, "DeiT": 2, "Dinov2": 1, "Dinov2WithRegisters": 5, "DINOv3ViT": 4, "CLIPVision": 1}
 PREFIXES |= {"SiglipVision": 0}

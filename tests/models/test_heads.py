@@ -3,9 +3,9 @@
 import pytest
 import torch
 import transformers
-from elsewhere import check_elsewhere
-from small_models import SIZES, converted_model, refused, scratch_model, shaken, softmax_model, tokens
-from small_types import small_model_of
+from tools.elsewhere import check_elsewhere
+from tools.small_models import SIZES, converted_model, refused, scratch_model, shaken, softmax_model, tokens
+from tools.small_types import small_model_of
 
 import mhla_hf
 from mhla_hf.models.families import auto_class_of

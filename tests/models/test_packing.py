@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import CACHE, converted_model, refused, scratch_model, tokens
+from tools.small_models import CACHE, converted_model, refused, scratch_model, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

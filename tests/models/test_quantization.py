@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from small_models import shaken, softmax_model, tokens
+from tools.small_models import shaken, softmax_model, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 

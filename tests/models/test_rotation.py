@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from small_types import TYPES, small_model_of
+from tools.small_types import TYPES, small_model_of
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
 import mhla_hf
-from mhla_hf.models.causal_attention import find_causal_attentions
-from mhla_hf.models.rotation import SCALED_AFTER, rotation_cos_sin, rotation_layout, unrotate
+from mhla_hf.models.language.causal_attention import find_causal_attentions
+from mhla_hf.models.language.rotation import SCALED_AFTER, rotation_cos_sin, rotation_layout, unrotate
 from mhla_hf.models.transformers_api import set_attention_function
 
 TOKENS, SHIFT, NOTED = torch.arange(12)[None], 37, []

@@ -1,8 +1,8 @@
 """A model whose heads are split over two processes, as `torchrun` starts them: what one process gives alone."""
 
 import torch
-from launched import fork
-from small_models import CACHE, converted_model, refused, scratch_model, softmax_model, tokens, twenty_steps
+from tools.launched import fork
+from tools.small_models import CACHE, converted_model, refused, scratch_model, softmax_model, tokens, twenty_steps
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import CACHE, converted_model, refused, scratch_model, softmax_model, tokens
-from small_types import small_model_of
+from tools.small_models import CACHE, converted_model, refused, scratch_model, softmax_model, tokens
+from tools.small_types import small_model_of
 from transformers import AutoModelForCausalLM
 
 import mhla_hf
 from mhla_hf.checkpoints.bundle import LANGUAGE_ENTRIES, build_bundle
-from mhla_hf.models import causal_attention, language
-from mhla_hf.models.causal_attention import CAUSAL_SWAP
 from mhla_hf.models.derived_classes import base_classes, find_derived_class
 from mhla_hf.models.families import language_family
+from mhla_hf.models.language import causal_attention, language_model
+from mhla_hf.models.language.causal_attention import CAUSAL_SWAP
 from mhla_hf.models.transformers_api import TESTED_TRANSFORMERS, config_class_of, with_layer_wildcard
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def test_a_type_that_this_release_lacks_is_not_there():
 def test_a_cache_that_does_not_reach_the_layer_is_refused(make, monkeypatch):
     """As with transformers 5.24 before this code knew its `cache=`: the second step would read nothing of the first."""
     model = make()
-    for module in (causal_attention, language):
+    for module in (causal_attention, language_model):
         monkeypatch.setattr(module, "find_cache", lambda kwargs: None)
     with refused("cache", "expected the layer's own cache", TESTED_TRANSFORMERS[1]), torch.no_grad():
         cache = model(tokens(1, 12), use_cache=True)[CACHE]

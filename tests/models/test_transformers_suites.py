@@ -42,10 +42,13 @@ def suites() -> dict[str, type]:
     from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor, random_attention_mask
 
     from mhla_hf.checkpoints.load import register_family
-    from mhla_hf.models import converted, converted_encoder, language, vision
-    from mhla_hf.models.cache import MHLACacheLayer
-    from mhla_hf.models.configuration import PAPER_SETTINGS
+    from mhla_hf.models.encoder import converted_encoder
     from mhla_hf.models.families import CAUSAL, auto_class_of, family_of_type
+    from mhla_hf.models.language import converted
+    from mhla_hf.models.language import language_model as language
+    from mhla_hf.models.language.cache import MHLACacheLayer
+    from mhla_hf.models.language.configuration import PAPER_SETTINGS
+    from mhla_hf.models.vision import vision_model as vision
 
     class Suite:
         """Before a suite of transformers in the bases."""

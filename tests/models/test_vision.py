@@ -4,10 +4,10 @@ is refused of image models in one sentence that names it, before anything has be
 import pytest
 import torch
 import torch.nn.functional as F
-from model_checks import by_definition, checkpointing_changes_nothing, one_graph
-from ops_cases import distance
-from small_models import refused
-from small_towers import converted_tower, images, small_classifier, softmax_tower
+from tools.model_checks import by_definition, checkpointing_changes_nothing, one_graph
+from tools.ops_cases import distance
+from tools.small_models import refused
+from tools.small_towers import converted_tower, images, small_classifier, softmax_tower
 from transformers import (
     AutoImageProcessor,
     AutoModel,
@@ -19,7 +19,7 @@ from transformers import (
 
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
-from mhla_hf.models.vision_layers import MHLAVisionMixer, grid_rotation
+from mhla_hf.models.vision.vision_layers import MHLAVisionMixer, grid_rotation
 from mhla_hf.nn.grid import rotate_pairs
 
 PAPER_MILLIONS = {"deit-t": 5.7, "deit-s": 22, "vlt-t": 16, "vlt-s": 27}  # table 2

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from ops_cases import check_that_padding_may_hold_anything, core_by_hand
+from tools.ops_cases import check_that_padding_may_hold_anything, core_by_hand
 
 from mhla_hf import MHLASettings
 from mhla_hf.nn.core import MHLA, OutputNorm

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from ops_cases import check_that_padding_may_hold_anything, core_by_hand, distance
-from small_models import refused
+from tools.ops_cases import check_that_padding_may_hold_anything, core_by_hand, distance
+from tools.small_models import refused
 
 from mhla_hf import Blocks, MHLASettings
 from mhla_hf.nn.grid import GridMHLA, GridMixing, PositionConv, block_overlap, grid_distances

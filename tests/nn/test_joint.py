@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from ops_cases import distance, generated
+from tools.ops_cases import distance, generated
 
 from mhla_hf import MHLASettings
 from mhla_hf.nn.joint import JointMHLA, TextTokens, near_blocks, split_grids

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ops_cases import distance, generated, local_cases, strided
-from small_models import refused
+from tools.ops_cases import distance, generated, local_cases, strided
+from tools.small_models import refused
 
-from mhla_hf.models.cache import MHLACacheLayer
+from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.nn.core import MHLA
 from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from ops_cases import distance
+from tools.ops_cases import distance
 
 from mhla_hf.nn.local import TwoWayMHLA
 from mhla_hf.nn.sequence import SequenceMHLA

@@ -1,7 +1,7 @@
 """Settings that cannot be right are refused in one sentence, whether a person makes them or a file holds them."""
 
 import pytest
-from small_models import refused
+from tools.small_models import refused
 
 from mhla_hf import MHLASettings
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from ops_cases import distance, mhla_reference, run
+from tools.ops_cases import distance, mhla_reference, run
 
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from small_models import refused
+from tools.small_models import refused
 
 from mhla_hf.ops import api
 from mhla_hf.ops.api import mhla, mhla_step

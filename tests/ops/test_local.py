@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hypothesis import given
-from ops_cases import build_local, distance, generated, local_cases, map_features
+from tools.ops_cases import build_local, distance, generated, local_cases, map_features
 
 from mhla_hf.ops.decays import Decays, LocalForm, decayed_sums
 from mhla_hf.ops.local import local_attention

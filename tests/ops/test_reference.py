@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops_cases import mhla_reference
+from tools.ops_cases import mhla_reference
 
 from mhla_hf.ops.blocks import Blocks
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from hypothesis import given
-from ops_cases import build, cases, distance, generated, plans
+from tools.ops_cases import build, cases, distance, generated, plans
 
 from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks

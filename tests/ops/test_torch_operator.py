@@ -5,7 +5,17 @@ import collections
 import pytest
 import torch
 from hypothesis import example, given
-from ops_cases import FORMS, build, cases, direction_for, distance, generated, gradient_floors, mhla_reference, run
+from tools.ops_cases import (
+    FORMS,
+    build,
+    cases,
+    direction_for,
+    distance,
+    generated,
+    gradient_floors,
+    mhla_reference,
+    run,
+)
 
 from mhla_hf.ops import torch_forward
 from mhla_hf.ops.api import mhla

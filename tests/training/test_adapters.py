@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_models import refused, scratch_model, softmax_model, tokens
+from tools.small_models import refused, scratch_model, softmax_model, tokens
 
 import mhla_hf
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
-from tiny_pipelines import CALLS, PIPELINES
+from tools.tiny_pipelines import CALLS, PIPELINES
 
 import mhla_hf
 from mhla_hf.conversion.model_family import family_of

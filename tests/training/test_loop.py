@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_pipelines import PIPELINES, generate
+from tools.tiny_pipelines import PIPELINES, generate
 from transformers import AutoModelForCausalLM
 
 import mhla_hf

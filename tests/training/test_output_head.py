@@ -5,8 +5,8 @@ import logging
 
 import pytest
 import torch
-from small_models import softmax_model
-from small_types import small_model_of
+from tools.small_models import softmax_model
+from tools.small_types import small_model_of
 from torch import nn
 
 import mhla_hf

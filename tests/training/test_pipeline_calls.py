@@ -6,10 +6,10 @@ import copy
 import pytest
 import torch
 from PIL import Image
-from tiny_bare_pipelines import BARE_ARGUMENTS, BARE_PIPELINES
-from tiny_grid_pipelines import EDIT, GRID_PIPELINES, kontext_pipeline
-from tiny_pipelines import CALLS, PIPELINES, PROMPT, TRANSFORMERS, inputs, tiny_transformer
-from tiny_wan_pipelines import IMAGES, SIZE, WAN_DATA, WAN_PIPELINES, picture
+from tools.tiny_bare_pipelines import BARE_ARGUMENTS, BARE_PIPELINES
+from tools.tiny_grid_pipelines import EDIT, GRID_PIPELINES, kontext_pipeline
+from tools.tiny_pipelines import CALLS, PIPELINES, PROMPT, TRANSFORMERS, inputs, tiny_transformer
+from tools.tiny_wan_pipelines import IMAGES, SIZE, WAN_DATA, WAN_PIPELINES, picture
 
 import mhla_hf
 from mhla_hf.conversion.model_family import family_of

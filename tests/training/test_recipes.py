@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import mhla_hf
-from mhla_hf.models.configuration import MHLAConfig
-from mhla_hf.models.dit_transformer import dit_preset
+from mhla_hf.models.diffusion.dit_transformer import dit_preset
+from mhla_hf.models.language.configuration import MHLAConfig
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.training.recipe import read_recipe, recipe_names
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
-from launched import SETUPS, compare, fork_launched, kill, launch
-from small_scores import TRAINING, save_llama
+from tools.launched import SETUPS, compare, fork_launched, kill, launch
+from tools.small_scores import TRAINING, save_llama
 
-from mhla_hf.cli import main
+from mhla_hf.cli.main import main
 
 TESTS = Path(__file__).parents[1]
 RECIPE = """\

@@ -7,8 +7,8 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from small_models import SIZES
-from small_scores import small_tokenizer
+from tools.small_models import SIZES
+from tools.small_scores import small_tokenizer
 
 import mhla_hf
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import VOCAB
-from vllm_engine import answer, engine, greedy, largest_error, save_converted, scheduler_of
+from tools.small_models import VOCAB
+from tools.vllm_engine import answer, engine, greedy, largest_error, save_converted, scheduler_of
 
 from mhla_hf.vllm_plugin.pages import PagePool
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_scores import small_llama, small_tokenizer
-from vllm_engine import HEAD_DIM, LOCAL
+from tools.small_scores import small_llama, small_tokenizer
+from tools.vllm_engine import HEAD_DIM, LOCAL
 
 import mhla_hf
 

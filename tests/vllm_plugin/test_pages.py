@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from mhla_hf.models.rotation import HALVES, unrotate
+from mhla_hf.models.language.rotation import HALVES, unrotate
 from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.ops.local import local_attention

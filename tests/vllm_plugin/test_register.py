@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from small_models import refused
+from tools.small_models import refused
 from transformers import AutoConfig
 
 from mhla_hf.vllm_plugin import register as plugin

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ...checkpoints.save import write_files
 from ...data import Reader, open_text, special_tokens, with_special_tokens
-from ...models.encoder_attention import first_position
+from ...models.encoder.encoder_attention import first_position
 from ..recipe import EncoderStage
 from .base import LossAndLogs, Objective, Task
 

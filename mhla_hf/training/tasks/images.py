@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import ViTImageProcessorPil
 
 from ...data import Reader
-from ...models.grid_attention import pass_grid
+from ...models.vision.grid_attention import pass_grid
 from ..datasets.images import ImageReader, LabeledImages, find_output_size, open_images, top1_accuracy
 from ..recipe import ImageStage
 from .base import LossAndLogs, Objective, Task, relative_error

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 import torch
-from ops_cases import DEVICE, KERNELS, distance
-from small_models import refused
+from tools.ops_cases import DEVICE, KERNELS, distance
+from tools.small_models import refused
 from torch._dynamo.utils import counters
 
 from mhla_hf.nn.local import DecayMHLA

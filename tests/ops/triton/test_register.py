@@ -12,7 +12,7 @@ import traceback
 
 import pytest
 import torch
-from ops_cases import DEVICE, KERNELS, distance, features
+from tools.ops_cases import DEVICE, KERNELS, distance, features
 
 from mhla_hf.checkpoints.bundle import make_source
 from mhla_hf.ops import checks
@@ -348,7 +348,7 @@ for causal, blocks in ((False, bundle.Blocks.grid((4, 6), (2, 2))), (True, bundl
 @pytest.mark.skipif(not INTERPRETED, reason="sets the interpreter itself")
 def test_a_bundle_has_its_own_kernels_where_triton_is(tmp_path):
     """Without the package; where triton is absent too the tests of the hub load every bundle."""
-    name, text = make_source("models.language")
+    name, text = make_source("models.language.language_model")
     (tmp_path / name).write_text(text)
     code = IN_A_BUNDLE.format(folder=str(tmp_path), module=name.removesuffix(".py"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)

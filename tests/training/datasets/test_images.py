@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from small_towers import softmax_tower
+from tools.small_towers import softmax_tower
 from transformers import CLIPImageProcessorPil, ViTImageProcessorPil
 
 import mhla_hf

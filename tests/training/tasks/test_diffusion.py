@@ -10,8 +10,8 @@ import torch
 from accelerate import debug_launcher
 from diffusers import DiffusionPipeline, WanPipeline
 from safetensors.torch import load_file, save_file
-from tiny_bare_pipelines import BARE_PIPELINES
-from tiny_pipelines import PIPELINES, generate, tiny_transformer
+from tools.tiny_bare_pipelines import BARE_PIPELINES
+from tools.tiny_pipelines import PIPELINES, generate, tiny_transformer
 
 import mhla_hf
 from mhla_hf.training.datasets.latents import open_latents

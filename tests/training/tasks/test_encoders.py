@@ -5,13 +5,13 @@ import json
 
 import pytest
 import torch
-from small_encoders import softmax_encoder
-from small_scores import TRAINING, small_tokenizer
 from tokenizers.processors import TemplateProcessing
+from tools.small_encoders import softmax_encoder
+from tools.small_scores import TRAINING, small_tokenizer
 from transformers import AutoModel, AutoTokenizer
 
 import mhla_hf
-from mhla_hf.cli import main
+from mhla_hf.cli.main import main
 from mhla_hf.training.recipe import EncoderStage
 from mhla_hf.training.tasks.encoders import EncoderTask
 

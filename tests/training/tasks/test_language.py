@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optimum.quanto import freeze, qint8, quantize
-from small_models import softmax_model
-from small_types import small_model_of
+from tools.small_models import softmax_model
+from tools.small_types import small_model_of
 from torch import nn
 from transformers import GenerationConfig
 

@@ -1,0 +1,184 @@
+"""The command line `mhla-hf`: parse the arguments and call the function of the sub-command.
+
+Sub-commands import their libraries when they run, so that `--help` is instant. Results go to stdout, everything else to
+stderr. Invalid input ends with exit code 2 and one line on stderr, Ctrl-C with 130 and a line that names what is saved, if
+anything is. `--debug` shows the traceback of an error.
+"""
+
+import argparse
+import importlib
+import logging
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from .. import __version__
+from . import convert, evaluate, hub, train
+
+USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
+FLAG = re.compile(r"^--\w[\w-]*")  # --max_steps is accepted as --max-steps, as in other libraries
+SECONDS_BETWEEN_UPDATES = "10"  # of progress bars if stderr is not a terminal
+DESCRIPTION = """\
+Multi-Head Linear Attention for Hugging Face models: convert, distill, evaluate.
+Tab completion: pip install 'mhla_hf[completion]', then eval "$(register-python-argcomplete mhla-hf)" in your shell.
+"""
+# Name -> (function that runs the command, function that adds its options, help, epilog).
+COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] = {
+    "plan": (train.run_plan, train.plan_options, "Estimate what a conversion saves and costs.", train.PLAN),
+    "convert": (
+        convert.run_convert, convert.convert_options, "Turn a softmax model into an MHLA model.", convert.CONVERT,
+    ),
+    "recipes": (train.run_recipes, train.recipes_options, "List the training recipes.", train.RECIPES),
+    "distill": (
+        train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL,
+    ),
+    "info": (hub.run_info, hub.info_options, "Describe a saved MHLA model in ten lines.", hub.INFO),
+    "tasks": (evaluate.run_tasks, evaluate.tasks_options, "Make evaluation tasks from your own text.", evaluate.TASKS),
+    "evaluate": (
+        evaluate.run_evaluate, evaluate.evaluate_options, "Score language, image and video models side by side.",
+        evaluate.EVALUATE,
+    ),
+    "card": (hub.run_card, hub.card_options, "Write a model card from scores, or check one.", hub.CARD),
+    "push": (hub.run_push, hub.push_options, "Check a model and upload it to the Hub in one commit.", hub.PUSH),
+}  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that reports errors in one line, without printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
+def build_parser() -> Parser:
+    """Build the parser of `mhla-hf`. Options are named after the arguments of the function that the sub-command calls."""
+    layout: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = Parser(prog="mhla-hf", description=DESCRIPTION, **layout)
+    parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND", parser_class=Parser)
+    for name, (run, add_options, description, epilog) in COMMANDS.items():
+        sub = commands.add_parser(name, help=description, description=description, epilog=epilog, **layout)
+        sub.set_defaults(run=run)
+        sub.add_argument("--quiet", action="store_false", dest="progress", help="print results and errors only")
+        sub.add_argument("--debug", action="store_true", help="show where an error came from")
+        add_options(sub.add_argument)
+        flags = {action.dest: action.option_strings[-1] for action in sub._actions if action.option_strings}
+        flags.update({flag.lstrip("-").replace("-", "_"): flag for flag in list(flags.values())})
+        sub.set_defaults(flags=flags)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        argv: The arguments after `mhla-hf` (default: those of this process).
+
+    Returns:
+        The exit code: 0; 1 if a plan found nothing to convert, or stdout was closed; 2 for invalid input; 130 after Ctrl-C.
+    """
+    logger = logging.getLogger("mhla_hf")
+    level = logger.level
+    try:
+        code = execute(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # stdout was closed, e.g. by `head`; without this, Python would report it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    finally:
+        logger.setLevel(level)
+
+
+def execute(argv: list[str]) -> int:
+    """Parse the command line, run the sub-command, and return the exit code; see `main`.
+
+    Errors in `USER_ERRORS` are printed to stderr. With `--debug` they are raised instead.
+    """
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:
+        importlib.import_module("argcomplete").autocomplete(parser)
+    try:
+        words = [FLAG.sub(lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+        arguments = vars(parser.parse_args(words))
+        run, name, debug, flags = (arguments.pop(key) for key in ("run", "name", "debug", "flags"))
+        set_up_output(arguments["progress"])
+        arguments["progress"] = arguments["progress"] and sys.stderr.isatty()
+        run(command=shlex.join(["mhla-hf", *argv]), **arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt as stop:
+        print(f"mhla-hf: {str(stop) or 'interrupted'}", file=sys.stderr)
+        return 130
+    except USER_ERRORS as error:
+        if debug or isinstance(error, BrokenPipeError):
+            raise
+        print(f"mhla-hf {name}: {describe_error(error, flags)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def set_up_output(verbose: bool) -> None:
+    """Configure output streams, logging and the libraries' progress bars, partly through environment variables.
+
+    Args:
+        verbose: Whether to log progress to stderr.
+    """
+    replace_unprintable()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("mhla_hf").setLevel(logging.INFO if verbose else logging.WARNING)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", SECONDS_BETWEEN_UPDATES)
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers obeys it too
+
+
+def replace_unprintable() -> None:
+    """Make stdout and stderr print question marks for characters that their encoding lacks, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def describe_error(error: BaseException, flags: Mapping[str, str] | None = None) -> str:
+    """Describe an error in one line.
+
+    Args:
+        error: The exception.
+        flags: Argument -> its command-line flag, which replaces the argument at the beginning of the message.
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        text = f"{error.filename}: {error.strerror}"
+    argument = re.match(r"(\w+)(?=:| is | ')", text)
+    if argument and flags and argument[1] in flags:
+        text = flags[argument[1]] + text[argument.end() :]
+    return text or type(error).__name__
+
+
+def script(main: Callable[[], Any], name: str | None = None) -> None:
+    """Run the `main` of a script with the error handling of `mhla-hf`.
+
+    After an error in `USER_ERRORS`, exit with code 2, and after Ctrl-C with code 130.
+
+    Args:
+        main: The function to call.
+        name: Name of the script in error messages (default: its file name).
+    """
+    replace_unprintable()
+    try:
+        main()
+    except USER_ERRORS as error:
+        print(f"{name or os.path.basename(sys.argv[0])}: {describe_error(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as error:
+        print(str(error) or "stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

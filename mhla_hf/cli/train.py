@@ -1,0 +1,270 @@
+"""The commands `mhla-hf plan`, `distill` and `recipes`."""
+
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..checkpoints.file_io import check_writable
+from ..checkpoints.save import read_sentence_files_or_warn
+from ..training.recipe import describe_recipes, read_recipe
+from .values import (
+    AddArgument,
+    add_json_option,
+    check_data,
+    check_model,
+    load_libraries,
+    parse_count,
+    parse_layers,
+    parse_seed,
+    parse_settings,
+    print_record,
+    resumable,
+)
+
+logger = logging.getLogger("mhla_hf")
+PLAN = """\
+example:
+  mhla-hf plan meta-llama/Llama-3.2-1B --context 32768                 reads config.json, times one layer here
+  mhla-hf plan DIR --context 8192 --layers all --no-timing --json
+If nothing in the model can be converted, it says why and exits with code 1.
+"""
+DISTILL = """\
+example:
+  mhla-hf distill out/smollm-mhla --teacher HuggingFaceTB/SmolLM2-135M --data notes.txt \\
+      --recipe language_cpu --out out/smollm-distilled
+  mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_cpu --out out/new    converts first
+  mhla-hf distill out/minilm-mhla --teacher sentence-transformers/all-MiniLM-L6-v2 --data notes.txt \\
+      --recipe encoder --out out/minilm-distilled
+  mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_llama_lite --out out/new \\
+      --batch-size 16 --max-steps 20 --report-to tensorboard \\
+      --set distill.lr=5e-5 --set distill.seq_len=2048 --set run.save_every=50 --set settings.block_size=64
+  mhla-hf distill Wan-AI/Wan2.1-T2V-1.3B-Diffusers --recipe wan_hybrid --data prompts.txt --out out/wan
+If it is interrupted, the same command resumes. `mhla-hf recipes` lists the recipes and their stages.
+On several processes (docs/scale.md):
+  accelerate launch --config_file conversion/accelerate/fsdp2_8gpu.yaml -m mhla_hf.cli.main distill \\
+      meta-llama/Llama-3.1-8B --recipe language_llama_full --data DATA --out out/mine
+"""
+RECIPES = """\
+example:
+  mhla-hf recipes                    all recipes
+  mhla-hf recipes --json             with what they are about
+docs/recipes.md has the memory that each takes.
+"""
+
+
+def plan_options(add: AddArgument) -> None:
+    add("model", metavar="DIR_OR_ID", help="folder or Hub id of a language model; reads only config.json")
+    add("--context", required=True, type=int, help="context length you need, in tokens")
+    add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3)')
+    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
+    add("--device", help="device to time a layer on, as torch names it (default: cuda if there is one, else cpu)")
+    add("--no-timing", action="store_false", dest="timing", help="skip timing")
+    add("--revision", help="branch, tag or commit on the Hub")
+    add_json_option(add)
+
+
+def run_plan(model: str, layers: str | None, settings: list[str], as_json: bool, **options: Any) -> None:
+    parsed_layers = parse_layers(layers)
+    parsed_settings = parse_settings(settings)
+    check_model(model, options["revision"], weights=False)
+    load_libraries()
+
+    from ..conversion.transformers_models import NotConvertible
+    from ..planning import plan, render_plan
+
+    try:
+        record = plan(model, layers=parsed_layers, **options, **parsed_settings)
+    except NotConvertible as error:
+        print(f"mhla-hf plan: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    print_record(record, as_json, render_plan)
+
+
+def distill_options(add: AddArgument) -> None:
+    add("student", metavar="STUDENT", help="an MHLA model or pipeline, or a softmax one to convert first")
+    add("--teacher", help="folder or Hub id of the softmax original (default: STUDENT, if it is one)")
+    add("--recipe", required=True, help="one of `mhla-hf recipes`, or a YAML file")
+    add("--set", action="append", default=[], metavar="STAGE.KEY=VALUE", dest="settings",
+        help="override the recipe: STAGE.KEY ('*.KEY' for every stage), settings.KEY, run.KEY")  # fmt: skip
+    add("--data", help="file, folder, or dataset to train on (default: the recipe's)")
+    add("--out", required=True, help="output folder")
+    add("--batch-size", type=parse_count, metavar="N", help="sequences per optimizer step, in every stage")
+    add(
+        "--learning-rate",
+        type=float,
+        metavar="LR",
+        help="peak learning rate of every stage (of one: --set STAGE.lr=LR)",
+    )
+    add("--max-steps", type=parse_count, metavar="N", help="most steps of any stage")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="dtype of the arithmetic and the teacher (default: the recipe's)",
+    )
+    add(
+        "--save-dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="dtype of the saved weights (default: STUDENT's)",
+    )
+    add("--device", help="as torch names it (default: what Accelerate finds)")
+    add("--trust-remote-code", action="store_true", help="run source from the folder of a converted pipeline")
+    add("--report-to", dest="tracker", metavar="NAME", help="tensorboard, any other tracker of Accelerate, or none")
+    add("--seed", type=parse_seed, default=0, help="random seed (default: 0)")
+
+
+def run_distill(
+    student: str, teacher: str | None, recipe: str, settings: list[str], batch_size: int | None,
+    learning_rate: float | None, max_steps: int | None, dtype: str | None, device: str | None, tracker: str | None,
+    seed: int, out: str, trust_remote_code: bool, **options: Any,
+) -> None:  # fmt: skip
+    from_flags = {
+        "*.batch_size": batch_size,
+        "*.lr": learning_rate,
+        "run.mixed_precision": dtype and {"float32": "no", "bfloat16": "bf16"}[dtype],
+        "run.tracker": "" if tracker == "none" else tracker,
+    }
+    overrides = {key: value for key, value in from_flags.items() if value is not None}
+    overrides.update(parse_settings(settings))
+    loaded_recipe: Any = read_recipe(recipe, overrides)
+    for stage in loaded_recipe.stages:
+        stage.steps = min(stage.steps, max_steps or stage.steps)
+    for name in dict.fromkeys((student, teacher or student)):
+        check_model(name)
+    check_data(options["data"])
+    check_writable(out, "out")
+    load_libraries()
+
+    import torch
+
+    from ..checkpoints.load import (
+        choose_device,
+        find_model_kind,
+        has_tokenizer,
+        is_pipeline,
+        load_encoder,
+        load_language_model,
+    )
+    from ..conversion import convert
+    from ..training.loop import distill
+    from ..training.run_folder import RunFolder
+    from ..training.sharding import launched_with
+
+    if device:
+        on_cpu = choose_device(device).type == "cpu"
+        os.environ.update({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"ACCELERATE_TORCH_DEVICE": device})
+    is_main_process = os.environ.get("RANK", "0") == "0"
+    from_settings = [key for key in overrides if key.startswith("settings.")]
+    if is_pipeline(student):
+        models = load_pipelines(student, teacher, loaded_recipe, from_settings, seed, trust_remote_code)
+        with resumable(RunFolder(out).newest_state):
+            distill(*models, recipe=loaded_recipe, seed=seed, out=out, **options)
+        if is_main_process:
+            print(f"{out}: trained")
+        return
+    kind = find_model_kind(student)
+    if kind == "images":
+        raise ValueError(
+            f"student: got {student!r}, an image classifier, expected a causal language model or a text encoder "
+            "(for classifiers see conversion/image_classifier.py)."
+        )
+    load: Any = load_language_model
+    load_options: dict[str, Any] = {"device": "cpu"}
+    if kind == "encoders":
+        load = load_encoder
+        options["files"] = read_sentence_files_or_warn(student)
+    else:  # with FSDP, the main process sends the others their shards of the weights
+        load_options["weights"] = is_main_process or not launched_with("FSDP")
+    tokenizer_source = teacher if teacher and not has_tokenizer(student) else None
+    if tokenizer_source:
+        logger.info("distill: %r has no tokenizer; using that of %r", student, teacher)
+    model, tokenizer = load(student, **load_options, tokenizer=tokenizer_source)
+    if not hasattr(model.config, "mhla"):
+        torch.manual_seed(seed)
+        convert(model, **loaded_recipe.settings)
+        teacher = teacher or student
+    else:
+        check_no_settings(from_settings, student)
+    dtype = "bfloat16" if loaded_recipe.run.get("mixed_precision") == "bf16" else "float32"
+    original = teacher and load(teacher, dtype=dtype, **load_options)[0]
+    with resumable(RunFolder(out).newest_state):
+        distill(model, original, tokenizer=tokenizer, recipe=loaded_recipe, seed=seed, out=out, **options)
+    if is_main_process:
+        words = ["mhla-hf", "evaluate", out, *([teacher] if teacher else []), "--recipe", "recall"]
+        next_step = f"; next, evaluate it: {shlex.join(words)}" if kind != "encoders" else ""
+        print(f"{out}: trained{next_step}")
+
+
+def check_no_settings(names: list[str], student: str) -> None:
+    """Raise ValueError if settings of a conversion are given for a model that is converted already.
+
+    Args:
+        names: Names of the settings, as given.
+        student: Name of the model.
+    """
+    if names:
+        start = f"set: got {names[0]!r} with {student!r}, which is converted already"
+        raise ValueError(f"{start}, expected a softmax model.")
+
+
+def load_pipelines(
+    student: str, teacher: str | None, recipe: Any, settings: list[str], seed: int, trust_remote_code: bool
+) -> tuple[Any, Any]:
+    """Load the pipelines of student and teacher, which share everything but their transformers.
+
+    Args:
+        student: Folder or Hub id of a pipeline; one that is not converted is converted, and is the teacher by default.
+        teacher: Folder or Hub id of its softmax original, or None.
+        recipe: The recipe.
+        settings: Names of the settings of the conversion that the command line gives.
+        seed: Random seed of the conversion.
+        trust_remote_code: Whether the student's folder may have source code.
+
+    Returns:
+        Student and teacher. The teacher is None if no stage needs one.
+    """
+    import torch
+
+    from ..checkpoints.load import load_pipeline
+    from ..conversion import convert
+
+    dtype = "bfloat16" if recipe.run.get("mixed_precision") == "bf16" else "float32"
+    model = load_pipeline(student, dtype="auto", device="cpu", trust_remote_code=trust_remote_code)
+    if hasattr(model.transformer.config, "mhla"):
+        check_no_settings(settings, student)
+    else:
+        torch.manual_seed(seed)
+        convert(model, **recipe.settings)
+        teacher = teacher or student
+    if teacher is None or not any(stage.needs_teacher for stage in recipe.stages):
+        return model, None
+    original = load_pipeline(teacher, dtype=dtype, device="cpu")
+    shared = {name: part for name, part in original.components.items() if not name.startswith("transformer")}
+    model.register_modules(**shared)
+    return model, original
+
+
+def recipes_options(add: AddArgument) -> None:
+    add_json_option(add)
+
+
+def run_recipes(as_json: bool, **_: Any) -> None:
+    load_libraries()
+
+    print_record(describe_recipes(), as_json, render_recipes)
+
+
+def render_recipes(recipes: Sequence[Mapping[str, Any]]) -> str:
+    """Render the result of `describe_recipes` as a table."""
+    from ..plots import render_rows
+
+    rows = []
+    for recipe in recipes:
+        stages = recipe["stages"]
+        steps = " + ".join(f"{stage['name']} {stage['steps']:,}" for stage in stages)
+        tokens = sum(stage["steps"] * stage["batch_size"] * stage.get("seq_len", 0) for stage in stages)
+        millions = f"{tokens / 1e6:,.0f}" if tokens else ""
+        rows.append([recipe["name"], recipe["task"], recipe["base"] or "", steps, millions])
+    return render_rows(["recipe", "task", "base", "stages and their steps", "tokens, M"], rows, left=4)

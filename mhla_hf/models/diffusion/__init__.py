@@ -1,0 +1,1 @@
+"""Converted transformers of diffusers."""

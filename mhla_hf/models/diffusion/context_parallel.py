@@ -1,0 +1,132 @@
+"""Spreads the tokens of a video over processes, by diffusers' context parallelism (Wan).
+
+diffusers cuts the tokens row by row, so that nearly every process would have tokens of nearly every block. Here the tokens
+are brought into the order of their blocks first. An MHLA layer then exchanges sums per block instead of tokens, and fewer of
+them if a process has fewer tokens.
+"""
+
+import inspect
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...ops.blocks import Blocks
+
+
+class ReduceScatter(torch.autograd.Function):
+    """Sums a tensor over all processes and returns this process's part.
+
+    Called as `ReduceScatter.apply(x, group)`: x [P * N, ..] -> [N, ..], where P is the number of processes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        part = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+        dist.reduce_scatter_tensor(part, x.contiguous(), group=group)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return AllGather.apply(grad, ctx.group), None
+
+
+class AllGather(torch.autograd.Function):
+    """Concatenates the tensors of all processes along the first axis, in the order of their ranks.
+
+    Called as `AllGather.apply(x, group)`: x [N, ..] -> [P * N, ..], where P is the number of processes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        gathered = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ReduceScatter.apply(grad, ctx.group), None
+
+
+def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
+    """Return the keyword arguments of `sharded_mhla` that define which tokens this process has.
+
+    Shards have equal length. With diffusers' `ulysses_anything` or `ring_anything`, the first ones may be longer by one.
+
+    Args:
+        config: Parallel configuration of diffusers.
+        grid: Number of tokens per axis.
+
+    Returns:
+        A dict with "rank", "edges", and "add_up".
+
+    Raises:
+        ValueError: The number of processes does not divide the number of tokens, and unequal shards are not enabled.
+    """
+    parallel = config.context_parallel_config
+    group = parallel._flattened_mesh.get_group()
+    num_processes, num_tokens = dist.get_world_size(group), Blocks.grid(grid, [1] * len(grid)).length
+    if num_tokens % num_processes and not (parallel.ulysses_anything or parallel.ring_anything):
+        got = f"{num_tokens} tokens, which {num_processes} processes cannot share equally"
+        raise ValueError(f"hidden_states: got {got}; expected ContextParallelConfig(ulysses_anything=True).")
+    size, num_longer = divmod(num_tokens, num_processes)
+    return {
+        "rank": dist.get_rank(group),
+        "edges": list(accumulate([0, *[size + 1] * num_longer, *[size] * (num_processes - num_longer)])),
+        "add_up": lambda parts: ReduceScatter.apply(parts, group),
+    }
+
+
+class TokenShares:
+    """Selects this process's tokens for the blocks of Wan and restores the order of all tokens at the end, by forward hooks.
+
+    It is an object rather than closures so that a copy of the model gets hooks with the state of the copy.
+
+    Args:
+        model: The transformer, with context parallelism enabled.
+    """
+
+    def __init__(self, model: Any):
+        self.state, self.layout, self.config = model.mhla_state, model.config.mhla["layout"], model._parallel_config
+
+    def hook(self, model: Any) -> None:
+        """Register the hooks on a model and its modules."""
+        model.register_forward_pre_hook(self.before_model, with_kwargs=True)
+        model.rope.register_forward_hook(self.after_rope)
+        model.blocks[0].register_forward_pre_hook(self.before_blocks)
+        model.proj_out.register_forward_hook(self.after_output)
+
+    def order(self, grid: Any, device: torch.device) -> torch.Tensor:
+        """Return the indices of all tokens in block order, int64 [T]."""
+        return Blocks.grid(grid, self.layout).index(device).argsort(stable=True)
+
+    def local_tokens(self, x: torch.Tensor, grid: Any) -> torch.Tensor:
+        """Select this process's T' of all T tokens: x [B, T, ..] -> [B, T', ..]."""
+        share = share_of_grid(self.config, grid)
+        first, end = share["edges"][share["rank"] :][:2]
+        return x.index_select(1, self.order(grid, x.device)[first:end])
+
+    def before_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Select this process's timesteps if they are [B, T], one per token, as in some Wan models; a pre-forward hook."""
+        bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+        if bound.arguments["timestep"].ndim == 2:
+            grid = model.token_grid(bound.arguments["hidden_states"])
+            bound.arguments["timestep"] = self.local_tokens(bound.arguments["timestep"], grid)
+        return bound.args[1:], bound.kwargs
+
+    def after_rope(self, _module: nn.Module, _args: Any, rotations: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Select the rotations of this process's tokens; a forward hook of `model.rope`."""
+        return tuple(self.local_tokens(x, self.state.grid) for x in rotations)
+
+    def before_blocks(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Select this process's tokens; a pre-forward hook of the first block."""
+        return self.local_tokens(args[0], self.state.grid), *args[1:]
+
+    def after_output(self, _module: nn.Module, _args: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """Restore the order of all tokens [B, T, ..], which diffusers has gathered; a forward hook of `model.proj_out`."""
+        return tokens.index_select(1, self.order(self.state.grid, tokens.device).argsort())

@@ -1,0 +1,218 @@
+"""DiT with MHLA in its self-attention (section 5.2): converted, or from scratch in the sizes S, B, L, and XL.
+
+DiG (table 3, arXiv 2405.18428) is DiT with other blocks: narrow q and k, gate, norm per head, SwiGLU, and a local
+convolution. The paper replaces its gated linear attention and keeps the rest. DiG changes the order of the tokens from block
+to block, because gated linear attention is causal. MHLA sees the whole grid and does not need that.
+"""
+
+import re
+from typing import Any
+
+import torch
+from diffusers import DiTTransformer2DModel
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from torch import nn
+
+from ...nn.grid import GridConv
+from ...nn.settings import MHLASettings
+from ..families import DIT
+from .processor import holds_mhla
+from .transformer import MHLATransformerMixin
+
+# Name -> depth, width, number of heads
+DIT_SIZES = {
+    "S": (12, 384, 6),
+    "B": (12, 768, 12),
+    "L": (24, 1024, 16),
+    "XL": (28, 1152, 16),
+    "DiG-XL": (28, 1152, 18),
+}
+DIG_SETTINGS = {"gate": True, "output_norm": True, "normalize": False}
+
+
+class LocalConv(GridConv):
+    """A depthwise 3x3 convolution of the tokens of a grid, initially the identity, without a residual connection."""
+
+    def __init__(self, width: int):
+        super().__init__(width, 3)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weights to the identity."""
+        nn.init.dirac_(self.conv.weight, groups=self.conv.groups)
+        bias: Any = self.conv.bias
+        nn.init.zeros_(bias)
+
+
+class DiGBlock(BasicTransformerBlock):
+    """A block of DiG: a block of DiT, changed by `become_dig_block`, followed by a local convolution."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the block of the base and then the local convolution: [B, T, C] -> [B, T, C]. See the base for arguments."""
+        return self.local(super().forward(*args, **kwargs), self.grid_state.grid)
+
+
+def become_dig_block(block: Any) -> None:
+    """Turn a block of DiT into a block of DiG with new weights, in place; its attention stays softmax."""
+    attn = block.attn1
+    width = attn.to_q.in_features
+    narrow = width // 2
+    attn.to_q, attn.to_k = nn.Linear(width, narrow, bias=False), nn.Linear(width, narrow, bias=False)
+    attn.to_v = nn.Linear(width, width, bias=False)
+    attn.to_out[0] = nn.Linear(width, width, bias=False)
+    attn.use_bias = False  # diffusers reads this when it fuses the projections
+    # SwiGLU has three matrices instead of two: two thirds of 4 x width, rounded up to a multiple of 256.
+    hidden = 256 * -(-int(width * 8 / 3) // 256)
+    block.ff = FeedForward(width, inner_dim=hidden, activation_fn="swiglu", bias=False)
+    block.local = LocalConv(width)
+    block.__class__ = DiGBlock
+
+
+def dit_preset(name: str) -> dict[str, Any]:
+    """Return the arguments of `MHLADiTTransformer2DModel` for a preset.
+
+    Args:
+        name: "DiT-" or "DiG-", followed by a size (S, B, L, XL) and a patch size (/2, /4, /8), such as "DiT-S/2".
+
+    Raises:
+        ValueError: There is no such preset.
+    """
+    match = re.fullmatch(r"(DiT|DiG)-(S|B|L|XL)/([248])", name)
+    if match is None:
+        expected = "DiT- or DiG-, S, B, L or XL and /2, /4 or /8, such as 'DiT-S/2'"
+        raise ValueError(f"preset: got {name!r}, expected {expected}.")
+    kind, size, patch = match.groups()
+    depth, width, heads = DIT_SIZES.get(f"{kind}-{size}") or DIT_SIZES[size]
+    dig = {"dig_block": True} if kind == "DiG" else {}
+    sizes = {"num_layers": depth, "num_attention_heads": heads, "attention_head_dim": width // heads}
+    return {**dig, **sizes, "patch_size": int(patch)}
+
+
+class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
+    """`DiTTransformer2DModel` with MHLA in the layers that `mhla` lists.
+
+    The paper's CPE and gate are the settings `cpe=3` and `gate=True`.
+
+    Args:
+        dig_block: Whether all blocks are those of DiG, for training from scratch (`from_preset("DiG-S/2")`).
+        shared_embeddings: Whether all blocks share one embedding of time and class, as in DiT and DiG, and as table 1 of the
+            DiT paper counts parameters. In diffusers' class every block has its own. Files always have one per block, which
+            are equal copies if the blocks share one.
+        input_norm: Whether MHLA layers have a LayerNorm before the projections, as the authors' checkpoints need.
+        timestep_freq_shift: 0 for the timestep frequencies of the original DiT, which the authors' checkpoints need; 1 for
+            the frequencies of diffusers, which differ a little.
+        mhla, **kwargs: As in `MHLATransformerMixin`.
+    """
+
+    family = DIT
+    mhla_arguments = {
+        **MHLATransformerMixin.mhla_arguments,
+        "input_norm": False,
+        "timestep_freq_shift": 1,
+        "dig_block": False,
+        "shared_embeddings": False,
+    }
+    _repeated_blocks = ["BasicTransformerBlock", "DiGBlock"]
+    _no_split_modules = ["BasicTransformerBlock", "DiGBlock"]
+
+    def install_mhla(self: Any, settings: MHLASettings) -> None:
+        """Set MHLA processors as the base does, and apply this model's additional constructor arguments, in place.
+
+        With `shared_embeddings`, a `state_dict` hook is registered that copies the shared embedding for every block.
+
+        Args:
+            settings: The settings, with `layers` as a list of indices.
+        """
+        for block in self.transformer_blocks if self.config.get("dig_block", False) else ():
+            become_dig_block(block)
+        if self.config.get("shared_embeddings", False):
+            for block in self.transformer_blocks[1:]:
+                block.norm1.emb = self.transformer_blocks[0].norm1.emb
+            self.register_state_dict_post_hook(_copy_embeddings)
+        super().install_mhla(settings)
+        for block in self.transformer_blocks:
+            block.grid_state = self.mhla_state  # read by blocks of DiG
+            block.norm1.emb.time_proj.downscale_freq_shift = self.config.get("timestep_freq_shift", 1)
+            if self.config.get("input_norm", False) and holds_mhla(block.attn1.processor):
+                block.attn1.input_norm = nn.LayerNorm(self.inner_dim)
+
+    @classmethod
+    def from_preset(
+        cls: Any,
+        preset: str,
+        *,
+        input_size: int = 32,
+        num_classes: int = 1000,
+        mhla: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Create a model from scratch, with DiT's initial weights and one embedding of time and class for all blocks.
+
+        Args:
+            preset: Name such as "DiT-S/2", of size S, B, L, or XL and patch size 2, 4, or 8; "DiG-S/2" for blocks of DiG.
+            input_size: Side of the square latents; 32 for images of 256 pixels.
+            num_classes: Number of labels. The model has one more, for no label.
+            mhla: Settings, such as {"cpe": 3, "gate": True}; the others have the defaults of the family. For DiG, a gate and
+                a norm per head in place of the normalizer are the default.
+            **kwargs: Further arguments of `DiTTransformer2DModel`; `out_channels` defaults to twice `in_channels`.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: There is no such preset, or the settings do not fit.
+        """
+        sizes = {"in_channels": 4, "shared_embeddings": True, **dit_preset(preset), **kwargs}
+        if sizes.get("dig_block"):
+            mhla = {**DIG_SETTINGS, **(mhla or {})}
+        sizes.setdefault("out_channels", 2 * sizes["in_channels"])
+        model = cls(sample_size=input_size, num_embeds_ada_norm=num_classes, mhla=mhla, **sizes)
+        model.initialize_weights()
+        return model
+
+    @torch.no_grad()
+    def initialize_weights(self: Any) -> None:
+        """Set the initial weights of DiT (arXiv 2212.09748, section 3.2), in place, except for those of MHLA.
+
+        Linear layers are Xavier uniform; every block is the identity, and the output is zero.
+        """
+        for name, module in self.named_modules():
+            if ".mhla." in name:
+                continue
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, (nn.Linear, nn.Conv2d)):
+                nn.init.xavier_uniform_(module.weight.flatten(1))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for module in self.modules():
+            if isinstance(module, LocalConv):
+                module.reset_parameters()
+        for block in self.transformer_blocks:
+            embedder = block.norm1.emb.timestep_embedder
+            nn.init.normal_(embedder.linear_1.weight, std=0.02)
+            nn.init.normal_(embedder.linear_2.weight, std=0.02)
+            nn.init.zeros_(block.norm1.linear.weight)
+        nn.init.zeros_(self.proj_out_1.weight)
+        nn.init.zeros_(self.proj_out_2.weight)
+
+    def token_grid(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple[int, ...]:
+        """Compute the number of rows and columns of tokens for latents [B, C, height, width]; see the base class.
+
+        Raises:
+            ValueError: The latents are invalid, or the grid is not square; diffusers' DiT assumes a square.
+        """
+        grid = super().token_grid(hidden_states, **arguments)
+        if grid[0] != grid[1]:
+            raise ValueError(f"hidden_states: got a grid of {grid}, expected a square, as diffusers' DiT makes of it.")
+        return grid
+
+
+def _copy_embeddings(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Give every block of a state dict a copy of the shared embedding, in place; safetensors cannot save shared memory.
+
+    This is a post-hook of `state_dict`. With `keep_vars=True` the values are parameters, which stay shared.
+    """
+    for name in [name for name in state if name.startswith(f"{prefix}transformer_blocks.") and ".norm1.emb." in name]:
+        if not name.startswith(f"{prefix}transformer_blocks.0.") and not isinstance(state[name], nn.Parameter):
+            state[name] = state[name].clone()

@@ -1,0 +1,287 @@
+"""Reads what the transformers of diffusers pass in different forms: projections, rotary embeddings, and grid sizes.
+
+The forms of a family are named by its `AttentionKind`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..families import AttentionKind
+
+# Cosines and sines, broadcastable to [B, T, H, K], and the distance of the two channels of a pair.
+RotaryAngles = tuple[torch.Tensor, torch.Tensor, int]
+GRID_AXES = ("frames", "height", "width")
+# Attributes of transformers that hold their blocks, in the order in which these run.
+BLOCK_LISTS = ("joint_transformer_blocks", "transformer_blocks", "blocks", "single_transformer_blocks")
+
+
+class AttentionParts(NamedTuple):
+    """The modules of a self-attention, whose names differ among the transformers of diffusers.
+
+    Attributes:
+        to_q, to_k, to_v: Projections.
+        norm_q, norm_k: Norms of q and k, or None.
+        outputs: Modules that the output of the attention goes through, in order.
+        num_heads: Number of heads.
+        fused: Name of the projection that diffusers uses instead of the three after `fuse_qkv_projections`.
+    """
+
+    to_q: nn.Linear
+    to_k: nn.Linear
+    to_v: nn.Linear
+    norm_q: nn.Module | None
+    norm_k: nn.Module | None
+    outputs: tuple[nn.Module, ...]
+    num_heads: int
+    fused: str = "to_qkv"
+
+
+def attention_parts(attn: Any, text: bool = False) -> AttentionParts:
+    """Return the modules of a self-attention by their roles.
+
+    Args:
+        attn: Attention module.
+        text: Whether to return those of the text, which has projections of its own in some layers.
+    """
+    if text and getattr(attn, "add_q_proj", None) is not None:
+        inputs = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
+        output = getattr(attn, "to_add_out", None)  # the last layer may drop the text
+        return AttentionParts(*inputs, () if output is None else (output,), attn.heads, "to_added_qkv")
+    if hasattr(attn, "to_query"):  # Kandinsky
+        inputs = (attn.to_query, attn.to_key, attn.to_value, attn.query_norm, attn.key_norm)
+        return AttentionParts(*inputs, (attn.out_layer,), attn.num_heads)
+    inputs = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
+    # Where attention and MLP share an output projection, the block has it.
+    return AttentionParts(*inputs, tuple(getattr(attn, "to_out", None) or ()), attn.heads)
+
+
+def core_sizes(attn: Any) -> dict[str, int]:
+    """Return the keyword arguments of the MHLA core of a self-attention, except for `settings`."""
+    if hasattr(attn, "to_qkv_mlp_proj"):  # single blocks of Flux 2
+        width = attn.head_dim
+        return {"num_heads": attn.heads, "hidden_size": attn.query_dim, "key_dim": width, "value_dim": width}
+    parts = attention_parts(attn)
+    return {
+        "num_heads": parts.num_heads,
+        "hidden_size": parts.to_q.in_features,
+        "key_dim": parts.to_q.out_features // parts.num_heads,
+        "value_dim": parts.to_v.out_features // parts.num_heads,
+    }
+
+
+def find_self_attentions(model: Any) -> list[Any]:
+    """Return the self-attention over the grid of each block of a transformer, in order.
+
+    Some blocks of SD3 have two, one of text and image and one of the image.
+    """
+    if hasattr(model, "visual_transformer_blocks"):  # Kandinsky 5; Kandinsky 6 has a part for video in each block
+        return [getattr(block, "video_dec_block", block).self_attention for block in model.visual_transformer_blocks]
+    attentions: list[Any] = []
+    for block in (block for name in BLOCK_LISTS for block in getattr(model, name, None) or ()):
+        both = [block.attn, getattr(block, "attn2", None)] if hasattr(block, "attn") else [block.attn1]
+        attentions += [attn for attn in both if attn is not None]
+    return attentions
+
+
+def project_heads(
+    attn: Any, hidden_states: torch.Tensor, head_norm: bool, text: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Project the input of a self-attention to q, k, and v, and apply its norms.
+
+    Args:
+        attn: Attention module.
+        hidden_states: [B, T, C].
+        head_norm: Whether the norms apply to each head, not to all channels at once.
+        text: As in `attention_parts`.
+
+    Returns:
+        q [B, T, H, K], k [B, T, H, K], and v [B, T, H, V].
+    """
+    parts = attention_parts(attn, text)
+    projections = (parts.to_q, parts.to_k, parts.to_v)
+    if getattr(attn, "fused_projections", False):
+        fused = getattr(attn, parts.fused)(hidden_states)
+        projected = fused.split([part.out_features for part in projections], dim=-1)
+    else:
+        projected = tuple(part(hidden_states) for part in projections)
+    heads = []
+    for x, norm in zip(projected, (parts.norm_q, parts.norm_k, None), strict=True):
+        x = x if norm is None or head_norm else norm(x)
+        x = x.unflatten(2, (parts.num_heads, -1))
+        heads.append(norm(x) if norm is not None and head_norm else x)
+    return tuple(heads)
+
+
+def read_pairs(rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read cosines and sines [.., T, 1, K] (Wan) or [T, K] (HunyuanDiT) for pairs of neighboring channels."""
+    cos, sin = (x[:, None] if x.ndim == 2 else x for x in rotary)
+    return cos, sin, 1
+
+
+def read_halves(rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read cosines and sines [T, K] for pairs of a channel in the first half of a head and one in the second (Cosmos)."""
+    cos, sin, _ = read_pairs(rotary, num_heads)
+    return cos, sin, cos.shape[-1] // 2
+
+
+def read_joined_heads(rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read the embeddings of LTX, whose angles differ from head to head.
+
+    Args:
+        rotary: Cosines and sines, [B, T, H * K] each for pairs of neighboring channels, or, as in LTX-2 with
+            `rope_type="split"`, [B, H, T, K / 2] each for pairs across the halves of a head.
+        num_heads: Number of heads H.
+    """
+    cos, sin = rotary
+    if cos.ndim == 4:
+        width = cos.shape[-1]
+        cos, sin = (x.transpose(1, 2).repeat(1, 1, 1, 2) for x in rotary)
+        return cos, sin, width
+    return cos.unflatten(-1, (num_heads, -1)), sin.unflatten(-1, (num_heads, -1)), 1
+
+
+def read_half_heads(rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read cosines and sines [T, H, K / 2] for pairs of neighboring channels, which differ from head to head (Mochi)."""
+    cos, sin = (x.repeat_interleave(2, dim=-1) for x in rotary)
+    return cos, sin, 1
+
+
+def read_axes(rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read the embeddings of Allegro, in which each third of a head is rotated by the position along one axis.
+
+    Args:
+        rotary: Cosines and sines [positions, K / 3] of each axis, and the positions [1, T] of the tokens along each axis.
+        num_heads: Not used.
+    """
+    tables, positions = rotary
+    cos, sin = (
+        torch.cat([F.embedding(position, table[i]) for position, table in zip(positions, tables, strict=True)], dim=-1)
+        for i in range(2)
+    )
+    return cos[:, :, None], sin[:, :, None], cos.shape[-1] // 6
+
+
+def read_matrices(rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read rotation matrices [.., T, 1, K / 2 or 1, 2, 2] for pairs of neighboring channels (Kandinsky).
+
+    One matrix turns all pairs of a head.
+    """
+    cos, sin = rotary[..., 0, 0], rotary[..., 1, 0]
+    if cos.shape[-1] > 1:
+        cos, sin = (x.repeat_interleave(2, dim=-1) for x in (cos, sin))
+    return cos, sin, 1
+
+
+def read_complex(rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read complex numbers [1, 1, T, K / 2], the same for q and k, for pairs of neighboring channels (AnyFlow)."""
+    angles = rotary["query"].transpose(1, 2)  # [1, T, 1, K / 2]
+    return angles.real.repeat_interleave(2, dim=-1), angles.imag.repeat_interleave(2, dim=-1), 1
+
+
+def read_complex_streams(rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read complex numbers of image [T, K / 2] and text [S, K / 2] for pairs of channels; the text comes first."""
+    angles = torch.cat([rotary[1], rotary[0]])[:, None]  # [S + T, 1, K / 2]
+    return angles.real.repeat_interleave(2, dim=-1), angles.imag.repeat_interleave(2, dim=-1), 1
+
+
+ROTARY_FORMS = {
+    "pairs": read_pairs,
+    "halves": read_halves,
+    "joined heads": read_joined_heads,
+    "axes": read_axes,
+    "matrices": read_matrices,
+    "complex": read_complex,
+    "half heads": read_half_heads,
+    "complex streams": read_complex_streams,
+}
+
+
+def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ...]:
+    """Compute the grid of an image from the positions of its tokens, the second column its rows (Flux).
+
+    Args:
+        positions: Int or float [T, 3 or 4] or [B, T, 3 or 4]; of several images, one after the other.
+        num_tokens: Number of tokens T.
+
+    Returns:
+        Rows and columns; of several images, as for editing, a tuple of these for each.
+
+    Raises:
+        ValueError: They are not those of images in row-major order, each from (0, 0) on.
+    """
+    places = positions.reshape(-1, num_tokens, positions.shape[-1])[0, :, 1:3].long().cpu()
+    first_tokens = (places == 0).all(-1).nonzero().flatten().tolist()
+    images = places.tensor_split(first_tokens[1:])
+    grids = tuple((int(image[-1, 0]) + 1, int(image[-1, 1]) + 1) for image in images)
+    for image, grid in zip(images, grids, strict=True):
+        if not torch.equal(image, torch.cartesian_prod(*map(torch.arange, grid))):
+            expected = "those of images in row-major order, each from (0, 0) on"
+            raise ValueError(f"img_ids: got positions of {num_tokens} tokens, expected {expected}.")
+    return grids if len(grids) > 1 else grids[0]
+
+
+def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[Any, ...]:
+    """Compute the grid of an image from the sizes that Qwen-Image gets.
+
+    Args:
+        shapes: (frames, rows, columns) of each image, in a list for each row of the batch if a row may have several images.
+        num_tokens: Number of tokens T of a row.
+
+    Returns:
+        As `grid_of_positions`; frames count as rows.
+
+    Raises:
+        ValueError: They are not those of T tokens, or not the same in all rows.
+    """
+    first = shapes[0] if isinstance(shapes[0], list) else [shapes[0]]
+    grids = tuple((frames * height, width) for frames, height, width in first)
+    if sum(map(math.prod, grids)) != num_tokens or any(shape != shapes[0] for shape in shapes):
+        expected = f"images of {num_tokens} tokens together, the same in all rows"
+        raise ValueError(f"img_shapes: got {shapes}, expected {expected}.")
+    return grids if len(grids) > 1 else grids[0]
+
+
+POSITION_FORMS = {"img_ids": grid_of_positions, "img_shapes": grid_of_shapes}
+
+
+def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Compute the number of tokens along each axis of the grid; of several images, a tuple for each.
+
+    Args:
+        kind: The kind of the family.
+        config: Configuration of the transformer.
+        latents: Its input, [B, ..] with the axes that `kind.latents` names.
+        arguments: The other arguments of its forward.
+
+    Raises:
+        ValueError: The latents do not have these axes or the model's number of channels, or an argument that has the size
+            of the grid is missing.
+    """
+    if kind.positions:
+        form: Any = POSITION_FORMS[kind.positions]
+        return form(arguments[kind.positions], latents.shape[1])
+    names, channels = kind.latents.split(), config.get("in_channels")
+    sizes = dict(zip(names, latents.shape[1:], strict=False))
+    if arguments.get("condition_mask") is not None:  # Cosmos appends it to the channels
+        sizes["channels"] += arguments["condition_mask"].shape[1]
+    if latents.ndim != len(names) + 1 or channels not in (None, sizes["channels"]):
+        axes = ", ".join(str(channels) if name == "channels" and channels else name for name in names)
+        expected = f"[batch, {axes}]; do they come from this model's own VAE?"
+        raise ValueError(f"hidden_states: got latents {list(latents.shape)}, expected {expected}")
+    patch = config.patch_size
+    if isinstance(patch, int):
+        patch = (config.get("patch_size_t") or 1, patch, patch)
+    grid = []
+    for name, step in list(zip(GRID_AXES, patch[-3:], strict=False))[-kind.axes :]:
+        argument = f"num_{name}" if name == "frames" else name
+        side = sizes[name] if name in sizes else arguments.get(argument)
+        if side is None:
+            expected = "the size of the latents; tokens that have only coordinates make no grid"
+            raise ValueError(f"{argument}: got None, expected {expected}.")
+        grid.append(side // step)
+    return tuple(grid)

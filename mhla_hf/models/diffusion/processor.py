@@ -1,0 +1,221 @@
+"""The attention processor of MHLA layers in transformers of diffusers, and the grid of tokens that it reads.
+
+The attention modules of diffusers do not know the grid of their tokens. The model's `forward` writes it to a `GridState`,
+which the processors read. The state is kept per thread and restored after the call. Gradient checkpointing runs a block
+again later, when the state may hold the grid of another call, so `GridCheckpoint` binds the grid to the block.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...nn.grid import rotate_pairs
+from ..families import AttentionKind
+from .context_parallel import share_of_grid
+from .inputs import ROTARY_FORMS, attention_parts, project_heads
+
+
+class GridState(threading.local):
+    """The grid of the forward pass that runs in the current thread, shared by a model and all of its processors.
+
+    Attributes:
+        grid: Number of tokens per axis, for each image if there are several; None outside of a forward pass.
+        uses_base: Whether MHLA layers attend as the base does (`use_base_attention`).
+    """
+
+    def __init__(self) -> None:
+        # `threading.local` calls this once in every thread.
+        self.grid: tuple[Any, ...] | None = None
+        self.uses_base = False
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Make copies and pickles start without a grid, because a copied model is not in the middle of a forward pass."""
+        return type(self), ()
+
+    def current_grid(self) -> tuple[Any, ...]:
+        """Return the grid; raise ValueError if no forward pass of the whole transformer is running."""
+        if self.grid is None:
+            expected = "a call of the whole transformer; to run blocks again, use its enable_gradient_checkpointing"
+            raise ValueError(f"grid: got none, expected {expected}.")
+        return self.grid
+
+    def run(self, grid: tuple[Any, ...] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function with `grid` as the current grid, and return its result.
+
+        The previous grid is restored afterwards, even if the function raises an exception.
+        """
+        if grid == self.grid:
+            return function(*args, **kwargs)
+        previous, self.grid = self.grid, grid
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.grid = previous
+
+
+class GridCheckpoint:
+    """A gradient checkpointing function that recomputes each block with the grid of its forward pass.
+
+    It is an object rather than a closure so that a copy of the model, such as EMA makes, refers to the state of the copy.
+
+    Args:
+        state: The grid state of the model.
+        function: The function to wrap, called as `torch.utils.checkpoint.checkpoint`.
+    """
+
+    def __init__(self, state: GridState, function: Callable[..., Any]):
+        self.state = state
+        self.function = function
+
+    def __call__(self, block: Callable[..., Any], *args: Any) -> Any:
+        return self.function(functools.partial(self.state.run, self.state.grid, block), *args)
+
+
+class GridAttnProcessor(nn.Module):
+    """Base class of attention processors with an MHLA core.
+
+    All parameters are in its one child, `mhla`, and none in the processor itself, so that offloading, which hooks the calls
+    of modules, moves every weight.
+
+    Args:
+        core: The MHLA core.
+        state: The grid state of the model.
+        kind: The kind of the family, which says how its attention normalizes and rotates q and k.
+        base_processor: The processor of the base, which attends instead while `state.uses_base` is set.
+    """
+
+    _parallel_config: Any = None  # diffusers writes its context-parallel configuration here
+
+    def __init__(self, core: nn.Module, state: GridState, kind: AttentionKind, base_processor: Any):
+        super().__init__()
+        self.mhla = core
+        self.state = state
+        self.head_norm, self.rotary, self.text_last = kind.head_norm, kind.rotary, kind.text_last
+        self.set_base_processor(base_processor)
+
+    def set_base_processor(self, processor: Any) -> None:
+        """Set the processor of the base, which must have no weights: those would be part of this one's state dict."""
+        self.base_processor = processor
+        self.base_arguments = frozenset(inspect.signature(processor.__call__).parameters)
+
+
+def allow_base_attention(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the `__call__` of a `GridAttnProcessor` so that the base's processor runs while `state.uses_base` is set.
+
+    Positional arguments are the same for both. Of the named ones, the base gets those that it has.
+    """
+
+    @functools.wraps(call)
+    def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.state.uses_base:
+            return call(self, *args, **kwargs)
+        return self.base_processor(*args, **{k: v for k, v in kwargs.items() if k in self.base_arguments})
+
+    return choose
+
+
+class MHLAAttnProcessor(GridAttnProcessor):
+    """Attention processor that computes self-attention by MHLA over the model's grid, for all families without a text in it.
+
+    See `GridAttnProcessor` for arguments.
+    """
+
+    @allow_base_attention
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Any = None,
+        key_rotary_emb: None = None,
+        *,
+        image_rotary_emb: Any = None,
+        sparse_params: dict[str, Any] | None = None,
+        perturbation_mask: torch.Tensor | None = None,
+        all_perturbed: Any = None,
+        rotary_emb_kv: Any = None,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Call `forward`. The signature is spelled out because diffusers passes only the arguments that it finds here.
+
+        The rotary embedding is called `rotary_emb` or `image_rotary_emb`, the mask `attention_mask` or `attn_mask`. In
+        self-attention, `key_rotary_emb` is None, and `rotary_emb_kv` is the same as `rotary_emb`. `all_perturbed` only tells
+        whether `perturbation_mask` is zero everywhere.
+        """
+        rotary_emb = image_rotary_emb if rotary_emb is None else rotary_emb
+        attention_mask = attn_mask if attention_mask is None else attention_mask
+        options = (attention_mask, rotary_emb, sparse_params, perturbation_mask)
+        return super().__call__(attn, hidden_states, encoder_hidden_states, *options)
+
+    def forward(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Any = None,
+        sparse_params: dict[str, Any] | None = None,
+        perturbation_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend over the whole grid.
+
+        Args:
+            attn: Attention module of the base, which holds the projections. If it has a child `input_norm`, as in the
+                authors' DiT, that is applied first; if it has `to_gate_logits`, as in LTX-2, that gates the heads.
+            hidden_states: [B, T, C]; T is the number of tokens of the grid or, with context parallelism, of this process.
+            encoder_hidden_states, attention_mask, sparse_params: Must be None.
+            rotary_emb: The rotary embedding as the base gives it to its attention (see `ROTARY_FORMS`), or None.
+            perturbation_mask: [B, 1, 1], the share of attention in its output, which is v where this is 0; None for 1
+                everywhere. LTX-2 uses it for guidance.
+
+        Returns:
+            [B, T, C]; fp16 outputs are clipped to the finite range of fp16.
+
+        Raises:
+            ValueError: An argument that must be None is given, or no forward pass of the whole transformer is running, so
+                that the grid is unknown.
+        """
+        if encoder_hidden_states is not None:
+            raise ValueError("encoder_hidden_states: got a tensor, expected None: an MHLA layer is self-attention.")
+        if attention_mask is not None:
+            raise ValueError("attention_mask: got a tensor, expected None: MHLA layers see the whole grid.")
+        if sparse_params is not None:
+            expected = (
+                'None: set attention_type to "regular" in the config, because MHLA layers need tokens in grid order'
+            )
+            raise ValueError(f"sparse_params: got a dictionary, expected {expected}.")
+        grid = self.state.current_grid()
+        if hasattr(attn, "input_norm"):
+            hidden_states = attn.input_norm(hidden_states)
+        q, k, v = project_heads(attn, hidden_states, self.head_norm)
+        rotation: Any = None if rotary_emb is None else ROTARY_FORMS[self.rotary](rotary_emb, q.shape[2])
+
+        def rotate_both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return rotate_pairs(x, *rotation), rotate_pairs(y, *rotation)
+
+        rotate = None if rotation is None else rotate_both
+        shard = None if self._parallel_config is None else share_of_grid(self._parallel_config, grid)
+        o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
+        if perturbation_mask is not None:
+            o = torch.lerp(v, o, perturbation_mask[..., None].to(o))  # [B, 1, 1, 1]
+        if getattr(attn, "to_gate_logits", None) is not None:
+            o = o * (2.0 * attn.to_gate_logits(hidden_states).sigmoid())[..., None]  # [B, T, H, 1]
+        o = o.flatten(2)
+        for module in attention_parts(attn).outputs:
+            o = module(o)
+        # Sana's own processor clips to the range of fp16, too.
+        return o.clip(-65504, 65504) if o.dtype == torch.float16 else o
+
+
+def holds_mhla(processor: Any) -> bool:
+    """Return whether an attention processor is an MHLA processor, which has a child `mhla`.
+
+    The class is not compared: diffusers runs the source file of a checkpoint at each load, and each run defines a new class.
+    """
+    return hasattr(processor, "mhla")

@@ -1,0 +1,334 @@
+"""MHLA in the transformers of diffusers: the mixins of all families.
+
+A family's class is little more than its record: `MHLATransformerMixin.__init_subclass__` makes its constructor and forward
+from those of the base. `diffusion_processor.py` has the attention processors that own the new modules.
+"""
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from diffusers.configuration_utils import register_to_config
+from diffusers.utils import is_accelerate_available
+from torch import nn
+
+from ...nn.core import CORE_LOG
+from ...nn.grid import GridMHLA
+from ...nn.joint import JointMHLA
+from ...nn.settings import MHLASettings, check_settings
+from ..families import AttentionKind, Family
+from ..saving import check_loaded_weights, source_name, write_source
+from .context_parallel import TokenShares
+from .inputs import core_sizes, find_self_attentions, read_grid
+from .joint_processor import FusedJointAttnProcessor, JointAttnProcessor
+from .processor import GridAttnProcessor, GridCheckpoint, GridState, MHLAAttnProcessor, holds_mhla
+
+# In the state dict of a model that PEFT has adapted, names contain one of these.
+ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")
+
+
+class MHLATransformerMixin:
+    """Turns a transformer of diffusers into an MHLA model; must come first among its bases.
+
+    For `class MHLAX(MHLATransformerMixin, X)`, the constructor takes the arguments of X as keywords, and `mhla`: a
+    dictionary of settings, as from `MHLASettings.to_dict`. Settings that are missing have the defaults of the family.
+
+    Attributes:
+        family: The record of the family.
+        mhla_defaults: Default settings, from the record.
+        mhla_arguments: Further arguments of the constructor and their defaults. `install_mhla` reads their values from the
+            config. "mhla_measured" is the report of a conversion with samples, which is only stored.
+    """
+
+    family: Family
+    mhla_arguments: dict[str, Any] = {"mhla_measured": None}
+
+    def __init_subclass__(cls: Any, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        base = cls.__bases__[-1]
+        cls.mhla_defaults = cls.family.defaults
+        # `compile_repeated_blocks` reads this; some bases name their blocks only in `_no_split_modules`.
+        cls._repeated_blocks = cls._repeated_blocks or [n for n in base._no_split_modules or [] if n.endswith("Block")]
+        cls.__init__ = register_to_config(make_constructor(base, cls.mhla_arguments))
+        cls.forward = make_forward(base)
+        if hasattr(base, "_load_ip_adapter_weights"):  # what a pipeline's `load_ip_adapter` calls
+            cls._load_ip_adapter_weights = refuse_ip_adapter
+        # Without accelerate, diffusers cannot load models with modules that stay in fp32.
+        if base._keep_in_fp32_modules or is_accelerate_available():
+            cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
+        module_name = source_name(cls.family.entry).removesuffix(".py")
+        module = sys.modules.setdefault(module_name, sys.modules[cls.__module__])
+        vars(module).setdefault(
+            "ModelMixin", ModelMixin
+        )  # diffusers looks for it in the module of a class that it loads
+        cls.__module__ = module_name  # diffusers writes this name to model_index.json
+        cls.register_for_auto_class("AutoModel")
+
+    @classmethod
+    def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Call the base without the config's `auto_map`, which is not an argument and would cause a warning.
+
+        diffusers has already found this class by `auto_map`, and no longer needs it.
+        """
+        init_dict = {k: v for k, v in config_dict.items() if k != "auto_map"}
+        return super().extract_init_dict(init_dict, **kwargs)  # type: ignore[misc]
+
+    def install_mhla(self: Any, settings: MHLASettings) -> None:
+        """Set MHLA processors in the layers that `settings.layers` lists, in place, and record the settings in the config.
+
+        Args:
+            settings: The settings, with `layers` as a list of indices.
+        """
+        attentions = find_self_attentions(self)
+        self.mhla_state = GridState()
+        layers: Any = settings.layers
+        kind = self.family.kind
+        core_class: Any = JointMHLA if kind.joint else GridMHLA
+        for attn in (attentions[index] for index in layers):
+            core = core_class(settings, **core_sizes(attn))
+            # Mochi's attention has no `set_processor`.
+            attn.processor = processor_class(attn, kind)(core, self.mhla_state, kind, attn.processor).train(
+                attn.training
+            )
+        values = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
+        values["mhla"] = settings.to_dict()
+        # `from_config` skips the values that this list names as defaults.
+        defaults = [name for name in self.config.get("_use_default_values", []) if name not in values]
+        self.register_to_config(**values, _use_default_values=defaults)
+
+    def token_grid(self: Any, hidden_states: torch.Tensor, **arguments: Any) -> tuple[Any, ...]:
+        """Compute the number of tokens along each axis of the grid from the arguments of a forward pass; see `read_grid`.
+
+        Args:
+            hidden_states: Latents, with the axes that `family.kind.latents` names.
+            **arguments: The other arguments of the forward pass.
+
+        Raises:
+            ValueError: The latents do not fit this model, or an argument that has the size of the grid is missing.
+        """
+        return read_grid(self.family.kind, self.config, hidden_states, arguments)
+
+    def use_base_attention(self: Any, enabled: bool = True) -> None:
+        """Let MHLA layers attend as the base does, with their projections and without their MHLA cores.
+
+        This holds for forward passes of the current thread. `mhla_hf.use_mhla_in_steps` switches between steps of sampling.
+
+        Args:
+            enabled: False returns to MHLA.
+        """
+        self.mhla_state.uses_base = enabled
+
+    def enable_parallelism(self: Any, *, config: Any, cp_plan: None = None) -> None:
+        """Enable context parallelism as diffusers does, with tokens split in the order of their blocks.
+
+        Registers the hooks of `TokenShares` on the model.
+
+        Args:
+            config: `ParallelConfig` or `ContextParallelConfig` of diffusers.
+            cp_plan: Must be None: MHLA defines the plan.
+
+        Raises:
+            ValueError: `cp_plan` is given, the base has no plan for context parallelism or is not of Wan, or the model has
+                softmax layers and `ulysses_degree` does not divide their number of heads.
+        """
+        if cp_plan is not None:
+            raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
+        if self._cp_plan is None:  # diffusers raises the error
+            return super().enable_parallelism(config=config)  # type: ignore[misc]
+        if not hasattr(self, "blocks"):  # LTX: stock splits the tokens of text and audio, too
+            raise ValueError(f"model: got {type(self).__name__}, expected a model of Wan for context parallelism.")
+        degree = getattr(getattr(config, "context_parallel_config", config), "ulysses_degree", None) or 1
+        heads = self.config.num_attention_heads
+        if heads % degree and len(self.config.mhla["layers"]) < len(find_self_attentions(self)):
+            mismatch = f"which does not divide the {heads} heads of softmax layers"
+            raise ValueError(f"ulysses_degree: got {degree}, {mismatch}; expected one that does, or ring_degree.")
+        plan = {"proj_out": self._cp_plan["proj_out"]}
+        super().enable_parallelism(config=config, cp_plan=plan)  # type: ignore[misc]
+        if self._parallel_config.context_parallel_config is not None:
+            TokenShares(self).hook(self)
+            for attn in (find_self_attentions(self)[index] for index in self.config.mhla["layers"]):
+                attn.processor.base_processor._parallel_config = attn.processor._parallel_config
+
+    def _set_gradient_checkpointing(
+        self: Any, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] | None = None
+    ) -> None:
+        """Enable or disable gradient checkpointing, with the checkpointing function wrapped in a `GridCheckpoint`."""
+        function = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
+        if enable and not isinstance(function, GridCheckpoint):
+            function = GridCheckpoint(self.mhla_state, function)
+        super()._set_gradient_checkpointing(enable, function)  # type: ignore[misc]
+
+    # A pipeline passes only the arguments that the signature names, so it has to be that of the base.
+    @functools.wraps(ModelMixin.save_pretrained, assigned=())
+    def save_pretrained(
+        self: Any, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save as diffusers does, and write the model's source to the same folder, for `trust_remote_code=True`.
+
+        Args:
+            save_directory: Folder to write to.
+            is_main_process: Whether this process writes the source.
+            *args, **kwargs: As in diffusers.
+
+        Raises:
+            ValueError: A layer has lost its MHLA processor, or the model has LoRA weights that are not fused.
+        """
+        self.check_processors()
+        adapted = next((name for name in self.state_dict() if ADAPTED.search(name)), None)
+        if adapted is not None:
+            expected = "plain weights: fuse_lora() and unload_lora() come first, and modules_to_save does not work"
+            raise ValueError(f"save_directory: got a model with {adapted}, expected {expected}.")
+        if is_main_process:
+            write_source(self.family.entry, save_directory, source_name(self.family.entry))
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
+
+    def check_processors(self: Any) -> None:
+        """Raise ValueError if the processor of an MHLA layer was replaced by one that is not MHLA."""
+        attentions = find_self_attentions(self)
+        for index in self.config.mhla["layers"]:
+            processor = attentions[index].processor
+            if not holds_mhla(processor):
+                expected = "its MHLAAttnProcessor, whose weights are lost; load or convert the model again"
+                raise ValueError(f"model: got {type(processor).__name__} in layer {index}, expected {expected}.")
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """Load as diffusers does, and check that the weights are complete and valid.
+
+        Args:
+            pretrained_model_name_or_path: Folder or repository.
+            **kwargs: As in diffusers.
+
+        Returns:
+            The model, or with `output_loading_info=True` the model and the loading info.
+
+        Raises:
+            ValueError: A weight is missing, belongs to an MHLA layer that the config does not list, or is not valid (NaN,
+                negative mixing). diffusers alone would warn, and give missing weights random values.
+        """
+        path = pretrained_model_name_or_path
+        returns_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(path, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        if missing := sorted(info["missing_keys"]):
+            expected = f"all weights of {cls.__name__}; a model without MHLA layers is for mhla_hf.convert"
+            raise ValueError(f"{path}: has no {missing[0]!r} ({len(missing)} missing), expected {expected}.")
+        if unknown := sorted(key for key in info["unexpected_keys"] if ".mhla." in key):
+            raise ValueError(f"{path}: has {unknown[0]!r}, expected only the MHLA layers of its config.json.")
+        check_loaded_weights(model)
+        return (model, info) if returns_info else model
+
+
+class MHLAProcessorsMixin:
+    """Keeps MHLA processors when attention processors are replaced; for classes with diffusers' `AttentionMixin`.
+
+    It must follow `MHLATransformerMixin` in the bases of a class.
+    """
+
+    def set_attn_processor(self: Any, processor: Any) -> None:
+        """Set processors as the base does, except in MHLA layers, whose processors hold their weights.
+
+        A processor for an MHLA layer is used only while `use_base_attention` is enabled, and only if it has no weights. A
+        warning says so.
+
+        Args:
+            processor: One processor for all layers, or a dictionary of them by name.
+
+        Raises:
+            ValueError, KeyError: The dictionary does not have the names of the model's processors.
+        """
+        if (
+            isinstance(processor, dict) and processor.keys() != self.attn_processors.keys()
+        ):  # diffusers raises the error
+            return super().set_attn_processor(processor)  # type: ignore[misc]
+        mhla_processors = {name: current for name, current in self.attn_processors.items() if holds_mhla(current)}
+        processors = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
+        if any(processors.get(name, current) is not current for name, current in mhla_processors.items()):
+            CORE_LOG.warning(
+                "set_attn_processor: %d MHLA layers keep their processors, which hold weights.", len(mhla_processors)
+            )
+        for name, current in mhla_processors.items():
+            if not isinstance(processors.get(name, current), nn.Module):
+                current.set_base_processor(processors[name])
+        super().set_attn_processor({**processors, **mhla_processors})  # type: ignore[misc]
+
+    def unfuse_qkv_projections(self: Any) -> None:
+        """Unfuse as the base does, and set `fused_projections` to False in all self-attentions, which some bases forget."""
+        super().unfuse_qkv_projections()  # type: ignore[misc]
+        for attn in find_self_attentions(self):
+            attn.fused_projections = False
+
+
+def processor_class(attn: Any, kind: AttentionKind) -> type[GridAttnProcessor]:
+    """Return the class of the processor of an attention module in an MHLA layer."""
+    if not kind.joint:
+        return MHLAAttnProcessor
+    return FusedJointAttnProcessor if hasattr(attn, "to_qkv_mlp_proj") else JointAttnProcessor
+
+
+def make_constructor(base: Any, further: dict[str, Any]) -> Any:
+    """Make the constructor of an MHLA model.
+
+    Args:
+        base: Class of diffusers, whose arguments the constructor takes as keywords.
+        further: Further arguments of the constructor and their defaults, in addition to `mhla`.
+
+    Returns:
+        A function `__init__` that calls the constructor of `base` and installs MHLA, with a signature that lists all
+        arguments.
+    """
+
+    def __init__(self: Any, *, mhla: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
+        settings = MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})})
+        self.install_mhla(resolve_settings(type(self), self, settings))
+
+    constructor: Any = __init__
+    signature = inspect.signature(base.__init__)
+    kind, added = inspect.Parameter.KEYWORD_ONLY, {**further, "mhla": None}
+    parameters = [inspect.Parameter(name, kind, default=default) for name, default in added.items()]
+    constructor.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *parameters])
+    return constructor
+
+
+def make_forward(base: Any) -> Callable[..., Any]:
+    """Wrap the forward of `base` so that it checks the MHLA processors first, and then runs with the grid of its latents."""
+
+    names = tuple(inspect.signature(base.forward).parameters)[2:]
+    base_forward = (
+        base.forward
+    )  # torch.compile cannot read it from classes such as LTX's, which are allowed in its graphs
+
+    @functools.wraps(base_forward)
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.check_processors()
+        grid = self.token_grid(hidden_states, **dict(zip(names, args, strict=False)), **kwargs)
+        return self.mhla_state.run(grid, base_forward, self, hidden_states, *args, **kwargs)
+
+    return forward
+
+
+def refuse_ip_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise ValueError: an IP-Adapter replaces the processors of all layers, and those of MHLA layers hold weights."""
+    raise ValueError(f"model: got {type(self).__name__}, expected its base: MHLA layers have no IP-Adapter.")
+
+
+def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
+    """Check settings for a conversion of `model` to `model_class`, and resolve their layers.
+
+    Returns:
+        A copy of the settings with `layers` as a list of indices.
+
+    Raises:
+        ValueError: The settings do not fit the model, such as a layout with a wrong number of axes, or layers that it does
+            not have.
+    """
+    kind = model_class.family.kind
+    check_settings(settings, model_class.__name__, axes=kind.axes, joint=kind.joint)
+    return replace(settings, layers=settings.resolve_layers(len(find_self_attentions(model))))

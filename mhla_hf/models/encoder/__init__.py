@@ -1,0 +1,1 @@
+"""Converted text encoders."""

@@ -1,0 +1,143 @@
+"""Replaces softmax attention with an MHLA core in the attention modules of transformers' text encoders.
+
+As in language models, the base's attention module keeps its projections and RoPE and calls the attention function of
+transformers' `AttentionInterface`; only converted modules call that of MHLA. The model without its head passes the padding
+of the batch to the layers as a keyword argument (`pass_rows`).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+
+from ...nn.local import TwoWayMHLA
+from ...nn.sequence import SequenceMHLA
+from ...ops.namespace import NAMESPACE
+from ..derived_classes import AttentionSwap, attention_sizes, calls_interface
+
+ENCODER_ATTENTION_NAME = f"mhla_encoder_{NAMESPACE}"
+
+
+def mhla_encoder_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of an MHLA layer; transformers calls this as an attention function.
+
+    Args:
+        module: The attention module, with a child `mhla`.
+        query, key: [B, H, T, K].
+        value: [B, H, T, V].
+        attention_mask: Ignored; `mhla_rows` has the padding without a T x T mask.
+        scaling: Multiplier for q k^T in a softmax; None means K**-0.5. MHLA with a mixing matrix ignores it.
+        dropout: Ignored; it applies to softmax only.
+        **kwargs: `mhla_rows` (see `pass_rows`), `mhla_hidden_states` [B, T, C], and what else the base passes.
+
+    Returns:
+        Outputs [B, T, H, V], and None in place of attention weights.
+
+    Raises:
+        ValueError: Sequences are packed into one row, or there are more tokens than a matrix core can mix.
+    """
+    if kwargs.get("cu_seq_lens_q") is not None:
+        got = "packed sequences for an MHLA layer of an encoder"
+        raise ValueError(f"cu_seq_lens_q: got {got}, expected None, and rows with an attention_mask.")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    starts, key_mask = kwargs.get("mhla_rows") or (None, None)
+    options = {"starts": starts, "key_mask": key_mask, "hidden_states": kwargs["mhla_hidden_states"], "scale": scaling}
+    # Some bases call `view` on the output.
+    return module.mhla(q, k, v, **options).contiguous(), None
+
+
+AttentionInterface.register(ENCODER_ATTENTION_NAME, mhla_encoder_attention)
+
+
+class MHLAEncoderMixer:
+    """Passes the layer's input to `mhla_encoder_attention`; a mixin for attention classes with a child `mhla`."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the base with the layer's input [B, T, C] as a further argument of the attention function, for the gate."""
+        return super().forward(  # type: ignore[misc]
+            hidden_states, *args, mhla_hidden_states=hidden_states, **kwargs
+        )
+
+
+def find_encoder_attentions(model: nn.Module) -> dict[int, Any]:
+    """Return the attention modules of an encoder by layer index: MHLA modules, and those that call an attention function."""
+    modules: list[Any] = list(model.modules())
+    attentions = [
+        module
+        for module in modules
+        if hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
+    ]
+    return dict(enumerate(attentions))
+
+
+def encoder_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
+    """Return the keyword arguments of an encoder's MHLA core, except for `settings`."""
+    return {**attention_sizes(attention, config), "hidden_size": config.hidden_size}
+
+
+def pass_rows(
+    body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Add the padding to the arguments of an encoder, which passes it on to its layers.
+
+    Called before each forward pass of a model without its head. If rows are padded on the left and the caller passes no
+    positions, positions are counted from the first real token of each row, so that padding does not change its outputs.
+
+    Args:
+        body: The model without its head.
+        args, kwargs: The arguments of the call.
+        names: The names of the parameters of its forward, without `self`.
+
+    Returns:
+        No positional arguments, and all arguments by keyword. If there is padding they have `mhla_rows`: int64 [B], the
+        first real token of each row, or None if all rows begin with one; and bool [B, T], True for real tokens.
+
+    Raises:
+        ValueError: The mask is not a tensor with two axes.
+    """
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        return (), kwargs
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        got = f"{mask.ndim} axes" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask: got {got}, expected [batch, length] for an encoder with MHLA layers.")
+    is_real, length = mask.bool(), mask.shape[1]
+    # In a compiled graph the mask cannot be read by value, so it counts as padded on the left.
+    can_read = not torch.compiler.is_compiling()
+    if can_read and bool(is_real.all()):
+        return (), kwargs
+    if can_read and bool(is_real[:, 0].all()):
+        return (), {**kwargs, "mhla_rows": (None, is_real)}
+    starts = torch.where(is_real.any(1), is_real.int().argmax(1), length)
+    if kwargs.get("position_ids") is None:
+        positions = torch.arange(length, device=mask.device) - starts[:, None]
+        kwargs["position_ids"] = positions.clamp_min(0) + first_position(body)
+    return (), {**kwargs, "mhla_rows": (starts, is_real)}
+
+
+def first_position(body: nn.Module) -> int:
+    """Return the position id of the first token: 0, or `padding_idx + 1` in RoBERTa and models derived from it."""
+    embeddings: Any = getattr(body, "embeddings", None)
+    return embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_input_ids") else 0
+
+
+ENCODER_SWAP = AttentionSwap(
+    function_name=ENCODER_ATTENTION_NAME,
+    mixin=MHLAEncoderMixer,
+    find_attentions=find_encoder_attentions,
+    core_sizes=encoder_core_sizes,
+    matrix_core=SequenceMHLA,
+    decay_core=TwoWayMHLA,
+    prepare=pass_rows,
+)

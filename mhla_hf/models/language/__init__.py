@@ -1,0 +1,1 @@
+"""Language models: from scratch, and converted from softmax."""

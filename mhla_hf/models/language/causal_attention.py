@@ -1,0 +1,486 @@
+"""Replaces softmax attention with an MHLA core in the attention modules of transformers' language models.
+
+The rest of the module stays: the base keeps its projections, its norms on q and k, and its RoPE, and calls "the attention
+function" as it does for any other implementation. That function is ours (`mhla_attention`), selected by a private copy of
+the configuration in the converted module alone. What the base does not pass to it (padding, KV cache, the layer's input)
+travels as keyword arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_cos_sin`, and
+`mhla_rotate` in models from scratch. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from ...nn.heads import HeadSplit
+from ...nn.settings import MHLASettings
+from ...ops.namespace import NAMESPACE
+from ..derived_classes import AttentionSwap, attention_sizes, calls_interface
+from ..transformers_api import check_cache_arrived, find_cache, refuse_paged_cache
+from .cache import mhla_cache_layer
+from .rotation import rotation_cos_sin, rotation_layout, unrotate
+
+ATTENTION_NAME = f"mhla_{NAMESPACE}"
+# Arguments that change what other attention functions compute, and that MHLA cannot follow.
+SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")
+
+
+def mhla_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of an MHLA layer; transformers calls this as an attention function.
+
+    Args:
+        module: The attention module, with a child `mhla`.
+        query: [B, H, T, K], for H query heads.
+        key: [B, G, T, K], for G KV heads.
+        value: [B, G, T, V].
+        attention_mask: Only for heads that keep softmax; MHLA reads `mhla_padding`, which needs no T x T mask.
+        scaling: Multiplier for q k^T in a softmax; None means K**-0.5. MHLA with mixing matrices ignores it.
+        dropout: Only for heads that keep softmax.
+        **kwargs: The arguments `mhla_*` (see the module docstring), `cu_seq_lens_q`, and what else the base passes.
+
+    Returns:
+        Outputs [B, T, H, V], and None in place of attention weights.
+
+    Raises:
+        ValueError: An argument asks for what MHLA cannot do; keys of the past or a KV cache arrive by another way than
+            `mhla_cache`; or this process has no MHLA heads in training with tensor parallelism.
+    """
+    check_cache_arrived(query.shape[2], key.shape[2], kwargs)
+    for name in SOFTMAX_ONLY:
+        if kwargs.get(name) is not None:
+            got = type(kwargs[name]).__name__
+            raise ValueError(f"{name}: got {got} in an MHLA layer, which does not support it, expected None.")
+    if kwargs.get("is_causal") is False:
+        raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
+    starts, key_mask = kwargs.get("mhla_padding") or (None, None)
+    cache = kwargs.get("mhla_cache")
+    options = {
+        "hidden_states": kwargs.get("mhla_hidden_states"),
+        "cache": cache,
+        "scale": scaling,
+        "starts": starts,
+        "key_mask": key_mask,
+        "cu_seqlens": kwargs.get("cu_seq_lens_q") if cache is None else None,
+        # Only some cores take these.
+        **{name: kwargs[f"mhla_{name}"] for name in ("rotate", "cos_sin") if f"mhla_{name}" in kwargs},
+    }
+    heads = getattr(module.mhla, "heads", None)
+    if heads is None:
+        o = module.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
+        # Some bases call `view` on the output.
+        return o.contiguous(), None
+    # By whether the heads keep softmax.
+    outputs = {}
+    if heads.counts[True]:
+        parts = [heads.part(x, True, 1) for x in (query, key, value)]
+        others = {name: value for name, value in kwargs.items() if not name.startswith("mhla_")}
+        outputs[True] = module.softmax_heads(*parts, attention_mask, cache, scaling, dropout, **others)
+    if heads.counts[False]:
+        parts = [heads.part(x, False, 1).transpose(1, 2) for x in (query, key, value)]
+        outputs[False] = module.mhla(*parts, **options)
+    elif module.training and torch.is_grad_enabled():
+        # This process would have no gradients of the MHLA parameters, for which the other processes wait.
+        expected = "fewer processes for training, so that each has an MHLA head in every layer"
+        got = f"a process with softmax heads alone in layer {module.layer_idx}"
+        raise ValueError(f"tp_size: got {got}, expected {expected}.")
+    return heads.join(outputs, 2), None
+
+
+class SoftmaxHeads(nn.Module):
+    """Computes the softmax heads of an MHLA layer by the attention function that the model's configuration selects.
+
+    This module is passed to the attention function in place of an attention module, and has the attributes that such
+    functions read.
+
+    Args:
+        attention: The attention module of transformers.
+        config: The configuration of the model, on which `set_attn_implementation` has an effect. The configuration of
+            `attention` is a copy that selects MHLA.
+    """
+
+    def __init__(self, attention: Any, config: Any):
+        super().__init__()
+        self.config = config
+        self.layer_idx = attention.layer_idx
+        self.is_causal = True
+        # Layers with learned sinks are not converted.
+        self.sinks = None
+        self.num_key_value_groups = getattr(attention, "num_key_value_groups", 1)
+        base = next(cls for cls in type(attention).__mro__ if calls_interface(cls))
+        # Every modeling file has its own.
+        self.eager = sys.modules[base.__module__].eager_attention_forward
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        cache: Any,
+        scaling: float | None,
+        dropout: float,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend by softmax.
+
+        Args:
+            query: [B, H, T, K], the query heads that keep softmax.
+            key: [B, G, T, K], their KV heads.
+            value: [B, G, T, V].
+            attention_mask: The mask that the base passes to its attention function.
+            cache: The `MHLACacheLayer` of the layer, or None. Keys and values are added to its `softmax`, in place.
+            scaling, dropout, **kwargs: Further arguments that the base passes to its attention function.
+
+        Returns:
+            [B, T, H, V].
+        """
+        if cache is not None:
+            key, value = cache.softmax.update(key, value)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
+        return attend(self, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)[0]
+
+
+def padding_mask(
+    *args: Any, q_length: int, q_offset: Any = 0, attention_mask: torch.Tensor | None = None, **kwargs: Any
+) -> torch.Tensor | None:
+    """Make the mask of a model without softmax layers; transformers calls this as a mask function.
+
+    The mask covers the new tokens only. If it covered the past, too, every compiled step of `generate` would see a new
+    shape.
+
+    Args:
+        q_length: Number of new tokens, T.
+        q_offset: Number of tokens before these.
+        attention_mask: [B, S], or None.
+        *args, **kwargs: Ignored.
+
+    Returns:
+        The columns of `attention_mask` for the new tokens, [B, T], in place of a T x T mask; None without a mask.
+    """
+    return None if attention_mask is None else new_columns(attention_mask, q_length, q_offset)
+
+
+AttentionInterface.register(ATTENTION_NAME, mhla_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, padding_mask)
+
+
+class MHLAMixer:
+    """Passes the layer's input and its MHLA cache to `mhla_attention`; a mixin for attention classes of transformers.
+
+    The module has a child `mhla`, an `MHLA` or a `DecayMHLA`.
+
+    Attributes:
+        reads_unrotated: Whether MHLA reads q and k as they were before the rotary embedding (`rope="near"`).
+    """
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the base without a KV cache, and pass the layer's own cache to the attention function.
+
+        At first use, an MHLA layer is put into the KV cache (see `mhla_cache_layer`). The new tokens are counted in it.
+
+        Args:
+            hidden_states: [B, T, C].
+            *args, **kwargs: Arguments of the base. The cache is recognized by its type, because its name varies.
+
+        Returns:
+            The output of the base.
+
+        Raises:
+            ValueError: The KV cache holds softmax keys and values of this layer, or see `mhla_attention`.
+        """
+        cache_name, keeps_softmax = find_cache(kwargs), hasattr(self, "softmax_heads")
+        past = kwargs.pop(cache_name) if cache_name is not None else None
+        cache = mhla_cache_layer(past, self.layer_idx, keeps_softmax=keeps_softmax)
+        added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
+        if self.reads_unrotated:
+            added["mhla_cos_sin"] = rotation_cos_sin(self, kwargs)
+        output = super().forward(hidden_states, *args, **added, **kwargs)  # type: ignore[misc]
+        if cache is not None:
+            cache.count(hidden_states)
+        return output
+
+
+def find_causal_attentions(model: nn.Module) -> dict[int, Any]:
+    """Return the attention modules of a decoder by layer index: MHLA modules, and those that call an attention function."""
+    layer_parts: list[Any] = [
+        module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)
+    ]
+    return {
+        module.layer_idx: module
+        for module in layer_parts
+        if hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
+    }
+
+
+def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
+    """Return the keyword arguments of a language model's MHLA core, except for `settings`."""
+    widths = {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
+    return {**attention_sizes(attention, config), **widths}
+
+
+def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
+    """Apply the settings `rope` and `softmax_heads` to the MHLA layers of a model, in place.
+
+    Args:
+        model: The model, whose layers in `settings.layers` are MHLA.
+        settings: The settings, with `layers` as a list of indices.
+
+    Raises:
+        ValueError: A layer's rotary embedding cannot be undone, or `softmax_heads` lists all heads of a layer or heads that
+            it does not have.
+    """
+    attentions = find_causal_attentions(model)
+    layers: Any = settings.layers
+    for attention in (attentions[index] for index in layers):
+        attention.reads_unrotated = settings.rope == "near"
+        if attention.reads_unrotated:
+            attention.mhla.unrotate = partial(unrotate, layout=rotation_layout(attention))
+    for index, heads in (settings.softmax_heads or {}).items():
+        keep_softmax_heads(attentions[int(index)], model.config, heads)
+
+
+def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
+    """Let some KV heads of an MHLA attention module keep softmax, in place.
+
+    Sets `softmax_heads` of the module and `heads` of its core.
+
+    Args:
+        attention: The module.
+        config: The configuration of the model.
+        heads: Indices of KV heads, fewer than all.
+
+    Raises:
+        ValueError: An index is too large, or all KV heads are listed.
+    """
+    num_heads = attention.mhla.num_kv_heads
+    if max(heads) >= num_heads or len(heads) >= num_heads:
+        expected = f"some of 0 to {num_heads - 1}, fewer than all: a layer without MHLA heads is not in `layers`"
+        raise ValueError(f"softmax_heads: got {list(heads)} for layer {attention.layer_idx}, expected {expected}.")
+    attention.mhla.heads = HeadSplit(heads, num_heads)
+    attention.softmax_heads = SoftmaxHeads(attention, config)
+
+
+def pass_padding(
+    body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Add the padding or the borders of packed sequences to the arguments of a model, which passes them on to its layers.
+
+    Called before each forward pass of a model without its head. If the mask is [B, S] and the caller passes no positions,
+    only real tokens are counted as positions, so that padding does not change the outputs of a row.
+
+    Args:
+        body: The model without its head.
+        args, kwargs: The arguments of the call.
+        names: The names of the parameters of its forward, without `self`.
+
+    Returns:
+        No positional arguments, and all arguments by keyword. For N packed sequences they have `cu_seq_lens_q` [N + 1]. If
+        there is padding they have `mhla_padding`: int64 [B], the first real token of each row, and bool [B, T], True for
+        real tokens.
+
+    Raises:
+        ValueError: The cache is paged, sequences are packed in a batch of several rows or along with a mask or a cache, or
+            the mask has a wrong shape or hides more than the future and padding.
+    """
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    refuse_paged_cache(kwargs)
+    inputs = kwargs.get("input_ids")
+    inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
+    if inputs is None:
+        return (), kwargs
+    batch, length = inputs.shape[:2]
+    mask = kwargs.get("attention_mask")
+    cache_name = find_cache(kwargs)
+    past = None if cache_name is None else kwargs[cache_name]
+    # A static cache counts in a tensor.
+    seen = past.get_seq_length() if past is not None else 0
+    borders = packed_borders(kwargs, batch, seen)
+    if borders is not None:
+        return (), {**kwargs, **packed_arguments(kwargs, borders, length)}
+    if mask is None or "mhla_padding" in kwargs:
+        return (), kwargs
+    columns = real_columns(mask, batch, length, seen)
+    is_real = None if columns is None else new_columns(columns, length, seen)
+    if is_real is not None and (torch.compiler.is_compiling() or not bool(is_real.all())):
+        starts = torch.where(is_real.any(1), is_real.int().argmax(1), length)
+        kwargs["mhla_padding"] = (starts, is_real)
+    has_two_axes = isinstance(mask, torch.Tensor) and mask.ndim == 2
+    if has_two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
+        kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)
+    return (), kwargs
+
+
+def first_new_column(mask: torch.Tensor, length: int, seen: Any) -> Any:
+    """Return the index of the first new token's column in a mask: `seen`, or S - `length` if that is less.
+
+    Args:
+        mask: [B, S].
+        length: Number of new tokens.
+        seen: Number of tokens in the cache, an integer or a tensor.
+    """
+    last = mask.shape[1] - length
+    return seen.clamp(max=last) if isinstance(seen, torch.Tensor) else torch.sym_min(seen, last)
+
+
+def new_columns(mask: torch.Tensor, length: int, seen: Any) -> torch.Tensor:
+    """Return the columns [B, T] of a mask [B, S] that belong to the T new tokens.
+
+    See `first_new_column` for the arguments.
+    """
+    if mask.shape[1] == length:
+        return mask
+    return mask[:, first_new_column(mask, length, seen) + torch.arange(length, device=mask.device)]
+
+
+def real_columns(mask: Any, batch: int, length: int, seen: Any) -> torch.Tensor | None:
+    """Return which tokens are not padding.
+
+    Args:
+        mask: [B, S], a causal mask [B, 1, T, S], or a dictionary of these by the type of layer.
+        batch: B.
+        length: Number of new tokens, T.
+        seen: Number of tokens in the cache.
+
+    Returns:
+        bool [B, S] for the tokens in the cache and the new ones; None if there is no mask for layers of full attention.
+
+    Raises:
+        ValueError: The mask has another shape, or hides more than the future and padding.
+    """
+    if isinstance(mask, dict):
+        # Sliding layers are not converted.
+        mask = mask["full_attention"]
+        if mask is None:
+            return None
+    if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
+        return mask.bool()
+    if mask.ndim == 4 and (torch.compiler.is_compiling() or mask.shape[-1] >= seen + length):
+        allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+        if length > 1:
+            check_only_padding(allowed[..., : seen + length], seen)
+        return allowed.any(1).expand(batch, -1)
+    expected = f"[{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]"
+    raise ValueError(f"attention_mask: got shape {tuple(mask.shape)} for {length} new tokens, expected {expected}.")
+
+
+@torch.compiler.disable(reason="attention_mask came with four axes, checked by value, expected [batch, length].")
+def check_only_padding(allowed: torch.Tensor, seen: int) -> None:
+    """Raise ValueError if a mask hides more than the future and padding, which is all that MHLA can hide.
+
+    Args:
+        allowed: bool [B, T, S], True where a query may see a key.
+        seen: Number of tokens in the cache, S - T.
+    """
+    real = allowed.any(1)
+    causal = torch.ones_like(allowed).tril(int(seen)) & real[:, None]
+    # Rows of padded queries do not matter.
+    if bool(((causal != allowed) & real[:, seen:, None]).any()):
+        expected = "[batch, length], or packed sequences by position_ids or cu_seq_lens_q in a batch of 1"
+        got = "four axes that hide more than padding and the future"
+        raise ValueError(f"attention_mask: got {got}, expected {expected}.")
+
+
+def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tensor | None:
+    """Return the borders of sequences that are packed into one row.
+
+    They are read from `cu_seq_lens_q`, else from `seq_idx`, else from `position_ids` [B, T] with T > 1. `position_ids` are
+    read only if there is no mask and the cache is empty.
+
+    Args:
+        kwargs: The arguments of the call.
+        batch: Number of rows, B.
+        seen: Number of tokens in the cache.
+
+    Returns:
+        Int [N + 1] for N sequences, or None if nothing is packed.
+
+    Raises:
+        ValueError: `seq_idx` or `position_ids` pack sequences in a batch of several rows.
+    """
+    if kwargs.get("cu_seq_lens_q") is not None:
+        return kwargs["cu_seq_lens_q"]
+    if kwargs.get("seq_idx") is not None:
+        return find_borders(kwargs["seq_idx"], 0, batch)
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] == 1:
+        return None
+    if kwargs.get("attention_mask") is not None or seen:
+        return None
+    return find_borders(position_ids, 1, batch)
+
+
+@torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q with them.")
+def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | None:
+    """Find the borders of packed sequences: 0, the tokens whose id is not the previous id plus `step`, and T.
+
+    Args:
+        ids: Int [B, T], positions or the index of each token's sequence.
+        step: Difference between neighboring ids in one sequence: 1 for positions, 0 for indices of sequences.
+        batch: Number of rows, B.
+
+    Returns:
+        int32 [N + 1] for N sequences, or None if there is only one.
+
+    Raises:
+        ValueError: There is a border, and B is not 1.
+    """
+    is_border = ids.diff() != step
+    if not bool(is_border.any()):
+        return None
+    if batch != 1:
+        raise ValueError(f"position_ids or seq_idx: got sequences packed in a batch of {batch}, expected a batch of 1.")
+    inner = is_border[0].nonzero()[:, 0] + 1
+    return torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([ids.shape[1]])]).to(torch.int32)
+
+
+def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int) -> dict[str, Any]:
+    """Return the arguments that a model without its head needs for packed sequences.
+
+    Args:
+        kwargs: The arguments of the call.
+        borders: Int [N + 1].
+        length: Number of tokens, T.
+
+    Returns:
+        A dict with `cu_seq_lens_q`; `position_ids` [1, T], those of the call or else positions that restart in each
+        sequence; and `use_cache`, which is False.
+
+    Raises:
+        ValueError: The call has a mask, a cache, or `use_cache=True`, which packed sequences cannot have.
+    """
+    for name in ("attention_mask", find_cache(kwargs), "use_cache"):
+        if name is not None and kwargs.get(name) is not None and kwargs[name] is not False:
+            got = "True" if kwargs[name] is True else type(kwargs[name]).__name__
+            raise ValueError(
+                f"{name}: got {got} with packed sequences, which have no padding and no cache, expected None."
+            )
+    token, edges = torch.arange(length, device=borders.device), borders.long()
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None:
+        position_ids = (token - edges[torch.searchsorted(edges, token, right=True) - 1])[None]
+    return {"cu_seq_lens_q": borders, "position_ids": position_ids, "use_cache": False}
+
+
+# The cores depend on the source of the model: see `converted.py`.
+CAUSAL_SWAP = AttentionSwap(
+    function_name=ATTENTION_NAME,
+    mixin=MHLAMixer,
+    find_attentions=find_causal_attentions,
+    core_sizes=causal_core_sizes,
+    prepare=pass_padding,
+    finish=finish_causal_layers,
+)

@@ -1,0 +1,189 @@
+"""The paper's language model, from scratch (sections 4, 5.4 and C).
+
+It has the forward of a Llama, but no softmax. q and k are half as wide as the model, and v is as wide as the model. RoPE
+rotates the features after the map (relu). An RMSNorm per head and an output gate replace the normalizer.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from ...nn.core import MHLA
+from ...nn.settings import MHLASettings
+from ..derived_classes import wrap_forward
+from ..pretrained import MHLAPreTrainedMixin
+from ..transformers_api import find_cache, set_attention_function
+from .cache import mhla_cache_layer
+from .causal_attention import ATTENTION_NAME, mhla_attention, pass_padding
+from .configuration import MHLAConfig
+
+
+class MHLALanguageMixer(nn.Module):
+    """The attention of one layer: an MHLA core with projections for q, k, v, and the output."""
+
+    def __init__(self, config: MHLAConfig, layer_idx: int):
+        super().__init__()
+        # `MHLAConfig.__post_init__` has set what may be None.
+        mhla: Any = config.mhla
+        settings = MHLASettings.from_dict(mhla)
+        num_heads, self.layer_idx = config.num_attention_heads, layer_idx
+        head_dim: Any = config.head_dim
+        value_dim: Any = config.value_dim
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.q_proj = nn.Linear(config.hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, num_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, num_heads * value_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * value_dim, config.hidden_size, bias=False)
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_heads, "key_dim": head_dim, "value_dim": value_dim}
+        self.mhla = MHLA(settings, hidden_size=config.hidden_size, norm_eps=config.rms_norm_eps, **sizes)
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
+    ) -> torch.Tensor:
+        """Apply causal attention: each token attends to itself and to all earlier tokens.
+
+        Args:
+            hidden_states: [B, T, C].
+            position_embeddings: Cosines and sines of RoPE, [B or 1, T, K] each.
+            **kwargs: The KV cache, if there is one, which is updated in place, and further arguments of `mhla_attention`.
+
+        Returns:
+            [B, T, C].
+        """
+        widths = (self.head_dim, self.head_dim, self.value_dim)
+        projected = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        # q, k, v: [B, H, T, K or V]
+        heads = [x.unflatten(-1, (-1, width)).transpose(1, 2) for x, width in zip(projected, widths, strict=True)]
+
+        def rotate(x: torch.Tensor, y: torch.Tensor) -> Any:
+            return apply_rotary_pos_emb(x, y, *position_embeddings, unsqueeze_dim=2)
+
+        cache_name = find_cache(kwargs)
+        cache = mhla_cache_layer(kwargs.pop(cache_name), self.layer_idx) if cache_name is not None else None
+        mhla_arguments = {"mhla_cache": cache, "mhla_hidden_states": hidden_states, "mhla_rotate": rotate}
+        output, _ = mhla_attention(self, *heads, **{"attention_mask": None, **kwargs, **mhla_arguments})
+        if cache is not None:
+            cache.count(hidden_states)
+        return self.o_proj(output.flatten(2))
+
+
+class MHLADecoderLayer(GradientCheckpointingLayer):
+    """A decoder layer: norm, attention, norm, SwiGLU, with residual connections."""
+
+    def __init__(self, config: MHLAConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = MHLALanguageMixer(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Run the layer: [B, T, C] -> [B, T, C]. See `MHLALanguageMixer.forward` for **kwargs."""
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
+    """Base class of the language models from scratch: loading, saving, and initial weights."""
+
+    config: MHLAConfig
+    source_entry = "models.language.language_model"
+    _no_split_modules = ["MHLADecoderLayer"]
+    _can_record_outputs = {"hidden_states": MHLADecoderLayer}
+
+    def __init__(self, config: MHLAConfig) -> None:
+        # Skips the constructors of Llama, which would make its layers.
+        PreTrainedModel.__init__(self, config)
+        # Overrides `attn_implementation`, since there is no softmax to apply it to, and avoids T x T masks.
+        set_attention_function(config, ATTENTION_NAME)
+
+    def class_names(self) -> list[str]:
+        """Return the names of the model classes from scratch, with and without heads."""
+        return [cls.__name__ for cls in HEADS_FROM_SCRATCH]
+
+
+class MHLAModel(MHLAPreTrainedModel, LlamaModel):
+    """Maps token ids [B, T] to hidden states [B, T, C], without a head, by Llama's forward.
+
+    `attention_mask` [B, S] marks padding on either side. The borders of sequences that are packed into one row (B = 1) are
+    found by `position_ids`, `seq_idx`, or `cu_seq_lens_q`. Only the last compiles to one graph, because the others are read
+    by value.
+    """
+
+    def __init__(self, config: MHLAConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([MHLADecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    forward = wrap_forward(LlamaModel.forward, pass_padding)
+
+
+class MHLAForCausalLM(MHLAPreTrainedModel, LlamaForCausalLM):
+    """Maps token ids [B, T] to logits [B, T, vocabulary] and, with labels, a loss; can `generate`."""
+
+    def __init__(self, config: MHLAConfig) -> None:
+        super().__init__(config)
+        self.model = MHLAModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+class MHLAForSequenceClassification(GenericForSequenceClassification, MHLAPreTrainedModel):
+    """Predicts one label per sequence, or a reward with `num_labels=1`, from its last token that is not padding."""
+
+    def __init__(self, config: MHLAConfig) -> None:
+        # Skips the constructor of the generic head, which would look up a body by the Auto class. The same holds below.
+        MHLAPreTrainedModel.__init__(self, config)
+        self.num_labels, self.model = config.num_labels, MHLAModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class MHLAForTokenClassification(GenericForTokenClassification, MHLAPreTrainedModel):
+    """Predicts one label per token."""
+
+    def __init__(self, config: MHLAConfig) -> None:
+        MHLAPreTrainedModel.__init__(self, config)
+        self.num_labels, self.model = config.num_labels, MHLAModel(config)
+        self.dropout, self.score = nn.Dropout(0.1), nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class MHLAForQuestionAnswering(GenericForQuestionAnswering, MHLAPreTrainedModel):
+    """Predicts the first and the last token of the answer to a question in a text."""
+
+    def __init__(self, config: MHLAConfig) -> None:
+        MHLAPreTrainedModel.__init__(self, config)
+        self.model, self.qa_outputs = MHLAModel(config), nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+HEADS_FROM_SCRATCH = (
+    MHLAModel,
+    MHLAForCausalLM,
+    MHLAForSequenceClassification,
+    MHLAForTokenClassification,
+    MHLAForQuestionAnswering,
+)

@@ -1,0 +1,1 @@
+"""Image classifiers from scratch, and converted vision towers."""

@@ -1,0 +1,160 @@
+"""Replaces softmax attention with an MHLA core in the attention modules of transformers' vision towers.
+
+As in language models, the base keeps its projections and its positions and calls "the attention function", which is ours in
+the converted modules alone. Attention modules of these towers do not know the grid of their tokens. `pass_grid` computes it
+from the size of the images before the tower runs, and it travels to the layers as a keyword argument.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.modeling_utils import AttentionInterface
+
+from ...nn.grid import GridMHLA
+from ...nn.settings import MHLASettings
+from ...ops.namespace import NAMESPACE
+from ..derived_classes import AttentionSwap
+from ..families import family_of_type
+
+GRID_ATTENTION_NAME = f"mhla_grid_{NAMESPACE}"
+
+
+class GridCall(NamedTuple):
+    """Carries the grid and the layer's input to `mhla_grid_attention`.
+
+    It takes the place of the attention mask, which is the only argument that every base passes to its attention function.
+
+    Attributes:
+        grid: Number of rows and columns of tokens.
+        hidden_states: The layer's input, [B, T, C].
+    """
+
+    grid: tuple[int, ...]
+    hidden_states: torch.Tensor
+
+
+def mhla_grid_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: GridCall,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of an MHLA layer; transformers calls this as an attention function.
+
+    Args:
+        module: The attention module, with a child `mhla`.
+        query, key: [B, H, T, K].
+        value: [B, H, T, V].
+        attention_mask: A `GridCall` in place of a mask.
+        scaling, dropout: Ignored; they apply to softmax only.
+        **kwargs: Ignored.
+
+    Returns:
+        Outputs [B, T, H, V], and None in place of attention weights.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return module.mhla(q, k, v, grid=attention_mask.grid, hidden_states=attention_mask.hidden_states), None
+
+
+AttentionInterface.register(GRID_ATTENTION_NAME, mhla_grid_attention)
+AttentionMaskInterface.register(GRID_ATTENTION_NAME, flash_attention_mask)
+
+
+class MHLAGridMixer:
+    """Passes a `GridCall` to `mhla_grid_attention`; a mixin for attention classes of vision towers with a child `mhla`."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: None = None,
+        mhla_grid: tuple[int, ...] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call the base with a `GridCall` in place of the mask.
+
+        Args:
+            hidden_states: [B, T, C].
+            attention_mask: Must be None.
+            mhla_grid: Number of rows and columns of tokens, from `pass_grid`.
+            **kwargs: Further arguments of the base.
+
+        Returns:
+            The output of the base.
+
+        Raises:
+            ValueError: `attention_mask` is given, or `mhla_grid` is not.
+        """
+        if attention_mask is not None:
+            raise ValueError("attention_mask: got a tensor, expected None for MHLA layers of image models.")
+        if mhla_grid is None:
+            raise ValueError("mhla_grid: got None, expected rows and columns of tokens; call the whole model.")
+        call = GridCall(mhla_grid, hidden_states)
+        return super().forward(hidden_states, attention_mask=call, **kwargs)  # type: ignore[misc]
+
+
+def find_grid_attentions(model: nn.Module) -> dict[int, Any]:
+    """Return the attention modules of a vision tower by layer index."""
+    attributes = ("q_proj", "k_proj", "v_proj", "head_dim", "config")
+    return dict(enumerate(module for module in model.modules() if all(hasattr(module, name) for name in attributes)))
+
+
+def prefix_tokens(config: Any) -> int:
+    """Return the number of class, distillation, and register tokens before the grid."""
+    family: Any = family_of_type(getattr(config, "base_model_type", config.model_type))
+    return family.prefix + (getattr(config, "num_register_tokens", 0) or 0)
+
+
+def grid_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
+    """Return the keyword arguments of a vision tower's MHLA core, except for `settings`."""
+    return {
+        "num_heads": config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "prefix": prefix_tokens(config),
+        "key_dim": attention.head_dim,
+        "value_dim": attention.head_dim,
+    }
+
+
+def register_grid_hook(model: Any, settings: MHLASettings) -> None:
+    """Register `pass_grid` as a pre-forward hook on the vision tower in `model`; `settings` are ignored."""
+    body = next(module for module in model.modules() if hasattr(module, "embeddings"))
+    body.register_forward_pre_hook(pass_grid, with_kwargs=True)
+
+
+def pass_grid(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add the grid of tokens to the arguments of a vision tower, which passes it on to its layers; a pre-forward hook.
+
+    Args:
+        body: The tower.
+        args, kwargs: The arguments of the call, with images [B, channels, height, width].
+
+    Returns:
+        `args`, and `kwargs` with `mhla_grid`: the number of rows and columns of whole patches.
+
+    Raises:
+        ValueError: The call has no images, or they do not have four axes.
+    """
+    pixels, patch = args[0] if args else kwargs.get("pixel_values"), body.config.patch_size
+    if pixels is None or pixels.ndim != 4:
+        got = "None" if pixels is None else f"{pixels.ndim} axes"
+        raise ValueError(f"pixel_values: got {got}, expected [batch, channels, height, width].")
+    patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+    grid = tuple(int(side) // int(part) for side, part in zip(pixels.shape[2:], patch, strict=True))
+    return args, {**kwargs, "mhla_grid": grid}
+
+
+GRID_SWAP = AttentionSwap(
+    function_name=GRID_ATTENTION_NAME,
+    mixin=MHLAGridMixer,
+    find_attentions=find_grid_attentions,
+    core_sizes=grid_core_sizes,
+    matrix_core=GridMHLA,
+    finish=register_grid_hook,
+    replaces_masks=False,
+)

@@ -1,0 +1,315 @@
+"""The model card: every number from a file, the same bytes when it is rendered again, true of what was measured here."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from safetensors.torch import save_file
+from tools.small_cards import TRAIN, result, save_model, scores, times
+from tools.small_models import CACHE
+from tools.small_scores import make_result
+from tools.small_types import small_model_of
+from tools.tiny_pipelines import dit_pipeline, wan_pipeline
+
+import mhla_hf
+from mhla_hf.checkpoints.fingerprint import fingerprint_folder
+from mhla_hf.cli.main import main
+from mhla_hf.evaluation.records import Results
+from mhla_hf.hub.card import check_card, render_shelf, shelve, write_card
+
+SHELF = Path(__file__).parents[2] / "model_cards"
+CARDS = ("demo", "digits_dit", "digits_vit")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """An MHLA model with all its files, its teacher (which states a license) and two yardsticks."""
+    depths = [result("topics_recall", f"acc_back_{back}", 0.5, 0.1, True, samples=50) for back in (64, 512)]
+    mine = save_model(tmp_path / "mhla", [*scores(1.9251, 0.41), *depths, *times(1)])
+    (mine / "train.json").write_text(json.dumps(TRAIN))
+    readme = "---\nlicense: afl-3.0\n---\n# Teacher\n"
+    taught = [*scores(1.9003, 0.87), *depths[:1], result("topics_generation", "exact_match", 0.75, 0.05, True)]
+    taught += times(0)
+    return mine, {
+        "teacher": save_model(tmp_path / "teacher", taught, readme=readme),
+        "hybrid": save_model(tmp_path / "hybrid", scores(1.9049, 0.86)),
+        "plain linear": save_model(tmp_path / "linear", scores(1.9412, 0.22)),
+    }
+
+
+@pytest.fixture
+def card(folders):
+    mine, compared = folders
+    words = {"about": "A demo.", "limits": ["It knows one book."], "language": ["en"]}
+    return write_card(mine, name="somebody/toy-mhla", compared=compared, **words).read_text()
+
+
+SHOWN = (  # sqrt(0.02² + (0.02 * 0.41 / 0.87)²) / 0.87 in the third line
+    "| topics_bpb | bits_per_byte ↓ | 200 | 1.900 | 1.925 | 1.905 | 1.941 |",
+    "0.870 ± 0.020 | 0.410 ± 0.020 | 0.860 ± 0.020 | 0.220 ± 0.020",
+    "bits_per_byte of topics_bpb +1.3 %; acc of topics_recall -52.9 % ± 2.5 %",
+    "- plain linear: bits_per_byte of topics_bpb +2.2 %; acc of topics_recall -74.7 % ± 2.4 %",
+    "| topics_recall | acc_back_64 ↑ | 50 | 0.500 ± 0.100 | 0.500 ± 0.100 |  |  |",
+    "| topics_recall | acc_back_512 ↑ | 50 |  | 0.500 ± 0.100 |  |  |",
+    "- It knows one book.",
+    "at least 0.52 times the bytes of softmax's keys",
+    "2 of the 4 layers",
+    "| training | 1,843,200 tokens in 0.07 hours |",
+    "| match | logits | all | 300 | 8 | 512 | 614400 | 0.001 (0.003) | 83 | 1.25 → 0.0625 |",
+    "| 0.01 | 83 | 0.4239 on average |",
+    "Data: topics.txt.",
+    "| 512 | 8 | 10 | 2 | 3 | 8 | 2 |",
+    "| forward, time | softmax attention is faster at 512; MHLA from 2048 on. |",
+    'AutoTokenizer.from_pretrained("somebody/toy-mhla", trust_remote_code=False)',  # asks nothing, runs nothing
+    "float32 on Some CPU, 2 cores, 1 thread; seed 1234; lm_eval 0.4.13, torch 2.13.0:",
+    "Weights: afl-3.0, that of the base model.",
+)
+
+
+def test_what_the_card_shows(card):
+    assert [text for text in SHOWN if text not in card] == []
+    lost = re.search(r"Worse than the teacher, by more than two standard errors .*?: (.*)\.", card)[1]
+    assert "acc of topics_recall (0.8700 → 0.4100)" in lost and "bits_per_byte of topics_bpb" in lost
+    assert "seed 5; torch" in card and card.count("seed 5") == 1, "how times were measured is said beside them alone"
+    assert "cloze" not in lost and "Recall of single facts" not in card and "/somewhere" not in card
+
+
+def test_front_matter_is_model_card_data(card, folders):
+    data = ModelCard(card).data
+    assert data.license == "afl-3.0" and data.library_name == "transformers" and data.language == ["en"]
+    index = data.to_dict()["model-index"][0]
+    assert index["name"] == "toy-mhla" and "base_model" not in data.to_dict() and "acc_back" not in card.split("---")[1]
+    assert [entry["dataset"]["config"] for entry in index["results"]] == ["topics_bpb", "topics_cloze", "topics_recall"]
+    assert index["results"][0]["metrics"][0]["value"] == 1.9251
+    mine, compared = folders
+    data = ModelCard.load(write_card(mine, name="toy", base_model="somebody/base", compared=compared)).data
+    assert data.base_model == "somebody/base" and data.base_model_relation == "finetune"
+
+
+FASTER = {
+    (1, 1, 1): "softmax attention is faster at every length measured, up to 1024.",
+    (3, 3, 3): "MHLA is faster at every length measured, from 256 on.",
+    (1, 3, 1): "softmax attention is faster at 256, 1024, the longest length measured.",
+}
+
+
+@pytest.mark.parametrize("softmax", FASTER)
+def test_who_is_faster_where(tmp_path, softmax):
+    """No length is given to the one that was slower there."""
+    speed = {f"forward_ms_{256 << i}": (float(ms), 2.0) for i, ms in enumerate(softmax)}
+    mine, teacher = (
+        save_model(tmp_path / name, [*scores(1.9, 0.5), *times(column, speed)])
+        for column, name in ((1, "mhla"), (0, "teacher"))
+    )
+    text = write_card(mine, name="toy", license="mit", compared={"teacher": teacher}).read_text()
+    assert f"| forward, time | {FASTER[softmax]} |" in text
+
+
+CACHES = {
+    "hedgehog": ({}, f"at least {4 * 2 * 32 * 33 / (2 * 64 * 2 * 32):.2f} times the bytes"),
+    "decay": ({"mixing_form": "decay"}, "kept as 2 running summaries"),
+    "local": ({"mixing_form": "decay", "local": "softmax"}, "all between through 2 running summaries"),
+}
+SCORES = {"perplexity": 16.4, "recall": -0.24}
+MEASURED = {"text": "notes.txt", "tokens": 31744, "seed": 0, "original": SCORES, "fitted": {"kl": 0.0488, **SCORES}}
+MEASURED |= {"kept": {"kl": 0.0107, **SCORES}, "softmax_heads": {"7": [0, 2]}}
+MEASURED |= {"gates": {"0": [0.0, 0.1, 0.0], "7": [0.9, 0.2, 0.8]}}
+MEASURED |= {"cache_bytes": {"4096": {"softmax": 2**20, "converted": 2**19}}}
+
+
+@pytest.mark.parametrize("form", CACHES)
+def test_what_decoding_keeps_and_which_heads_kept_softmax(tmp_path, form):
+    changes, said = CACHES[form]
+    mine = save_model(tmp_path / "mhla", scores(1.9, 0.5))
+    edit(mine / "config.json", lambda config: config.update(dtype="bfloat16") or config["mhla"].update(changes))
+    if form == "local":
+        edit(mine / "config.json", lambda config: config.update(mhla_measured=MEASURED))
+    (mine / "results.json").write_text((mine / "results.json").read_text().replace("files:", "tensors:"))
+    text = write_card(mine, name="toy", license="mit").read_text()
+    assert said in text and ("cache grows with the text" in text) is (form == "hedgehog")
+    lines = ["| with softmax heads | 0.0107 | 16.40 | -0.240 |", "| 7 | 0, 2 |", "| 4,096 | 1.0 | 0.5 |"]
+    lines.append("layer 01234567\nKV 0  .      #\nKV 1  .      .\nKV 2  .      #\n")
+    for line in lines:
+        assert (line in text) is (form == "local")
+
+
+@torch.no_grad()
+def test_what_a_block_of_latent_attention_keeps(tmp_path):
+    """By the growth of its cache, over that of softmax's, which keeps latents."""
+    model, held = small_model_of("deepseek_v3"), []
+    softmax = model(torch.ones(1, 64, dtype=torch.long))[CACHE].layers[0]
+    mhla_hf.convert(model, layers="all", mixing_form="softmax", block_size=8)
+    for length in (64, 128):
+        held.append(model(torch.ones(1, length, dtype=torch.long), use_cache=True)[CACHE].layers[0].state)
+    ratio = (held[1].nbytes() - held[0].nbytes()) / (softmax.keys.nbytes + softmax.values.nbytes)
+    mine = save_model(tmp_path / "mhla", scores(1.9, 0.5))
+    sizes = {name: value for name, value in model.config.to_dict().items() if name not in ("architectures", "auto_map")}
+    edit(mine / "config.json", lambda config: config.update(sizes))
+    (mine / "results.json").write_text((mine / "results.json").read_text().replace("files:", "tensors:"))
+    text = write_card(mine, name="toy", license="mit").read_text()
+    assert f"at least {ratio:.2f} times the bytes" in text
+
+
+def test_scores_that_are_not_finite_or_partial_stay_out_of_the_index(tmp_path):
+    records = [*scores(1.9, 0.5), result("a", "ppl", None, None, False), result("b", "acc", 0.5, None, True, limit=5)]
+    text = write_card(save_model(tmp_path / "mhla", records), name="toy", license="mit").read_text()
+    names = [r["dataset"]["name"] for r in ModelCard(text).data.to_dict()["model-index"][0]["results"]]
+    assert names == ["topics_bpb", "topics_cloze", "topics_recall"]
+    assert "| a | ppl ↓ | 200 | not finite |" in text and "200 (limit)" in text and "Scores marked (limit)" in text
+
+
+def test_from_scratch_without_train_and_speed_says_so(tmp_path):
+    mine = save_model(tmp_path / "mhla", [result("topics_cloze", "acc", 0.5, 0.1, True)], layers=(0, 1, 2, 3))
+    text = write_card(mine, name="toy", license="mit").read_text()
+    assert "trained from scratch" in text and "## Scores" in text and "| softmax layers | none |" in text
+    assert "Speed was not measured." in text and "Recall of single facts from far back was not measured." in text
+    assert "How the model was trained is not recorded here." in text and "## Speed" not in text
+    check_card(mine)
+
+
+def save_pipeline(pipe, folder, **record):
+    """A pipeline as if it had been evaluated."""
+    pipe.save_pretrained(folder)
+    Results([make_result(fingerprint=fingerprint_folder(folder), **record)]).write(folder)
+
+
+TASK = "unconditional-image-generation"
+PIPELINES = {
+    "dit": (dit_pipeline, {}, TASK, ("A class-to-image model with", "softmax layers | none |")),
+    "wan": (wan_pipeline, {"layers": "2/3"}, "text-to-video", ("A video model with", "| softmax layers | 0 |")),
+}
+
+
+@pytest.mark.parametrize("family", PIPELINES)
+def test_the_card_of_a_pipeline_is_read_from_its_family(tmp_path, family):
+    make, options, task, words = PIPELINES[family]
+    pipe = make()
+    with pytest.raises(ValueError, match=r'no config\.json with "mhla" settings'):
+        save_pipeline(pipe, tmp_path / "plain")
+        write_card(tmp_path / "plain", name="toy", license="mit")
+    save_pipeline(mhla_hf.convert(pipe, **options), tmp_path / "mhla", task="judged", metric="distance")
+    text = write_card(tmp_path / "mhla", name="me/mhla", license="mit").read_text()
+    check_card(tmp_path / "mhla")
+    data = ModelCard(text).data
+    assert (data.library_name, data.pipeline_tag) == ("diffusers", task)
+    assert data.to_dict()["model-index"][0]["results"][0]["task"]["type"] == task
+    assert 'DiffusionPipeline.from_pretrained("me/mhla", trust_remote_code=True)' in text
+    assert [word for word in (*words, "| judged | distance ↑ |") if word not in text] == []
+    assert "far-back detail" not in text and "Generation was not measured" not in text
+
+
+def edit(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def changed(file, change):
+    return lambda mine, compared: edit(mine / file, change)
+
+
+FILES = {
+    "no config": (lambda m, c: (m / "config.json").unlink(), 'got no config.json with "mhla" settings'),
+    "no results": (lambda m, c: (m / "results.json").unlink(), "got no results.json with scores"),
+    "other weights": (
+        lambda m, c: save_file({"weight": torch.zeros(2)}, m / "model.safetensors"), "of other weights, expected"),
+    "label taken": (lambda m, c: c.update(MHLA=c["teacher"]), "compared: got the label 'MHLA', which is the model itself"),
+    "no license": (lambda m, c: (c["teacher"] / "README.md").write_text("# A\n"), "license: got none, and no card of"),
+    "train without seed": (changed("train.json", lambda j: j.pop("seed")), "has no attribute 'seed'"),
+    "train with a text for a number": (changed("train.json", lambda j: j.update(seconds="long")), "lack what it shows"),
+}  # fmt: skip
+ARGUMENTS = {
+    "base out of reach": (
+        {"base_model": "a/base", "compared": {}},
+        "license: got none, and no card of a/base states one",
+    ),
+    "another license": ({"license": "mit"}, "license: got 'mit', expected 'afl-3.0' as stated by"),
+    "name": ({"name": "../toy"}, "card: Repo id must"),
+    "base is a path": ({"base_model": "tests"}, "base_model: got 'tests', which is a local path"),
+}
+BAD = {name: (breaks, {}, says) for name, (breaks, says) in FILES.items()}
+BAD |= {name: (lambda *given: None, arguments, says) for name, (arguments, says) in ARGUMENTS.items()}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_writes_nothing(folders, case, monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    mine, compared = folders
+    breaks, arguments, message = BAD[case]
+    breaks(mine, compared)
+    with pytest.raises(ValueError, match=message) as caught:
+        write_card(mine, **{"name": "toy", "compared": compared, **arguments})
+    assert "\n" not in str(caught.value)
+    assert not (mine / "README.md").exists() and not (mine / "card.json").exists()
+
+
+KEPT = {
+    "no person": (lambda m: (m / "card.json").unlink(), r"card\.json: got format_version None, expected 1"),
+    "unknown key": (lambda m: edit(m / "card.json", lambda j: j.update(colour=7)), "colour: got an unknown name"),
+    "an end of line": (lambda m: (m / "README.md").open("ab").write(b"\r\n"), "got other text, expected what the"),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_card_is_true_when_rendering_it_again_gives_the_same_bytes(folders, card, tmp_path, case):
+    """From the folder alone."""
+    for place in folders[1].values():
+        place.rename(tmp_path / f"gone_{place.name}")
+    check_card(folders[0])
+    breaks, message = KEPT[case]
+    breaks(folders[0])
+    with pytest.raises(ValueError, match=message):
+        check_card(folders[0])
+
+
+@pytest.fixture
+def shelf(folders, card, tmp_path):
+    (tmp_path / "seeds.json").write_text('{"seeds": [0, 1]}')
+    shelve(folders[0], tmp_path / "cards", "toy", tmp_path / "seeds.json")
+    return tmp_path / "cards"
+
+
+def test_folder_and_shelf_give_the_same_card(shelf, card):
+    assert (shelf / "toy.md").read_text() == card
+    render_shelf(shelf, check=True)
+    assert json.loads((shelf / "results" / "toy.json").read_text())["over_seeds"] == {"seeds": [0, 1]}
+    assert "results" not in yaml.safe_load((shelf / "toy.yaml").read_text())
+
+
+def test_a_damaged_shelf_is_one_sentence(shelf, capsys):
+    path = shelf / "results" / "toy.json"
+    for spoil, says in (
+        (lambda: path.write_text(path.read_text().replace("1.9003", "1.8")), "toy.md: got other text, expected what"),
+        (path.unlink, "toy.json: got no such file, expected what was measured"),
+    ):
+        spoil()
+        assert main(["card", str(shelf), "--check"]) == 2
+        said = capsys.readouterr().err
+        assert says in said and said.count("\n") == 1
+
+
+def test_the_command_renders_checks_writes_and_shelves(shelf, capsys, monkeypatch):
+    monkeypatch.chdir(shelf.parent)
+    assert main(["card", "cards"]) == 0 and main(["card", "cards", "--check"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["cards/toy.md: rendered", "cards/toy.md: matches its files"]
+    options = ["--name", "me/other", "--license", "afl-3.0", "--compare", "teacher=teacher", "--limit", "Small."]
+    assert main(["card", "mhla", *options]) == 0 and main(["card", "mhla", "--check"]) == 0
+    assert "- Small." in Path("mhla/README.md").read_text()
+    with monkeypatch.context() as patch:  # before all weights are read for their fingerprint
+        patch.setattr("os.access", lambda *given: False)
+        patch.setattr("mhla_hf.hub.facts.measure", lambda *given: pytest.fail("it was measured"))
+        assert (
+            main(["card", "mhla", *options]) == 2 and "mhla/README.md', which cannot be made" in capsys.readouterr().err
+        )
+    assert main(["card", "mhla", "--shelve", "cards/other"]) == 0 and render_shelf("cards", check=True)
+    assert main(["card", "mhla"]) == 2 and "--name: got nothing, expected the Hub id" in capsys.readouterr().err
+    assert main(["card", "mhla", "--name", "a", "--compare", "teacher"]) == 2
+    assert "--compare: got 'teacher', expected LABEL=DIR" in capsys.readouterr().err
+
+
+def test_the_cards_of_this_repository_are_what_their_files_say():
+    assert sorted(path.stem for path in render_shelf(SHELF, check=True)) == sorted(CARDS)

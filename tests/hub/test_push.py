@@ -1,0 +1,297 @@
+"""A push ends complete or not at all, over HTTP with the real client; what the Hub holds afterwards is what is judged."""
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import HfApi, ModelCard
+from tools.small_repos import CARD, save_carded, save_model, score, small_scratch, spoil
+from tools.small_scores import small_llama, small_tokenizer
+
+import mhla_hf
+from mhla_hf.cli.main import main
+from mhla_hf.hub import push as push_module
+from mhla_hf.hub.card import write_card
+from mhla_hf.hub.push import push, send
+
+NAME = "tester/mhla"
+NOT_OURS = {".gitattributes"}
+WHOLE = "the repository holds the old or the new model: push again"
+
+
+def converted(seed=0):
+    # a source file of the size that is sent apart
+    settings = {"mixing_form": "softmax", "block_size": 32, "num_blocks": 4}
+    return mhla_hf.convert(small_llama(seed), layers="2/3", **settings)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """Two versions of a converted model with scores and card, and a pipeline's worth of trouble in neither."""
+    place = tmp_path_factory.mktemp("shelf")
+    save_carded(place / "old", converted(1))
+    save_carded(place / "new", converted(2))
+    return place
+
+
+def content(folder):
+    """path -> bytes of a folder that was checked."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def held(repo, revision="main"):
+    """path -> bytes that a repository holds without the Hub's file."""
+    return {path: data for path, data in repo.files(revision).items() if path not in NOT_OURS}
+
+
+def test_everything_arrives_in_one_commit(hub, shelf, unvisited, capsys):
+    assert main(["push", str(shelf / "new"), NAME, "--private", "--tag", "v1", "--tag", "best", "--quiet"]) == 0
+    repo = hub.repos[NAME]
+    oid = repo.refs["refs/heads/main"]
+    assert capsys.readouterr().out == f"{hub.endpoint}/{NAME}/commit/{oid}\nrevision {oid}\n"
+    assert len(repo.commits) == 2 and repo.private
+    assert repo.refs["refs/tags/v1"] == repo.refs["refs/tags/best"] == oid
+    assert held(repo) == content(shelf / "new")
+
+
+def test_what_is_no_part_of_the_model_stays_and_the_caller_hears_of_it(hub, shelf, unvisited, tmp_path, caplog):
+    folder = shutil.copytree(shelf / "new", tmp_path / "mine")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "runs").mkdir()
+    made, again = push(folder, NAME, progress=False), push(folder, NAME, progress=False)
+    assert made.left == again.left == ("notes.txt", "runs") and (made.new, again.new) == (True, False)
+    assert set(held(hub.repos[NAME])) == {file.name for file in (shelf / "new").iterdir()}
+    assert caplog.text.count("'notes.txt', 'runs'") == 2
+
+
+def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, capsys, caplog):
+    dry = push(shelf / "new", NAME, dry_run=True)
+    sizes = {file.name: file.stat().st_size for file in (shelf / "new").iterdir()}
+    assert (dry.revision, dry.url, dry.new, dict(dry.files)) == ("", "", False, sizes)
+    assert main(["push", str(shelf / "new"), NAME, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{sizes['model.safetensors']:,}  model.safetensors\n" in printed
+    assert printed.endswith(f"{sum(sizes.values()):,}  bytes; nothing was sent\n")
+    with pytest.raises(ValueError, match="no result for recall and generation"):
+        push(converted(), NAME, license="mit", base_model="base/llama", dry_run=True)
+    with pytest.raises(
+        ValueError, match="license: got none in a dry run, which does not ask the Hub for that of 'base/ll"
+    ):
+        push(converted(), NAME, base_model="base/llama", dry_run=True)
+    assert {method for method, *_ in hub.log} == {"GET"}
+    hub.fault("503", times=9)
+    assert push(shelf / "new", NAME, dry_run=True).deleted == ()
+    assert "push: which files of tester/mhla it would delete is not known (" in caplog.text
+
+
+def test_what_a_killed_push_left_goes_with_the_next(hub, shelf, unvisited, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if (process := os.fork()) == 0:
+        push_module.stage_folder = lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)
+        push(shelf / "new", NAME)
+    os.waitpid(process, 0)
+    assert [path.name[:13] for path in tmp_path.iterdir()] == ["mhla_hf-push-"]
+    push(shelf / "new", NAME, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_push_changes_only_what_changed(hub, shelf):
+    first = send(shelf / "old", NAME, tags=["v1"])
+    assert first.new and hub.sent("PUT", "/storage/") == 2
+    again = send(shelf / "old", NAME, tags=["v1"])
+    assert (again.revision, again.new) == (first.revision, False) and len(hub.repos[NAME].commits) == 2
+    assert hub.sent("POST", "/tag/") == 1
+    second = send(shelf / "new", NAME)
+    assert hub.sent("PUT", "/storage/") == 3  # the source file was there
+    repo = hub.repos[NAME]
+    assert held(repo) == content(shelf / "new") and held(repo, "v1") == content(shelf / "old")
+    assert repo.commits[second.revision].parent == first.revision
+    with pytest.raises(ValueError, match="private: got tester/mhla, which is public, expected a private"):
+        send(shelf / "new", NAME, private=True)
+    with pytest.raises(ValueError, match=r"tags: got 'v1', which is taken by commit \w{40} of tester/mhla"):
+        send(shelf / "old", NAME, tags=["v1"])
+    assert held(repo) == content(shelf / "new")
+
+
+def test_files_of_an_older_model_go_if_that_is_asked_for_and_all_others_stay(hub, shelf, unvisited, capsys):
+    others = {"handler.py": b"import os", "pytorch_model.bin": b"pickle", "onnx/config.json": b"{}", "LICENSE": b"mine"}
+    others |= {"sample.json": b"{}", ".gitignore": b"model.safetensors\nconfig.json\n"}
+    old = {"model-00001-of-00002.safetensors": b"\0" * 10, "tokenizer.model": b"old", "train.json": b"{}"}
+    hub.put(NAME, old | others)
+    before = hub.repos[NAME].refs["refs/heads/main"]
+    assert push(shelf / "new", NAME, dry_run=True).deleted == tuple(sorted(old))
+    assert main(["push", str(shelf / "new"), NAME, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[-4:-1]] == [["delete", name] for name in sorted(old)]
+    assert lines[-1].endswith("bytes; nothing was sent; to delete files, the push needs --delete-stale")
+    with pytest.raises(
+        ValueError, match=r"delete_stale: got False, and tester/mhla holds 3 files of an older model \(mod"
+    ):
+        send(shelf / "new", NAME)
+    assert hub.sent("POST", "/commit/|/storage/") == 0 and hub.repos[NAME].refs["refs/heads/main"] == before
+    assert main(["push", str(shelf / "new"), NAME, "--delete-stale", "--quiet"]) == 0
+    assert held(hub.repos[NAME]) == content(shelf / "new") | others
+
+
+def test_a_new_repository_is_as_private_as_its_owner_says(hub, shelf):
+    hub.visibility = "private"
+    for name, options in {"a": {}, "b": {"private": False}, "c": {"private": True}}.items():
+        send(shelf / "new", f"tester/{name}", **options)
+    assert [repo.private for repo in hub.repos.values()] == [True, False, True]
+
+
+def test_a_pull_request_and_a_branch(hub, shelf):
+    hub.put("other/mhla", {"README.md": CARD.encode()})
+    made = send(shelf / "new", "other/mhla", create_pr=True)
+    repo = hub.repos["other/mhla"]
+    assert made.url == f"{hub.endpoint}/other/mhla/discussions/1"
+    assert held(repo, "refs/pr/1") == content(shelf / "new") and held(repo) == {"README.md": CARD.encode()}
+    with pytest.raises(OSError, match="Repository Not Found"):
+        send(shelf / "new", "other/none", create_pr=True)
+    send(shelf / "old", NAME)
+    send(shelf / "new", NAME, revision="dev")
+    assert held(hub.repos[NAME]) == content(shelf / "old")
+    assert held(hub.repos[NAME], "dev") == content(shelf / "new")
+
+
+def test_what_had_arrived_is_not_sent_again_and_a_lost_answer_makes_no_second_commit(hub, shelf):
+    hub.fault("503", "/storage/", skip=1, times=6)
+    with pytest.raises(OSError, match=rf"push to {NAME}: .*503.*; {WHOLE}") as caught:
+        send(shelf / "new", NAME)
+    assert "\n" not in str(caught.value) and held(hub.repos[NAME]) == {} and len(hub.repos[NAME].lfs) == 1
+    hub.log.clear()
+    hub.fault("cut after", "/commit/")
+    with pytest.raises(OSError, match=WHOLE):
+        send(shelf / "new", NAME)
+    assert held(hub.repos[NAME]) == content(shelf / "new") and hub.sent("PUT", "/storage/") == 1
+    assert not send(shelf / "new", NAME).new and len(hub.repos[NAME].commits) == 2
+
+
+def test_ctrl_c_while_files_are_sent(hub, shelf, monkeypatch):
+    def stop(*_, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", stop)
+    with pytest.raises(KeyboardInterrupt, match=f"interrupted; {WHOLE}"):
+        send(shelf / "new", NAME)
+    assert held(hub.repos[NAME]) == {}
+
+
+def test_who_may_not_write(hub, shelf):
+    hub.put("other/mhla", {"README.md": b""})
+    with pytest.raises(OSError, match="don't have the rights to write below other"):
+        send(shelf / "new", "other/mhla")
+    with pytest.raises(OSError, match=r"push to tester/mhla: .*401"):
+        send(shelf / "new", NAME, token=False)
+
+
+def test_somebody_else_was_faster(hub, shelf, monkeypatch):
+    send(shelf / "old", NAME)
+    sending = HfApi.preupload_lfs_files
+
+    def and_meanwhile(api, *given, **options):
+        sending(api, *given, **options)
+        hub.put(NAME, {"README.md": b"faster"})
+        monkeypatch.setattr(HfApi, "preupload_lfs_files", sending)
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", and_meanwhile)
+    with pytest.raises(OSError, match="A commit has happened since"):
+        send(shelf / "new", NAME)
+    assert held(hub.repos[NAME]) == {"README.md": b"faster"}
+
+
+ARGUMENTS = {
+    "no user": ({"repo_id": "mhla"}, "repo_id: got 'mhla', expected it with a user or organization"),
+    "tag": ({"tags": ["v 1"]}, "tags: got 'v 1'"),
+    "request and tag": ({"create_pr": True, "tags": "v1"}, "create_pr: got True with tags, private or revision"),
+    "tokenizer of a folder": ({"tokenizer": 1}, "tokenizer: got one with a folder"),
+    "license of a card": ({"license": "mit"}, r"license: got it or base_model for .*, which has a card"),
+    "other name": ({"repo_id": "tester/other"}, r"got the card of 'tester/mhla', expected that of 'tester/other'"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_are_refused_before_anything_is_sent(hub, shelf, unvisited, case):
+    changed, said = ARGUMENTS[case]
+    arguments = {"what": shelf / "new", "repo_id": NAME} | changed
+    with pytest.raises((ValueError, TypeError), match=said):
+        push(**arguments)
+    assert hub.log == []
+
+
+def test_a_model_in_memory(hub, unvisited, monkeypatch):
+    model = small_scratch()
+    made = push(model, "tester/scratch", tokenizer=small_tokenizer(), license="apache-2.0", progress=False)
+    files = hub.repos["tester/scratch"].files(made.revision)
+    assert {"modeling_mhla.py", "model.safetensors", "tokenizer.json", "config.json"} <= set(files)
+    card = files["README.md"].decode()
+    assert "license: apache-2.0" in card and "Nothing was measured yet" in card
+    assert 'AutoModelForCausalLM.from_pretrained("tester/scratch", trust_remote_code=True)' in card
+    with pytest.raises(ValueError, match=r"README\.md: got no card"):
+        push(model, "tester/scratch2")
+    with pytest.raises(ValueError, match="no result for recall and generation"):
+        push(converted(), "tester/converted", license="apache-2.0")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match=r"what: got '.*saved', with 0.0 MiB of room for .* MiB or more"):
+        push(model, "tester/scratch3", license="apache-2.0")
+
+
+def test_after_evaluate_the_card_has_the_scores(hub, unvisited, tmp_path):
+    """Without a card so far; with other weights than were judged, nothing is sent."""
+    hub.put("base/evaluated", {"README.md": b"---\nlicense: mit\n---\n"})
+    folder = score(save_model(tmp_path / "mine", converted()))
+    made = push(folder, NAME, base_model="base/evaluated", progress=False)
+    write_card(folder, name=NAME, base_model="base/evaluated", license="mit")
+    assert held(hub.repos[NAME], made.revision) == content(folder)
+    for file in ("README.md", "card.json"):
+        (folder / file).unlink()
+    spoil(3.0)(folder)
+    with pytest.raises(ValueError, match="of other weights, expected scores of these") as caught:
+        push(folder, NAME, license="mit")
+    assert str(folder) in str(caught.value) and len(hub.repos[NAME].commits) == 2
+
+
+def test_errors_name_arguments_of_python(hub, unvisited, tmp_path):
+    for arguments in ({"license": "mit"}, {}, {"base_model": "base/none"}):
+        with pytest.raises(ValueError, match="expected") as caught:
+            push(converted(), NAME, progress=False, **arguments)
+        assert "--" not in str(caught.value) and "mhla-hf" not in str(caught.value)
+
+
+def test_the_license_of_a_published_base_is_taken_from_its_card(hub, unvisited):
+    hub.put("base/llama", {"README.md": b"---\nlicense: llama3.2\n---\n"})
+    made = push(converted(), NAME, base_model="base/llama", draft=True, progress=False)
+    data = ModelCard(hub.repos[NAME].files(made.revision)["README.md"].decode()).data
+    assert (data.license, data.base_model) == ("llama3.2", "base/llama")
+    with pytest.raises(ValueError, match=r"license: got 'mit', expected 'llama3.2' as stated by base/llama"):
+        push(converted(), NAME, base_model="base/llama", license="mit", draft=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_or_nothing_under_random_faults(hub, shelf, seed):
+    """One push through faults and, where it broke off, one without: the old model or the new one, made once."""
+    rng = random.Random(seed)
+    send(shelf / "old", NAME)
+    old, new = content(shelf / "old"), content(shelf / "new")
+    for _ in range(rng.randint(1, 3)):
+        hub.fault(rng.choice(["503", "cut", "cut after"]), skip=rng.randrange(12), times=rng.choice([1, 2, 7, 40]))
+    try:
+        send(shelf / "new", NAME, tags=["v1"])
+    except OSError as error:
+        assert str(error).endswith(f"{WHOLE}.")
+        assert held(hub.repos[NAME]) in (old, new)
+    hub.faults.clear()
+    made, repo = send(shelf / "new", NAME, tags=["v1"]), hub.repos[NAME]
+    assert held(repo) == held(repo, made.revision) == held(repo, "v1") == new
+    assert sum(held(repo, oid) == new for oid in repo.commits) == 1
+
+
+def test_a_reward_model_is_shared_as_what_it_is(hub):
+    model = small_scratch(mhla_hf.MHLAForSequenceClassification, num_labels=1)
+    made = push(model, "tester/reward", license="apache-2.0", progress=False)
+    card = hub.repos["tester/reward"].files(made.revision)["README.md"].decode()
+    assert "pipeline_tag: text-classification" in card and "AutoModelForSequenceClassification" in card

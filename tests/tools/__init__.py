@@ -1,0 +1,1 @@
+"""Small models, pipelines, and data for tests, and ways to run them in other processes."""

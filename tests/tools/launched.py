@@ -1,0 +1,148 @@
+"""Start several CPU processes: `accelerate launch -m mhla_hf.cli.main`, which may be killed, or forks of a test."""
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from safetensors.torch import load_file
+
+from mhla_hf.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+SETUPS = ROOT / "conversion" / "accelerate"
+
+
+def command_of(place, setup, processes, script=None):
+    """Return the command line up to the arguments of mhla_hf.
+
+    Args:
+        place: Folder for the launcher's configuration.
+        setup: "ddp", the name of a file of `conversion/accelerate`, or None for no launcher.
+        processes: Number of processes.
+        script: Script to run instead of `mhla_hf.cli.main`.
+    """
+    module = ["-m", "mhla_hf.cli.main"] if script is None else [script]
+    if setup is None:
+        return [sys.executable, *module]
+    config = place / f"{setup}.yaml"
+    if setup == "ddp":
+        config.write_text("distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\nmixed_precision: 'no'\n")
+    else:
+        values = yaml.safe_load((SETUPS / config.name).read_text())
+        config.write_text(yaml.safe_dump(values | {"mixed_precision": "no"}))
+    options = ["--config_file", config, "--num_processes", processes, "--main_process_port", 0]
+    return [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *options, *module]
+
+
+def start(place, setup, processes, *arguments, script=None):
+    """Start a command in `place`, in a new process group; see `command_of`."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = list(map(str, (*command_of(place, setup, processes, script), *arguments)))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=place, env=env, start_new_session=True, **pipes)
+
+
+def launch(place, setup, processes, *arguments, seconds=120, script=None):
+    """Run a command to its end, and return its exit code and output; see `command_of`."""
+    process = start(place, setup, processes, *arguments, script=script)
+    try:
+        text, _ = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            for pid in [process.pid, *ranks(process)]:
+                os.kill(pid, signal.SIGKILL)
+    return process.returncode, text
+
+
+def fork_launched(place, setup, count, *arguments):
+    """Run mhla_hf in `count` forks of this process, each with the environment that `accelerate launch` would give it."""
+    options = launch_command_parser().parse_args(list(map(str, command_of(place, setup, count)[4:])))
+    fork(run_main, count, place, prepare_multi_gpu_env(_validate_launch_command(options)[0]), arguments)
+
+
+def run_main(rank, place, environment, arguments):
+    """Run the command line in a folder, with an environment; see `fork_launched`."""
+    os.environ.update(environment)
+    os.chdir(place)
+    assert main(list(arguments)) == 0
+
+
+def ranks(process):
+    """Return the process ids of the launcher's processes, in the order in which they were started."""
+    return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+
+
+def kill(place, setup, processes, is_time, last_only, *arguments, seconds=120, script=None):
+    """Start a command, and kill it by SIGKILL.
+
+    Args:
+        place, setup, processes, script: As for `command_of`.
+        is_time: Function that returns whether to kill the command now.
+        last_only: Whether to kill only the last process, not all of them.
+        *arguments: Arguments of mhla_hf.
+        seconds: Timeout.
+
+    Returns:
+        The seconds that the other processes took to end.
+    """
+    process = start(place, setup, processes, *arguments, script=script)
+    deadline = time.monotonic() + seconds
+    while not is_time() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+    pids = ranks(process)
+    for pid in pids[-1:] if last_only else [process.pid, *pids]:  # each process of the launcher has its own group
+        os.kill(pid, signal.SIGKILL)
+    killed_at = time.monotonic()
+    process.communicate(timeout=seconds)
+    assert process.returncode != 0
+    return time.monotonic() - killed_at
+
+
+def compare(one, other, bound=1e-5):
+    """Check that two finished runs have the same losses, gradient norms, and weights, up to a relative error of
+    `bound`."""
+    histories = [json.loads((folder / "train.json").read_text())["history"] for folder in (one, other)]
+    assert len(histories[0]) == len(histories[1])
+    for a, b in zip(*histories, strict=True):
+        for key in {"loss", "ce", "match", "accuracy", "grad_norm"} & set(a):
+            assert abs(a[key] - b[key]) <= bound * abs(a[key]), (a["stage"], a["step"], key, a[key], b[key])
+    files = [file for name in ("model.safetensors", "transformer*/*.safetensors") for file in one.glob(name)]
+    assert files
+    for file in files:
+        first, second = (load_file(folder / file.relative_to(one)) for folder in (one, other))
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            assert torch.linalg.norm(value - second[name]) <= bound * torch.linalg.norm(value), name
+
+
+def fork(function, count, *arguments):
+    """Run `function(rank, *arguments)` in `count` processes with the environment of `torchrun`, and raise their
+    errors."""
+    listener = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    port = listener.port
+    del listener
+    torch.multiprocessing.start_processes(joined, (function, count, port, arguments), nprocs=count, start_method="fork")
+
+
+def joined(rank, function, count, port, arguments):
+    """Join the process group, and run the function of `fork`."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    function(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()

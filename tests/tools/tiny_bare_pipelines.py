@@ -1,0 +1,71 @@
+"""Tiny pipelines of joint-attention transformers without text encoders and autoencoders, for embeddings of prompts.
+
+`BARE_PIPELINES[family]()` returns a softmax pipeline, and `BARE_ARGUMENTS[family]` what it is called with.
+"""
+
+import inspect
+from functools import partial
+
+import torch
+from diffusers import (
+    ChromaPipeline,
+    CogVideoXDDIMScheduler,
+    CogVideoXPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2Pipeline,
+    HunyuanVideoPipeline,
+    MochiPipeline,
+    QwenImagePipeline,
+    StableDiffusion3Pipeline,
+)
+
+from tools.tiny_pipelines import embedding, flow, tiny_transformer
+
+MOCHI = FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+COGVIDEOX = CogVideoXDDIMScheduler(prediction_type="v_prediction")
+
+
+def bare(pipeline_class, family, scheduler=None, **sizes):
+    """Return a pipeline of which only the transformer and the scheduler are there."""
+    parameters = inspect.signature(pipeline_class.__init__).parameters
+    required = [name for name, value in parameters.items() if value.default is value.empty and name != "self"]
+    parts = {"scheduler": scheduler or flow(), "transformer": tiny_transformer(family, **sizes)}
+    return pipeline_class(**{**dict.fromkeys(required), **parts})
+
+
+def texts(name="", *shape):
+    """Return arguments for a prompt and the empty one, with ones for embeddings if there is no shape."""
+    values = [embedding(1, *shape) if shape else torch.ones(1, 6, dtype=torch.bool) for _ in range(2)]
+    return {f"{negative}{name}": value for negative, value in zip(("", "negative_"), values, strict=True)}
+
+
+BARE_PIPELINES = {
+    "sd3": partial(bare, StableDiffusion3Pipeline, "sd3"),
+    "qwen-image": partial(bare, QwenImagePipeline, "qwen-image"),
+    "chroma": partial(bare, ChromaPipeline, "chroma"),
+    "flux2": partial(bare, Flux2Pipeline, "flux2"),
+    "cogvideox": partial(
+        bare, CogVideoXPipeline, "cogvideox", COGVIDEOX, sample_height=8, sample_width=10, sample_frames=9
+    ),
+    "mochi": partial(bare, MochiPipeline, "mochi", MOCHI),
+    "hunyuan-video": partial(bare, HunyuanVideoPipeline, "hunyuan-video", guidance_embeds=True),
+}
+EMBEDS = texts("prompt_embeds", 6, 32)
+MASKS = texts("prompt_attention_mask")
+IMAGE = {"height": 64, "width": 96, **EMBEDS}
+BARE_ARGUMENTS = {
+    "sd3": {**IMAGE, **texts("pooled_prompt_embeds", 8)},
+    "qwen-image": {**IMAGE, **texts("prompt_embeds_mask"), "true_cfg_scale": 3.0},
+    "chroma": {**IMAGE, **MASKS},
+    "flux2": {"height": 64, "width": 96, "prompt_embeds": EMBEDS["prompt_embeds"]},
+    "cogvideox": {**IMAGE, "width": 80, "num_frames": 9},
+    "mochi": {**IMAGE, **MASKS, "num_frames": 13},
+    "hunyuan-video": {
+        "height": 64,
+        "width": 96,
+        "num_frames": 9,
+        "prompt_embeds": EMBEDS["prompt_embeds"],
+        "pooled_prompt_embeds": embedding(1, 8),
+        "prompt_attention_mask": MASKS["prompt_attention_mask"],
+    },
+}

@@ -1,0 +1,103 @@
+"""Tiny Wan pipelines that are conditioned by images or have two transformers; see `tiny_pipelines.py`.
+
+`WAN_PIPELINES[name]()` returns a softmax pipeline, and `WAN_DATA[name]` two rows of arguments to train it with.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from diffusers import WanImageToVideoPipeline, WanPipeline, WanVACEPipeline, WanVideoToVideoPipeline
+from diffusers.pipelines.wan import pipeline_wan_i2v, pipeline_wan_vace, pipeline_wan_video2video
+from diffusers.utils import is_ftfy_available
+from PIL import Image
+from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+
+from tools.tiny_pipelines import flow, t5, tiny_transformer, wan_vae
+
+if not is_ftfy_available():  # these pipelines fail without it on any prompt
+    for module in (pipeline_wan_i2v, pipeline_wan_vace, pipeline_wan_video2video):
+        module.ftfy = SimpleNamespace(fix_text=str)
+SIZE = [9, 64, 80]
+PROMPTS = ("a cat walks", "a dog")
+
+
+def picture(seed: int) -> Image.Image:
+    """Return an image of noise of the size of a frame."""
+    noise = torch.randint(256, (SIZE[1], SIZE[2], 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(noise.numpy())
+
+
+def parts() -> dict:
+    """Return text encoder, autoencoder and scheduler."""
+    return {**t5(UMT5EncoderModel, UMT5Config), "vae": wan_vae(), "scheduler": flow()}
+
+
+def clip() -> dict:
+    """Return an encoder of images into 5 tokens."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=16, **sizes)
+    processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    return {"image_encoder": CLIPVisionModel(config).eval(), "image_processor": processor}
+
+
+def image_to_video() -> WanImageToVideoPipeline:
+    """Return a pipeline as Wan 2.1's, whose transformer reads embeddings of the image, too."""
+    return WanImageToVideoPipeline(**parts(), **clip(), transformer=tiny_transformer("wan-i2v"))
+
+
+def first_last_frame() -> WanImageToVideoPipeline:
+    """Return a pipeline whose transformer reads embeddings of two images."""
+    transformer = tiny_transformer("wan-i2v", pos_embed_seq_len=10)
+    return WanImageToVideoPipeline(**parts(), **clip(), transformer=transformer)
+
+
+def vace() -> WanVACEPipeline:
+    """Return a pipeline whose transformer reads a video to follow."""
+    return WanVACEPipeline(**parts(), transformer=tiny_transformer("wan-vace", vace_in_channels=96))
+
+
+def experts(pipeline_class: type = WanPipeline, **sizes) -> WanPipeline:
+    """Return a pipeline of two transformers, for much noise and for little, as Wan 2.2 A14B."""
+    pair = {name: tiny_transformer("wan", **sizes) for name in ("transformer", "transformer_2")}
+    with torch.no_grad():
+        for parameter in pair["transformer_2"].parameters():
+            parameter.mul_(0.9)
+    return pipeline_class(**parts(), **pair, boundary_ratio=0.8)
+
+
+def image_experts() -> WanImageToVideoPipeline:
+    """Return a pipeline as Wan 2.2 I2V A14B."""
+    return experts(WanImageToVideoPipeline, in_channels=36)
+
+
+def video_to_video() -> WanVideoToVideoPipeline:
+    """Return a pipeline that changes a video; its transformer is that of text to video."""
+    return WanVideoToVideoPipeline(**parts(), transformer=tiny_transformer("wan"))
+
+
+def text_image_to_video() -> WanImageToVideoPipeline:
+    """Return a pipeline as Wan 2.2 5B, in which the first frame is a part of the latents without noise."""
+    return WanImageToVideoPipeline(**parts(), transformer=tiny_transformer("wan"), expand_timesteps=True)
+
+
+WAN_PIPELINES = {
+    "i2v": image_to_video,
+    "flf2v": first_last_frame,
+    "vace": vace,
+    "a14b": experts,
+    "i2v-a14b": image_experts,
+    "v2v": video_to_video,
+    "ti2v": text_image_to_video,
+}
+IMAGES = [{"prompt": prompt, "image": picture(seed)} for seed, prompt in enumerate(PROMPTS)]
+VIDEOS = [{"prompt": prompt, "video": [picture(seed)] * SIZE[0]} for seed, prompt in enumerate(PROMPTS)]
+WAN_DATA = {
+    "i2v": IMAGES,
+    "flf2v": [{**row, "last_image": picture(2)} for row in IMAGES],
+    "vace": VIDEOS,
+    "a14b": list(PROMPTS),
+    "i2v-a14b": IMAGES,
+    "v2v": VIDEOS,
+    "ti2v": IMAGES,
+}
