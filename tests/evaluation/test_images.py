@@ -138,7 +138,7 @@ def test_two_processes_make_the_same_images_and_scores_as_one(pipeline, tmp_path
         line = f"-m torch.distributed.run --nproc_per_node {count} -m mhla_hf.cli.main evaluate dit --out {count}.json"
         line += (
             " --quiet"
-            " --recipe table_9_class_to_image --batch-size 4 --set extractor=small_scores:color_judge --set images=22"
+            " --recipe table_9_class_to_image --batch-size 4 --set extractor=tools.small_scores:color_judge --set images=22"
         )
         line += f" --set sampling.num_inference_steps=2 --set samples=samples-{count} --set reference={reference[1]}"
         command = [sys.executable, *line.split()]
