@@ -154,7 +154,7 @@ def evaluate(
         tokenizer: Tokenizer of loaded language models; saved models come with theirs.
         output: Where to store the scores: a .json file (for one model) or a folder (one file per model). Default:
             results.json in the folder of a local model; nothing is written for Hub ids and loaded models.
-        include_path: Folder, or list of folders, with further lm-eval tasks, such as `make_tasks` writes.
+        include_path: Folder, or list of folders, with further lm-eval tasks.
         data_files: Folder from which lm-eval's tasks read their documents instead of the Hub: NAME.jsonl or NAME.jsonl.gz
             for each task, with the columns of its dataset; examples in the prompt come from NAME.train.jsonl if it exists.
         num_fewshot: Number of examples in the prompt; None means that of the recipe or the task. Tasks that demand 0 always

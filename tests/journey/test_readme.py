@@ -59,7 +59,7 @@ def test_convert_distill_share(here, monkeypatch):
     def judge(folders, recipe):
         read_score_recipe(recipe)
         small = {"lengths": [128], "depths": [0, 100], "items": 2}
-        return evaluate(folders, ["needle_recall_*"], recipe="recall", settings=small, progress=False)
+        return evaluate(folders, ["codes_recall_*"], recipe="recall", settings=small, progress=False)
 
     monkeypatch.setattr(mhla_hf, "evaluate", judge)
     pushed = []
