@@ -30,7 +30,7 @@ example:
 Recipes: table_2_imagenet, table_4_text_to_image, table_5_vbench, table_6_language, table_8_longbench,
 table_9_class_to_image, recall, ruler, speed, or a YAML file.
 On several processes: accelerate launch --multi_gpu -m mhla_hf.cli evaluate ...
-Scores are stored in results.json in each model's folder; those measured on this machine are reused.
+Scores are stored in results.json in each model's folder, and reused.
 """
 
 
@@ -52,7 +52,6 @@ def evaluate_options(add: AddArgument) -> None:
     add("--trust-remote-code", action="store_true", help="run source from the model's folder")
     add("--out", dest="output", help="a .json file, or a folder for several models (default: in the model's folder)")
     add("--force", action="store_true", help="run again even if a score exists")
-    add("--trust-scores", action="store_true", help="reuse scores that were not measured on this machine")
     style = {"dest": "style", "action": "store_const", "default": "text"}
     add("--markdown", const="markdown", help="print the table as Markdown", **style)
     add("--json", const="json", help="print every score, with its provenance, as JSON", **style)

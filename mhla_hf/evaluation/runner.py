@@ -108,7 +108,6 @@ class EvaluationArgs:
     revision: str | None
     trust_remote_code: bool
     force: bool
-    trust_scores: bool
     progress: bool
     command: str | None
     num_fewshot: int | None = at_least(0, None)
@@ -138,7 +137,7 @@ def evaluate(
     num_fewshot: int | None = None, limit: int | float | None = None, batch_size: int | Literal["auto"] = 8,
     seed: int | None = None, dtype: str = "auto", device: torch.device | str | None = None,
     max_length: int | None = None, revision: str | None = None, trust_remote_code: bool = False, force: bool = False,
-    trust_scores: bool = False, progress: bool = True, command: str | None = None,
+    progress: bool = True, command: str | None = None,
 ) -> Comparison:  # fmt: skip
     """Evaluate language models (by lm-eval tasks or speed), image classifiers, image pipelines, or video pipelines.
 
@@ -167,8 +166,6 @@ def evaluate(
         max_length: Longest context of a language model, in tokens; None means the one in its configuration.
         revision, trust_remote_code: As in transformers. MHLA language models need no remote code here; saved pipelines do.
         force: Whether to measure known scores again.
-        trust_scores: Whether to reuse scores in the results file that were not measured on this machine. By default only
-            scores measured on this machine are reused.
         progress: Whether to show progress bars on stderr.
         command: Shell command to store with the scores; None means the `mhla-hf evaluate` command that repeats them.
 

@@ -139,36 +139,16 @@ def test_only_what_is_missing_is_run(fresh, runs):
     assert found[0].value != found[1].value == found[3].value
 
 
-def lie(file):
-    """Every score of a results file becomes 0.12."""
-    content = json.loads(file.read_text())
-    for record in content["results"]:
-        record["value"] = 0.12
-    file.write_text(json.dumps(content))
-
-
-def test_scores_that_this_machine_did_not_measure_are_read_only_when_asked(
-    fresh, runs, monkeypatch, tmp_path, capsys, caplog
-):
+def test_stored_scores_are_read_wherever_they_were_measured(fresh, runs, caplog):
     recall, file = "here_recall", fresh / "llama" / "results.json"
-    true = values(judge(fresh, "llama", [recall])["llama"])
-    lie(file)
-    assert values(judge(fresh, "llama", [recall])["llama"]) == true and runs == [recall] * 2
-    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "of another machine"))
-    assert {record.task for record in judge(fresh, "llama", ["here_cloze"])["llama"]} == {"here_cloze"}
-    assert {record.task for record in Results.read(file)} == {"here_cloze", recall}  # nobody's scores are thrown away
-    assert values(judge(fresh, "llama", [recall])["llama"]) == true and runs == [recall] * 2 + ["here_cloze", recall]
-    lie(file)
+    judge(fresh, "llama", [recall])
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "results": [{**r, "hardware": "elsewhere"} for r in content["results"]]}))
     line = ["evaluate", str(fresh / "llama"), "--tasks", recall, "--include-path", str(fresh / "tasks")]
-    assert main([*line, "--trust-scores", "--quiet"]) == 0
-    assert (
-        "0.1200" in capsys.readouterr().out and f"scores in {file} were not measured here and are read" in caplog.text
-    )
-    assert runs == [recall] * 2 + ["here_cloze", recall]
-    assert main(line) == 0
-    assert f"scores in {file} were not measured here and do not count" in caplog.text
-    assert main(line) == 0
+    assert main(line) == 0 and runs == [recall]
     assert f"the scores in {file} are read, not run again" in caplog.text
+    assert main([*line, "--force", "--quiet"]) == 0 and runs == [recall] * 2
+    assert {record.hardware for record in Results.read(file)} == {content["results"][0]["hardware"]}
 
 
 def test_other_weights_and_other_questions_count_as_missing(fresh, runs):
