@@ -284,7 +284,7 @@ def store_scores(
         "Fréchet distance (digits judge)": (row["frechet"], None, False, count),
         "held-out loss": (row["loss"], row["loss_stderr"], False, HELD_OUT),
     }
-    unused = dict.fromkeys(("output", "limit", "revision", "trust_remote_code", "trust_scores", "force"))
+    unused = dict.fromkeys(("output", "limit", "revision", "trust_remote_code", "force"))
     options = types.SimpleNamespace(dtype="auto", seed=seed, command=command, **unused)
     (subject,) = find_subjects(transformer_folder, options)
     task_hash = hash_json([fingerprint_model(judge), count, SAMPLING_STEPS])

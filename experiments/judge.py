@@ -25,8 +25,7 @@ from transformers import AutoTokenizer
 
 from mhla_hf.cli.main import script
 from mhla_hf.evaluation.language import load_tasks, quiet_harness
-from mhla_hf.evaluation.lookups import choose_words
-from mhla_hf.evaluation.needles import FACT, OBJECTS
+from mhla_hf.evaluation.recall import filler_lines, make_text
 from mhla_hf.models.transformers_api import forward_cached
 
 from .heads import FORMS, converted, load, read_text
@@ -120,55 +119,37 @@ def answer_scores(model: Any, prefix: Sequence[int], questions: Sequence[Questio
 
 def make_lookups(
     tokenizer: Any, text: str, length: int, seed: int
-) -> tuple[list[int], list[tuple[str, int, list[int], list[int], list[int]]]]:
-    """Make a long text with facts between its lines, at even distances, and questions about them.
-
-    There are facts of two kinds, in random order: codes of things (as in `needles`), which are to be written, and
-    lines such as "- method string" (as in `lookups`), whose values are ranked.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        text: Source of the lines.
-        length: Tokens of the long text.
-        seed: Selects facts and lines.
+) -> tuple[list[int], list[tuple[str, int, Question]]]:
+    """Make a text with facts at even distances, none in its last `NEAR` tokens, and questions about them.
 
     Returns:
-        The token ids of the long text, and for each fact its kind ("code" or "lookup"), how many tokens before the end
-        it ends, and a `Question`.
+        The token ids of the text, at most `length` or a few more, and for each fact its kind ("code" or "lookup"), how many
+        tokens before the end it ends, and a `Question`.
     """
     rng = random.Random(f"lookups {length} {seed}")
 
     def encode(piece: str) -> list[int]:
         return tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
 
-    num_codes, num_pairs = FACTS[length]
-    keys, values = choose_words(tokenizer)
-    codes = zip(rng.sample(OBJECTS, num_codes), rng.sample(range(1000, 10_000), num_codes), strict=True)
-    statements = {"code": [FACT.format(*code) + "\n" for code in codes]}
-    pairs = zip(rng.sample(keys, num_pairs), rng.sample(values, num_pairs), strict=True)
-    statements["lookup"] = [f"- {' '.join(pair)}\n" for pair in pairs]
-    facts = []
-    for kind, group in statements.items():
-        for statement in group:
-            others = [other for other in group if other != statement]
-            question, space, answer = statement.rstrip(".\n").rpartition(" ")
-            examples = "".join(rng.sample(others, SHOWN))
-            facts.append((kind, statement, f"\n{examples}{question}", space + answer))
-    choices = [encode(answer)[0] for kind, _, _, answer in facts if kind == "lookup"]
-    rng.shuffle(facts)
-    lines = [line for line in text.splitlines(keepends=True) if line.strip()]
-    filler = itertools.chain(*map(encode, itertools.islice(lines, rng.randrange(len(lines) // 2), None)))
-    newline = encode("\n")
-    ids: list[int] = []
-    questions: list[tuple[str, int, list[int], list[int], list[int]]] = []
-    num_filler = length - NEAR - sum(len(encode(statement)) + len(newline) for _, statement, _, _ in facts)
-    for index, (kind, statement, question, answer) in enumerate(facts):
-        gap = (index + 1) * num_filler // len(facts) - index * num_filler // len(facts)
-        ids += [*itertools.islice(filler, gap), *newline, *encode(statement)]
-        distance = length - len(ids)
-        questions.append((kind, distance, encode(question), encode(answer), choices if kind == "lookup" else []))
-    ids += itertools.islice(filler, length - len(ids))
-    return ids, questions
+    num_codes, num_lookups = FACTS[length]
+    kinds = ["codes"] * num_codes + ["lookups"] * num_lookups
+    rng.shuffle(kinds)
+    facts = [(kind, 100 * (index + 1) / len(kinds)) for index, kind in enumerate(kinds)]
+    lines = filler_lines(text)
+    long_text, questions = make_text(
+        tokenizer, lines, length - NEAR, facts, rng, examples={"codes": SHOWN, "lookups": SHOWN}
+    )
+    tail = ""
+    for line in itertools.cycle(lines[rng.randrange(len(lines)) :] + lines):
+        tail += line
+        if len(encode(tail)) >= NEAR:
+            break
+    long_text += tail
+    rows = []
+    for kind, end, prompt, answer, choices in questions:
+        likeliest = [encode(choice)[0] for choice in choices] if kind == "lookups" else []
+        rows.append((kind[:-1], len(encode(long_text[end:])), (encode(prompt), encode(answer), likeliest)))
+    return encode(long_text), rows
 
 
 def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
@@ -177,9 +158,9 @@ def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, 
     Returns:
         "answers": for each question [kind, tokens back, log-probability of the answer, whether it is right].
     """
-    ids, questions = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
-    scores = answer_scores(model, ids, [question[2:] for question in questions])
-    return {"answers": [[*question[:2], *score] for question, score in zip(questions, scores, strict=True)]}
+    ids, rows = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
+    scores = answer_scores(model, ids, [question for _, _, question in rows])
+    return {"answers": [[kind, back, *score] for (kind, back, _), score in zip(rows, scores, strict=True)]}
 
 
 class PrefixReader(HFLM):

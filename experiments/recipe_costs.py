@@ -58,20 +58,14 @@ BASES: dict[str, Any] = {  # what differs from the defaults of diffusers and tra
 }
 EXAMPLES = {"encoder": "sentence-transformers/all-MiniLM-L6-v2", "language_cpu": "HuggingFaceTB/SmolLM2-135M"}
 REDUCTIONS = {"WanTransformer3DModel": 8, "DiTTransformer2DModel": 8, "SanaTransformer2DModel": 32}  # pixels per latent
-FRAME_REDUCTION = 4
-TEXT_TOKENS = 512
-CARDS = (8, 16, 24, 40, 80)  # memory of GPUs, in GB
-SPARE = 2.0  # GB that CUDA, its allocator, and the text encoder's last batch may take
 PAPER_COSTS = {"deit-t": "5.7 M, 1.1", "deit-s": "22 M, 4.2", "vlt-t": "16 M, 2.4", "vlt-s": "27 M, 4.6"}  # of table 2
 
 
 class MemoryCounter(TorchDispatchMode):
     """Counts the bytes of the tensors that operators create and that still exist, in `highest` the most of them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.current = self.highest = 0
-        self.storages: Any = weakref.WeakSet()
+    current = highest = 0
+    storages: Any = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves((args, kwargs)):
@@ -96,15 +90,14 @@ def make_task(base: Any, recipe: Recipe, stage: Any) -> Any:
     preset = settings.pop("preset", None)
     if recipe.task == "diffusion":
         base_class: Any = getattr(diffusers, base["_class_name"])
-        original = base_class.from_config(base) if stage.needs_teacher else None
         cls: Any = mhla_class(transformer_family(base_class), base_class)
+        original = base_class.from_config(base)
         student = cls.from_preset(preset, **settings) if preset else cls.from_config({**base, "mhla": settings})
     elif preset:
-        original = None
+        model, config = mhla_hf.MHLAForCausalLM, mhla_hf.MHLAConfig
         if recipe.task == "images":
-            student = mhla_hf.MHLAForImageClassification(mhla_hf.MHLAVisionConfig.preset(preset, **settings))
-        else:
-            student = mhla_hf.MHLAForCausalLM(mhla_hf.MHLAConfig.preset(preset, **settings))
+            model, config = mhla_hf.MHLAForImageClassification, mhla_hf.MHLAVisionConfig
+        original, student = None, model(config.preset(preset, **settings))
     else:
         classes = base_classes(family_to_convert(base.model_type))
         make = classes.get((base.architectures or [""])[0], next(iter(classes.values())))
@@ -127,19 +120,27 @@ def make_inputs(task: Any, base: Any, stage: Any, count: int) -> tuple[Any, ...]
         return torch.empty(count, config.num_channels, config.image_size, config.image_size), labels, weight
     reduction = REDUCTIONS[base["_class_name"]]
     sides = [side // reduction for side in stage.size[-2:]] if stage.size else [config.sample_size] * 2
-    frames = [(frames - 1) // FRAME_REDUCTION + 1 for frames in (stage.size or ())[:-2]]
+    frames = [(frames - 1) // 4 + 1 for frames in (stage.size or ())[:-2]]
     latents = torch.empty(count, config.in_channels, *frames, *sides)
     batch = {"noisy": latents, "times": torch.empty(count)}
     batch |= {"target": latents} if stage.loss == "denoising" or stage.data_weight else {}
     width = config.get("text_dim") or config.get("caption_channels")
     for name in task.student.family.conditions:
-        text = (count, TEXT_TOKENS, *([width] if name == "encoder_hidden_states" else []))
+        text = (count, 512, *([width] if name == "encoder_hidden_states" else []))
         batch[name] = torch.zeros(count, dtype=torch.long) if name == "class_labels" else torch.empty(text)
-    tensors, weights = task.take(SimpleNamespace(take_rows=lambda count, rows: batch), stage, slice(None))
-    return *tensors, *weights
+    return sum(task.take(SimpleNamespace(take_rows=lambda count, rows: batch), stage, slice(None)), ())
 
 
 def measure_stage(base: Any, recipe: Recipe, stage: Any) -> dict[str, int]:
+    """Return the bytes of a stage as `measure_samples` does; bytes of many samples are extrapolated, linearly."""
+    count = stage.batch_size // stage.grad_accum // recipe.processes
+    if count <= 32:
+        return measure_samples(base, recipe, stage, count)
+    few, many = (measure_samples(base, recipe, stage, samples) for samples in (16, 32))
+    return {**many, "peak": many["peak"] + (many["peak"] - few["peak"]) * (count - 32) // 16}
+
+
+def measure_samples(base: Any, recipe: Recipe, stage: Any, count: int) -> dict[str, int]:
     """Return the bytes of a stage in one of `recipe.processes` processes, over which FSDP2 shards all weights.
 
     "states" are weights, gradients, moments, average, and teacher, with the blocks that FSDP2 gathers; "peak" adds what a
@@ -161,16 +162,15 @@ def measure_stage(base: Any, recipe: Recipe, stage: Any) -> dict[str, int]:
             states += 4 * 3 * max(sum(x.numel() for x in block.parameters()) for block in student.blocks)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.device("cpu"))
-        for model in (student, task.teacher):
-            for module in model.modules() if model is not None else ():  # each only once, if blocks share one
-                module.to_empty(device="cpu", recurse=False)
+        for module in [*student.modules(), *(task.teacher.modules() if task.teacher is not None else ())]:
+            module.to_empty(device="cpu", recurse=False)  # each only once, if blocks share one
         task.set_gradient_checkpointing(recipe.run.get("gradient_checkpointing", False))
         objective = task.objective(stage)
         if task.name == "language":  # whose heads are found by their values
             layers = [x.get_output_embeddings() for x in (student, task.teacher or student)]
             objective.heads = tuple(output_head.OutputHead(layer, 1.0, None) for layer in layers)
             stack.enter_context(mock.patch.object(output_head, "CPU_CHUNK", output_head.GPU_CHUNK))
-        inputs = make_inputs(task, base, stage, stage.batch_size // stage.grad_accum // recipe.processes)
+        inputs = make_inputs(task, base, stage, count)
         for parameter in student.parameters() if stage.grad_accum > 1 else ():  # which earlier micro-batches left
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         with MemoryCounter() as counter:
@@ -186,7 +186,7 @@ def render_costs(record: Mapping[str, Any]) -> str:
     lines = ["| recipe | devices | peak, GB | before activations, GB | disk, GB |", "|---|---|---:|---:|---:|"]
     for row in record["rows"]:
         sizes = [max(stage[key] for stage in row["stages"]) / 1e9 for key in ("peak", "states", "disk")]
-        card = next((f"{card} GB" for card in CARDS if sizes[0] + SPARE <= card), "more than 80 GB")
+        card = next((f"{gb} GB" for gb in (8, 16, 24, 40, 80) if sizes[0] + 2 <= gb), "more than 80 GB")  # 2 for CUDA
         lines.append(f"| `{row['recipe']}` | {row['processes']} of {card} | {' | '.join(f'{x:.1f}' for x in sizes)} |")
     return "\n".join(lines)
 
@@ -196,8 +196,7 @@ def count_flops(model: Any, side: int) -> tuple[int, int]:
     model.eval().requires_grad_(False)  # the counter misses parameters that require gradients
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(torch.zeros(1, model.config.num_channels, side, side))
-    counts = counter.get_flop_counts()["Global"]
-    attention = sum(count for operator, count in counts.items() if "bmm" in str(operator))
+    attention = sum(count for operator, count in counter.get_flop_counts()["Global"].items() if "bmm" in str(operator))
     return counter.get_total_flops() // 2, (counter.get_total_flops() - attention) // 2
 
 
@@ -217,13 +216,16 @@ def count_classifiers(presets: Sequence[str] = tuple(PAPER_COSTS), side: int = 2
 
 def render_classifiers(record: Mapping[str, Any]) -> str:
     """Render the rows of `count_classifiers`, with what the paper says."""
-    columns = "parameters | G multiply-adds at 224 | outside the attention | padded to blocks | in table 2"
-    lines = [f"| model | attention | {columns} |", "|---|---|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| model | attention | parameters | G multiply-adds at 224 | outside the attention | padded | in table 2 |"
+    ]
+    lines.append("|---|---|---:|---:|---:|---:|---:|")
     for row in record["rows"]:
         flops = [f"{row[name] / 1e9:.2f}" for name in ("flops", "outside", "padded_flops")]
-        paper = PAPER_COSTS[row["preset"]] if row["attention"] == "mhla" else ""
-        cells = [row["preset"], row["attention"], f"{row['parameters'] / 1e6:.2f} M", *flops, paper]
-        lines.append(f"| {' | '.join(cells)} |")
+        flops.append(PAPER_COSTS[row["preset"]] if row["attention"] == "mhla" else "")
+        lines.append(
+            f"| {row['preset']} | {row['attention']} | {row['parameters'] / 1e6:.2f} M | {' | '.join(flops)} |"
+        )
     return "\n".join(lines)
 
 
@@ -233,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = describe_run("python -m experiments.recipe_costs")
     classifiers = {**run, "rows": count_classifiers()}
     write_json("docs/images/costs.json", classifiers)
-    print(render_classifiers(classifiers), "\n")
+    print(render_classifiers(classifiers))
     rows: list[dict[str, Any]] = []
     for name in recipe_names():
         recipe = read_recipe(name)

@@ -1,4 +1,4 @@
-"""Text with lookups (`mhla_hf/evaluation/lookups.py`) to train on, and attention heads that answer them.
+"""Text with lookups (`mhla_hf/evaluation/recall.py`) to train on, and attention heads that answer them.
 
 `add_lookups` adds lookups to most of a training text. `start_lookups` gives a new Llama two heads per layer that answer
 them in trained models (induction heads, arXiv 2209.11895), because a small model does not learn such heads in the steps of
@@ -11,10 +11,35 @@ from typing import Any
 
 import torch
 
-from mhla_hf.evaluation.lookups import Lookups
-
 LEAST = 4_000_000  # characters of the text with lookups
 PAGE, SHARE = 4000, 0.7  # characters of a page, which has lookups throughout or none; share of the pages that have some
+MAX_LIVE_NAMES = 8  # names that may be repeated
+NEW_NAME_PROBABILITY = 0.25  # probability that a line introduces a name instead of repeating one
+
+
+class Lookups:
+    """Generates lookup lines such as "- method string"; a name that comes again keeps its value.
+
+    Args:
+        words: Names and values, as `choose_words` returns them.
+        rng: Random number generator.
+    """
+
+    def __init__(self, words: tuple[Sequence[str], Sequence[str]], rng: random.Random) -> None:
+        self.names, self.values = words
+        self.rng = rng
+        self.live: dict[str, str] = {}  # name -> value, the oldest first
+
+    def line(self) -> str:
+        """Return the next line, with its newline. It introduces a new name or repeats one of the last few."""
+        if not self.live or self.rng.random() < NEW_NAME_PROBABILITY:
+            name = self.rng.choice([name for name in self.names if name not in self.live])
+            self.live[name] = self.rng.choice(self.values)
+            if len(self.live) > min(MAX_LIVE_NAMES, len(self.names) // 2):
+                del self.live[next(iter(self.live))]
+        else:
+            name = self.rng.choice(list(self.live))
+        return f"- {name} {self.live[name]}\n"
 
 
 def add_lookups(text: str, words: tuple[Sequence[str], Sequence[str]]) -> str:

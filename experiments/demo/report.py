@@ -23,7 +23,6 @@ BACK = "recall_back_"
 COLUMNS = (  # measure, title, format
     ("bits_per_byte", "bits per byte ↓", "{:.4f}"),
     ("over_teacher_percent", "over teacher, % ↓", "{:+.2f}"),
-    ("cloze", "cloze ↑", "{:.3f}"),
     ("recall_far", f"recall beyond {NEAR} ↑", "{:.3f}"),
     ("transfer_loss", "transfer loss ↓", "{:.3f}"),
     ("kl", "KL, training ↓", "{:.4f}"),
@@ -34,14 +33,17 @@ Curve = Sequence[Mapping[str, Any]]  # see `learning_curve`
 
 
 def collect(
-    folders: Mapping[int, Mapping[str, Path]], prefix: str, description: Mapping[str, Any], command: str | None = None
+    folders: Mapping[int, Mapping[str, Path]],
+    bits: Mapping[int, Mapping[str, float]],
+    description: Mapping[str, Any],
+    command: str | None = None,
 ) -> dict[str, Any]:
     """Compute the content of results.json.
 
     Args:
         folders: For each seed, the folders of the models by name, with results.json and train.json in each. The first
             model is the teacher.
-        prefix: Prefix of the names of the tasks.
+        bits: For each seed, the bits per byte of the held-out text by name of the model.
         description: Entries that say which model was trained on which text.
         command: Shell command, for the record.
 
@@ -49,7 +51,7 @@ def collect(
         "seeds", "models" (for each model and measure, what `over_seeds` returns), "about" (what the measures are), the
         entries of `description`, and what `describe_run` says.
     """
-    by_seed = {seed: _measure(models, prefix) for seed, models in folders.items()}
+    by_seed = {seed: _measure(models, bits[seed]) for seed, models in folders.items()}
     models = {
         model: {
             measure: over_seeds([measures[model].get(measure) for measures in by_seed.values()])
@@ -62,7 +64,6 @@ def collect(
         "models": models,
         "about": {
             "over_teacher_percent": "change of bits per byte against the same seed's teacher",
-            "cloze": "share of right answers among four",
             "recall": "share of lookups whose value is the likeliest next token, by tokens back",
             "transfer_loss": "squared error of an MHLA layer's output over that of zero, on training text, per layer",
             "kl": "nats per token on training text at the end of the distillation",
@@ -74,16 +75,11 @@ def collect(
     }
 
 
-def _measure(folders: Mapping[str, Path], prefix: str) -> dict[str, dict[str, Any]]:
+def _measure(folders: Mapping[str, Path], bits: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """Return the measures of each model of one seed, by name of the model and of the measure."""
     models: dict[str, dict[str, Any]] = {}
     for model, folder in folders.items():
-        scores = Results.read(folder)
-        models[model] = {
-            "bits_per_byte": _score(scores, f"{prefix}_bits_per_byte", "bits_per_byte"),
-            "cloze": _score(scores, f"{prefix}_cloze", "acc"),
-            **_recall(scores, f"{prefix}_recall"),
-        }
+        models[model] = {"bits_per_byte": bits[model], **_recall(Results.read(folder))}
         record = Path(folder) / RECORD
         if record.exists():
             train = json.loads(record.read_text(encoding="utf-8"))
@@ -102,22 +98,14 @@ def _measure(folders: Mapping[str, Path], prefix: str) -> dict[str, dict[str, An
     return models
 
 
-def _recall(scores: Results, task: str) -> dict[str, float]:
+def _recall(scores: Results) -> dict[str, float]:
     """Return the accuracy of lookups by distance, and the mean over the distances beyond `NEAR`."""
     by_distance: dict[int, Any] = {}
     for record in scores:
-        if record.task == task and record.metric.startswith("acc_back_"):
+        if record.task.startswith("lookups_recall") and record.metric.startswith("acc_back_"):
             by_distance[int(record.metric.removeprefix("acc_back_"))] = record.value
     far = statistics.fmean(accuracy for distance, accuracy in by_distance.items() if distance > NEAR)
     return {"recall_far": far, **{f"{BACK}{distance}": by_distance[distance] for distance in sorted(by_distance)}}
-
-
-def _score(scores: Results, task: str, metric: str) -> float:
-    """Return a score, or raise ValueError if there is none or it is not finite."""
-    record = scores.find(task, metric)
-    if record is None or record.value is None:
-        raise ValueError(f"results: got no finite {metric} of {task}, expected one; evaluate the model again.")
-    return record.value
 
 
 def learning_curve(folder: str | Path) -> list[dict[str, Any]]:

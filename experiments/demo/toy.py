@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import math
 import re
 import shutil
 import time
@@ -24,10 +25,9 @@ from mhla_hf.checkpoints.file_io import atomic_folder, can_resume, write_json, w
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
 from mhla_hf.conversion import convert
-from mhla_hf.evaluation.lookups import choose_words
+from mhla_hf.evaluation.recall import choose_words
 from mhla_hf.evaluation.records import Results, collect_speed
 from mhla_hf.evaluation.runner import evaluate
-from mhla_hf.evaluation.text_tasks import make_tasks
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.hub.facts import find_license
 from mhla_hf.training.loop import distill
@@ -50,8 +50,8 @@ MODELS = ("teacher", "mhla", "linear", "hybrid", "control")
 QUICK = ("teacher", "hybrid", "linear")
 TEACHER = Path(__file__).parents[2] / "model_cards" / "checkpoints" / "demo-teacher"
 LENGTHS: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
-TASK_ITEMS = 150  # questions per task
-PREFIX = "heldout"
+TASK_ITEMS = 30  # held-out texts with lookups
+WINDOW = 512  # tokens of a held-out text
 DESCRIPTION = "demo.json"
 VISIT = "visit.json"
 PROMPT = "The following sections describe"
@@ -104,7 +104,7 @@ def run_demo(
             Python language reference.
         license: License of `model`, if its card states none. If neither does, there is no model card.
         teacher_recipe, student_recipe: YAML files; None: the demo's own.
-        items: Questions per task.
+        items: Number of texts with lookups on which models are judged.
         lengths: Numbers of tokens at which speed is measured.
         threads: CPU threads. On a machine that is busy otherwise, two are slower than one.
         control: Whether to make `control` too, the teacher trained further for as many steps as a student, with `full`;
@@ -391,21 +391,28 @@ class _Demo:
         distill(student, teacher, out=folder, progress=self.progress, command=self.command, **options, **plan.run)
 
     def judge(self, seed: int) -> None:
-        """Step 3: score every model on tasks made from the held-out text, unless it has been scored."""
-        self.say(f"\n[3/5] scores on the held-out text, by lm-eval, seed {seed}")
-        tasks = self._tasks()
+        """Step 3: score every model on lookups in the held-out text, unless it has been scored."""
+        self.say(f"\n[3/5] lookups in the held-out text, by lm-eval, seed {seed}")
+        settings = {"lengths": self._window(), "items": self.items, "text": str(self.out / "data" / "heldout.txt")}
         for name in self.models:
             self.say(f"{LABELS[name]}:")
-            evaluate(self.folder(name, seed), tasks, include_path=self.out / "tasks", progress=self.progress)
+            options = {"recipe": "recall", "settings": settings, "progress": self.progress}
+            evaluate(self.folder(name, seed), "lookups_recall_*", **options)
 
-    def _tasks(self) -> list[str]:
-        """Return the names of the tasks in `tasks`, which is created if necessary."""
-        folder = self.out / "tasks"
-        if not folder.exists():
-            window = min(512, self._config()["max_position_embeddings"])
-            tasks = make_tasks(self.held_out, folder, self.tokenizer, prefix=PREFIX, window=window, items=self.items)
-            self.say("tasks: " + ", ".join(f"{name} ({size})" for name, size in tasks.sizes.items()))
-        return [f"{PREFIX}_{kind}" for kind in ("bits_per_byte", "cloze", "recall", "generation")]
+    def _window(self) -> int:
+        """Return the number of tokens of a held-out text."""
+        return min(WINDOW, self._config()["max_position_embeddings"])
+
+    @torch.no_grad()
+    def _bits_per_byte(self, name: str, seed: int) -> float:
+        """Return the bits that a model needs for a byte of the held-out text, read in parts of `_window` tokens."""
+        model, window = self._load(self.folder(name, seed)), self._window()
+        ids = self.tokenizer(self.held_out, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[0]
+        rows = ids[: len(ids) // window * window].view(-1, window)
+        bits = (
+            sum(model(input_ids=row[None], labels=row[None]).loss.item() for row in rows) * (window - 1) / math.log(2)
+        )
+        return bits / sum(len(self.tokenizer.decode(row[1:]).encode()) for row in rows)
 
     def _config(self) -> dict[str, Any]:
         """Return the configuration of the teacher."""
@@ -418,7 +425,8 @@ class _Demo:
         description = {key: self.identity[key] for key in ("model", "text", "text_sha256", "recipes_sha256")}
         if self.model is not None and Path(self.model).exists():
             description["model"] = Path(self.model).name
-        results = collect(folders, PREFIX, description, self.command)
+        bits = {seed: {name: self._bits_per_byte(name, seed) for name in self.models} for seed in range(seeds)}
+        results = collect(folders, bits, description, self.command)
         write_json(self.out / "results.json", results)
         curves = {name: learning_curve(self.folder(name, 0)) for name in self.models if name in STUDENTS}
         scores = {name: results["models"][name]["bits_per_byte"]["values"] for name in self.models}

@@ -1,4 +1,4 @@
-"""The commands `mhla-hf evaluate` and `tasks`."""
+"""The command `mhla-hf evaluate`."""
 
 import dataclasses
 import json
@@ -11,10 +11,8 @@ from .values import (
     AddArgument,
     add_device_option,
     add_dtype_option,
-    check_file,
     check_model,
     load_libraries,
-    parse_count,
     parse_seed,
     parse_settings,
     parse_value,
@@ -26,20 +24,13 @@ EVALUATE = """\
 example:
   mhla-hf evaluate out/mhla out/teacher --tasks arc_easy,wikitext --batch-size 16
   mhla-hf evaluate out/mhla out/teacher --recipe table_6_language          laid out like the paper's table
-  mhla-hf evaluate out/mhla out/teacher --recipe recall --set lengths=512,1024 --plot recall.png
+  mhla-hf evaluate out/mhla out/teacher --recipe recall --set lengths=512,1024 --set text=notes.txt --plot recall.png
   mhla-hf evaluate out/dit --trust-remote-code --recipe table_9_class_to_image --set reference=imagenet256.npz
   mhla-hf evaluate out/mhla --recipe recall --json > scores.json
 Recipes: table_2_imagenet, table_4_text_to_image, table_5_vbench, table_6_language, table_8_longbench,
 table_9_class_to_image, recall, ruler, speed, or a YAML file.
 On several processes: accelerate launch --multi_gpu -m mhla_hf.cli.main evaluate ...
-Scores are stored in results.json in each model's folder; those measured on this machine are reused.
-"""
-TASKS = """\
-example:
-  mhla-hf tasks notes.txt --tokenizer out/mhla --out tasks --window 1024
-  mhla-hf evaluate out/mhla out/teacher --include-path tasks --tasks 'heldout_*'
-Four tasks: bits per byte, a cloze test, recall of an earlier line (by distance), and continuing an earlier sentence.
-Use a text that no model was trained on: at least 20,000 characters of prose with paragraphs.
+Scores are stored in results.json in each model's folder, and reused.
 """
 
 
@@ -61,7 +52,6 @@ def evaluate_options(add: AddArgument) -> None:
     add("--trust-remote-code", action="store_true", help="run source from the model's folder")
     add("--out", dest="output", help="a .json file, or a folder for several models (default: in the model's folder)")
     add("--force", action="store_true", help="run again even if a score exists")
-    add("--trust-scores", action="store_true", help="reuse scores that were not measured on this machine")
     style = {"dest": "style", "action": "store_const", "default": "text"}
     add("--markdown", const="markdown", help="print the table as Markdown", **style)
     add("--json", const="json", help="print every score, with its provenance, as JSON", **style)
@@ -94,27 +84,3 @@ def run_evaluate(
         print("\n\n".join(table for table in (compared.table(style), compared.paper_table(style)) if table))
     if plot:
         compared.plot(plot)
-
-
-def tasks_options(add: AddArgument) -> None:
-    add("text", metavar="TEXT", help="a UTF-8 text file that the models were not trained on")
-    add("--tokenizer", required=True, metavar="DIR_OR_ID", help="a model's folder or Hub id, to count tokens")
-    add("--out", required=True, help="output folder, for the --include-path of mhla-hf evaluate")
-    add("--name", default="heldout", dest="prefix", help="prefix of the task names (default: %(default)s)")
-    add("--window", type=parse_count, default=512, help="longest context, in tokens (default: %(default)s)")
-    add("--items", type=parse_count, default=150, help="questions per task (default: %(default)s)")
-    add("--seed", type=parse_seed, default=0, help="random seed (default: 0)")
-
-
-def run_tasks(text: str, tokenizer: str, out: str, command: str, progress: bool, **options: Any) -> None:
-    check_file(text)
-    check_model(tokenizer, weights=False)
-    load_libraries()
-
-    from ..checkpoints.load import load_tokenizer
-    from ..data import read_text_file
-    from ..evaluation.text_tasks import make_tasks
-
-    tasks = make_tasks(read_text_file(Path(text), "text"), out, load_tokenizer(tokenizer), **options)
-    print("\n".join(f"{name}: {size} documents" for name, size in tasks.sizes.items()))
-    print(f"next: mhla-hf evaluate MODEL --include-path {out} --tasks '{options['prefix']}_*'")

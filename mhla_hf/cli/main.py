@@ -36,7 +36,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
         train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL,
     ),
     "info": (hub.run_info, hub.info_options, "Describe a saved MHLA model in ten lines.", hub.INFO),
-    "tasks": (evaluate.run_tasks, evaluate.tasks_options, "Make evaluation tasks from your own text.", evaluate.TASKS),
     "evaluate": (
         evaluate.run_evaluate, evaluate.evaluate_options, "Score language, image and video models side by side.",
         evaluate.EVALUATE,

@@ -1,15 +1,12 @@
 """Records of scores, the results file of a model, and tables and plots that compare models.
 
 All published scores (tables, cards, README) are read from `results.json` in the model's folder. Each record holds what is
-needed to assess and repeat the measurement. Anybody can edit a results file that comes with a downloaded model. Therefore,
-the digests of records that were measured on this machine are stored in Hugging Face's cache,
-`$HF_HOME/assets/mhla_hf/scores`.
+needed to assess and repeat the measurement: versions, hardware, command, and date.
 """
 
 import dataclasses
 import itertools
 import json
-import logging
 import math
 import os
 import re
@@ -17,10 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
-
 from ..checkpoints.file_io import write_json
-from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.values import Number, checked, checked_field, read_settings
 from ..plots import PALETTE, drawing, render_rows
 
@@ -31,8 +25,6 @@ SPEED = "speed"  # the task whose scores are times and cache sizes
 DECODE = "decode, per token"
 # (what, unit) in the rows of `collect_speed` -> metric.
 SPEED_METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
-
-logger = logging.getLogger("mhla_hf")
 
 
 def finite(value: Any) -> float | None:
@@ -176,34 +168,6 @@ def results_path(path: str | os.PathLike[str]) -> Path:
     """Return `path` if it is a .json file, else the path of results.json in the folder `path`."""
     path = Path(path)
     return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
-
-
-def _digest(record: Result) -> str:
-    """Return a digest of all fields of a record."""
-    return hash_json(dataclasses.asdict(record))
-
-
-def _digest_file() -> Path:
-    """Return the path of the file in Hugging Face's cache that lists the digests of records measured on this machine."""
-    return Path(constants.HF_ASSETS_CACHE) / "mhla_hf" / "scores"
-
-
-def store_digests(records: Sequence[Result]) -> None:
-    """Store the digests of `records` as measured on this machine. Log a warning if the cache cannot be written."""
-    path = _digest_file()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{_digest(record)}\n" for record in records)
-    except OSError as error:
-        logger.warning("%s cannot be written (%s): these scores will be run again", path, error.strerror)
-
-
-def select_measured_here(records: Sequence[Result]) -> Results:
-    """Return the records that were measured on this machine."""
-    path = _digest_file()
-    digests = set(path.read_text(encoding="utf-8").split()) if path.is_file() else set()
-    return Results(record for record in records if _digest(record) in digests)
 
 
 def format_score(value: float | None, stderr: float | None = None, places: int = 4) -> str:

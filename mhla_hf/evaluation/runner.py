@@ -108,7 +108,6 @@ class EvaluationArgs:
     revision: str | None
     trust_remote_code: bool
     force: bool
-    trust_scores: bool
     progress: bool
     command: str | None
     num_fewshot: int | None = at_least(0, None)
@@ -138,7 +137,7 @@ def evaluate(
     num_fewshot: int | None = None, limit: int | float | None = None, batch_size: int | Literal["auto"] = 8,
     seed: int | None = None, dtype: str = "auto", device: torch.device | str | None = None,
     max_length: int | None = None, revision: str | None = None, trust_remote_code: bool = False, force: bool = False,
-    trust_scores: bool = False, progress: bool = True, command: str | None = None,
+    progress: bool = True, command: str | None = None,
 ) -> Comparison:  # fmt: skip
     """Evaluate language models (by lm-eval tasks or speed), image classifiers, image pipelines, or video pipelines.
 
@@ -154,7 +153,7 @@ def evaluate(
         tokenizer: Tokenizer of loaded language models; saved models come with theirs.
         output: Where to store the scores: a .json file (for one model) or a folder (one file per model). Default:
             results.json in the folder of a local model; nothing is written for Hub ids and loaded models.
-        include_path: Folder, or list of folders, with further lm-eval tasks, such as `make_tasks` writes.
+        include_path: Folder, or list of folders, with further lm-eval tasks.
         data_files: Folder from which lm-eval's tasks read their documents instead of the Hub: NAME.jsonl or NAME.jsonl.gz
             for each task, with the columns of its dataset; examples in the prompt come from NAME.train.jsonl if it exists.
         num_fewshot: Number of examples in the prompt; None means that of the recipe or the task. Tasks that demand 0 always
@@ -167,8 +166,6 @@ def evaluate(
         max_length: Longest context of a language model, in tokens; None means the one in its configuration.
         revision, trust_remote_code: As in transformers. MHLA language models need no remote code here; saved pipelines do.
         force: Whether to measure known scores again.
-        trust_scores: Whether to reuse scores in the results file that were not measured on this machine. By default only
-            scores measured on this machine are reused.
         progress: Whether to show progress bars on stderr.
         command: Shell command to store with the scores; None means the `mhla-hf evaluate` command that repeats them.
 

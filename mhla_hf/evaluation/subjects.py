@@ -28,7 +28,7 @@ from ..checkpoints.file_io import atomic_file, can_resume, check_writable, write
 from ..checkpoints.fingerprint import PIPELINE_INDEX, fingerprint_folder, fingerprint_model
 from ..checkpoints.load import choose_device, load_pipeline, read_stored_dtype, resolve_model_name, wrap_errors
 from ..checkpoints.provenance import describe_run
-from .records import Result, Results, results_path, select_measured_here, store_digests
+from .records import Result, Results, results_path
 
 logger = logging.getLogger("mhla_hf")
 VERSION = "1"  # of our own metrics; part of every task hash
@@ -68,20 +68,11 @@ class Subject:
 
     @functools.cached_property
     def kept(self) -> Results:
-        """The stored scores of these weights that were measured on this machine or, with `trust_scores`, all of them.
-
-        They are read on first use, and a message is logged. `knows` decides whether a score can be reused.
-        """
+        """The stored scores of these weights, read on first use. `knows` decides whether a score can be reused."""
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
-        local = select_measured_here(stored)
-        num_foreign = len(stored) - len(local)
-        if local and not self.args.force:
+        if stored and not self.args.force:
             logger.info("%s: the scores in %s are read, not run again", self.name, self.target)
-        trusted = self.args.trust_scores
-        if num_foreign:
-            message = "%s: %d scores in %s were not measured here and " + ("are read" if trusted else "do not count")
-            logger.log(logging.WARNING if trusted else logging.INFO, message, self.name, num_foreign, self.target)
-        return stored if trusted else local
+        return stored
 
     def knows(self, task: str, metric: str, task_hash: str) -> bool:
         """Return whether a score with the same protocol, limit, seed and dtype is in `kept`; with `force`, return False."""
@@ -92,14 +83,12 @@ class Subject:
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
         """Add newly measured records to the known scores and, if there is one, to the results file; see `Results.merge`.
 
-        If there is a file, the new records count as measured on this machine, records of other weights are removed from the
-        file, and a message is logged.
+        If there is a file, records of other weights are removed from it, and a message is logged.
         """
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
             stored = Results.read(self.target).of(self.fingerprint)
             stored.merge(records, keep_other_sample_counts).write(self.target)
-            store_digests(records)
             tasks = ", ".join(dict.fromkeys(record.task for record in records))
             logger.info("%s: the scores of %s are stored in %s", self.name, tasks, self.target)
 

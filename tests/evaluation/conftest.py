@@ -7,8 +7,7 @@ import lm_eval.tasks
 import pytest
 from lm_eval.tasks import TaskManager
 from tools.small_scores import HELD_OUT, WINDOW, save_llama, save_mhla, small_tokenizer
-
-from mhla_hf.evaluation.text_tasks import make_tasks
+from tools.small_tasks import make_tasks
 
 BUILT_IN = Path(lm_eval.tasks.__file__).parent
 FOLDERS = "mmlu/default winogrande piqa arc openbookqa super_glue/boolq wikitext lambada longbench ruler".split()  # noqa: SIM905
@@ -45,8 +44,7 @@ def manager():
 def world(tmp_path_factory):
     """Two models and tasks: nobody writes here but results.json."""
     folder = tmp_path_factory.mktemp("world")
-    arguments = {"prefix": "here", "window": WINDOW, "items": 16, "block": 32}
-    make_tasks(HELD_OUT[:12_000], folder / "tasks", small_tokenizer(), **arguments)
+    make_tasks(folder / "tasks", HELD_OUT, small_tokenizer(), WINDOW)
     (folder / "tasks" / "shots.yaml").write_text(FEWSHOT)
     (folder / "tasks" / "group.yaml").write_text(GROUP)
     save_llama(folder / "llama")

@@ -5,17 +5,16 @@ import json
 import pytest
 from tools.launched import launch
 from tools.small_scores import HELD_OUT, WINDOW, save_mhla, small_tokenizer
-
-from mhla_hf.evaluation.text_tasks import make_tasks
+from tools.small_tasks import make_tasks
 
 SAME = ("task", "metric", "stderr", "samples", "shots", "task_hash", "fingerprint", "seed", "window", "dtype")
 
 
 @pytest.mark.slow
 def test_two_processes_write_the_records_of_one(tmp_path):
-    make_tasks(HELD_OUT[:12_000], tmp_path / "tasks", small_tokenizer(), window=WINDOW, items=17, block=32)
+    make_tasks(tmp_path / "tasks", HELD_OUT, small_tokenizer(), WINDOW, items=17)
     save_mhla(tmp_path / "mhla")
-    tasks = ",".join(f"heldout_{name}" for name in ("bits_per_byte", "cloze", "generation", "recall"))
+    tasks = ",".join(f"here_{name}" for name in ("bits_per_byte", "cloze", "generation", "recall"))
     found = []
     for setup, processes in ((None, 1), ("ddp", 2)):
         arguments = ("--tasks", tasks, "--include-path", "tasks", "--out", f"{processes}.json", "--quiet")

@@ -23,7 +23,7 @@ import mhla_hf
 from experiments.demo.text import make_tokenizer
 from mhla_hf.evaluation import language
 from mhla_hf.evaluation.language import load_tasks
-from mhla_hf.evaluation.needles import NOISE
+from mhla_hf.evaluation.recall import NOISE
 from mhla_hf.evaluation.records import Comparison, Results, collect_speed, compute_paper_values
 from mhla_hf.evaluation.runner import read_score_recipe
 from mhla_hf.evaluation.speed import SpeedProtocol, cache_bytes, measure_speed

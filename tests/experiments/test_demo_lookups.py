@@ -1,5 +1,6 @@
 """Lookups in a text, which only attention can answer, and the heads for it that a Llama starts with."""
 
+import random
 import re
 
 import torch
@@ -9,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from experiments.demo import lookups
 from experiments.demo.lookups import start_lookups
 from experiments.demo.text import make_tokenizer, read_text
-from mhla_hf.evaluation.lookups import choose_words, make_recall
+from mhla_hf.evaluation.recall import choose_words, filler_lines, make_text
 
 TOKENIZER = make_tokenizer(read_text()[0][:100_000], 600, 256)
 WORDS = choose_words(TOKENIZER)
@@ -17,16 +18,6 @@ WORDS = choose_words(TOKENIZER)
 
 def encode(text):
     return TOKENIZER(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def count(text):
-    return len(encode(text))
-
-
-def test_words_are_one_token_and_names_are_no_values():
-    names, values = WORDS
-    assert len(names) > len(values) >= 8 and not set(names) & set(values)
-    assert all(count(f" {word}") == 1 for word in (*names, *values))
 
 
 def test_a_name_comes_back_with_its_last_value_and_the_text_is_kept(monkeypatch):
@@ -45,16 +36,6 @@ def test_a_name_comes_back_with_its_last_value_and_the_text_is_kept(monkeypatch)
     assert kept == 2 * HELD_OUT and added[: len(added) // 2] != added[len(added) // 2 :]
 
 
-def test_asked_for_at_every_distance_and_said_once():
-    rows = make_recall(HELD_OUT, count, WORDS, window=256, items=60, seed=0)
-    assert len(rows) == 60 and len({row["back"] for row in rows}) >= 4
-    for row in rows:
-        name = row["context"].rpartition("- ")[2]
-        before, said, after = row["context"].partition(f"- {name}{row['word']}")
-        assert said and not re.search(rf"\b{name}\b", before + after.removesuffix(name)) and count(before) >= 4
-        assert row["back"] <= row["distance"] == count(after) and count(row["context"] + row["word"]) <= 256
-
-
 def test_the_heads_find_the_name_before_any_training():
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -71,14 +52,16 @@ def test_the_heads_find_the_name_before_any_training():
     )
     model = LlamaForCausalLM(config).eval()
     start_lookups(model)
-    rows = make_recall(HELD_OUT, count, WORDS, window=256, items=40, seed=0)
     found = []
-    for row in rows:
-        ids = torch.tensor([encode(row["context"] + row["word"])])
+    for seed in range(40):
+        facts, options = [("lookups", depth) for depth in (10, 50, 90)], {"examples": {"lookups": 0}}
+        text, questions = make_text(TOKENIZER, filler_lines(HELD_OUT), 256, facts, random.Random(seed), **options)
+        question = questions[seed % 3]
+        ids = torch.tensor([encode(text + question.prompt + question.answer)])
         with torch.no_grad():
             attentions = model(ids[:, :-1], output_attentions=True).attentions
         assert attentions[0][0, :2].diagonal(-1, -2, -1).mean() > 0.7
-        place = ids.shape[1] - 2 - row["distance"]
+        place = len(encode(text[: question.end])) - 2  # of the value, before the end of its line
         assert ids[0, place] == ids[0, -1]
         found.append(attentions[1][0, :2, -1, place].amax())
     assert torch.stack(found).mean() > 0.15, "of some 200 places"

@@ -179,7 +179,7 @@ MEASURED = {
     ("heldout_recall", "heldout_cloze"): ["generation"],
     ("heldout_generation",): ["recall"],
     ("heldout_cloze",): ["recall", "generation"],
-    ("needle_generation_512",): ["recall"],
+    ("codes_generation_512",): ["recall"],
     ("longbench_passage_retrieval_en",): ["generation"],
     ("longbench_gov_report", "niah_single_1"): [],
     ("wmt16-ro-en", "ruler_vt"): [],

@@ -10,7 +10,6 @@ from tools.small_scores import small_tokenizer
 
 import mhla_hf
 from mhla_hf.cli.main import main
-from mhla_hf.evaluation.text_tasks import make_tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's
 STAGE = {"name": "a", "loss": "lm", "steps": 1, "lr": 1e-3, "seq_len": 16, "batch_size": 1}
@@ -103,7 +102,6 @@ CASES = {
     "convert: keep": (lambda: mhla_hf.convert(softmax_model(), text="self", keep="64 MB"),
         "keep: got '64 MB', expected 0 to 5 of the 6 KV heads"),
     "push: nothing": (lambda: mhla_hf.push(None, "me/model"), "what: got NoneType, expected a folder, a model or a pipe"),
-    "tasks: items": (lambda: make_tasks("", "new", small_tokenizer(), items=8), "items: got 8, expected at least 16"),
     "evaluate: limit": (lambda: mhla_hf.evaluate(["list"], tasks="copa", limit=-1),
         "limit: got -1, expected a whole number of documents, or a fraction below 1"),
 }  # fmt: skip

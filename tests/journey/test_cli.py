@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from tools.small_encoders import softmax_encoder
 from tools.small_models import CACHE
 from tools.small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_llama, small_tokenizer
+from tools.small_tasks import make_tasks
 from tools.small_towers import softmax_tower
 from tools.tiny_pipelines import dit_pipeline, generate, sana_pipeline, wan_pipeline
 from transformers import (
@@ -38,7 +39,6 @@ from mhla_hf.cli.values import parse_layers, parse_settings
 from mhla_hf.conversion.language import give_softmax_back
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.speed import cache_bytes
-from mhla_hf.evaluation.text_tasks import make_tasks
 from mhla_hf.planning import compare_saved_caches
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def shelf(tmp_path_factory):
     save_llama(folder / "llama")
     save_mhla(folder / "mhla")
     (folder / "train.txt").write_text(TRAINING)
-    make_tasks(HELD_OUT[:24_000], folder / "tasks", small_tokenizer(), prefix="here", window=WINDOW, items=16, block=32)
+    make_tasks(folder / "tasks", HELD_OUT, small_tokenizer(), WINDOW)
     recipes = {"recipe": RECIPE % 2, "long": RECIPE % 4000, "typo": RECIPE.replace("steps", "stepps") % 2}
     for name, recipe in recipes.items():
         (folder / f"{name}.yaml").write_text(recipe)
@@ -225,7 +225,6 @@ EARLY = {
     "evaluate llama --recipe recall --plot full": "--plot: got 'full', which is a folder, expected a PNG file",
     "evaluate llama --recipe lite": "--recipe: got 'lite', which is not a file",
     "evaluate llama ./nothing --recipe recall": "model: got './nothing', which is not a folder",
-    "tasks no.txt --tokenizer llama --out new": "no.txt: No such file",
     "info nothing": "folder: got 'nothing', which does not exist",
     "card nothing": "folder: got 'nothing', which does not exist",
     "push nothing me/model": "folder: got 'nothing', which does not exist",
@@ -255,7 +254,7 @@ def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
     before = os.times().children_user
     text = start(["--help"], place).communicate()[0]
     assert os.times().children_user - before < 1.0
-    for command in ("convert", "plan", "distill", "recipes", "info", "tasks", "evaluate", "push"):
+    for command in ("convert", "plan", "distill", "recipes", "info", "evaluate", "push"):
         assert f"  {command} " in text and main([command, "--help"]) == 0
         assert f"example:\n  mhla-hf {command}" in capsys.readouterr().out
     assert main(["--version"]) == 0
@@ -302,8 +301,8 @@ def test_convert_distill_evaluate(shelf, tmp_path, monkeypatch, capsys):
     scored = ["evaluate", *models, "--tasks", "here_cloze,here_recall", "--include-path", "tasks", "--quiet"]
     assert main([*scored, "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| task | metric | shots | samples | converted | distilled | direct |" and len(lines) == 9
-    assert len(Results.read(distilled)) == 7
+    assert lines[0] == "| task | metric | shots | samples | converted | distilled | direct |" and len(lines) == 8
+    assert len(Results.read(distilled)) == 6
 
 
 def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path, monkeypatch, capsys):
@@ -463,27 +462,25 @@ def test_distill_takes_the_tokenizer_of_the_teacher_where_the_student_has_none(s
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 400
 
 
-def test_tasks_of_ones_own_text_and_what_a_checkpoint_is(shelf, tmp_path, monkeypatch, capsys):
+def test_recall_in_ones_own_text_and_what_a_checkpoint_is(tmp_path, monkeypatch, capsys):
     model = save_mhla(tmp_path / "mhla")
     monkeypatch.chdir(tmp_path)
-    Path("held.txt").write_text(HELD_OUT[:24_000])
-    line = ["tasks", "held.txt", "--tokenizer", "mhla", "--out", "tasks", "--window", str(WINDOW), "--items", "16"]
-    assert main([*line, "--name", "mine"]) == 0
-    told = capsys.readouterr().out
-    assert "mine_recall: 16 documents\n" in told
-    assert told.endswith("next: mhla-hf evaluate MODEL --include-path tasks --tasks 'mine_*'\n")
+    Path("notes.txt").write_text(HELD_OUT)
     assert main(["info", "mhla", "--json"]) == 0
     before = json.loads(capsys.readouterr().out)
     assert before["scores"] == [] and before["mhla_layers"] == [1, 2] and before["layers"] == 3
     assert before["parameters"] == AutoModelForCausalLM.from_pretrained(model).num_parameters()
-    assert main(["evaluate", "mhla", "--include-path", "tasks", "--tasks", "mine_cloze", "--json"]) == 0
+    changes = (f"lengths={WINDOW}", "depths=0,100", "items=1", "text=notes.txt")
+    settings = [word for change in changes for word in ("--set", change)]
+    assert main(["evaluate", "mhla", "--recipe", "recall", "--tasks", "lookups_recall_*", *settings, "--json"]) == 0
     (scores,) = json.loads(capsys.readouterr().out).values()
-    assert {score["metric"] for score in scores} == {"acc", "acc_mutual_info"}
+    assert {score["metric"] for score in scores} == {"acc", "acc_back_0", f"acc_back_{WINDOW}"}
     assert main(["info", "mhla"]) == 0
     page = capsys.readouterr().out
     attention = "2 of 3 layers are MHLA (all but 0), 2 of 6 KV heads keep softmax"
     assert page.startswith(f"mhla: MHLALlamaForCausalLM\nattention:  {attention}\n") and page.count("\n") <= 12
-    assert "score:      mine_cloze acc " in page and "mixing_form decay" in page and " MiB with softmax alone" in page
+    assert "score:      lookups_recall_192 acc " in page and "mixing_form decay" in page
+    assert " MiB with softmax alone" in page
 
 
 def test_info_counts_the_heads_that_keep_softmax(tmp_path, capsys):

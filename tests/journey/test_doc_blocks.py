@@ -52,7 +52,7 @@ SCRIPTS = [*sorted((ROOT / "conversion").glob("*.py")), *sorted((ROOT / "experim
 SCRIPTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in SCRIPTS}
 HELPS = {name: ast.get_docstring(ast.parse(text)) for name, text in SCRIPTS.items() if "__main__" in text}
 HELPS |= {name: epilog for name, (*_, epilog) in COMMANDS.items()}
-SHORT = [["mhla-hf", name] for name in ("recipes", "convert", "info", "tasks")]
+SHORT = [["mhla-hf", name] for name in ("recipes", "convert", "info")]
 SHORT.append(["mhla-hf", "plan", "DIR"])
 OTHERS = {
     "accelerate",

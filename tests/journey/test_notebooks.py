@@ -104,8 +104,10 @@ def test_convert_distill_share(run, hub, signed_in):
     assert hub.sent("POST", "/commit/main") == 1 and hub.sent("POST", "/tag/") == 1
     assert f"{hub.endpoint}/{USER}/mhla-notebook/commit/" in printed
     assert "MHLALlamaForCausalLM | layers [0, 2, 3]" in printed and "logits equal bit for bit: True" in printed
-    assert "nothing new: True" in printed and "heldout_generation" in printed
-    teacher, student = map(float, re.search(r"heldout_recall +acc ↑ +0 +16 +(\S+) ± \S+ +(\S+) ±", printed).groups())
+    assert "nothing new: True" in printed and "codes_generation_448" in printed
+    teacher, student = map(
+        float, re.search(r"lookups_recall_448 +acc ↑ +0 +20 +(\S+) ± \S+ +(\S+) ±", printed).groups()
+    )
     assert teacher > 0.9 and student > 0.9, "the layer that looks things up keeps softmax"
 
 

@@ -71,7 +71,7 @@ def test_every_block_runs(hub, here):
     pushed = hub.repos["me/my-mhla"].files()
     assert pushed["model.safetensors"] == Path("my-mhla/model.safetensors").read_bytes()
     card = ModelCard(pushed["README.md"].decode())
-    assert (card.data.license, card.data.base_model) == ("apache-2.0", BASE) and "needle_recall_1024" in card.text
+    assert (card.data.license, card.data.base_model) == ("apache-2.0", BASE) and "codes_recall_1024" in card.text
     check_adapter(names["model"])
     assert type(names["pipe"].transformer).__name__ == "MHLAWanTransformer3DModel"
 

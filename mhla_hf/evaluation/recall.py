@@ -1,0 +1,245 @@
+"""Generate texts of any length with facts in them, and questions about the facts, as tasks for lm-eval.
+
+Facts are codes ("The code of the anchor is 4821.") and lookups ("- method string"), lines between those of a text or of
+filler. Only attention to the line of a fact can answer a question about it. There are three tasks for each length:
+`codes_recall_<tokens>` ranks the codes in the text, `codes_generation_<tokens>` has the model write the code, and in
+`lookups_recall_<tokens>` the right value must be the likeliest token. In `acc_back_256`, the fact is about 256 tokens back.
+"""
+
+import itertools
+import json
+import random
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)  # RULER's
+OBJECTS = tuple(
+    """anchor basket candle drawer engine feather garden hammer island jacket kettle ladder mirror needle orchard pencil
+    quarry ribbon saddle tunnel umbrella valley window yard bridge castle desert forest harbor lantern meadow
+    river""".split()  # noqa: SIM905
+)
+CODE, LOOKUP = ("The code of the {} is", ".\n"), ("- {}", "\n")  # beginning and end of a line, around its answer
+# Words are the last NUM_WORDS of the first NUM_FREQUENT_WORDS of a vocabulary: familiar, yet rare in the text.
+NUM_FREQUENT_WORDS, NUM_WORDS, MIN_WORDS = 400, 120, 8
+NUM_EXAMPLES = 3  # lookups that are repeated before a question, to show what is asked
+ANSWER_TOKENS = 32
+LINE_WIDTH = 120  # characters of a line of filler
+LOADER = '''"""Reads the JSONL files beside this one for lm-eval, wherever the folder is, and scores answers by distance."""
+
+import json
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict
+
+
+def load(file, **_):
+    with Path(__file__).with_name(file).open(encoding="utf-8") as lines:
+        return DatasetDict({"test": Dataset.from_list([json.loads(line) for line in lines])})
+
+
+def greedy(doc, results):
+    right = float(results[0][1])
+    return {"acc": right, f"acc_back_{doc['back']}": right}
+
+
+def choice(doc, results):
+    likelihoods = [likelihood for likelihood, _ in results]
+    best = max(likelihoods)  # which several may share
+    right = (likelihoods[doc["answer"]] == best) / likelihoods.count(best)
+    return {"acc": right, f"acc_back_{doc['back']}": right}
+
+
+def answer(doc, results):
+    right = float(results[0].strip().startswith(doc["target"].strip()))
+    return {"exact_match": right, f"exact_match_back_{doc['back']}": right}
+'''
+CHOICE = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}
+WRITING_LIMITS = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS}
+WRITING = {"output_type": "generate_until", "doc_to_target": "target", "generation_kwargs": WRITING_LIMITS}
+LIKELIEST = {"output_type": "loglikelihood", "doc_to_target": "target"}
+TASKS: dict[
+    str, tuple[str, str, str, dict[str, Any]]
+] = {  # kind of facts, scoring function, metric, settings of lm-eval
+    "codes_recall": ("codes", "choice", "acc", CHOICE),
+    "codes_generation": ("codes", "answer", "exact_match", WRITING),
+    "lookups_recall": ("lookups", "greedy", "acc", LIKELIEST),
+}
+
+
+class Question(NamedTuple):
+    """A question about a fact, which goes on where the text ends."""
+
+    kind: str  # "codes" or "lookups"
+    end: int  # where the line of the fact ends in the text, in characters
+    prompt: str
+    answer: str  # with the space before it
+    choices: list[str]  # the answers of all facts of this kind
+
+
+def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Choose names and values of lookups: lowercase words that are one token with the space before them.
+
+    Returns:
+        (names, values), disjoint lists of words without the space, in an order that depends only on the tokenizer.
+
+    Raises:
+        ValueError: The tokenizer has too few such words.
+    """
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    words = [token[1:] for token, _ in tokens if re.fullmatch("[Ġ▁][a-z]{3,}", token)]
+    words = words[:NUM_FREQUENT_WORDS][-NUM_WORDS:]
+    if len(words) < MIN_WORDS:
+        raise ValueError(f"tokenizer: got {len(words)} lowercase words of one token, expected at least {MIN_WORDS}.")
+    random.Random("words").shuffle(words)
+    return words[len(words) // 4 :], words[: len(words) // 4]
+
+
+def filler_lines(text: str | None) -> list[str]:
+    """Return the lines of a text, wrapped if they are long, or those of the filler."""
+    lines = [part for line in (text or "").splitlines() for part in textwrap.wrap(line, LINE_WIDTH)]
+    return [f"{line}\n" for line in lines or NOISE]
+
+
+def make_text(
+    tokenizer: Any, lines: Sequence[str], length: int, facts: Sequence[tuple[str, float]], rng: random.Random, *,
+    examples: Mapping[str, int], reserve: int = 0,
+) -> tuple[str, list[Question]]:  # fmt: skip
+    """Make a text with facts, and a question about each of them.
+
+    Args:
+        tokenizer: A transformers tokenizer, which defines lengths in tokens.
+        lines: The lines between which the facts stand, with their ends; see `filler_lines`.
+        length: Largest number of tokens of text and question, with `reserve` more for an answer.
+        facts: For each fact its kind, "codes" or "lookups", and its place in percent of the text, in ascending order.
+        rng: Random number generator.
+        examples: By kind, how many other facts are repeated before a question.
+        reserve: See `length`.
+
+    Raises:
+        ValueError: `length` is too short for the facts, or the tokenizer has too few words.
+    """
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    statements = _make_statements(tokenizer, [kind for kind, _ in facts], rng)
+    questions = []
+    for kind, start, answer, _ in statements:
+        others = ["".join(other[1:]) for other in statements if other[0] == kind and other[1] != start]
+        choices = [other[2] for other in statements if other[0] == kind]
+        prompt = "\n" + "".join(rng.sample(others, min(examples[kind], len(others)))) + start
+        questions.append((kind, prompt, answer, choices))
+    room = length - reserve - max(count(prompt) for _, prompt, _, _ in questions)
+    room_for_filler = room - sum(count("".join(statement[1:])) for statement in statements)
+    start = rng.randrange(len(lines))
+    filler: list[str] = []
+    for line in itertools.cycle([*lines[start:], *lines[:start]]):
+        room_for_filler -= count(line)
+        if room_for_filler < 0:
+            break
+        filler.append(line)
+    while True:
+        if len(filler) < len(facts) - 1:
+            raise ValueError(f"lengths: got {length}, expected more tokens for {len(facts)} facts.")
+        pieces, ends = list(filler), []
+        # The first tokens are sinks, to which every token attends: no fact is the first line.
+        places = [max(1, round(depth / 100 * len(filler))) + index for index, (_, depth) in enumerate(facts)]
+        for place, statement in zip(places, statements, strict=True):
+            pieces.insert(place, "".join(statement[1:]))
+            ends.append(sum(map(len, pieces[: place + 1])))
+        if count("".join(pieces)) <= room:
+            break
+        filler.pop()  # tokens of a line can be more behind another line
+    pairs = zip(ends, questions, strict=True)
+    return "".join(pieces), [Question(kind, end, *rest) for end, (kind, *rest) in pairs]
+
+
+def _make_statements(tokenizer: Any, kinds: Sequence[str], rng: random.Random) -> list[tuple[str, str, str, str]]:
+    """Return random facts: for each its kind, and the beginning, the answer, and the end of its line."""
+    num_codes, num_lookups = (kinds.count(kind) for kind in ("codes", "lookups"))
+    codes = zip(rng.sample(OBJECTS, num_codes), rng.sample(range(1000, 10_000), num_codes), strict=True)
+    names, values = choose_words(tokenizer) if num_lookups else ([], [])
+    if num_lookups > len(names):
+        raise ValueError(f"tokenizer: got {len(names)} names for lookups, expected at least {num_lookups}.")
+    values = rng.sample(values, num_lookups) if num_lookups <= len(values) else rng.choices(values, k=num_lookups)
+    pairs = {"codes": codes, "lookups": zip(rng.sample(names, num_lookups), values, strict=True)}
+    forms = {"codes": CODE, "lookups": LOOKUP}
+    statements = []
+    for kind in kinds:
+        name, answer = next(pairs[kind])
+        statements.append((kind, forms[kind][0].format(name), f" {answer}", forms[kind][1]))
+    return statements
+
+
+def make_recall(
+    folder: str | Path, tokenizer: Any, *, lengths: Sequence[int], depths: Sequence[int] = (0, 25, 50, 75, 100),
+    items: int = 20, seed: int = 0, text: str | None = None, tasks: Sequence[str] = tuple(TASKS),
+) -> list[str]:  # fmt: skip
+    """Write the tasks of some lengths for lm-eval's `--include_path`, and return their names.
+
+    The same arguments give the same bytes.
+
+    Args:
+        folder: A folder to create, or an empty one.
+        tokenizer: A transformers tokenizer, which defines lengths in tokens.
+        lengths: Largest numbers of tokens of a question with its answer.
+        depths: Places of the facts in percent of the text. Each text has one fact at each, and a question about each.
+        items: Number of texts, that is, of questions at each depth.
+        seed: Random seed.
+        text: Text between whose lines the facts stand (default: filler).
+        tasks: Which of `TASKS`.
+
+    Raises:
+        ValueError: A length is too short, or the tokenizer has too few words.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "local_data.py").write_text(LOADER, encoding="utf-8")
+    lines, depths = filler_lines(text), sorted(depths)
+    names = []
+    for length in lengths:
+        rows: dict[str, list[dict[str, Any]]] = {TASKS[task][0]: [] for task in tasks}
+        for kind, item in itertools.product(rows, range(items)):
+            rng = random.Random(f"{kind} {seed} {length} {item}")
+            options: dict[str, Any] = {"examples": {"codes": 0, "lookups": NUM_EXAMPLES}, "reserve": ANSWER_TOKENS}
+            context, questions = make_text(tokenizer, lines, length, [(kind, d) for d in depths], rng, **options)
+            for answer, (depth, question) in enumerate(zip(depths, questions, strict=True)):
+                row = {"context": context + question.prompt, "target": question.answer, "choices": question.choices}
+                rows[kind].append({**row, "answer": answer, "back": round(length * (100 - depth) / 100)})
+        for task in tasks:
+            names.append(f"{task}_{length}")
+            write_task(folder, names[-1], task, rows[TASKS[task][0]])
+    return names
+
+
+def write_task(folder: Path, name: str, task: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the documents of a task, one of `TASKS`, and its settings, which use no templates."""
+    _, scoring, metric, settings = TASKS[task]
+    documents = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
+    (folder / f"{name}.jsonl").write_text(documents, encoding="utf-8")
+    metrics = [metric, *(f"{metric}_back_{back}" for back in sorted({row["back"] for row in rows}))]
+    content = {
+        "task": name,
+        "dataset_kwargs": {"file": f"{name}.jsonl"},
+        "test_split": "test",
+        "num_fewshot": 0,
+        "target_delimiter": "",
+        "doc_to_text": "context",
+        **settings,
+        "metric_list": [{"metric": x, "aggregation": "mean", "higher_is_better": True} for x in metrics],
+        "metadata": {"version": 1.0},
+    }
+    functions = f"custom_dataset: !function local_data.load\nprocess_results: !function local_data.{scoring}\n"
+    text = functions + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
