@@ -33,7 +33,6 @@ _PUBLIC = {  # name -> module that defines it
     "distill": "training.loop",
     "evaluate": "evaluation.runner",
     "load_adapter": "training.adapters",
-    "plan": "planning",
     "push": "hub.push",
     "save_adapter": "training.adapters",
     "use_mhla_in_steps": "sampling",

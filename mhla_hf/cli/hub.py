@@ -3,12 +3,22 @@
 import os
 from typing import Any
 
-from .values import AddArgument, add_json_option, check_folder, load_libraries, parse_pairs, print_record
+from .values import (
+    AddArgument,
+    add_json_option,
+    check_folder,
+    check_model,
+    load_libraries,
+    parse_count,
+    parse_pairs,
+    print_record,
+)
 
 INFO = """\
 example:
   mhla-hf info out/mhla                  class, base, layers, form, state, scores
-  mhla-hf info out/mhla --json
+  mhla-hf info out/mhla --context 32768 --json
+  mhla-hf info meta-llama/Llama-3.2-1B --context 32768      before a conversion: its layers and cache; reads config.json
 """
 CARD = """\
 example:
@@ -27,17 +37,21 @@ Log in first: hf auth login. If it is interrupted, the same command resumes: fil
 
 
 def info_options(add: AddArgument) -> None:
-    add("folder", metavar="FOLDER", help="a saved MHLA model or pipeline")
+    add(
+        "model", metavar="MODEL", help="a saved MHLA model or pipeline, or folder or Hub id of a softmax language model"
+    )
+    add("--context", type=parse_count, default=1024, help="tokens at which the cache is counted (default: 1024)")
+    add("--revision", help="branch, tag or commit on the Hub")
     add_json_option(add)
 
 
-def run_info(folder: str, as_json: bool, **_: Any) -> None:
-    check_folder(folder, "a saved MHLA model or pipeline")
+def run_info(model: str, context: int, revision: str | None, as_json: bool, **_: Any) -> None:
+    check_model(model, revision, weights=False)
     load_libraries()
 
     from ..info import describe_model, render_info
 
-    print_record(describe_model(folder), as_json, render_info)
+    print_record(describe_model(model, context, revision), as_json, render_info)
 
 
 def card_options(add: AddArgument) -> None:

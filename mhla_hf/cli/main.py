@@ -27,7 +27,6 @@ Tab completion: pip install 'mhla_hf[completion]', then eval "$(register-python-
 """
 # Name -> (function that runs the command, function that adds its options, help, epilog).
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] = {
-    "plan": (train.run_plan, train.plan_options, "Estimate what a conversion saves and costs.", train.PLAN),
     "convert": (
         convert.run_convert, convert.convert_options, "Turn a softmax model into an MHLA model.", convert.CONVERT,
     ),
@@ -35,7 +34,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
     "distill": (
         train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL,
     ),
-    "info": (hub.run_info, hub.info_options, "Describe a saved MHLA model in ten lines.", hub.INFO),
+    "info": (hub.run_info, hub.info_options, "Describe an MHLA model, or what a conversion would give.", hub.INFO),
     "tasks": (evaluate.run_tasks, evaluate.tasks_options, "Make evaluation tasks from your own text.", evaluate.TASKS),
     "evaluate": (
         evaluate.run_evaluate, evaluate.evaluate_options, "Score language, image and video models side by side.",
@@ -78,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments after `mhla-hf` (default: those of this process).
 
     Returns:
-        The exit code: 0; 1 if a plan found nothing to convert, or stdout was closed; 2 for invalid input; 130 after Ctrl-C.
+        The exit code: 0; 1 if stdout was closed; 2 for invalid input; 130 after Ctrl-C.
     """
     logger = logging.getLogger("mhla_hf")
     level = logger.level

@@ -1,9 +1,8 @@
-"""The commands `mhla-hf plan`, `distill` and `recipes`."""
+"""The commands `mhla-hf distill` and `recipes`."""
 
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from .values import (
     check_model,
     load_libraries,
     parse_count,
-    parse_layers,
     parse_seed,
     parse_settings,
     print_record,
@@ -25,12 +23,6 @@ from .values import (
 )
 
 logger = logging.getLogger("mhla_hf")
-PLAN = """\
-example:
-  mhla-hf plan meta-llama/Llama-3.2-1B --context 32768                 reads config.json, times one layer here
-  mhla-hf plan DIR --context 8192 --layers all --no-timing --json
-If nothing in the model can be converted, it says why and exits with code 1.
-"""
 DISTILL = """\
 example:
   mhla-hf distill out/smollm-mhla --teacher HuggingFaceTB/SmolLM2-135M --data notes.txt \\
@@ -53,34 +45,6 @@ example:
   mhla-hf recipes --json             with what they are about
 docs/recipes.md has the memory that each takes.
 """
-
-
-def plan_options(add: AddArgument) -> None:
-    add("model", metavar="DIR_OR_ID", help="folder or Hub id of a language model; reads only config.json")
-    add("--context", required=True, type=int, help="context length you need, in tokens")
-    add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3)')
-    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
-    add("--device", help="device to time a layer on, as torch names it (default: cuda if there is one, else cpu)")
-    add("--no-timing", action="store_false", dest="timing", help="skip timing")
-    add("--revision", help="branch, tag or commit on the Hub")
-    add_json_option(add)
-
-
-def run_plan(model: str, layers: str | None, settings: list[str], as_json: bool, **options: Any) -> None:
-    parsed_layers = parse_layers(layers)
-    parsed_settings = parse_settings(settings)
-    check_model(model, options["revision"], weights=False)
-    load_libraries()
-
-    from ..conversion.transformers_models import NotConvertible
-    from ..planning import plan, render_plan
-
-    try:
-        record = plan(model, layers=parsed_layers, **options, **parsed_settings)
-    except NotConvertible as error:
-        print(f"mhla-hf plan: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
-    print_record(record, as_json, render_plan)
 
 
 def distill_options(add: AddArgument) -> None:
