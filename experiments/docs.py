@@ -23,7 +23,6 @@ from mhla_hf.evaluation.speed import cache_bytes
 from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
 from mhla_hf.models.transformers_api import forward_cached
-from mhla_hf.planning import render_plan
 from mhla_hf.training.recipe import read_recipe, recipe_names
 
 from . import digits_dit, digits_vit
@@ -251,7 +250,6 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "encoder": render_encoder,
     "speed": render_speed,
     "vllm": render_vllm,
-    "plan": lambda record: f"```text\n{render_plan(record)}\n```",
     "costs": render_classifiers,
     "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",

@@ -33,7 +33,6 @@ _PUBLIC = {  # name -> module that defines it
     "distill": "training.loop",
     "evaluate": "evaluation.runner",
     "load_adapter": "training.adapters",
-    "plan": "planning",
     "push": "hub.push",
     "save_adapter": "training.adapters",
     "use_mhla_in_steps": "sampling",
@@ -50,9 +49,15 @@ def __getattr__(name: str) -> object:
         transformers_api = importlib.import_module(".models.transformers_api", __name__)
         for family in FAMILIES:
             base_names = (*transformers_api.class_names(family), transformers_api.config_class_name(family.base))
-            if name.removeprefix("MHLA") in base_names:
-                with contextlib.suppress(AttributeError):  # this family does not have this head
-                    return getattr(importlib.import_module(f".{family.entry}", __name__), name)
+            if name.removeprefix("MHLA") not in base_names:
+                continue
+            if family in DIFFUSION:
+                with importlib.import_module(".checkpoints.load", __name__).require_extra(
+                    name, "diffusers", "diffusers"
+                ):
+                    importlib.import_module("diffusers")
+            with contextlib.suppress(AttributeError):  # this family does not have this head
+                return getattr(importlib.import_module(f".{family.entry}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -20,7 +20,6 @@ from .nn.settings import MHLASettings as MHLASettings
 from .ops.api import mhla_step as mhla_step
 from .ops.blocks import Blocks as Blocks
 from .ops.state import MHLAState as MHLAState
-from .planning import plan as plan
 from .sampling import use_mhla_in_steps as use_mhla_in_steps
 from .training.adapters import adapter_config as adapter_config
 from .training.adapters import load_adapter as load_adapter

@@ -31,12 +31,7 @@ TokensAndLabels = tuple[list[int], list[int]]  # flat lists of equal length
 
 
 class Reader:
-    """Base class of objects that read the batches of one training stage.
-
-    Args:
-        key: (seed, stage), which seeds all random choices.
-        state: A result of `state()` from which to resume; None starts at the beginning.
-    """
+    """Base class of objects that read the batches of one training stage, from the beginning or a result of `state()`."""
 
     def __init__(self, key: Iterable[int], state: dict[str, Any] | None = None) -> None:
         self.key: Key = tuple(key)
@@ -70,10 +65,7 @@ def _permutation(key: Key, count: int) -> numpy.ndarray:
 
 
 def max_positions(config: Any) -> float:
-    """Return the largest number of tokens that a language model can read.
-
-    It is infinite with RoPE, or if the configuration has no `max_position_embeddings`.
-    """
+    """Return the most tokens that a language model can read: infinite with RoPE, or without `max_position_embeddings`."""
     has_rope = getattr(config, "rope_parameters", None) is not None
     return inf if has_rope else getattr(config, "max_position_embeddings", inf)
 
@@ -81,26 +73,10 @@ def max_positions(config: Any) -> float:
 def open_text(
     data: Any, tokenizer: Any = None, *, text_field: str = "text", vocab_size: int | None = None
 ) -> "TokenRing | TokenStream":
-    """Open training text.
+    """Open token ids [N], a list of texts, text files, or, as a stream, tables on disk, a Hub id, or `datasets` objects.
 
-    Args:
-        data: One of
-            - a text file, or a folder of them with all subfolders (.txt, .md, .rst, .text);
-            - a table on disk (.jsonl, .json, .parquet, .csv, .arrow), or a folder of them, read as a stream;
-            - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), read as a stream;
-            - a Dataset or IterableDataset of `datasets`, read as a stream;
-            - a list of texts;
-            - token ids, integers [number of tokens].
-        tokenizer: A tokenizer, required unless the data are tokens (a tensor, or rows with `input_ids` and optionally
-            `labels`). Its end-of-sequence token, if it has one, is added after every document.
-        text_field: The column of a dataset that holds the text.
-        vocab_size: Size of the vocabulary. Token ids must be below it (default: they are not checked).
-
-    Returns:
-        A `TokenStream` for data that are read as a stream, else a `TokenRing`.
-
-    Raises:
-        ValueError, TypeError, ImportError: The data cannot be opened.
+    A folder is read with its subfolders; a Hub id is "id" or "id:configuration", of which the split "train" is read. Tokens
+    (a tensor, or rows with `input_ids` and perhaps `labels`) need no tokenizer; without `vocab_size` they are not checked.
     """
     if isinstance(data, torch.Tensor):
         return TokenRing(data, vocab_size, "a tensor of tokens")
@@ -129,16 +105,7 @@ def open_text(
 
 
 class TokenRing:
-    """Tokens in memory, treated as a ring in which the first token follows the last.
-
-    Args:
-        tokens: Token ids, integers [number of tokens].
-        vocab_size: Size of the vocabulary. Token ids must be below it; None disables the check.
-        name: Name of the data in error messages.
-
-    Raises:
-        ValueError: There is no token, or `tokens` is not a vector of integers in the vocabulary.
-    """
+    """Tokens in memory, treated as a ring in which the first token follows the last. `name` is for error messages."""
 
     def __init__(self, tokens: Any, vocab_size: int | None, name: str) -> None:
         tokens = torch.as_tensor(tokens)
@@ -155,10 +122,7 @@ class TokenRing:
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
     def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
-        """Return a reader of sequences of `length` tokens for one stage. It starts from `state` if it is given.
-
-        Raise ValueError if there are fewer than `length` tokens.
-        """
+        """Return a reader of sequences of `length` tokens for one stage, which resumes from `state`."""
         _check_length(len(self.tokens), length, self.name)
         return _RingReader(self.tokens, length, (seed, stage), state)
 
@@ -175,7 +139,6 @@ class _RingReader(Reader):
         self.order = numpy.zeros(0, dtype=int)
 
     def take(self, count: int) -> Batch:
-        """Return the ids and labels of the next `count` sequences; both are the same tensor."""
         per_epoch = len(self.tokens) // self.length
         starts = []
         for sample in range(self.next, self.next + count):
@@ -193,15 +156,9 @@ class _RingReader(Reader):
 
 
 class TokenStream:
-    """A stream of rows, packed into sequences.
+    """The rows of a `datasets.IterableDataset`, packed into sequences; see `open_text`.
 
-    Args:
-        dataset: A `datasets.IterableDataset` whose rows have `text_field`, or `input_ids` and optionally `labels`.
-        tokenizer: A tokenizer, required for rows with text.
-        text_field: The column that holds the text.
-        vocab_size: Size of the vocabulary. Token ids must be below it; None disables the check.
-        name: Name of the data in error messages.
-        identity: JSON-serializable value that identifies the data.
+    `name` is for error messages, `identity` (JSON) for recognizing the data when training resumes.
     """
 
     def __init__(
@@ -215,7 +172,7 @@ class TokenStream:
         self.identity = identity
 
     def describe(self) -> dict[str, Any]:
-        """Return a JSON-serializable description that identifies the data."""
+        """As of `TokenRing`."""
         return {"kind": "stream", "source": self.identity, "field": self.text_field}
 
     def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
@@ -223,10 +180,7 @@ class TokenStream:
         return _StreamReader(self, length, state)
 
     def tokens(self, rows: Sequence[dict[str, Any]]) -> TokensAndLabels:
-        """Return the concatenated ids and labels of rows, with the end-of-sequence token after each text.
-
-        Raise ValueError if a row has no text, or if ids and labels differ in number or ids are not in the vocabulary.
-        """
+        """Return the concatenated ids and labels of rows, with the end-of-sequence token after each text."""
         if "input_ids" in rows[0]:
             ids = [token for row in rows for token in row["input_ids"]]
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
@@ -261,10 +215,6 @@ class _StreamReader(Reader):
         self._go_to(state["epoch"], state["place"])
 
     def take(self, count: int) -> Batch:
-        """Return ids and labels of the next `count` sequences.
-
-        Raise ValueError if rows cannot be read, or the whole stream is shorter than one sequence.
-        """
         ids, labels = self.leftover
         needed = count * self.length
         while len(ids) < needed:
@@ -299,9 +249,9 @@ class _StreamReader(Reader):
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return the files with the training text, sorted: `path` itself, or files in the folder `path` and its subfolders.
+    """Return the files with the training text, sorted: `path` itself or, in a folder and its subfolders, all text files.
 
-    In a folder, these are all text files or, if it has none, all tables of one format. Raise ValueError if it has neither.
+    If a folder has none, these are all tables of its first format in `TABLE_ENDINGS`.
     """
     if path.is_file():
         return [path]
@@ -316,18 +266,14 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def check_data_path(data: PathLike, argument: str = "data") -> Path:
-    """Return `data` as a path, with ~ expanded.
-
-    Raises:
-        ValueError: `data` is empty, for example because a shell variable is not set. It would mean the working folder.
-    """
+    """Return `data` as a path, with ~ expanded. Empty data, as from a shell variable that is not set, are refused."""
     if not str(data).strip():
         raise ValueError(f"{argument}: got {str(data)!r}, expected a file, a folder or a dataset.")
     return Path(data).expanduser()
 
 
 def read_text_file(file: Path, argument: str = "data") -> str:
-    """Return the content of a UTF-8 text file. Raise ValueError if it is not UTF-8 or contains a NUL character."""
+    """Return the content of a UTF-8 text file without NUL characters."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -340,20 +286,9 @@ def read_text_file(file: Path, argument: str = "data") -> str:
 
 
 def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -> Any:
-    """Load a split with `datasets.load_dataset`.
+    """Load a split with `datasets.load_dataset`, from the Hub by "id" or "id:configuration", or local files by `builder`.
 
-    Args:
-        name: Id on the Hub, "id" or "id:configuration". With `builder`, it is only used in error messages.
-        *builder: Positional arguments of `load_dataset` for local files.
-        split: Name of the split.
-        **options: Further arguments of `load_dataset`.
-
-    Returns:
-        The split, a `Dataset` or, with `streaming=True`, an `IterableDataset`.
-
-    Raises:
-        ValueError: `name` can only be a path and does not exist, or the dataset cannot be loaded.
-        ImportError: `datasets` is not installed.
+    With `builder`, the positional arguments of `load_dataset`, `name` is only used in error messages.
     """
     repository, _, configuration = name.partition(":")
     looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
@@ -366,10 +301,7 @@ def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -
 
 
 def identify_files(files: Iterable[Path]) -> list[list[Any]]:
-    """Return [name, size in bytes, hash of the first mebibyte] for each file.
-
-    It is used to recognize the data when training resumes.
-    """
+    """Return [name, size in bytes, hash of the first mebibyte] for each file, to recognize data when training resumes."""
     identities = []
     for file in files:
         with file.open("rb") as stream:
@@ -379,10 +311,7 @@ def identify_files(files: Iterable[Path]) -> list[list[Any]]:
 
 
 def _encode(tokenizer: Any, texts: list[Any], name: str) -> list[int]:
-    """Tokenize documents into one list of ids, with the end-of-sequence token, if there is one, after each.
-
-    Raise ValueError if there is no tokenizer or no document; `name` is the name of the data in the message.
-    """
+    """Tokenize documents into one list of ids, with the end-of-sequence token, if there is one, after each."""
     if tokenizer is None:
         raise ValueError(f"tokenizer: got None with {name!r}, which is text, expected a tokenizer.")
     if not texts:
@@ -403,15 +332,7 @@ def special_tokens(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Add special tokens before and after each of B rows of T token ids.
-
-    Args:
-        ids: Token ids [B, T].
-        added_ids: The result of `special_tokens`: the ids to add before and after each row.
-
-    Returns:
-        Token ids [B, T + number of added ids].
-    """
+    """Add the tokens that `special_tokens` returned before and after each row of `ids`, [B, T]."""
     before, after = (added.expand(len(ids), -1) for added in added_ids)
     return torch.cat([before, ids, after], 1)
 
@@ -424,6 +345,6 @@ def check_token_ids(tokens: Any, vocab_size: int | None, name: str) -> None:
 
 
 def _check_length(tokens: int, length: int, name: str) -> None:
-    """Raise ValueError if data with `tokens` tokens are shorter than a sequence of `length` tokens."""
+    """Raise ValueError if there are fewer `tokens` than one sequence has."""
     if tokens < length:
         raise ValueError(f"data: got {name!r} with {tokens} tokens, expected at least one sequence (seq_len {length}).")

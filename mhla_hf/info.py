@@ -1,5 +1,9 @@
-"""Describe a saved MHLA model from its files, without loading weights, for `mhla-hf info`."""
+"""Describe a saved MHLA model, or what a conversion would make of a softmax language model, for `mhla-hf info`.
 
+Weights are not loaded: parameters are counted in the headers of the files, and the cache on the meta device.
+"""
+
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -14,13 +18,19 @@ from transformers import AutoModelForCausalLM
 from .checkpoints.file_io import PathLike, read_json
 from .checkpoints.load import load_config, wrap_errors
 from .checkpoints.save import CARD_FILE
+from .conversion import convert
+from .conversion.model_family import softmax_config
+from .conversion.sizes import mhla_bytes, softmax_bytes
+from .conversion.transformers_models import family_to_convert, reason_to_keep_softmax
 from .evaluation.records import Results, format_score
 from .hub.facts import PERSON_FILE, read_model, section_of
 from .models.derived_classes import attention_sizes
-from .planning import MIB, compare_saved_caches
+from .models.families import ENCODERS, VISION
+from .models.language.causal_attention import find_causal_attentions
 from .training.run_folder import RECORD
 
-CACHE_TOKENS = 1024  # sequence length for which the size of the cache is reported, if the model has as many positions
+MIB = 2**20
+KEEP = 1 / 6  # the share of KV heads that keep softmax by default in `mhla-hf convert`
 MAX_SCORES = 5  # number of scores that are printed
 # Kinds of model that mhla-hf evaluate supports -> the recipe to suggest.
 EVALUATION_RECIPES = {"language": "recall", "image": "RECIPE", "pipeline": "RECIPE"}
@@ -29,19 +39,29 @@ SHOWN_SETTINGS = (
 )  # fmt: skip
 
 
-def describe_model(folder: PathLike) -> dict[str, Any]:
-    """Describe a saved MHLA model or pipeline.
+def describe_model(model: PathLike, context: int = 1024, revision: str | None = None) -> dict[str, Any]:
+    """Describe a saved MHLA model or pipeline, or a softmax language model and its conversion.
+
+    Args:
+        model: Folder of an MHLA model; folder or Hub id of a softmax language model, of which only config.json is read.
+        context: Tokens at which the cache is counted, at most the model's positions.
+        revision: Branch, tag or commit on the Hub.
 
     Returns:
-        A JSON-serializable dict, which `render_info` renders as text. "base" is taken from `card.json`, else from the
-        training record, else from the model card. "kv_heads" is what `count_kv_heads` returns for a language model. "cache"
-        has the cache sizes in bytes at "tokens" tokens, 1,024 or the model's positions; it is None except for converted
-        decoders whose state has a fixed size.
+        A JSON-serializable dict, which `render_info` renders as text. For language models with a softmax original, it says
+        which layers stay softmax and why ("kept_layers"), how many KV heads do, and the bytes of one sequence's cache:
+        "softmax", "mhla" and, before a conversion, "mhla_alone", with no KV head kept. The "base" of an MHLA model is taken
+        from `card.json`, else from the training record, else from the model card.
 
     Raises:
-        ValueError: `folder` contains no saved MHLA model, or one of its files is damaged.
+        NotConvertible: Nothing in a softmax model can be converted; the message says why.
+        ValueError: There is no such model, it is of another kind, or one of its files is damaged.
     """
-    folder = Path(folder)
+    folder = Path(model)
+    stored = read_json(folder / "config.json") or {}
+    loaded = load_config(model, revision=revision) if "model_type" in stored or not folder.is_dir() else None
+    if loaded is not None and (getattr(loaded, "mhla", None) is None or not stored):
+        return describe_softmax_model(model, loaded, context)
     kind, class_name, config = read_model(folder)
     settings = config["mhla"]
     parameters, size = count_weights(folder)
@@ -50,40 +70,80 @@ def describe_model(folder: PathLike) -> dict[str, Any]:
     base = person.get("base_model") or train.get("teacher")
     if base is None and (folder / CARD_FILE).is_file():
         base = ModelCard.load(folder / CARD_FILE, ignore_metadata_errors=True).data.get("base_model")
+    is_decoder = kind == "language" and hasattr(loaded, "base_model_type")
+    compared = compare_with_softmax(softmax_config(loaded), loaded, context) if is_decoder else {}
     return {
-        "folder": str(folder),
+        "model": str(model),
         "class": class_name,
         "kind": kind,
         "base": base,
         "mhla_layers": settings["layers"],
         "layers": config.get("num_hidden_layers") or config.get("num_layers"),
-        "kv_heads": count_kv_heads(load_config(folder)) if kind == "language" else None,
+        **compared,
         "form": describe_form(settings),
         "parameters": parameters,
         "bytes": size,
         "dtype": config.get("dtype"),
         "positions": config.get("max_position_embeddings"),
-        "cache": compare_saved_caches(load_config(folder), CACHE_TOKENS) if kind == "language" else None,
         "trained": {key: train[key] for key in ("steps", "tokens", "seconds") if key in train} or None,
         "scores": [dataclasses.asdict(record) for record in Results.read(folder) if section_of(record)],
     }
 
 
-def count_kv_heads(config: Any) -> dict[str, int] | None:
-    """Count the KV heads in all attention layers of a converted decoder, also in those that stayed softmax.
+def describe_softmax_model(model: PathLike, config: Any, context: int) -> dict[str, Any]:
+    """See `describe_model`, for a model of transformers that is not converted."""
+    if getattr(config, "mhla", None) is not None:
+        raise ValueError(
+            f"model: got {str(model)!r}, an MHLA model on the Hub, expected the folder of a downloaded one."
+        )
+    if (family := family_to_convert(config.model_type)) in (*ENCODERS, *VISION):
+        kind = "a vision tower" if family in VISION else "an encoder of text"
+        raise ValueError(f"model: got {str(model)!r}, {kind}, expected a causal language model or an MHLA model.")
+    return {
+        "model": str(model),
+        "class": (config.architectures or [config.model_type])[0],
+        "kind": "softmax",
+        "layers": config.num_hidden_layers,
+        **compare_with_softmax(config, None, context),
+        "positions": getattr(config, "max_position_embeddings", None),
+    }
 
-    Returns:
-        A dict with "softmax", the number that keep softmax, and "all". None for a model from scratch.
+
+def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str, Any]:
+    """Compare a softmax language model with its converted one or, for None, with what `mhla-hf convert` makes by default.
+
+    "cache" is in bytes per sequence; None if the state grows with the tokens (`mixing_form` other than "decay").
     """
-    if not hasattr(config, "base_model_type"):
-        return None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    attentions = model.swap.find_attentions(model)
-    counts = {index: attention_sizes(attention, config)["num_kv_heads"] for index, attention in attentions.items()}
-    kept_heads = config.mhla["softmax_heads"] or {}
-    kept = [len(kept_heads.get(str(i), ())) if i in config.mhla["layers"] else count for i, count in counts.items()]
-    return {"softmax": sum(kept), "all": sum(counts.values())}
+        original, student = (
+            AutoModelForCausalLM.from_config(copy.deepcopy(x)).eval() for x in (config, converted or config)
+        )
+    attentions = find_causal_attentions(original)
+    reasons = {index: reason_to_keep_softmax(attention, config) for index, attention in attentions.items()}
+    settings = (student if converted else convert(student, layers="all")).config.mhla
+    layers = settings["layers"]
+    kept_layers: dict[str, list[int]] = {}
+    for index in sorted({*range(config.num_hidden_layers)} - {*layers}):
+        reason = reasons.get(index, "it has no softmax attention") or "by the choice of layers or heads"
+        kept_layers.setdefault(reason, []).append(index)
+    heads = {index: attention_sizes(attention, config)["num_kv_heads"] for index, attention in attentions.items()}
+    num_convertible = sum(heads[index] for index in layers)
+    num_kept = sum(map(len, (settings["softmax_heads"] or {}).values())) if converted else round(KEEP * num_convertible)
+    record: dict[str, Any] = {"mhla_layers": layers, "kept_layers": kept_layers}
+    record["kv_heads"] = {"softmax": sum(heads.values()) - num_convertible + num_kept, "all": sum(heads.values())}
+    record["cache"] = None
+    if settings["mixing_form"] == "decay":
+        tokens = int(min(context, getattr(config, "max_position_embeddings", None) or math.inf))
+        softmax = softmax_bytes(original, tokens)
+        unconverted = sum(softmax) - sum(softmax[index] for index in layers)
+        share = None if converted else num_kept / num_convertible
+        mhla = unconverted + sum(mhla_bytes(student, tokens, share).values())
+        record["cache"] = {"tokens": tokens, "softmax": sum(softmax), "mhla": mhla}
+        if not converted:
+            record["cache"]["mhla_alone"] = unconverted + sum(mhla_bytes(student, tokens, 0).values())
+    if not converted:
+        record |= {"parameters": original.num_parameters(), "dtype": str(original.dtype).removeprefix("torch.")}
+    return record
 
 
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,16 +158,8 @@ def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_weights(folder: Path) -> tuple[int, int]:
-    """Count the parameters in all safetensors files of a folder and its subfolders, by reading only the files' headers.
-
-    Returns:
-        The number of parameters, and the size of the files in bytes.
-
-    Raises:
-        ValueError: A file is damaged.
-    """
-    parameters = 0
-    size = 0
+    """Return the number of parameters in all safetensors files of a folder and its subfolders, and their size in bytes."""
+    parameters = size = 0
     for file in sorted(folder.rglob("*.safetensors")):
         size += file.stat().st_size
         with (
@@ -121,29 +173,33 @@ def count_weights(folder: Path) -> tuple[int, int]:
 
 def render_info(record: Mapping[str, Any]) -> str:
     """Render the result of `describe_model` as about ten lines of text."""
+    is_softmax, cache, heads = record["kind"] == "softmax", record.get("cache"), record.get("kv_heads")
     mhla_layers = record["mhla_layers"]
-    attention = f"{len(mhla_layers)} of {record['layers']} layers are MHLA"
+    attention = f"{len(mhla_layers)} of {record['layers']} layers {'can become' if is_softmax else 'are'} MHLA"
     if others := sorted({*range(record["layers"])} - {*mhla_layers}):
         few, listed = ("all but ", others) if len(others) < len(mhla_layers) else ("", mhla_layers)
         attention += f" ({few}{', '.join(map(str, listed))})"
-    if record["kv_heads"]:
-        attention += f", {record['kv_heads']['softmax']} of {record['kv_heads']['all']} KV heads keep softmax"
-    form = ", ".join(f"{name} {value}" for name, value in record["form"].items())
-    weights = f"{record['parameters']:,} parameters, {record['bytes'] / MIB:,.1f} MiB"
-    lines = [
-        f"{record['folder']}: {record['class']}" + (f", from {record['base']}" if record["base"] else ""),
-        f"attention:  {attention}",
-        f"form:       {form}",
-        f"weights:    {weights}" + (f", {record['dtype']}" if record["dtype"] else ""),
-    ]
+    if heads:
+        attention += f", {heads['softmax']} of {heads['all']} KV heads keep softmax"
+    start = f"{record['model']}: {record['class']}" + (f", from {record['base']}" if record.get("base") else "")
+    lines = [start, f"attention:  {attention}{' by default' if is_softmax else ''}"]
+    for reason, layers in record.get("kept_layers", {}).items():
+        lines.append(f"softmax:    layers {', '.join(map(str, layers))}: {reason}")
+    if not is_softmax:
+        lines.append("form:       " + ", ".join(f"{name} {value}" for name, value in record["form"].items()))
+    size = f", {record['bytes'] / MIB:,.1f} MiB" if "bytes" in record else ""
+    dtype = f", {record['dtype']}" if record["dtype"] else ""
+    lines.append(f"weights:    {record['parameters']:,} parameters{size}{dtype}")
     if record["positions"]:
         lines.append(f"positions:  {record['positions']:,}")
-    if record["cache"]:
-        tokens = record["cache"]["tokens"]
-        mhla, softmax = (record["cache"][name] / MIB for name in ("mhla", "softmax"))
+    if cache:
+        mhla, softmax = (f"{cache[name] / MIB:,.2f} MiB" for name in ("mhla", "softmax"))
+        alone = f", {cache['mhla_alone'] / MIB:,.2f} MiB without softmax heads" if is_softmax else ""
         lines.append(
-            f"cache:      {mhla:.2f} MiB a sequence at {tokens:,} tokens, {softmax:.2f} MiB with softmax alone"
+            f"cache:      {mhla} a sequence at {cache['tokens']:,} tokens, {softmax} with softmax alone{alone}"
         )
+    if is_softmax:
+        return "\n".join([*lines, f"convert:    mhla-hf convert {record['model']} OUT --text FILE --keep 1/6"])
     if record["trained"]:
         lines.append("trained:    " + ", ".join(f"{value:,.0f} {name}" for name, value in record["trained"].items()))
     for score in record["scores"][:MAX_SCORES]:
@@ -153,7 +209,7 @@ def render_info(record: Mapping[str, Any]) -> str:
     num_omitted = len(record["scores"]) - MAX_SCORES
     if not record["scores"]:
         recipe = EVALUATION_RECIPES.get(record["kind"])
-        advice = f"; mhla-hf evaluate {record['folder']} --recipe {recipe}" if recipe else ""
+        advice = f"; mhla-hf evaluate {record['model']} --recipe {recipe}" if recipe else ""
         lines.append(f"score:      none{advice}")
     elif num_omitted > 0:
         lines.append(f"            and {num_omitted} more in results.json")

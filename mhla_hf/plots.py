@@ -29,12 +29,9 @@ STYLE: dict[str, Any] = {
 
 
 def draw_heads(measured: Mapping[str, Any]) -> str:
-    """Return a text map of the KV heads that keep softmax, with one line per KV head and one column per layer.
+    """Return a text map of KV heads, one line per head and one column per layer: "#" keeps softmax, "." became MHLA.
 
-    A head that keeps softmax is "#", one that became MHLA is ".", and a head that the layer does not have is a space.
-
-    Args:
-        measured: `config.mhla_measured` of a conversion that chose heads by gates.
+    `measured` is `config.mhla_measured` of a conversion that chose heads by gates. A head that a layer lacks is a space.
     """
     gates = measured["gates"]
     softmax_heads = measured["softmax_heads"]
@@ -64,30 +61,22 @@ def render_report(measured: Mapping[str, Any]) -> str:
         f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
         for tokens, sizes in measured["cache_bytes"].items()
     ]
-    rows = [[name, *_format_scores(values)] for name, values in scores.items()]
+    rows = [
+        [
+            name,
+            f"{values['kl']:.4f}" if "kl" in values else "0",
+            f"{values['perplexity']:.2f}",
+            f"{values['recall']:.3f}",
+        ]
+        for name, values in scores.items()
+    ]
     table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
     heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
     return "\n".join([table, *caches, *heads])
 
 
-def _format_scores(scores: Mapping[str, float]) -> list[str]:
-    """Format KL, perplexity and recall as cells of a table."""
-    kl = f"{scores['kl']:.4f}" if "kl" in scores else "0"
-    return [kl, f"{scores['perplexity']:.2f}", f"{scores['recall']:.3f}"]
-
-
 def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], style: str = "text", left: int = 2) -> str:
-    """Render a table of strings.
-
-    Args:
-        header: The names of the columns.
-        rows: The cells of each row.
-        style: "text" or "markdown".
-        left: Number of columns, from the left, that are left-aligned; all others are right-aligned.
-
-    Raises:
-        ValueError: `style` is neither "text" nor "markdown".
-    """
+    """Render a table of strings in `style` "text" or "markdown", with the first `left` columns aligned left."""
     if style not in ("text", "markdown"):
         raise ValueError(f'style: got {style!r}, expected "text" or "markdown".')
     if style == "markdown":
@@ -107,20 +96,9 @@ def drawing(
     path: PathLike, rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], style: dict[str, Any] = STYLE,
     note: str = "", **options: Any,
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
-    """Context manager that yields a matplotlib figure and its axes, and writes the figure to `path` at the end.
+    """Context manager that yields a matplotlib figure and its axes [rows, columns], and writes `path` (PNG) at the end.
 
-    The axes are a NumPy array [rows, columns].
-
-    Args:
-        path: PNG file to write.
-        rows, columns: Numbers of rows and columns of axes.
-        figsize: Width and height in inches.
-        style: Matplotlib's rc parameters.
-        note: A line of small text below the axes.
-        **options: Further arguments of `Figure.subplots`.
-
-    Raises:
-        ImportError: Matplotlib is not installed.
+    `figsize` is in inches, `style` are rc parameters, and `note` is a line of small text below the axes.
     """
     with require_extra("a figure", "matplotlib", "eval"):
         from matplotlib import rc_context

@@ -13,13 +13,7 @@ COUNTED_METHODS = ("set_timesteps", "set_begin_index", "step")
 
 
 class StepSwitch:
-    """Counts the steps of a scheduler, and switches transformers between MHLA and the attention of the base.
-
-    Args:
-        scheduler: The scheduler.
-        transformers: Transformers with MHLA layers.
-        start, end: As in `use_mhla_in_steps`.
-    """
+    """Counts the steps of a scheduler, and switches transformers between MHLA and the attention of the base."""
 
     def __init__(self, scheduler: Any, transformers: list[Any], start: int, end: int | None) -> None:
         self.scheduler = scheduler
@@ -32,11 +26,7 @@ class StepSwitch:
         return StepSwitch(copy.deepcopy(self.scheduler, memo), [], self.steps.start, self.steps.stop)
 
     def run(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the method `name` of the scheduler, and choose the attention of the next step.
-
-        Returns:
-            What the method returns.
-        """
+        """Call the method `name` of the scheduler, and choose the attention of the next step."""
         result = method(*args, **kwargs)
         self.index = self.index + 1 if name == "step" else getattr(self.scheduler, "begin_index", None) or 0
         steps = range(len(self.scheduler.timesteps))

@@ -83,3 +83,34 @@ def test_of_several_classes_of_a_family_the_plain_one_is_found(tmp_path):
     for name in ("CLIPVisionModel", "CLIPVisionModelWithProjection"):
         converted_tower(name).save_pretrained(tmp_path / name)
         assert type(AutoModel.from_pretrained(tmp_path / name)).__name__ == "MHLACLIPVisionModel"
+
+
+WITHOUT_DIFFUSERS = """
+import sys
+sys.modules["diffusers"] = None
+import mhla_hf, torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
+sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=128, **sizes)).eval()
+options = {"block_size": 4, "window": 2, "effort": 0.05, "keep": 1, "progress": False}
+mhla_hf.convert(model, text=torch.randint(64, (4000,)), **options).save_pretrained(sys.argv[1])
+reloaded = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+ids = torch.arange(60)[None]
+assert torch.equal(model(ids).logits, reloaded(ids).logits)
+vision = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **sizes)).eval()
+mhla_hf.convert(vision, samples=torch.rand(16, 3, 32, 32), layout=[2, 2], effort=0.05, progress=False)
+for use in (lambda: mhla_hf.MHLAWanTransformer3DModel, lambda: load_pipeline("nowhere", dtype="auto", device="cpu")):
+    from mhla_hf.checkpoints.load import load_pipeline
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_transformers_models_need_no_diffusers(tmp_path):
+    """Conversion with text and with images, saving, loading; what needs diffusers says how to install it."""
+    done = run(WITHOUT_DIFFUSERS, str(tmp_path / "made"))
+    install = "needs diffusers, which is missing: pip install 'mhla_hf[diffusers]'"
+    said = [f"MHLAWanTransformer3DModel {install}", f"model: 'nowhere', a pipeline, {install}"]
+    assert done.stdout.splitlines()[-2:] == said, done.stderr[-2000:]

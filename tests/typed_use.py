@@ -1,7 +1,7 @@
 """Typed code that uses every public name. mypy checks this file (`make lint`); nothing runs it."""
 
 from pathlib import Path
-from typing import Any, assert_type
+from typing import assert_type
 
 import torch
 from peft import PeftModel
@@ -50,7 +50,6 @@ def journey(model: torch.nn.Module, tokenizer: object, batches: list[torch.Tenso
     scores = mhla_hf.evaluate(["out", student], recipe="recall", settings={"lengths": [512]}, batch_size="auto")
     for name, results in scores.items():
         print(name, [result.value for result in results])
-    assert_type(mhla_hf.plan("out", context=4096, block_size=32), dict[str, Any])
     assert_type(mhla_hf.push("out", "me/model", private=True, tags="v1").revision, str)
 
 

@@ -427,7 +427,8 @@ def load_pipeline(
 
     See `load_language_model` for the arguments and errors. With `dtype="auto"`, diffusers chooses the dtype.
     """
-    from diffusers import DiffusionPipeline
+    with require_extra(f"model: {str(source)!r}, a pipeline,", "diffusers", "diffusers"):
+        from diffusers import DiffusionPipeline
 
     resolved = resolve_model_name(source, pipeline=True)
     options = {"dtype": DTYPES.get(dtype), "trust_remote_code": trust_remote_code, "use_safetensors": True}

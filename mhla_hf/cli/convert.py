@@ -6,19 +6,7 @@ from typing import Any
 
 from ..checkpoints.file_io import renamed_errors
 from ..checkpoints.save import check_new_folder, count_bytes, holds_saved_model, read_sentence_files_or_warn
-from .values import (
-    AddArgument,
-    add_dtype_option,
-    check_data,
-    check_model,
-    load_libraries,
-    parse_count,
-    parse_keep,
-    parse_layers,
-    parse_seed,
-    parse_settings,
-    resumable,
-)
+from . import values
 
 CONVERT = """\
 example:
@@ -36,7 +24,7 @@ MAX_IMAGES = 256  # that a classifier learns from
 OTHER_KINDS = {"images": ("load_classifier", None), "encoders": ("load_encoder", "encoder")}
 
 
-def convert_options(add: AddArgument) -> None:
+def convert_options(add: values.AddArgument) -> None:
     kinds = "a language model, text encoder, image classifier, or pipeline"
     add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {kinds}")
     add("out", metavar="OUT", help="output folder")
@@ -47,21 +35,17 @@ def convert_options(add: AddArgument) -> None:
         "such as 1,207, or a folder or dataset of images (default: nothing is learned)")  # fmt: skip
     add("--keep", help="KV heads of a language model that keep softmax: a share, a number, or a cache size such as 64MiB "
         "(default: 1/6); with --samples, layers that keep softmax: a share or a number")  # fmt: skip
-    add("--context", type=parse_count, help="tokens at which --keep counts bytes (default: the model's positions)")
     add(
-        "--layers",
-        help='"all", "2/3" or indices such as 1,2,4 (default: all; of a model of text that learns from none: 2/3)',
+        "--context",
+        type=values.parse_count,
+        help="tokens at which --keep counts bytes (default: the model's positions)",
     )
+    add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: all; without learning, of text models: 2/3)')
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
-    add(
-        "--effort",
-        type=float,
-        default=1.0,
-        help="of learning: 0.5 takes half of the time and is less exact (default: 1)",
-    )
-    add_dtype_option(add)
+    add("--effort", type=float, default=1.0, help="of learning: 0.5 halves the time and is less exact (default: 1)")
+    values.add_dtype_option(add)
     add("--device", default="cpu", help="where the model learns, as torch names it (default: cpu)")
-    add("--seed", type=parse_seed, default=0, help="random seed (default: 0)")
+    add("--seed", type=values.parse_seed, default=0, help="random seed (default: 0)")
     add("--revision", help="branch, tag or commit on the Hub")
     add("--overwrite", action="store_true", help="replace the MHLA model in OUT")
 
@@ -71,14 +55,14 @@ def run_convert(
     layers: str | None, settings: list[str], effort: float, dtype: str, device: str, seed: int, revision: str | None,
     overwrite: bool, progress: bool, **_: Any,
 ) -> None:  # fmt: skip
-    options: dict[str, Any] = {"layers": parse_layers(layers), **parse_settings(settings)}
+    options: dict[str, Any] = {"layers": values.parse_layers(layers), **values.parse_settings(settings)}
     learning: dict[str, Any] = {"effort": effort, "seed": seed, "progress": progress}
-    learning |= {"keep": None if keep is None else parse_keep(keep), "context": context}
+    learning |= {"keep": None if keep is None else values.parse_keep(keep), "context": context}
     path = check_new_folder(out, overwrite)
     if text not in (None, "self", "none"):
-        check_data(text)
-    check_model(model, revision)
-    load_libraries()
+        values.check_data(text)
+    values.check_model(model, revision)
+    values.load_libraries()
 
     import torch
 
@@ -115,7 +99,9 @@ def run_convert(
         text = text or "self"
         learning |= {"text": text, "tokenizer": processor, "checkpoint": checkpoint}
     torch.manual_seed(seed)
-    with resumable(lambda: checkpoint if checkpoint.exists() and (overwrite or not holds_saved_model(path)) else None):
+    with values.resumable(
+        lambda: checkpoint if checkpoint.exists() and (overwrite or not holds_saved_model(path)) else None
+    ):
         convert(base, **learning, **options)
         files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
         save_model(base, out, processor, overwrite, files)
@@ -135,11 +121,7 @@ def run_convert(
 
 
 def read_pipeline_samples(samples: str) -> list[int] | list[str]:
-    """Return the class labels in "1,207", or the prompts in a .txt file with one per line.
-
-    Raises:
-        ValueError: It is neither, or the file does not exist or has no prompt.
-    """
+    """Return the class labels in "1,207", or the prompts in a .txt file with one per line."""
     from ..training.datasets.latents import read_prompts
 
     items = [item.strip() for item in samples.split(",")]
@@ -153,14 +135,7 @@ def read_pipeline_samples(samples: str) -> list[int] | list[str]:
 
 
 def read_image_samples(samples: str, processor: Any, config: Any, seed: int) -> Any:
-    """Return the pixels of up to `MAX_IMAGES` images of a folder or dataset, drawn at random: fp32 [N, C, H, W].
-
-    Args:
-        samples: The folder or dataset; see `open_images`.
-        processor: The image processor of the classifier.
-        config: The configuration of the classifier.
-        seed: Seed of the draw.
-    """
+    """Return the pixels of up to `MAX_IMAGES` images of a folder or dataset, drawn at random: fp32 [N, C, H, W]."""
     import torch
 
     from ..training.datasets.images import open_images, preprocess
@@ -172,12 +147,7 @@ def read_image_samples(samples: str, processor: Any, config: Any, seed: int) -> 
 
 
 def render_layers(out: str, model: Any) -> str:
-    """Render which layers of a model are MHLA, and the errors that a conversion with samples measured.
-
-    Args:
-        out: The folder of the converted model.
-        model: The model, or the transformer of a pipeline.
-    """
+    """Render which layers of a model or transformer are MHLA, and the errors that a conversion with samples measured."""
     config = model.config
     total = f" of {config.num_hidden_layers}" if hasattr(config, "num_hidden_layers") else ""
     line = f"{out}: {type(model).__name__}, layers {config.mhla['layers']}{total} are MHLA"

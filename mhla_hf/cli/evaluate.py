@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.file_io import check_writable, find_yaml
-from .values import (
-    AddArgument,
-    add_device_option,
-    add_dtype_option,
-    check_model,
-    load_libraries,
-    parse_seed,
-    parse_settings,
-    parse_value,
-)
+from . import values
 
 SCORE_RECIPES = Path(__file__).parents[1] / "evaluation" / "recipes"
 
@@ -34,7 +25,7 @@ Scores are stored in results.json in each model's folder, and reused.
 """
 
 
-def evaluate_options(add: AddArgument) -> None:
+def evaluate_options(add: values.AddArgument) -> None:
     add("models", nargs="+", metavar="DIR", help="folders or Hub ids, compared side by side")
     add("--tasks", help="lm-eval tasks, groups, or patterns, separated by commas; or some of the recipe's tasks")
     add("--recipe", help="name or YAML file of a score recipe: tasks, shots, protocol")
@@ -42,11 +33,11 @@ def evaluate_options(add: AddArgument) -> None:
     add("--include-path", action="append", metavar="FOLDER", help="folder with more tasks")
     add("--data-files", metavar="FOLDER", help="read TASK.jsonl or TASK.jsonl.gz from here instead of the Hub")
     add("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
-    add("--limit", type=parse_value, help="documents per task, or a fraction below 1, for a quick try")
-    add("--batch-size", default=8, type=parse_value, help='batch size, or "auto" (default: 8)')
-    add("--seed", type=parse_seed, help="random seed (default: lm-eval's own)")
-    add_dtype_option(add)
-    add_device_option(add)
+    add("--limit", type=values.parse_value, help="documents per task, or a fraction below 1, for a quick try")
+    add("--batch-size", default=8, type=values.parse_value, help='batch size, or "auto" (default: 8)')
+    add("--seed", type=values.parse_seed, help="random seed (default: lm-eval's own)")
+    values.add_dtype_option(add)
+    values.add_device_option(add)
     add("--max-length", type=int, help="longest context (default: the model's)")
     add("--revision", help="branch, tag or commit on the Hub")
     add("--trust-remote-code", action="store_true", help="run source from the model's folder")
@@ -61,7 +52,7 @@ def evaluate_options(add: AddArgument) -> None:
 def run_evaluate(
     models: list[str], settings: list[str], style: str, plot: str | None, command: str, **options: Any
 ) -> None:
-    parsed_settings = parse_settings(settings)
+    parsed_settings = values.parse_settings(settings)
     if options["recipe"] is not None:
         find_yaml(options["recipe"], SCORE_RECIPES, "recipe")
     if plot is not None:
@@ -69,8 +60,8 @@ def run_evaluate(
         if os.path.isdir(plot):
             raise ValueError(f"plot: got {plot!r}, which is a folder, expected a PNG file.")
     for model in models:
-        check_model(model, options["revision"])
-    load_libraries()
+        values.check_model(model, options["revision"])
+    values.load_libraries()
 
     from ..evaluation.runner import evaluate
 

@@ -3,12 +3,13 @@
 import os
 from typing import Any
 
-from .values import AddArgument, add_json_option, check_folder, load_libraries, parse_pairs, print_record
+from . import values
 
 INFO = """\
 example:
   mhla-hf info out/mhla                  class, base, layers, form, state, scores
-  mhla-hf info out/mhla --json
+  mhla-hf info out/mhla --context 32768 --json
+  mhla-hf info meta-llama/Llama-3.2-1B --context 32768      before a conversion: its layers and cache; reads config.json
 """
 CARD = """\
 example:
@@ -26,21 +27,25 @@ Log in first: hf auth login. If it is interrupted, the same command resumes: fil
 """
 
 
-def info_options(add: AddArgument) -> None:
-    add("folder", metavar="FOLDER", help="a saved MHLA model or pipeline")
-    add_json_option(add)
+def info_options(add: values.AddArgument) -> None:
+    add(
+        "model", metavar="MODEL", help="a saved MHLA model or pipeline, or folder or Hub id of a softmax language model"
+    )
+    add("--context", type=values.parse_count, default=1024, help="tokens at which the cache is counted (default: 1024)")
+    add("--revision", help="branch, tag or commit on the Hub")
+    values.add_json_option(add)
 
 
-def run_info(folder: str, as_json: bool, **_: Any) -> None:
-    check_folder(folder, "a saved MHLA model or pipeline")
-    load_libraries()
+def run_info(model: str, context: int, revision: str | None, as_json: bool, **_: Any) -> None:
+    values.check_model(model, revision, weights=False)
+    values.load_libraries()
 
     from ..info import describe_model, render_info
 
-    print_record(describe_model(folder), as_json, render_info)
+    values.print_record(describe_model(model, context, revision), as_json, render_info)
 
 
-def card_options(add: AddArgument) -> None:
+def card_options(add: values.AddArgument) -> None:
     add("folder", metavar="DIR", help="an evaluated model's folder, or a folder of cards such as model_cards")
     add("--check", action="store_true", help="write nothing; check that rendering gives the same card")
     add("--name", dest="hub_id", metavar="NAME", help="Hub id the model will have")
@@ -57,8 +62,8 @@ def run_card(
     folder: str, check: bool, hub_id: str | None, compare: list[str], shelve: str | None, over_seeds: str | None,
     progress: bool, command: str, **options: Any,
 ) -> None:  # fmt: skip
-    check_folder(folder, "an evaluated model, or of cards")
-    load_libraries()
+    values.check_folder(folder, "an evaluated model, or of cards")
+    values.load_libraries()
 
     from ..hub import card
 
@@ -73,10 +78,10 @@ def run_card(
     elif hub_id is None:
         raise ValueError("hub_id: got nothing, expected the Hub id that the model will have, such as --name me/model.")
     else:
-        print(card.write_card(folder, name=hub_id, compared=parse_pairs("compare", compare), **options))
+        print(card.write_card(folder, name=hub_id, compared=values.parse_pairs("compare", compare), **options))
 
 
-def push_options(add: AddArgument) -> None:
+def push_options(add: values.AddArgument) -> None:
     add("what", metavar="DIR", help="folder of a saved MHLA model or pipeline")
     add("repo_id", metavar="USER/NAME", help="Hub id; created if it does not exist")
     add("--private", action="store_true", default=None, help="create a private repository")
@@ -96,8 +101,8 @@ def push_options(add: AddArgument) -> None:
 
 
 def run_push(what: str, command: str, **options: Any) -> None:
-    check_folder(what, "a saved MHLA model or pipeline")
-    load_libraries()
+    values.check_folder(what, "a saved MHLA model or pipeline")
+    values.load_libraries()
 
     from ..hub.push import push
 

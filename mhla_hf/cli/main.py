@@ -27,15 +27,14 @@ Tab completion: pip install 'mhla_hf[completion]', then eval "$(register-python-
 """
 # Name -> (function that runs the command, function that adds its options, help, epilog).
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] = {
-    "plan": (train.run_plan, train.plan_options, "Estimate what a conversion saves and costs.", train.PLAN),
     "convert": (
-        convert.run_convert, convert.convert_options, "Turn a softmax model into an MHLA model.", convert.CONVERT,
+        convert.run_convert, convert.convert_options, "Turn a softmax model into an MHLA model.", convert.CONVERT
     ),
     "recipes": (train.run_recipes, train.recipes_options, "List the training recipes.", train.RECIPES),
     "distill": (
-        train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL,
+        train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL
     ),
-    "info": (hub.run_info, hub.info_options, "Describe a saved MHLA model in ten lines.", hub.INFO),
+    "info": (hub.run_info, hub.info_options, "Describe an MHLA model, or what a conversion would give.", hub.INFO),
     "evaluate": (
         evaluate.run_evaluate, evaluate.evaluate_options, "Score language, image and video models side by side.",
         evaluate.EVALUATE,
@@ -77,55 +76,44 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments after `mhla-hf` (default: those of this process).
 
     Returns:
-        The exit code: 0; 1 if a plan found nothing to convert, or stdout was closed; 2 for invalid input; 130 after Ctrl-C.
+        The exit code: 0; 1 if stdout was closed; 2 for invalid input; 130 after Ctrl-C. With `--debug`, errors are raised.
     """
-    logger = logging.getLogger("mhla_hf")
-    level = logger.level
-    try:
-        code = execute(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # stdout was closed, e.g. by `head`; without this, Python would report it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    finally:
-        logger.setLevel(level)
-
-
-def execute(argv: list[str]) -> int:
-    """Parse the command line, run the sub-command, and return the exit code; see `main`.
-
-    Errors in `USER_ERRORS` are printed to stderr. With `--debug` they are raised instead.
-    """
+    argv = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:
         importlib.import_module("argcomplete").autocomplete(parser)
+    logger = logging.getLogger("mhla_hf")
+    level = logger.level
     try:
         words = [FLAG.sub(lambda flag: flag[0].replace("_", "-"), word) for word in argv]
-        arguments = vars(parser.parse_args(words))
+        try:
+            arguments = vars(parser.parse_args(words))
+        except SystemExit as stop:  # after --help, --version, or an error that is printed
+            sys.stdout.flush()
+            return stop.code if isinstance(stop.code, int) else 0
         run, name, debug, flags = (arguments.pop(key) for key in ("run", "name", "debug", "flags"))
         set_up_output(arguments["progress"])
         arguments["progress"] = arguments["progress"] and sys.stderr.isatty()
         run(command=shlex.join(["mhla-hf", *argv]), **arguments)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 0
+        sys.stdout.flush()
+    except BrokenPipeError:  # stdout was closed, e.g. by `head`; without this, Python would report it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt as stop:
         print(f"mhla-hf: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
-        if debug or isinstance(error, BrokenPipeError):
+        if debug:
             raise
         print(f"mhla-hf {name}: {describe_error(error, flags)}", file=sys.stderr)
         return 2
+    finally:
+        logger.setLevel(level)
     return 0
 
 
 def set_up_output(verbose: bool) -> None:
-    """Configure output streams, logging and the libraries' progress bars, partly through environment variables.
-
-    Args:
-        verbose: Whether to log progress to stderr.
-    """
+    """Configure output streams, logging and the libraries' progress bars; `verbose` logs progress to stderr."""
     replace_unprintable()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("mhla_hf").setLevel(logging.INFO if verbose else logging.WARNING)
@@ -138,18 +126,12 @@ def set_up_output(verbose: bool) -> None:
 def replace_unprintable() -> None:
     """Make stdout and stderr print question marks for characters that their encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def describe_error(error: BaseException, flags: Mapping[str, str] | None = None) -> str:
-    """Describe an error in one line.
-
-    Args:
-        error: The exception.
-        flags: Argument -> its command-line flag, which replaces the argument at the beginning of the message.
-    """
+    """Describe an error in one line. An argument at its beginning becomes its command-line flag, by `flags`."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"
@@ -160,14 +142,7 @@ def describe_error(error: BaseException, flags: Mapping[str, str] | None = None)
 
 
 def script(main: Callable[[], Any], name: str | None = None) -> None:
-    """Run the `main` of a script with the error handling of `mhla-hf`.
-
-    After an error in `USER_ERRORS`, exit with code 2, and after Ctrl-C with code 130.
-
-    Args:
-        main: The function to call.
-        name: Name of the script in error messages (default: its file name).
-    """
+    """Run the `main` of a script with the error handling of `mhla-hf`, with its file name as default `name` in messages."""
     replace_unprintable()
     try:
         main()

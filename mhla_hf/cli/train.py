@@ -1,36 +1,18 @@
-"""The commands `mhla-hf plan`, `distill` and `recipes`."""
+"""The commands `mhla-hf distill` and `recipes`."""
 
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..checkpoints.file_io import check_writable
 from ..checkpoints.save import read_sentence_files_or_warn
 from ..training.recipe import describe_recipes, read_recipe
-from .values import (
-    AddArgument,
-    add_json_option,
-    check_data,
-    check_model,
-    load_libraries,
-    parse_count,
-    parse_layers,
-    parse_seed,
-    parse_settings,
-    print_record,
-    resumable,
-)
+from . import values
 
 logger = logging.getLogger("mhla_hf")
-PLAN = """\
-example:
-  mhla-hf plan meta-llama/Llama-3.2-1B --context 32768                 reads config.json, times one layer here
-  mhla-hf plan DIR --context 8192 --layers all --no-timing --json
-If nothing in the model can be converted, it says why and exits with code 1.
-"""
+MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16"}  # dtype -> in the terms of Accelerate
 DISTILL = """\
 example:
   mhla-hf distill out/smollm-mhla --teacher HuggingFaceTB/SmolLM2-135M --data notes.txt \\
@@ -55,35 +37,7 @@ docs/recipes.md has the memory that each takes.
 """
 
 
-def plan_options(add: AddArgument) -> None:
-    add("model", metavar="DIR_OR_ID", help="folder or Hub id of a language model; reads only config.json")
-    add("--context", required=True, type=int, help="context length you need, in tokens")
-    add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3)')
-    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
-    add("--device", help="device to time a layer on, as torch names it (default: cuda if there is one, else cpu)")
-    add("--no-timing", action="store_false", dest="timing", help="skip timing")
-    add("--revision", help="branch, tag or commit on the Hub")
-    add_json_option(add)
-
-
-def run_plan(model: str, layers: str | None, settings: list[str], as_json: bool, **options: Any) -> None:
-    parsed_layers = parse_layers(layers)
-    parsed_settings = parse_settings(settings)
-    check_model(model, options["revision"], weights=False)
-    load_libraries()
-
-    from ..conversion.transformers_models import NotConvertible
-    from ..planning import plan, render_plan
-
-    try:
-        record = plan(model, layers=parsed_layers, **options, **parsed_settings)
-    except NotConvertible as error:
-        print(f"mhla-hf plan: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
-    print_record(record, as_json, render_plan)
-
-
-def distill_options(add: AddArgument) -> None:
+def distill_options(add: values.AddArgument) -> None:
     add("student", metavar="STUDENT", help="an MHLA model or pipeline, or a softmax one to convert first")
     add("--teacher", help="folder or Hub id of the softmax original (default: STUDENT, if it is one)")
     add("--recipe", required=True, help="one of `mhla-hf recipes`, or a YAML file")
@@ -91,28 +45,15 @@ def distill_options(add: AddArgument) -> None:
         help="override the recipe: STAGE.KEY ('*.KEY' for every stage), settings.KEY, run.KEY")  # fmt: skip
     add("--data", help="file, folder, or dataset to train on (default: the recipe's)")
     add("--out", required=True, help="output folder")
-    add("--batch-size", type=parse_count, metavar="N", help="sequences per optimizer step, in every stage")
-    add(
-        "--learning-rate",
-        type=float,
-        metavar="LR",
-        help="peak learning rate of every stage (of one: --set STAGE.lr=LR)",
-    )
-    add("--max-steps", type=parse_count, metavar="N", help="most steps of any stage")
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        help="dtype of the arithmetic and the teacher (default: the recipe's)",
-    )
-    add(
-        "--save-dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="dtype of the saved weights (default: STUDENT's)",
-    )
+    add("--batch-size", type=values.parse_count, metavar="N", help="sequences per optimizer step, in every stage")
+    add("--learning-rate", type=float, metavar="LR", help="peak learning rate of every stage (one: --set STAGE.lr=LR)")
+    add("--max-steps", type=values.parse_count, metavar="N", help="most steps of any stage")
+    add("--dtype", choices=MIXED_PRECISION, help="dtype of the arithmetic and the teacher (default: the recipe's)")
+    add("--save-dtype", choices=values.DTYPES[1:], help="dtype of the saved weights (default: STUDENT's)")
     add("--device", help="as torch names it (default: what Accelerate finds)")
     add("--trust-remote-code", action="store_true", help="run source from the folder of a converted pipeline")
     add("--report-to", dest="tracker", metavar="NAME", help="tensorboard, any other tracker of Accelerate, or none")
-    add("--seed", type=parse_seed, default=0, help="random seed (default: 0)")
+    add("--seed", type=values.parse_seed, default=0, help="random seed (default: 0)")
 
 
 def run_distill(
@@ -123,64 +64,56 @@ def run_distill(
     from_flags = {
         "*.batch_size": batch_size,
         "*.lr": learning_rate,
-        "run.mixed_precision": dtype and {"float32": "no", "bfloat16": "bf16"}[dtype],
+        "run.mixed_precision": dtype and MIXED_PRECISION[dtype],
         "run.tracker": "" if tracker == "none" else tracker,
     }
     overrides = {key: value for key, value in from_flags.items() if value is not None}
-    overrides.update(parse_settings(settings))
+    overrides.update(values.parse_settings(settings))
     loaded_recipe: Any = read_recipe(recipe, overrides)
     for stage in loaded_recipe.stages:
         stage.steps = min(stage.steps, max_steps or stage.steps)
     for name in dict.fromkeys((student, teacher or student)):
-        check_model(name)
-    check_data(options["data"])
+        values.check_model(name)
+    values.check_data(options["data"])
     check_writable(out, "out")
-    load_libraries()
+    values.load_libraries()
 
     import torch
 
-    from ..checkpoints.load import (
-        choose_device,
-        find_model_kind,
-        has_tokenizer,
-        is_pipeline,
-        load_encoder,
-        load_language_model,
-    )
+    from ..checkpoints import load
     from ..conversion import convert
     from ..training.loop import distill
     from ..training.run_folder import RunFolder
     from ..training.sharding import launched_with
 
     if device:
-        on_cpu = choose_device(device).type == "cpu"
+        on_cpu = load.choose_device(device).type == "cpu"
         os.environ.update({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"ACCELERATE_TORCH_DEVICE": device})
     is_main_process = os.environ.get("RANK", "0") == "0"
     from_settings = [key for key in overrides if key.startswith("settings.")]
-    if is_pipeline(student):
+    if load.is_pipeline(student):
         models = load_pipelines(student, teacher, loaded_recipe, from_settings, seed, trust_remote_code)
-        with resumable(RunFolder(out).newest_state):
+        with values.resumable(RunFolder(out).newest_state):
             distill(*models, recipe=loaded_recipe, seed=seed, out=out, **options)
         if is_main_process:
             print(f"{out}: trained")
         return
-    kind = find_model_kind(student)
+    kind = load.find_model_kind(student)
     if kind == "images":
         raise ValueError(
             f"student: got {student!r}, an image classifier, expected a causal language model or a text encoder "
             "(for classifiers see conversion/image_classifier.py)."
         )
-    load: Any = load_language_model
+    load_model: Any = load.load_encoder if kind == "encoders" else load.load_language_model
     load_options: dict[str, Any] = {"device": "cpu"}
     if kind == "encoders":
-        load = load_encoder
         options["files"] = read_sentence_files_or_warn(student)
     else:  # with FSDP, the main process sends the others their shards of the weights
         load_options["weights"] = is_main_process or not launched_with("FSDP")
-    tokenizer_source = teacher if teacher and not has_tokenizer(student) else None
+    tokenizer_source = teacher if teacher and not load.has_tokenizer(student) else None
     if tokenizer_source:
         logger.info("distill: %r has no tokenizer; using that of %r", student, teacher)
-    model, tokenizer = load(student, **load_options, tokenizer=tokenizer_source)
+    model, tokenizer = load_model(student, **load_options, tokenizer=tokenizer_source)
     if not hasattr(model.config, "mhla"):
         torch.manual_seed(seed)
         convert(model, **loaded_recipe.settings)
@@ -188,8 +121,8 @@ def run_distill(
     else:
         check_no_settings(from_settings, student)
     dtype = "bfloat16" if loaded_recipe.run.get("mixed_precision") == "bf16" else "float32"
-    original = teacher and load(teacher, dtype=dtype, **load_options)[0]
-    with resumable(RunFolder(out).newest_state):
+    original = teacher and load_model(teacher, dtype=dtype, **load_options)[0]
+    with values.resumable(RunFolder(out).newest_state):
         distill(model, original, tokenizer=tokenizer, recipe=loaded_recipe, seed=seed, out=out, **options)
     if is_main_process:
         words = ["mhla-hf", "evaluate", out, *([teacher] if teacher else []), "--recipe", "recall"]
@@ -198,12 +131,7 @@ def run_distill(
 
 
 def check_no_settings(names: list[str], student: str) -> None:
-    """Raise ValueError if settings of a conversion are given for a model that is converted already.
-
-    Args:
-        names: Names of the settings, as given.
-        student: Name of the model.
-    """
+    """Raise ValueError if settings of a conversion are given for a model that is converted already."""
     if names:
         start = f"set: got {names[0]!r} with {student!r}, which is converted already"
         raise ValueError(f"{start}, expected a softmax model.")
@@ -214,16 +142,7 @@ def load_pipelines(
 ) -> tuple[Any, Any]:
     """Load the pipelines of student and teacher, which share everything but their transformers.
 
-    Args:
-        student: Folder or Hub id of a pipeline; one that is not converted is converted, and is the teacher by default.
-        teacher: Folder or Hub id of its softmax original, or None.
-        recipe: The recipe.
-        settings: Names of the settings of the conversion that the command line gives.
-        seed: Random seed of the conversion.
-        trust_remote_code: Whether the student's folder may have source code.
-
-    Returns:
-        Student and teacher. The teacher is None if no stage needs one.
+    A student that is not converted is converted, and is the teacher by default. The teacher is None if no stage needs one.
     """
     import torch
 
@@ -246,14 +165,14 @@ def load_pipelines(
     return model, original
 
 
-def recipes_options(add: AddArgument) -> None:
-    add_json_option(add)
+def recipes_options(add: values.AddArgument) -> None:
+    values.add_json_option(add)
 
 
 def run_recipes(as_json: bool, **_: Any) -> None:
-    load_libraries()
+    values.load_libraries()
 
-    print_record(describe_recipes(), as_json, render_recipes)
+    values.print_record(describe_recipes(), as_json, render_recipes)
 
 
 def render_recipes(recipes: Sequence[Mapping[str, Any]]) -> str:

@@ -38,7 +38,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_layers(text: str | None) -> str | list[int] | None:
-    """Parse "all", "2/3", or indices separated by commas; return None for None. Raise ValueError for anything else."""
+    """Parse "all", "2/3", or indices separated by commas; return None for None."""
     if text in (None, "all", "2/3"):
         return text
     items = [item.strip() for item in (text or "").split(",")]
@@ -48,10 +48,7 @@ def parse_layers(text: str | None) -> str | list[int] | None:
 
 
 def parse_keep(text: str) -> Any:
-    """Parse how many KV heads keep softmax: "15" is a number of heads; "1/6" and "0.25" are fractions of them.
-
-    Percentages and sizes, such as "17%" or "64MiB", stay text. Raise ValueError for anything else.
-    """
+    """Parse how many KV heads keep softmax: a number, or a fraction as "1/6" or "0.25"; "17%" and "64MiB" stay text."""
     if not KEEP.fullmatch(text):
         expected = "a share, a number, a percentage, or a size such as 64MiB"
         raise ValueError(f"keep: got {text!r}, expected {expected}.")
@@ -60,10 +57,7 @@ def parse_keep(text: str) -> Any:
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
-    """Parse strings NAME=VALUE into a dict. Values are parsed by `parse_value`; with commas, they become lists.
-
-    Raise ValueError if a string has no "=" or no name.
-    """
+    """Parse strings NAME=VALUE into a dict. Values are parsed by `parse_value`; with commas, they become lists."""
     settings = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -91,7 +85,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_pairs(argument: str, pairs: Iterable[str]) -> dict[str, str]:
-    """Parse strings LABEL=DIR into a dict. Raise ValueError, naming `argument`, if a label or a folder is empty."""
+    """Parse strings LABEL=DIR of the option `argument` into a dict."""
     folders: dict[str, str] = dict(pair.partition("=")[::2] for pair in pairs)
     if incomplete := [label for label, folder in folders.items() if not (label and folder)]:
         raise ValueError(f"{argument}: got {incomplete[0]!r}, expected LABEL=DIR, such as teacher=out/teacher.")
@@ -99,20 +93,13 @@ def parse_pairs(argument: str, pairs: Iterable[str]) -> dict[str, str]:
 
 
 def load_libraries() -> None:
-    """Import torch and transformers, and register the model types.
-
-    This takes seconds, so commands check their arguments first.
-    """
+    """Import torch and transformers, and register the model types: seconds, so commands check their arguments first."""
     importlib.import_module("mhla_hf._register").register()
 
 
 @contextlib.contextmanager
 def resumable(find_saved: Callable[[], Path | None]) -> Iterator[None]:
-    """Context manager in which Ctrl-C says from what the same command resumes, if there is anything.
-
-    Args:
-        find_saved: Returns the file or folder from which the command would resume, or None.
-    """
+    """Context manager in which Ctrl-C says from what file or folder the same command resumes, if there is any."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -124,12 +111,7 @@ def resumable(find_saved: Callable[[], Path | None]) -> Iterator[None]:
 def check_model(name: str, revision: str | None = None, weights: bool = True) -> None:
     """Raise ValueError unless `name` is the folder of a saved model or pipeline, or the id of one on the Hub.
 
-    For a Hub id, this downloads config.json or model_index.json.
-
-    Args:
-        name: Folder or Hub id.
-        revision: Branch, tag or commit on the Hub.
-        weights: Whether a folder has to contain weights. Otherwise any folder passes.
+    For a Hub id, this downloads config.json or model_index.json. Without `weights`, any folder passes.
     """
     if os.path.isdir(name) and not weights:
         return

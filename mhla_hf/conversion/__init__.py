@@ -98,7 +98,7 @@ def convert(
     with torch.inference_mode(False), converting(modules):  # which also enables gradients under torch.no_grad
         if samples is not None:
             check_unused("along with samples", text=text, **unused)
-            calibration = importlib.import_module(".calibration", __package__)  # imports diffusers
+            calibration = importlib.import_module(".calibration", __package__)
             return calibration.convert_with_samples(model, settings, layers, overrides, samples, **learning)
         if text is not None:
             if checkpoint is not None:

@@ -20,7 +20,6 @@ from ..models.diffusion.inputs import find_self_attentions
 from ..models.families import VISION, Family
 from ..models.vision.grid_attention import find_grid_attentions
 from ..nn.settings import MHLASettings
-from .diffusers_models import check_conversion, convert_transformer, update_pipeline_configs
 from .grid_fit import Call, GridFit, errors_of_layers, grid_layers, move, output_error, run_call, softmax_layers
 from .model_family import family_of, is_of_diffusers
 from .steps import check_learning, check_report, parse_share
@@ -145,8 +144,11 @@ def convert_with_samples(
     for number, transformer in enumerate(transformers):
         if any(not run[number] for run in calls):
             raise ValueError(f"samples: got some that do not run {type(transformer).__name__}, expected ones that do.")
+    convert_one: Callable[..., Any] = convert_in_place
+    if is_of_diffusers(model):
+        from .diffusers_models import convert_transformer as convert_one
     for converted in checked:
-        (convert_transformer if is_of_diffusers(model) else convert_in_place)(*converted)
+        convert_one(*converted)
     for number, (transformer, _, mhla) in enumerate(checked):
         own_calls = [run[number] for run in calls]
         report = learn_from_calls(transformer, own_calls, num_kept[number], effort, seed, progress)
@@ -155,6 +157,8 @@ def convert_with_samples(
         update_config(transformer, mhla_measured=report)
         logger.info("convert: error of the output %s", report["output"])
     if is_of_diffusers(model):
+        from .diffusers_models import update_pipeline_configs
+
         update_pipeline_configs(transformers)
     return model
 
@@ -176,6 +180,8 @@ def check_models(
             expected = "None, or a diffusion or vision model; a language model or text encoder learns from `text`"
             raise ValueError(f"samples: got some for {type(model).__name__}, expected {expected}.")
         return [(model, family, checked_settings(model, family, settings, layers, overrides))]
+    from .diffusers_models import check_conversion
+
     checked = []
     for transformer, model_class, mhla_settings in check_conversion(model, settings, layers, overrides):
         if model_class.family.kind.linear:

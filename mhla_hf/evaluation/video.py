@@ -24,7 +24,7 @@ import torch
 
 from ..checkpoints.file_io import write_json
 from ..checkpoints.fingerprint import hash_file, hash_json
-from ..checkpoints.load import wrap_errors
+from ..checkpoints.load import require_extra, wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
 from .records import Results
 from .subjects import PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
@@ -310,7 +310,8 @@ def save_video(frames: Any, path: str | Path, fps: int) -> None:
     Raises:
         ImportError: Imageio or imageio-ffmpeg is not installed.
     """
-    from diffusers.utils import export_to_video
+    with require_extra("videos", "diffusers", "videos"):
+        from diffusers.utils import export_to_video
 
     for library in ("imageio", "imageio_ffmpeg"):
         if importlib.util.find_spec(library) is None:

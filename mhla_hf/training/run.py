@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..checkpoints.file_io import check_writable, read_json, write_json
 from ..checkpoints.fingerprint import hash_json
-from ..checkpoints.load import summarize_error
+from ..checkpoints.load import require_extra, summarize_error
 from ..checkpoints.provenance import describe_run, public_name
 from ..checkpoints.save import count_bytes
 from .interrupt import Interrupt
@@ -254,7 +254,8 @@ class Run:
         """Return an `EMAModel` of diffusers for the trained parameters, or None if the stage has no `ema`."""
         if not stage.ema:
             return None
-        from diffusers.training_utils import EMAModel
+        with require_extra("ema", "diffusers", "diffusers"):
+            from diffusers.training_utils import EMAModel
 
         return EMAModel(trained, decay=stage.ema)
 

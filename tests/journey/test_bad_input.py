@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from tools.small_encoders import converted_encoder, softmax_encoder
+from tools.small_encoders import converted_encoder
 from tools.small_models import softmax_model
 from tools.small_scores import small_tokenizer
 
@@ -40,11 +40,6 @@ def adapted(model, **lora):
 def taught(student=None, teacher=None, **given):
     given = {"out": "new", "data": torch.arange(60).repeat(9), "stages": [STAGE], "progress": False, **given}
     return mhla_hf.distill(converted() if student is None else student, teacher, **given)
-
-
-def planned(model=None, **given):
-    model = softmax_model().config if model is None else model
-    return mhla_hf.plan(model, **{"context": 9, "timing": False, "progress": False, **given})
 
 
 def headed(auto):
@@ -90,9 +85,6 @@ CASES = {
     "adapter: no adapter": (lambda: mhla_hf.save_adapter(softmax_model(), "new"), "model: got LlamaForCausalLM, expected a"),
     "adapter: its own": (lambda: mhla_hf.save_adapter(adapted(softmax_model()), "new"),
         "model: got PeftModel, expected a converted model or a PeftModel of one"),
-    "plan: context": (lambda: planned(context=1.5), "context: got 1.5, expected the tokens of a sequence"),
-    "plan: a model": (lambda: planned(softmax_model()), "model: got LlamaForCausalLM, expected a folder or a Hub id"),
-    "plan: an encoder": (lambda: planned(softmax_encoder("bert").config), "got 'bert', an encoder of text, expected"),
     "convert: floats": (lambda: mhla_hf.convert(softmax_model(), text=torch.rand(9000)),
         "text: got 'a tensor of tokens', a tensor (9000,) of torch.float32, expected whole numbers [N], at least"),
     "convert: short": (lambda: mhla_hf.convert(softmax_model(), text=ROWS[0].flatten()),
@@ -129,7 +121,7 @@ def test_what_is_wrong_is_said_in_one_sentence(shelf, monkeypatch, case):
     assert not any(shelf.glob("new*"))
 
 
-@pytest.mark.parametrize("line", ["convert {} new", "plan {} --context 9 --no-timing"])
+@pytest.mark.parametrize("line", ["convert {} new", "info {}"])
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_configuration_is_said_in_one_sentence(shelf, monkeypatch, capsys, line, name):
     monkeypatch.chdir(shelf)

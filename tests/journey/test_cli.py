@@ -25,7 +25,6 @@ from tools.small_tasks import make_tasks
 from tools.small_towers import softmax_tower
 from tools.tiny_pipelines import dit_pipeline, generate, sana_pipeline, wan_pipeline
 from transformers import (
-    AutoConfig,
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -39,7 +38,7 @@ from mhla_hf.cli.values import parse_layers, parse_settings
 from mhla_hf.conversion.language import give_softmax_back
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.speed import cache_bytes
-from mhla_hf.planning import compare_saved_caches
+from mhla_hf.info import describe_model
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "import sys; from mhla_hf_command import main; sys.exit(main())"  # what pip makes of the entry point
@@ -217,7 +216,6 @@ EARLY = {
     "convert llama new --keep 64MB": "--keep: got '64MB', expected",
     "convert llama new --seed -1": "argument --seed: got -1, expected a whole number from 0 to 4294967295; see",
     "convert llama new --context 4k": "argument --context: got 4k, expected a whole number of at least 1; see",
-    "plan nothing/ --context 9": "model: got 'nothing/', which is not a folder",
     "distill llama --recipe lite --out new": "--recipe: got 'lite', which is not a file",
     "distill llama --recipe recipe.yaml --out new --teacher ./nothing": "model: got './nothing', which is not a folder",
     "distill llama --recipe recipe.yaml --out new --data ./no": "./no: No such file",
@@ -225,7 +223,7 @@ EARLY = {
     "evaluate llama --recipe recall --plot full": "--plot: got 'full', which is a folder, expected a PNG file",
     "evaluate llama --recipe lite": "--recipe: got 'lite', which is not a file",
     "evaluate llama ./nothing --recipe recall": "model: got './nothing', which is not a folder",
-    "info nothing": "folder: got 'nothing', which does not exist",
+    "info nothing": "model: got 'nothing', which is not a folder",
     "card nothing": "folder: got 'nothing', which does not exist",
     "push nothing me/model": "folder: got 'nothing', which does not exist",
 }
@@ -254,7 +252,7 @@ def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
     before = os.times().children_user
     text = start(["--help"], place).communicate()[0]
     assert os.times().children_user - before < 1.0
-    for command in ("convert", "plan", "distill", "recipes", "info", "evaluate", "push"):
+    for command in ("convert", "distill", "recipes", "info", "evaluate", "push"):
         assert f"  {command} " in text and main([command, "--help"]) == 0
         assert f"example:\n  mhla-hf {command}" in capsys.readouterr().out
     assert main(["--version"]) == 0
@@ -500,7 +498,7 @@ def test_info_counts_the_cache_that_the_model_fills(shelf, capsys):
         model = AutoModelForCausalLM.from_pretrained(shelf / folder)
         with torch.no_grad():
             filled = model(torch.zeros(1, 128, dtype=torch.long), use_cache=True)[CACHE]
-        at_128 = compare_saved_caches(AutoConfig.from_pretrained(shelf / "mhla"), 128)
+        at_128 = describe_model(shelf / "mhla", 128)["cache"]
         assert at_128[name] == pytest.approx(cache_bytes(filled), rel=0.02), name
     assert told["mhla"] < told["softmax"]
 

@@ -53,7 +53,6 @@ SCRIPTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for pat
 HELPS = {name: ast.get_docstring(ast.parse(text)) for name, text in SCRIPTS.items() if "__main__" in text}
 HELPS |= {name: epilog for name, (*_, epilog) in COMMANDS.items()}
 SHORT = [["mhla-hf", name] for name in ("recipes", "convert", "info")]
-SHORT.append(["mhla-hf", "plan", "DIR"])
 OTHERS = {
     "accelerate",
     "cd",
