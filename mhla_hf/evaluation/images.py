@@ -85,12 +85,11 @@ class ImageProtocol:
     samples: str | Path = "out/samples"
 
     def validate_conditions(self) -> None:
-        """Raise ValueError if there are both classes and prompts."""
         if self.classes is not None and self.prompts is not None:
             raise ValueError(f"prompts: got {self.prompts!r} and {self.classes} classes, expected one of the two.")
 
     def check(self, metrics: set[str]) -> None:
-        """Raise ValueError if a metric is unknown, or the reference or the prompts that it needs are missing."""
+        """Raise ValueError if a metric is unknown, or needs a reference or prompts that are not there."""
         if unknown := sorted(metrics - set(METRICS)):
             raise ValueError(f"tasks: got {unknown[0]!r}, expected some of {', '.join(METRICS)}.")
         path = Path(self.reference or "")
@@ -102,20 +101,7 @@ class ImageProtocol:
 
 
 def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
-    """Score image pipelines, reusing known scores.
-
-    All processes must call this. Images and features are stored in the protocol's folder `samples`.
-
-    Args:
-        models: See `evaluate`.
-        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
-
-    Returns:
-        A dict from the name of each model to the requested scores.
-
-    Raises:
-        ValueError, TypeError: A model, a metric or a setting is not valid.
-    """
+    """Score image pipelines, reusing known scores. All processes must call this; samples stay in the folder `samples`."""
     protocol = read_settings(ImageProtocol, args.recipe.settings)
     metrics = set(args.recipe.tasks)
     protocol.check(metrics)
@@ -135,12 +121,9 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
 
 
 class _Judge(PipelineJudge):
-    """Scores one pipeline under one protocol.
+    """Scores one pipeline. `content` is everything that determines the scores except model, number of images, and seed.
 
-    Args:
-        subject, args, protocol, state: See `PipelineJudge`.
-        extractor: The feature extractor; None if no metric needs features.
-        content: JSON-serializable dict of everything that determines the scores except model, number of images and seed.
+    The extractor is None if no metric needs features.
     """
 
     def __init__(
@@ -153,7 +136,7 @@ class _Judge(PipelineJudge):
         self.hash = hash_json([VERSION, self.count, content])
 
     def run(self) -> Results:
-        """Compute the scores that are not known yet, and return all requested scores. All processes must call this."""
+        """Return all requested scores, after measuring those that are not known. All processes must call this."""
         task = self.protocol.name
         labels = {name: self.label(name) for name in self.args.recipe.tasks}
         if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
@@ -162,14 +145,11 @@ class _Judge(PipelineJudge):
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.samples, r.limit) in requested)
 
     def label(self, name: str) -> str:
-        """Return a metric's name in tables. It includes the extractor's name if that is not FID's Inception."""
+        """Return a metric's name in tables, which includes the extractor's name if that is not FID's Inception."""
         return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
 
     def _features(self, images: Sequence[Any], cache: Path, label: str) -> dict[str, torch.Tensor] | None:
-        """Return the features of all images by name, cached in the folder `cache`; None except on the main process.
-
-        All processes must call this. Raise ValueError if the extractor lacks features that a requested metric needs.
-        """
+        """Return the features of all images by name, cached in a folder; None except on the main process."""
         options = {"batch_size": self.args.batch_size, "state": self.state, "progress": self.progress, "label": label}
         features = extract_features(images, self.extractor, cache, **options)
         for metric, name in FEATURES_BY_METRIC.items():
@@ -180,20 +160,10 @@ class _Judge(PipelineJudge):
         return features
 
     def _reference(self, missing: set[str]) -> tuple[torch.Tensor | None, dict[str, Moments]]:
-        """Read or compute the features and moments of the reference. All processes must call this.
+        """Return the reference's features [N, D] (None if its moments suffice), and its moments by name of features.
 
-        The moments in an .npz file are those of Inception's features and are used only with Inception. For other
-        extractors, they are computed from the images in the file.
-
-        Args:
-            missing: Names of the metrics to compute.
-
-        Returns:
-            The features, [number of images, width], and a dict from name of features to moments. The features are None if
-            the moments in the file suffice. What is computed from images is returned on the main process only.
-
-        Raises:
-            ValueError: The reference cannot be read, or has no images although they are needed.
+        Moments in an .npz file are Inception's; for other extractors they are computed from the images in the file, like all
+        features, and then returned on the main process only. All processes must call this.
         """
         path = Path(self.protocol.reference)
         moments = {}
@@ -219,10 +189,7 @@ class _Judge(PipelineJudge):
         return features.get("features"), {**computed_moments, **moments}
 
     def _plan(self) -> list[Sample]:
-        """Return one `Sample` per image. Class labels are drawn independently and uniformly, as by ADM and DiT.
-
-        Raise ValueError if the file of prompts cannot be read or is empty.
-        """
+        """Return one `Sample` per image. Class labels are drawn independently and uniformly, as by ADM and DiT."""
         protocol, count = self.protocol, self.count
         conditions: list[Any] = [None] * count
         if protocol.classes is not None:
@@ -273,16 +240,7 @@ class _Judge(PipelineJudge):
             )
 
     def _feature_scores(self, missing: set[str], features: Any, reference: Any) -> dict[str, tuple[Any, ...]]:
-        """Compute the metrics `missing` that are based on features.
-
-        Args:
-            missing: Names of metrics.
-            features: Features of the images by name.
-            reference: Features and moments of the reference; see `_reference`.
-
-        Returns:
-            A dict from the metric's name in tables to (value, standard error, higher is better, number of images).
-        """
+        """Return {name in tables: (value, standard error, higher is better, number of images)}."""
         scores: dict[str, tuple[Any, ...]] = {}
         count = self.count
         for metric in missing & {"FID", "sFID"}:
@@ -316,18 +274,7 @@ class ClassificationProtocol:
 
 
 def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
-    """Compute the top-1 accuracy of image classifiers, reusing known scores.
-
-    Args:
-        models: See `evaluate`.
-        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
-
-    Returns:
-        A dict from the name of each model to the requested scores.
-
-    Raises:
-        ValueError, TypeError: A model or a setting is not valid, or a loaded model comes without an image processor.
-    """
+    """Compute the top-1 accuracy of image classifiers, reusing known scores."""
     protocol = read_settings(ClassificationProtocol, args.recipe.settings)
     if list(args.recipe.tasks) != ["acc"]:
         raise ValueError(f"tasks: got {list(args.recipe.tasks)}, expected ['acc'] for classifiers.")
@@ -363,10 +310,7 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
 
 
 def _read_examples(protocol: ClassificationProtocol, args: Any) -> tuple[LabeledImages, list[str], Any]:
-    """Return the images to classify, the names of the classes, and a value that identifies the data.
-
-    With `args.limit`, at most that many are taken, at equal distances in the data. Raise ValueError if there is no data.
-    """
+    """Return the images, the names of the classes, and what identifies the data. A limit spreads over all of the data."""
     if not protocol.data:
         raise ValueError(
             "settings: data: got none, expected a folder with one folder of images per class, or a dataset."

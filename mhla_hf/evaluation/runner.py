@@ -55,18 +55,13 @@ class ScoreRecipe:
     changed: dict = dataclasses.field(default_factory=dict)
 
     def validate_tasks(self) -> None:
-        """Raise ValueError if there is no task, or a negative number of examples."""
         if not self.tasks or min(shots or 0 for shots in self.tasks.values()) < 0:
             raise ValueError(
                 f"tasks: got {self.tasks!r}, expected names, or a mapping from names to examples in the prompt."
             )
 
     def with_settings(self, settings: Mapping[str, Any]) -> "ScoreRecipe":
-        """Return a copy with some settings replaced.
-
-        The name "sampling.height" means the key "height" of the setting "sampling". Raise ValueError if the setting before
-        the dot is not a dict.
-        """
+        """Return a copy with some settings replaced; "sampling.height" means the key "height" of the setting "sampling"."""
         merged = dict(self.settings)
         for name, value in settings.items():
             outer, dot, inner = name.partition(".")
@@ -82,7 +77,7 @@ def recipe_names() -> list[str]:
 
 
 def read_score_recipe(name: str | Path) -> ScoreRecipe:
-    """Read one of the package's score recipes, or a YAML file. Raise ValueError if it does not exist or is not valid."""
+    """Read one of the package's score recipes, or a YAML file."""
     content = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe")
     prefix = f"recipe {str(name)!r}: "
     if isinstance(content, dict):
@@ -194,13 +189,7 @@ def evaluate(
 
 
 def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, Any] | None) -> ScoreRecipe:
-    """Return the recipe with `settings` and `tasks` applied; without a recipe, a new one for the lm-eval `tasks`.
-
-    Raises:
-        TypeError: `tasks` is neither a list of names nor a string.
-        ValueError: The recipe is not valid or lacks one of `tasks`; or without a recipe, there are no tasks, or there are
-            settings.
-    """
+    """Return the recipe with `settings` and `tasks` applied; without a recipe, a new one for the lm-eval `tasks`."""
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
     if tasks is not None:
         if not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in tasks)):

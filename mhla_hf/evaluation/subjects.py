@@ -37,15 +37,9 @@ IDENTITY = "samples.json"
 
 @dataclasses.dataclass
 class Subject:
-    """One model to evaluate, and its scores.
+    """One model to evaluate, and its scores. Its results file is `target`, None to write none.
 
-    Args:
-        name: Name in tables.
-        source: Folder, Hub id or loaded object.
-        fingerprint: Fingerprint of the weights.
-        dtype: Dtype of the parameters, such as "float32"; "auto" for a model on the Hub if `args.dtype` is "auto".
-        target: The model's results file; None to write none.
-        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
+    `dtype` is that of the parameters, such as "float32"; "auto" for a model on the Hub if `args.dtype` is "auto".
     """
 
     name: str
@@ -68,10 +62,7 @@ class Subject:
 
     @functools.cached_property
     def kept(self) -> Results:
-        """The stored scores of these weights that were measured on this machine or, with `trust_scores`, all of them.
-
-        They are read on first use, and a message is logged. `knows` decides whether a score can be reused.
-        """
+        """The stored scores of these weights that were measured on this machine or, with `trust_scores`, all of them."""
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
         local = select_measured_here(stored)
         num_foreign = len(stored) - len(local)
@@ -84,17 +75,13 @@ class Subject:
         return stored if trusted else local
 
     def knows(self, task: str, metric: str, task_hash: str) -> bool:
-        """Return whether a score with the same protocol, limit, seed and dtype is in `kept`; with `force`, return False."""
+        """Return whether a score with the same protocol, limit, seed, and dtype is kept; with `force`, return False."""
         key = (task, metric, task_hash, self.args.limit, self.args.seed or 0, self.dtype)
         kept_keys = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
         return not self.args.force and key in kept_keys
 
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
-        """Add newly measured records to the known scores and, if there is one, to the results file; see `Results.merge`.
-
-        If there is a file, the new records count as measured on this machine, records of other weights are removed from the
-        file, and a message is logged.
-        """
+        """Add new records to the known scores and to the results file, which loses records of other weights."""
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
             stored = Results.read(self.target).of(self.fingerprint)
@@ -104,12 +91,7 @@ class Subject:
             logger.info("%s: the scores of %s are stored in %s", self.name, tasks, self.target)
 
     def facts(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
-        """Return the fields of a `Result` that do not depend on the task: about the run, the model, and the limit.
-
-        Args:
-            device: The device of the model.
-            task: Name of the task that the recorded command is to repeat; None for all tasks of the recipe.
-        """
+        """Return the fields of a `Result` about run, model, and limit; the recorded command repeats `task`."""
         return {
             **describe_run(self.args.command or format_command([self], task), device),
             "model": self.name if self.loaded else shorten_path(self.source),
@@ -128,15 +110,9 @@ class Subject:
         device: torch.device | str,
         keep_other_sample_counts: bool = False,
     ) -> None:
-        """Store scores of metrics that are implemented in this package.
+        """Store {metric: (value, standard error, higher is better, samples)} of metrics that this package implements.
 
-        Args:
-            task: Name of the task.
-            scores: Dict from metric to (value, standard error, higher is better, samples).
-            task_hash: Hash of the protocol and its data.
-            started: `time.perf_counter()` at the start of the measurement.
-            device: The device of the model.
-            keep_other_sample_counts: See `Results.merge`.
+        `started` is `time.perf_counter()` at the start of the measurement.
         """
         facts = {
             **self.facts(device),
@@ -154,12 +130,7 @@ class Subject:
 
 
 def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
-    """Return the shell command that repeats an evaluation.
-
-    Args:
-        subjects: The evaluated models.
-        task: The only task to repeat, if the recipe has a task of that name; else all tasks are repeated.
-    """
+    """Return the shell command that repeats an evaluation, or of a recipe with the task `task` only that task."""
     args = subjects[0].args
     recipe = subjects[0].args.recipe
     models = [subject.name if subject.loaded else shorten_path(subject.source) for subject in subjects]
@@ -179,24 +150,11 @@ def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
 
 
 def list_paths(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
-    """Return a path, a sequence of paths or None as a list of strings."""
     return [str(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths or [])]
 
 
 def find_subjects(models: object, args: Any, pipeline: bool = False) -> list[Subject]:
-    """Check the models passed to `evaluate`, without loading them.
-
-    Args:
-        models: See `evaluate`.
-        args: The checked arguments of `evaluate`.
-        pipeline: Whether the models must be diffusers pipelines.
-
-    Returns:
-        One `Subject` per model.
-
-    Raises:
-        ValueError, TypeError: A model, `output` or an existing results file is not valid.
-    """
+    """Check the models passed to `evaluate`, without loading them, and `output`."""
     models = name_models(models)
     output = args.output and Path(args.output)
     files = dict.fromkeys(models, output)
@@ -208,17 +166,7 @@ def find_subjects(models: object, args: Any, pipeline: bool = False) -> list[Sub
 
 
 def name_models(models: Any) -> dict[str, Any]:
-    """Return a dict from name to model.
-
-    A folder is named after its last component, or after the last two if several folders have the same last one. A Hub id is
-    its own name, and a loaded model is named after its class.
-
-    Args:
-        models: A folder, Hub id or object; a list of them; or a dict from names to them.
-
-    Raises:
-        ValueError: There is no model, or two models have the same name.
-    """
+    """Return a dict from name to model: a folder's last components, a Hub id, or the class of a loaded model."""
     if not isinstance(models, dict):
         model_list = models if isinstance(models, (list, tuple)) else [models]
         parts: list[tuple[str, ...]] = [(type(model).__name__,) for model in model_list]
@@ -238,18 +186,7 @@ def name_models(models: Any) -> dict[str, Any]:
 
 
 def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
-    """Check a model and its results file, and return a `Subject`.
-
-    Args:
-        name: Name in tables.
-        model: Folder, Hub id or loaded object.
-        target: The results file; None means the one in the model's folder, or none if it has no folder.
-        args: The checked arguments of `evaluate`.
-        pipeline: Whether the model must be a diffusers pipeline.
-
-    Raises:
-        ValueError, TypeError: The model is not valid, or the results file cannot be read or written.
-    """
+    """Check a model and its results file; `target` is None for the one in the model's folder, if it has one."""
     dtype = args.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
@@ -280,10 +217,7 @@ def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipelin
 
 
 def shorten_path(path: Any) -> str:
-    """Return a path for records and cards: relative to the working folder, or only its last component if outside.
-
-    Anything that does not exist on disk, such as a Hub id, is returned unchanged.
-    """
+    """Return a path relative to the working folder, or only its name if outside; what does not exist is unchanged."""
     path = Path(path)
     if not path.exists():
         return str(path)
@@ -294,10 +228,10 @@ def shorten_path(path: Any) -> str:
 
 @contextlib.contextmanager
 def joined_processes() -> Iterator[Any]:
-    """Context manager that yields Accelerate's `PartialState`. If there is no error, it waits for all processes at the end.
+    """Context manager that yields Accelerate's `PartialState`, and without an error waits for all processes at the end.
 
-    If there is only one process, and no state existed before, the state is reset at the end. Otherwise processes that are
-    forked later would inherit it, and each would act as the only process.
+    A state that it created for one process is reset: processes forked later would inherit it, and each act as the only
+    one.
     """
     from accelerate import PartialState
 
@@ -320,13 +254,7 @@ def broadcast_scores(subject: Subject, state: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One file to generate.
-
-    Args:
-        name: Name of the file, relative to the folder.
-        condition: Class label (int), prompt (str) or None.
-        seed: Seed of this sample.
-    """
+    """One file to generate: its name relative to the folder, its class label (int), prompt (str) or None, and its seed."""
 
     name: str
     condition: Any
@@ -334,10 +262,7 @@ class Sample:
 
 
 def seed_of_sample(seed: int, index: int) -> int:
-    """Return the seed of sample `index` in a run with `seed`.
-
-    For seeds below 2**31 and indices below 2**32, it is different for every pair, and below 2**63.
-    """
+    """Return a seed below 2**63, different for every pair of a seed below 2**31 and an index below 2**32."""
     return (seed % 2**31) * 2**32 + index
 
 
@@ -345,12 +270,6 @@ class PipelineJudge:
     """Generates the samples of one pipeline under a protocol; subclasses score them.
 
     All processes must create it, since its constructor sends the known scores of the main process to the others.
-
-    Args:
-        subject: The pipeline.
-        args: The checked arguments of `evaluate`.
-        protocol: `ImageProtocol` or `VideoProtocol`.
-        state: Accelerate's `PartialState`.
     """
 
     def __init__(self, subject: Subject, args: Any, protocol: Any, state: Any) -> None:
@@ -385,22 +304,10 @@ class PipelineJudge:
         batch_size: int,
         label: str,
     ) -> None:
-        """Generate the samples of a plan, except for batches whose files all exist.
+        """Generate the samples of a plan, except for batches whose files all exist. All processes must call this.
 
-        All processes must call this. It seeds torch's global random generator for each batch.
-
-        Args:
-            folder: Folder of the samples.
-            plan: All samples.
-            identity: JSON-serializable dict of everything that determines the samples except weights, dtype and
-                `sampling`.
-            sampling: Further arguments of the pipeline.
-            save: Called as `save(image_or_frames, path)` to write a file.
-            batch_size: Samples per call of the pipeline.
-            label: Label of the progress bar.
-
-        Raises:
-            ValueError: The folder contains samples of something else, or the pipeline does not take the plan's conditions.
+        `identity` is what determines the samples, as JSON, except weights, dtype, and `sampling`, the arguments of the
+        pipeline. torch's global random generator is seeded for each batch.
         """
         pipeline, state = self.pipeline, self.state
         argument = {int: "class_labels", str: "prompt", type(None): None}[type(plan[0].condition)]

@@ -82,7 +82,7 @@ def _write_measured_card(folder: Path, measured: dict[str, Any], person: Person)
 
 
 def render_folder_card(folder: PathLike, weights: bool = True) -> str:
-    """Render the card from the files in `folder`. See `facts.read_folder` for `weights` and the errors."""
+    """Render the card from the files in `folder`; see `facts.read_folder` for `weights`."""
     return render_card(make_facts(*read_folder(folder, weights)))
 
 
@@ -98,7 +98,7 @@ def compare_card(path: Path, text: str) -> None:
 
 
 def read_shelf_facts(root: PathLike, name: str) -> Facts:
-    """Return the facts of a card in a folder of cards. Raise ValueError if a file is missing or not valid."""
+    """Return the facts of a card in a folder of cards."""
     path = Path(root, RESULTS, f"{name}.json")
     if (measured := read_json(path)) is None:
         raise ValueError(f"{path}: got no such file, expected what was measured of {name!r}.")
@@ -106,15 +106,7 @@ def read_shelf_facts(root: PathLike, name: str) -> Facts:
 
 
 def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
-    """Render all cards in a folder of cards again, and return their paths.
-
-    Args:
-        root: A folder such as `model_cards`.
-        check: Whether to compare the cards with the files instead of writing them.
-
-    Raises:
-        ValueError: The facts of a card are missing or not valid, or with `check` a card would change.
-    """
+    """Render all cards in a folder such as `model_cards` again, or with `check` compare them, and return their paths."""
     patterns = ("*.yaml", "*.md", f"{RESULTS}/*.json")
     names = {path.stem for pattern in patterns for path in Path(root).glob(pattern)}
     paths = [Path(root, f"{name}.md") for name in sorted(names)]
@@ -128,20 +120,7 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
 
 
 def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | None = None) -> Path:
-    """Add the card of a model, and its facts, to a folder of cards.
-
-    Args:
-        folder: The model's folder, with a card.
-        root: The folder of cards.
-        name: File name, without suffix, of the card and its facts in `root`.
-        over_seeds: JSON file with results over several seeds, to be stored with the facts.
-
-    Returns:
-        The path of the card.
-
-    Raises:
-        ValueError: See `facts.read_folder`.
-    """
+    """Add a model's card and its facts to a folder of cards; `over_seeds` is a JSON file of results to store with them."""
     check_writable(Path(root, RESULTS, name), "root")
     measured, person = read_folder(folder)
     text = render_card(make_facts(measured, person))
@@ -161,21 +140,12 @@ def write_first_card(folder: Path, person: Person) -> Path:
 
 
 def render_plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mapping[str, Any]) -> str:
-    """Render the card of a saved model that was not evaluated, with the measurements of its conversion.
-
-    Args:
-        folder: The model's folder.
-        name, base_model: See `Person`.
-        terms: The result of `find_license`.
-    """
+    """Render the card of a model that was converted and not evaluated; `terms` is the result of `find_license`."""
     return render_card(Facts(*facts_module.read_model(folder), Person(name, base_model, **terms)))
 
 
 def render_card(facts: Facts) -> str:
-    """Return the text of README.md, which consists of YAML metadata and the card's sections.
-
-    Raise ValueError if the configuration or the records lack something that the card shows.
-    """
+    """Return the text of README.md: YAML metadata and the card's sections."""
     person = facts.person
     scores = _metadata_scores(facts)
     fields: dict[str, Any] = {key: getattr(person, key) or None for key in facts_module.METADATA_FIELDS}
@@ -234,16 +204,12 @@ def _metadata_scores(facts: Facts) -> list[EvalResult]:
 
 
 def round_digits(value: float | None) -> float | None:
-    """Return a number rounded to six significant digits, more than any standard error warrants; None stays None."""
+    """Round to six significant digits, more than any standard error warrants; None stays None."""
     return None if value is None else float(f"{value:.6g}")
 
 
 def _group_by_origin(columns: dict[str, list[Result]]) -> dict[tuple[Any, ...], dict[tuple[Any, ...], list[str]]]:
-    """Group the score records of all models, except times, by the conditions under which they were measured.
-
-    Returns:
-        A dict from (dtype, hardware, seed, versions) to a dict from (tasks, commit, days, command) to labels of models.
-    """
+    """Return {(dtype, hardware, seed, versions): {(tasks, commit, days, command): labels of models}} without times."""
     by_origin: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Result]]] = {}
     scores = [(label, record) for label, records in columns.items() for record in records if section_of(record)]
     for label, record in scores:

@@ -125,22 +125,7 @@ def send(
     folder: Path, repo_id: str, *, private: bool | None = None, create_pr: bool = False, tags: Sequence[str] = (),
     revision: str | None = None, message: str | None = None, token: str | bool | None = None, delete_stale: bool = False,
 ) -> Pushed:  # fmt: skip
-    """Commit all files of a checked folder to a repository. The repository is created if it does not exist.
-
-    After an interruption, call it again: nothing is created or sent twice.
-
-    Args:
-        folder: The folder, whose files are all sent.
-        repo_id, private, create_pr, tags, revision, message, token, delete_stale: See `push`.
-
-    Returns:
-        The commit; see `Pushed`.
-
-    Raises:
-        ValueError: The repository is public although `private`, a tag belongs to another commit, or there are files of an
-            older model without `delete_stale`.
-        OSError: The Hub refused or could not be reached.
-    """
+    """Commit all files of a checked folder to a repository, created if needed. After an interruption, call it again."""
     additions = [CommitOperationAdd(file.relative_to(folder).as_posix(), file) for file in list_files(folder)]
     paths = {addition.path_in_repo for addition in additions}
     api = HfApi(token=token, library_name="mhla_hf")
@@ -222,16 +207,11 @@ def foresee_deletions(
 
 
 def list_files(folder: PathLike) -> list[Path]:
-    """Return all files in a folder and its subfolders, sorted."""
     return sorted(file for file in Path(folder).rglob("*") if file.is_file())
 
 
 def _describe_author(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> Person:
-    """Return the author's part of the first card of a folder.
-
-    Raise ValueError if the folder has a card, or the license is neither given nor stated by the card of `base_model`, which
-    is not read if `dry_run`.
-    """
+    """Return the author's part of a first card. A dry run does not read the license from the card of `base_model`."""
     if (folder / CARD_FILE).is_file():
         raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")
     if dry_run and license is None:
@@ -243,10 +223,7 @@ def _describe_author(folder: Path, repo_id: str, license: str | None, base_model
 
 
 def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:
-    """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`.
-
-    Raise TypeError if `what` is neither, and ValueError if there is a tokenizer but `what` is a folder.
-    """
+    """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`."""
     if isinstance(what, str | Path):
         if tokenizer is not None:
             raise ValueError("tokenizer: got one with a folder, expected None; a folder holds its own.")

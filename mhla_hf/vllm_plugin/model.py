@@ -109,11 +109,7 @@ class MHLAMoEForCausalLM(MHLAServing, TransformersMoEForCausalLM):
 
 
 def base_config(config: Any) -> Any:
-    """Return the configuration of the base of a converted model.
-
-    Args:
-        config: The configuration of the converted model, whose MHLA layers have the type "linear_attention".
-    """
+    """Return the configuration of the base of a converted model, in which MHLA layers have the type "linear_attention"."""
     values = {name: value for name, value in config.to_dict().items() if name not in ADDED_KEYS}
     if values.get("layer_types") is not None:
         # Only layers of full attention are converted.
@@ -134,14 +130,7 @@ def split_weights(core: PagedMHLA) -> None:
 
 
 def put_mhla(attention: Any, core: PagedMHLA, settings: MHLASettings, kept: list[int]) -> None:
-    """Turn an attention module of the backend into MHLA, in place.
-
-    Args:
-        attention: The module, whose forward may be one that the backend has rewritten.
-        core: Its new child `mhla`.
-        settings: The settings of the model.
-        kept: The KV heads that keep softmax.
-    """
+    """Turn an attention module, whose forward may be rewritten, into MHLA in place; the KV heads `kept` keep softmax."""
     base = type(attention)
     rewritten = attention.__dict__.pop("forward", None)
     if rewritten is not None:
