@@ -88,23 +88,19 @@ class ImageProtocol:
         if self.classes is not None and self.prompts is not None:
             raise ValueError(f"prompts: got {self.prompts!r} and {self.classes} classes, expected one of the two.")
 
-    def check(self, metrics: set[str]) -> None:
-        """Raise ValueError if a metric is unknown, or needs a reference or prompts that are not there."""
-        if unknown := sorted(metrics - set(METRICS)):
-            raise ValueError(f"tasks: got {unknown[0]!r}, expected some of {', '.join(METRICS)}.")
-        path = Path(self.reference or "")
-        if metrics & REFERENCE_METRICS and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
-            expected = "a folder of images or ADM's .npz file"
-            raise ValueError(f"settings: reference: got {self.reference!r}, expected {expected}.")
-        if "CLIP score" in metrics and self.prompts is None:
-            raise ValueError("settings: prompts: got None, expected a file of prompts for the CLIP score.")
-
 
 def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
     """Score image pipelines, reusing known scores. All processes must call this; samples stay in the folder `samples`."""
     protocol = read_settings(ImageProtocol, args.recipe.settings)
     metrics = set(args.recipe.tasks)
-    protocol.check(metrics)
+    if unknown := sorted(metrics - set(METRICS)):
+        raise ValueError(f"tasks: got {unknown[0]!r}, expected some of {', '.join(METRICS)}.")
+    path = Path(protocol.reference or "")
+    if metrics & REFERENCE_METRICS and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
+        expected = "a folder of images or ADM's .npz file"
+        raise ValueError(f"settings: reference: got {protocol.reference!r}, expected {expected}.")
+    if "CLIP score" in metrics and protocol.prompts is None:
+        raise ValueError("settings: prompts: got None, expected a file of prompts for the CLIP score.")
     subjects = find_subjects(models, args, pipeline=True)
     with joined_processes() as state:
         progress = args.progress and state.is_main_process
@@ -159,7 +155,7 @@ class _Judge(PipelineJudge):
                 )
         return features
 
-    def _reference(self, missing: set[str]) -> tuple[torch.Tensor | None, dict[str, Moments]]:
+    def _reference(self, missing: set[str]) -> tuple[Any, dict[str, Moments]]:
         """Return the reference's features [N, D] (None if its moments suffice), and its moments by name of features.
 
         Moments in an .npz file are Inception's; for other extractors they are computed from the images in the file, like all
@@ -180,9 +176,8 @@ class _Judge(PipelineJudge):
                     return None, moments
                 images = file["arr_0"] if "arr_0" in file.files else ()
         if not len(images):
-            raise ValueError(
-                f"reference: got {str(path)!r}, expected it to contain images for {self.extractor.name!r}."
-            )
+            expected = f"it to contain images for {self.extractor.name!r}"
+            raise ValueError(f"reference: got {str(path)!r}, expected {expected}.")
         cache = Path(self.protocol.samples) / f"reference-{hash_json(self.content)}"
         features = self._features(images, cache, "reference") or {}
         computed_moments = {name: Moments.of(features[name]) for name in MOMENTS if name in features}
@@ -208,52 +203,37 @@ class _Judge(PipelineJudge):
     def _score(self, missing: set[str]) -> None:
         """Generate the images, and compute and store the metrics `missing`. All processes must call this."""
         started = time.perf_counter()
-        plan = self._plan()
-        name = self.subject.name
-        folder = self.folder / f"{self.protocol.name}-{self.count}"
+        plan, name, count = self._plan(), self.subject.name, self.count
+        folder = self.folder / f"{self.protocol.name}-{count}"
         # Read the reference before images are generated, so that an invalid one is reported early.
-        reference = self._reference(missing) if missing & REFERENCE_METRICS else None
+        known, known_moments = self._reference(missing) if missing & REFERENCE_METRICS else (None, {})
         identity = {"plan": hash_json([dataclasses.astuple(sample) for sample in plan])}
         sampling = {"output_type": "pil", **self.protocol.sampling}
-        self.make(
-            folder,
-            plan,
-            identity,
-            sampling,
-            lambda image, path: image.save(path, "PNG"),
-            batch_size=self.args.batch_size,
-            label=f"{name}: images",
-        )
+        options = {"batch_size": self.args.batch_size, "label": f"{name}: images"}
+        self.make(folder, plan, identity, sampling, lambda image, path: image.save(path, "PNG"), **options)
         paths = [folder / sample.name for sample in plan]
-        features = None
+        features: Any = None
         if missing & set(FEATURES_BY_METRIC):
             features = self._features(paths, folder / f"features-{self.hash}", f"{name}: features")
-        if self.state.is_main_process:
-            scores = self._feature_scores(missing, features, reference)
-            if "CLIP score" in missing:
-                prompts = [sample.condition for sample in plan]
-                values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.args.batch_size)
-                error = (values.std() / len(values) ** 0.5).item() if len(values) > 1 else None
-                scores["CLIP score"] = values.mean().item(), error, True, len(values)
-            self.subject.keep(
-                self.protocol.name, scores, self.hash, started, self.device, keep_other_sample_counts=True
-            )
-
-    def _feature_scores(self, missing: set[str], features: Any, reference: Any) -> dict[str, tuple[Any, ...]]:
-        """Return {name in tables: (value, standard error, higher is better, number of images)}."""
-        scores: dict[str, tuple[Any, ...]] = {}
-        count = self.count
+        if not self.state.is_main_process:
+            return
+        scores: dict[str, tuple[Any, ...]] = {}  # metric -> value, standard error, higher is better, number of images
         for metric in missing & {"FID", "sFID"}:
-            name = FEATURES_BY_METRIC[metric]
-            scores[metric] = frechet_distance(Moments.of(features[name]), reference[1][name]), None, False, count
+            kind = FEATURES_BY_METRIC[metric]
+            scores[metric] = frechet_distance(Moments.of(features[kind]), known_moments[kind]), None, False, count
         if "IS" in missing:
-            value, error = inception_score(features["logits"], self.protocol.splits, self.seed)
-            scores["IS"] = value, error, True, count
+            scores["IS"] = *inception_score(features["logits"], self.protocol.splits, self.seed), True, count
         if missing & {"precision", "recall"}:
-            precision, recall = precision_recall(features["features"], reference[0], self.protocol.neighbors)
+            precision, recall = precision_recall(features["features"], known, self.protocol.neighbors)
             scores["precision"] = precision, share_error(precision, count), True, count
-            scores["recall"] = recall, share_error(recall, len(reference[0])), True, count
-        return {self.label(name): scores[name] for name in scores if name in missing}
+            scores["recall"] = recall, share_error(recall, len(known)), True, count
+        if "CLIP score" in missing:
+            prompts = [sample.condition for sample in plan]
+            values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.args.batch_size)
+            error = (values.std() / count**0.5).item() if count > 1 else None
+            scores["CLIP score"] = values.mean().item(), error, True, count
+        labeled = {self.label(metric): scores[metric] for metric in scores if metric in missing}
+        self.subject.keep(self.protocol.name, labeled, self.hash, started, self.device, keep_other_sample_counts=True)
 
 
 @checked

@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..checkpoints.file_io import write_json
 from ..checkpoints.fingerprint import hash_file, hash_json
 from ..checkpoints.load import wrap_errors
@@ -115,18 +113,18 @@ def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
 
 
 class Bench:
-    """Runs vbench in another Python interpreter, a path or a command; `sha256` is that of the file with its prompts."""
+    """vbench in another Python interpreter (a path or a command), with its version, its prompts, and their file's hash."""
 
     def __init__(self, python: str | Path | None) -> None:
         executable = python and shutil.which(str(Path(python).absolute() if Path(python).is_file() else python))
         if not executable:
             raise ValueError(f"settings: python: got {python!r}, expected an interpreter that has vbench.")
         self.python = str(executable)
-        self.version, path = json.loads(self._run(FIND_VBENCH).splitlines()[-1])
+        self.version, path = json.loads(self.run(FIND_VBENCH).splitlines()[-1])
         self.prompts = json.loads(Path(path).read_text(encoding="utf-8"))
         self.sha256 = hash_file(path)
 
-    def _run(self, source: str, *arguments: object) -> str:
+    def run(self, source: str, *arguments: object) -> str:
         """Run Python source without the PYTHON* environment variables, and return its stdout."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [self.python, "-c", source, *map(str, arguments)]
@@ -136,23 +134,6 @@ class Bench:
             message = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(f"settings: python: got {self.python!r}, expected one in which vbench runs ({message}).")
         return process.stdout
-
-    def judge(
-        self, dimension: str, entries: Sequence[Mapping[str, Any]], videos: Sequence[Path], device: torch.device | str
-    ) -> tuple[float, list[Any]]:
-        """Return the average and the scores of videos in one dimension; `entries` are VBench's prompts of these videos."""
-        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as workspace:
-            # A folder with links to these videos alone, because vbench assumes that all files in it have the same suffix.
-            folder = Path(workspace, "videos")
-            folder.mkdir()
-            for video in videos:
-                (folder / video.name).symlink_to(video.resolve())
-            info = write_json(Path(workspace, "info.json"), entries)
-            self._run(RUN_VBENCH, folder, info, workspace, dimension, device)
-            with wrap_errors(f"vbench: got no results for {dimension}, expected a score per video"):
-                results = Path(workspace, f"{dimension}_eval_results.json").read_text(encoding="utf-8")
-                average, video_scores = json.loads(results)[dimension]
-                return float(average), [video["video_results"] for video in video_scores]
 
 
 class _Judge(PipelineJudge):
@@ -192,10 +173,8 @@ class _Judge(PipelineJudge):
             for i in range(self.protocol.videos)
         ]
         sampling = {"output_type": "np", **self.protocol.sampling}
-        fps = self.protocol.fps
-        save = functools.partial(save_video, fps=fps)
-        identity = {"seed": self.seed, "fps": fps}
-        label = f"{self.subject.name}: videos"
+        save = functools.partial(save_video, fps=self.protocol.fps)
+        identity, label = {"seed": self.seed, "fps": self.protocol.fps}, f"{self.subject.name}: videos"
         self.make(self.folder / TASK, plan, identity, sampling, save, batch_size=1, label=label)
 
     def _judge(self, dimension: str) -> None:
@@ -203,38 +182,40 @@ class _Judge(PipelineJudge):
         started = time.perf_counter()
         entries = self.entries(dimension)
         names = [f"{entry['prompt_en']}-{i}.mp4" for entry in entries for i in range(self.protocol.videos)]
-        videos = [self.folder / TASK / "videos" / name for name in set(names)]
-        average, values = self.bench.judge(dimension, entries, videos, self.device)
+        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as workspace:
+            # A folder with links to these videos alone, because vbench assumes that all files in it have the same suffix.
+            folder = Path(workspace, "videos")
+            folder.mkdir()
+            for name in set(names):
+                (folder / name).symlink_to((self.folder / TASK / "videos" / name).resolve())
+            info = write_json(Path(workspace, "info.json"), entries)
+            self.bench.run(RUN_VBENCH, folder, info, workspace, dimension, self.device)
+            with wrap_errors(f"vbench: got no results for {dimension}, expected a score per video"):
+                results = Path(workspace, f"{dimension}_eval_results.json").read_text(encoding="utf-8")
+                average, videos = json.loads(results)[dimension]
+                average, values = float(average), [video["video_results"] for video in videos]
         if len(values) < len(names):
             raise ValueError(f"vbench: got {len(values)} scores for {dimension}, expected {len(names)}, one per video.")
-        scores = {dimension: (average, _standard_error(average, values), True, len(values))}
-        self.subject.keep(TASK, scores, self.hash, started, self.device)
+        # In some dimensions, the average is not the mean of the videos' results, or these are no numbers.
+        numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
+        is_mean = len(numbers) == len(values) > 1 and abs(statistics.fmean(numbers) - average) <= 1e-6
+        error = statistics.stdev(numbers) / len(numbers) ** 0.5 if is_mean else None
+        self.subject.keep(TASK, {dimension: (average, error, True, len(values))}, self.hash, started, self.device)
 
     def _keep_totals(self) -> None:
         """Store quality, semantic, and total, if the run is not limited and has all dimensions and 5 videos per prompt."""
         key = (TASK, self.hash, None, self.seed)
-        by_metric = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == key}
-        averages: dict[str, Any] = {
-            name: by_metric[name].value
-            for name in DIMENSIONS
-            if name in by_metric and by_metric[name].value is not None
-        }
-        if self.args.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
+        known = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == key}
+        averages: dict[str, Any] = {name: known[name].value for name in DIMENSIONS if name in known}
+        is_whole = len(averages) == len(DIMENSIONS) and None not in averages.values()
+        if self.args.limit or self.protocol.videos != 5 or not is_whole:
             logger.info("%s: no totals without all of VBench's videos and dimensions", self.subject.name)
         elif (totals := compute_vbench_totals(averages)) != {
-            name: by_metric[name].value for name in TOTALS if name in by_metric
+            name: known[name].value for name in TOTALS if name in known
         }:
-            samples = sum(by_metric[name].samples for name in DIMENSIONS)
+            samples = sum(known[name].samples for name in DIMENSIONS)
             scores = {name: (value, None, True, samples) for name, value in totals.items()}
             self.subject.keep(TASK, scores, self.hash, time.perf_counter(), self.device)
-
-
-def _standard_error(average: float, values: Sequence[Any]) -> float | None:
-    """Return the standard error of the videos' mean; None without numbers whose mean is VBench's average."""
-    numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
-    if len(numbers) < 2 or len(numbers) != len(values) or abs(statistics.fmean(numbers) - average) > 1e-6:
-        return None
-    return statistics.stdev(numbers) / len(numbers) ** 0.5
 
 
 def save_video(frames: Any, path: str | Path, fps: int) -> None:
