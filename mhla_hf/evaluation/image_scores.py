@@ -82,10 +82,8 @@ def load_inception(weights: str | Path | None = None, device: torch.device | str
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
-        requirement = (
-            f"torch-fidelity and a torchvision that fits torch, of which one is missing ({summarize_error(error)})"
-        )
-        raise ImportError(f"FID needs {requirement}: pip install 'mhla_hf[images]'") from error
+        needed = f"torch-fidelity and a torchvision that fits torch, of which one is missing ({summarize_error(error)})"
+        raise ImportError(f"FID needs {needed}: pip install 'mhla_hf[images]'") from error
     version = INCEPTION_SHA256 if weights is None else hash_file(weights) if Path(weights).is_file() else ""
     genuine = version.startswith(INCEPTION_SHA256)
     with wrap_errors(f"weights: got {weights!r}, expected a file of Inception's weights"):
@@ -131,17 +129,13 @@ def extract_features(
     Images are paths, or uint8 [N, height, width, 3]. Features are cached in chunks, so that an interruption loses one at
     most. All processes must call this.
     """
-    cache.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(images), IMAGES_PER_FILE)
-    files = [cache / f"{number:05d}.safetensors" for number in range(len(starts))]
-    local_chunks = slice(state.process_index, None, state.num_processes)
-    first_by_file = {
-        file: start for file, start in zip(files[local_chunks], starts[local_chunks], strict=True) if not file.is_file()
-    }
-    with tqdm(total=IMAGES_PER_FILE * len(first_by_file), desc=label, disable=not progress) as bar:
-        for file, first_index in first_by_file.items():
-            chunk = images[first_index : first_index + IMAGES_PER_FILE]
-            batches = []
+    chunks = {cache / f"{number:05d}.safetensors": start for number, start in enumerate(starts)}
+    mine = list(chunks.items())[state.process_index :: state.num_processes]
+    missing = [(file, start) for file, start in mine if not file.is_file()]
+    with tqdm(total=IMAGES_PER_FILE * len(missing), desc=label, disable=not progress) as bar:
+        for file, first_index in missing:
+            chunk, batches = images[first_index : first_index + IMAGES_PER_FILE], []
             for start in range(0, len(chunk), batch_size):
                 batch = [read_image(image) for image in chunk[start : start + batch_size]]
                 if len({image.shape for image in batch}) > 1:
@@ -153,8 +147,8 @@ def extract_features(
     state.wait_for_everyone()
     if not state.is_main_process:
         return None
-    chunks = [load_file(file) for file in files]
-    return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    stored = [load_file(file) for file in chunks]
+    return {name: torch.cat([part[name] for part in stored]) for name in stored[0]}
 
 
 def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> str:
@@ -187,8 +181,7 @@ class Moments(NamedTuple):
 
 def frechet_distance(sample: Moments, reference: Moments) -> float:
     """Return |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), the Fréchet distance of two normal distributions."""
-    sample_cov = sample.covariance.double()
-    reference_cov = reference.covariance.double()
+    sample_cov, reference_cov = sample.covariance.double(), reference.covariance.double()
     values, vectors = torch.linalg.eigh(sample_cov)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     # C1 C2 and C1^(1/2) C2 C1^(1/2) have the same eigenvalues, and the latter is symmetric.
@@ -208,9 +201,8 @@ def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tu
         raise ValueError(f"images: got {len(logits)} for {splits} splits, expected at least {2 * splits}.")
     order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(seed))
     log_probs = [logits[indices].double().log_softmax(-1) for indices in order.chunk(splits)]
-    scores = torch.stack(
-        [(log_p.exp() * (log_p - log_p.exp().mean(0).log())).sum(1).mean().exp() for log_p in log_probs]
-    )
+    divergences = [(x.exp() * (x - x.exp().mean(0).log())).sum(1).mean() for x in log_probs]
+    scores = torch.stack(divergences).exp()
     return scores.mean().item(), scores.std().item() / math.sqrt(splits) if splits > 1 else None
 
 
@@ -249,9 +241,8 @@ def clip_scores(
         inputs = {"text": prompts[start : start + batch_size], "images": images, "padding": True, "truncation": True}
         with torch.inference_mode():
             outputs = model(**processor(**inputs, return_tensors="pt").to(device))
-        image_embeds = outputs.image_embeds.double()
-        text_embeds = outputs.text_embeds.double()
-        cosines.append(torch.nn.functional.cosine_similarity(image_embeds, text_embeds, dim=-1).cpu())
+        pair = outputs.image_embeds.double(), outputs.text_embeds.double()
+        cosines.append(torch.nn.functional.cosine_similarity(*pair, dim=-1).cpu())
     return 100 * torch.cat(cosines).clamp(min=0)
 
 

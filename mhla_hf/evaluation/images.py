@@ -258,50 +258,40 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
     protocol = read_settings(ClassificationProtocol, args.recipe.settings)
     if list(args.recipe.tasks) != ["acc"]:
         raise ValueError(f"tasks: got {list(args.recipe.tasks)}, expected ['acc'] for classifiers.")
+    if not protocol.data:
+        raise ValueError(
+            "settings: data: got none, expected a folder with one folder of images per class, or a dataset."
+        )
     subjects = find_subjects(models, args)
     processor: Any = protocol.processor
     if isinstance(processor, (str, Path)):
         with wrap_errors(f"settings: processor: got {str(processor)!r}, expected an image processor"):
             processor = AutoImageProcessor.from_pretrained(processor, trust_remote_code=args.trust_remote_code)
-    images, names, data = _read_examples(protocol, args)
-    processor_settings = processor and processor.to_json_string()  # a model's own one is part of its fingerprint
-    task = protocol.name
-    task_hash = hash_json([VERSION, data, images.labels.tolist(), names, processor_settings])
-    compared = {}
-    for subject in subjects:
-        if not subject.knows(task, "acc", task_hash):
-            started = time.perf_counter()
-            count = len(images)
-            model = subject.source
-            model_processor = None
-            if not subject.loaded:
-                model, model_processor = load_classifier(
-                    model, dtype=args.dtype, device=args.device, **subject.load_options
-                )
-            elif processor is None:
-                raise ValueError(f"settings: processor: got None, expected one for the loaded model {subject.name!r}.")
-            numbered = images.renumber_for(model.config)
-            bar = subject.name if args.progress else None
-            accuracy = top1_accuracy(model, numbered, processor or model_processor, args.batch_size, bar)
-            scores = {"acc": (accuracy, share_error(accuracy, count), True, count)}
-            subject.keep(task, scores, task_hash, started, model.device)
-        compared[subject.name] = Results(r for r in subject.kept if r.task == task and r.limit == args.limit)
-    return compared
-
-
-def _read_examples(protocol: ClassificationProtocol, args: Any) -> tuple[LabeledImages, list[str], Any]:
-    """Return the images, the names of the classes, and what identifies the data. A limit spreads over all of the data."""
-    if not protocol.data:
-        raise ValueError(
-            "settings: data: got none, expected a folder with one folder of images per class, or a dataset."
-        )
     folder = Path(protocol.data)
     images = open_images(folder if folder.is_dir() else load_split(str(folder), split=protocol.split), "test")
     names = list(images.classes()["id2label"].values())
-    size = len(images)
-    if args.limit and args.limit < size:
-        chosen = [index * size // args.limit for index in range(args.limit)]  # spread over the classes
+    if args.limit and args.limit < len(images):
+        chosen = [index * len(images) // args.limit for index in range(args.limit)]  # spread over the classes
         items = [images.items[number] for number in chosen]
         images = LabeledImages(items, images.labels[chosen], images.name, names, images.identity)
     data = hash_files(images.items, folder, args.progress) if folder.is_dir() else images.identity
-    return images, names, data
+    processor_settings = processor and processor.to_json_string()  # a model's own one is part of its fingerprint
+    task, count = protocol.name, len(images)
+    task_hash = hash_json([VERSION, data, images.labels.tolist(), names, processor_settings])
+    for subject in subjects:
+        if subject.knows(task, "acc", task_hash):
+            continue
+        started = time.perf_counter()
+        model, used_processor = subject.source, processor
+        if not subject.loaded:
+            options = {"dtype": args.dtype, "device": args.device, **subject.load_options}
+            model, own_processor = load_classifier(model, **options)
+            used_processor = processor or own_processor
+        elif processor is None:
+            raise ValueError(f"settings: processor: got None, expected one for the loaded model {subject.name!r}.")
+        bar = subject.name if args.progress else None
+        accuracy = top1_accuracy(model, images.renumber_for(model.config), used_processor, args.batch_size, bar)
+        scores = {"acc": (accuracy, share_error(accuracy, count), True, count)}
+        subject.keep(task, scores, task_hash, started, model.device)
+    wanted = (task, args.limit)
+    return {x.name: Results(r for r in x.kept if (r.task, r.limit) == wanted) for x in subjects}
