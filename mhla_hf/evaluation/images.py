@@ -113,7 +113,7 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
             device = choose_device(args.device or state.device)
             extractor = find_extractor(protocol.extractor, protocol.weights, device)
             content["extractor"] = [extractor.name, extractor.genuine, extractor.version]
-        return {subject.name: _Judge(subject, args, protocol, state, extractor, content).run() for subject in subjects}
+        return {subject.name: _Judge(subject, protocol, state, extractor, content).run() for subject in subjects}
 
 
 class _Judge(PipelineJudge):
@@ -122,13 +122,11 @@ class _Judge(PipelineJudge):
     The extractor is None if no metric needs features.
     """
 
-    def __init__(
-        self, subject: Subject, args: Any, protocol: Any, state: Any, extractor: Any, content: Mapping[str, Any]
-    ) -> None:
-        super().__init__(subject, args, protocol, state)
+    def __init__(self, subject: Subject, protocol: Any, state: Any, extractor: Any, content: Mapping[str, Any]) -> None:
+        super().__init__(subject, protocol, state)
         self.extractor = extractor
         self.content = content
-        self.count = min(protocol.images, args.limit or protocol.images)
+        self.count = min(protocol.images, self.args.limit or protocol.images)
         self.hash = hash_json([VERSION, self.count, content])
 
     def run(self) -> Results:

@@ -114,25 +114,16 @@ class Subject:
 
         `started` is `time.perf_counter()` at the start of the measurement.
         """
-        facts = {
-            **self.facts(device),
-            "task": task,
-            "shots": 0,
-            "task_version": VERSION,
-            "task_hash": task_hash,
-            "seed": self.args.seed or 0,
-            "seconds": round(time.perf_counter() - started, 3),
-        }
+        facts = {**self.facts(device), "task": task, "task_hash": task_hash, "task_version": VERSION}
+        facts |= {"shots": 0, "seed": self.args.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
         names = ("value", "stderr", "higher_is_better", "samples")
-        fields = {metric: dict(zip(names, score, strict=True)) for metric, score in scores.items()}
-        records = [Result(metric=metric, **values, **facts) for metric, values in fields.items()]
+        records = [Result(metric=metric, **dict(zip(names, x, strict=True)), **facts) for metric, x in scores.items()]
         self.store(records, keep_other_sample_counts)
 
 
 def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
     """Return the shell command that repeats an evaluation, or of a recipe with the task `task` only that task."""
-    args = subjects[0].args
-    recipe = subjects[0].args.recipe
+    args, recipe = subjects[0].args, subjects[0].args.recipe
     models = [subject.name if subject.loaded else shorten_path(subject.source) for subject in subjects]
     words = ["mhla-hf", "evaluate", *models, *(["--recipe", shorten_path(recipe.name)] if recipe.name else [])]
     for name, value in recipe.changed.items():
@@ -153,20 +144,12 @@ def list_paths(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
     return [str(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths or [])]
 
 
-def find_subjects(models: object, args: Any, pipeline: bool = False) -> list[Subject]:
-    """Check the models passed to `evaluate`, without loading them, and `output`."""
-    models = name_models(models)
-    output = args.output and Path(args.output)
-    files = dict.fromkeys(models, output)
-    if output and output.suffix != ".json":
-        files = {name: output / f"{name.replace('/', '--')}.json" for name in models}
-    elif output and len(models) > 1:
-        raise ValueError(f"output: got {str(output)!r} for {len(models)} models, expected a folder.")
-    return [_make_subject(name, model, files[name], args, pipeline) for name, model in models.items()]
+def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subject]:
+    """Check and name the models passed to `evaluate`, without loading them.
 
-
-def name_models(models: Any) -> dict[str, Any]:
-    """Return a dict from name to model: a folder's last components, a Hub id, or the class of a loaded model."""
+    A folder is named after its last component, or after the last two if several folders have the same last one. A Hub id is
+    its own name, and a loaded model is named after its class.
+    """
     if not isinstance(models, dict):
         model_list = models if isinstance(models, (list, tuple)) else [models]
         parts: list[tuple[str, ...]] = [(type(model).__name__,) for model in model_list]
@@ -182,7 +165,15 @@ def name_models(models: Any) -> dict[str, Any]:
         models = dict(zip(names, model_list, strict=True))
     if not models:
         raise ValueError("models: got none, expected at least one folder, Hub id or model.")
-    return {str(name): model for name, model in models.items()}
+    output = args.output and Path(args.output)
+    is_file = output and output.suffix == ".json"
+    if is_file and len(models) > 1:
+        raise ValueError(f"output: got {str(output)!r} for {len(models)} models, expected a folder.")
+    subjects = []
+    for name, model in models.items():
+        target = output if is_file or not output else output / f"{str(name).replace('/', '--')}.json"
+        subjects.append(_make_subject(str(name), model, target, args, pipeline))
+    return subjects
 
 
 def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
@@ -204,10 +195,8 @@ def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipelin
                 fingerprint = f"hub:{HfApi().model_info(source, revision=args.revision).sha}"
     else:
         if not (hasattr(model, "components") if pipeline else isinstance(model, torch.nn.Module)):
-            expected = "diffusers pipeline" if pipeline else "model of transformers"
-            raise TypeError(
-                f"models: got {name!r} of type {type(model).__name__}, expected a folder, a Hub id or a loaded {expected}."
-            )
+            expected = f"a folder, a Hub id or a loaded {'diffusers pipeline' if pipeline else 'model of transformers'}"
+            raise TypeError(f"models: got {name!r} of type {type(model).__name__}, expected {expected}.")
         fingerprint = fingerprint_model(model)
         dtype = str(model.dtype).removeprefix("torch.")
     if target is not None:
@@ -218,12 +207,10 @@ def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipelin
 
 def shorten_path(path: Any) -> str:
     """Return a path relative to the working folder, or only its name if outside; what does not exist is unchanged."""
-    path = Path(path)
-    if not path.exists():
+    if not Path(path).exists():
         return str(path)
-    resolved = path.resolve()
-    working_folder = Path.cwd().resolve()
-    return str(resolved.relative_to(working_folder)) if resolved.is_relative_to(working_folder) else resolved.name
+    resolved, here = Path(path).resolve(), Path.cwd().resolve()
+    return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else resolved.name
 
 
 @contextlib.contextmanager
@@ -272,11 +259,9 @@ class PipelineJudge:
     All processes must create it, since its constructor sends the known scores of the main process to the others.
     """
 
-    def __init__(self, subject: Subject, args: Any, protocol: Any, state: Any) -> None:
-        self.subject = subject
-        self.args = args
-        self.protocol = protocol
-        self.state = state
+    def __init__(self, subject: Subject, protocol: Any, state: Any) -> None:
+        self.subject, self.protocol, self.state = subject, protocol, state
+        self.args = args = subject.args
         self.seed = args.seed or 0
         self.progress = args.progress and state.is_main_process
         source_device = getattr(subject.source, "device", None) if subject.loaded else None
@@ -289,9 +274,8 @@ class PipelineJudge:
         """The pipeline, loaded on first use. A pipeline that was passed as an object stays on its device."""
         if self.subject.loaded:
             return self.subject.source
-        return load_pipeline(
-            self.subject.source, dtype=self.subject.dtype, device=self.device, **self.subject.load_options
-        )
+        options = {"dtype": self.subject.dtype, "device": self.device, **self.subject.load_options}
+        return load_pipeline(self.subject.source, **options)
 
     def make(
         self,
@@ -314,30 +298,25 @@ class PipelineJudge:
         if argument is not None and argument not in inspect.signature(pipeline.__call__).parameters:
             raise ValueError(f"models: got {type(pipeline).__name__}, expected a pipeline that takes {argument}.")
         if state.is_main_process:
-            record = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
-            record.update(identity)
+            weights = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype}
+            record = {**weights, "sampling": sampling, **identity}
             if not can_resume(folder, IDENTITY, record, "samples"):
-                folder.mkdir(parents=True, exist_ok=True)
                 write_json(folder / IDENTITY, record)
             logger.info("%s: %d in %s", label, len(plan), folder)
         state.wait_for_everyone()
         batches = [plan[start : start + batch_size] for start in range(0, len(plan), batch_size)]
-        local_batches = [
-            batch
-            for batch in batches[state.process_index :: state.num_processes]
-            if not all((folder / sample.name).is_file() for sample in batch)
-        ]
+        mine = batches[state.process_index :: state.num_processes]
+        missing = [batch for batch in mine if not all((folder / sample.name).is_file() for sample in batch)]
         bar_config = getattr(pipeline, "_progress_bar_config", {})
         pipeline.set_progress_bar_config(disable=True)
         try:
-            for batch in tqdm(local_batches, desc=label, unit="batch", disable=not self.progress):
+            for batch in tqdm(missing, desc=label, unit="batch", disable=not self.progress):
                 torch.manual_seed(batch[0].seed)
                 conditions = {} if argument is None else {argument: [sample.condition for sample in batch]}
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in batch]
                 result = pipeline(**conditions, generator=generators, **sampling)
                 outputs = result.frames if hasattr(result, "frames") else result.images
                 for sample, output in zip(batch, outputs, strict=True):
-                    (folder / sample.name).parent.mkdir(parents=True, exist_ok=True)
                     with atomic_file(folder / sample.name) as temporary:
                         save(output, temporary)
         finally:

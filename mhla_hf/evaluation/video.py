@@ -109,7 +109,7 @@ def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
     bench = Bench(protocol.python)
     subjects = find_subjects(models, args, pipeline=True)
     with joined_processes() as state:
-        return {subject.name: _Judge(subject, args, protocol, state, bench).run() for subject in subjects}
+        return {subject.name: _Judge(subject, protocol, state, bench).run() for subject in subjects}
 
 
 class Bench:
@@ -139,8 +139,8 @@ class Bench:
 class _Judge(PipelineJudge):
     """Scores one pipeline on VBench."""
 
-    def __init__(self, subject: Subject, args: Any, protocol: Any, state: Any, bench: Bench) -> None:
-        super().__init__(subject, args, protocol, state)
+    def __init__(self, subject: Subject, protocol: Any, state: Any, bench: Bench) -> None:
+        super().__init__(subject, protocol, state)
         self.bench = bench
         self.hash = hash_json([bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
 
