@@ -97,21 +97,15 @@ def compare_card(path: Path, text: str) -> None:
         raise ValueError(f"{path}: got other text, expected what the files beside it render to; write the card again.")
 
 
-def read_shelf_facts(root: PathLike, name: str) -> Facts:
-    """Return the facts of a card in a folder of cards."""
-    path = Path(root, RESULTS, f"{name}.json")
-    if (measured := read_json(path)) is None:
-        raise ValueError(f"{path}: got no such file, expected what was measured of {name!r}.")
-    return make_facts(measured, read_yaml(Path(root, f"{name}.yaml"), "card", Person))
-
-
 def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
     """Render all cards in a folder such as `model_cards` again, or with `check` compare them, and return their paths."""
-    patterns = ("*.yaml", "*.md", f"{RESULTS}/*.json")
-    names = {path.stem for pattern in patterns for path in Path(root).glob(pattern)}
+    names = {path.stem for pattern in ("*.yaml", "*.md", f"{RESULTS}/*.json") for path in Path(root).glob(pattern)}
     paths = [Path(root, f"{name}.md") for name in sorted(names)]
     for path in paths:
-        text = render_card(read_shelf_facts(root, path.stem))
+        results = Path(root, RESULTS, f"{path.stem}.json")
+        if (measured := read_json(results)) is None:
+            raise ValueError(f"{results}: got no such file, expected what was measured of {path.stem!r}.")
+        text = render_card(make_facts(measured, read_yaml(path.with_suffix(".yaml"), "card", Person)))
         if check:
             compare_card(path, text)
         else:
@@ -147,11 +141,9 @@ def render_plain_card(folder: PathLike, name: str, base_model: str | None, terms
 def render_card(facts: Facts) -> str:
     """Return the text of README.md: YAML metadata and the card's sections."""
     person = facts.person
-    scores = _metadata_scores(facts)
     fields: dict[str, Any] = {key: getattr(person, key) or None for key in facts_module.METADATA_FIELDS}
-    if scores:
-        fields["model_name"] = person.name.split("/")[-1]
-        fields["eval_results"] = scores
+    if scores := _metadata_scores(facts):
+        fields |= {"model_name": person.name.split("/")[-1], "eval_results": scores}
     metadata = ModelCardData(
         base_model_relation=person.base_model and "finetune",
         library_name="diffusers" if "_class_name" in facts.config else "transformers",
@@ -159,8 +151,7 @@ def render_card(facts: Facts) -> str:
         tags=TAGS,
         **fields,
     )
-    teacher = {TEACHER: facts.models[TEACHER]} if TEACHER in facts.models else {}
-    columns = {**teacher, **facts.models}
+    columns = dict(sorted(facts.models.items(), key=lambda item: item[0] != TEACHER))  # the teacher first
     sections = {
         section: {label: [r for r in records if section_of(r) == section] for label, records in columns.items()}
         for section in facts_module.SECTIONS

@@ -188,9 +188,8 @@ def check_weights(folder: Path) -> str:
                     tensor = weights.get_tensor(name)
                     counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.is_floating_point()
                     if not torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all():
-                        raise ValueError(
-                            f"{file}: got NaN or infinity in the weight {name!r}, expected finite numbers."
-                        )
+                        found = f"NaN or infinity in the weight {name!r}"
+                        raise ValueError(f"{file}: got {found}, expected finite numbers.")
         except SafetensorError as error:
             raise ValueError(f"{file}: got a damaged file, expected a complete safetensors file ({error}).") from None
     return counts.most_common(1)[0][0]

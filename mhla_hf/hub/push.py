@@ -140,10 +140,8 @@ def send(
         head = api.model_info(repo_id, revision=branch).sha
         existing_tags = api.list_repo_refs(repo_id).tags if tags else []
         if taken := [tag for tag in existing_tags if tag.name in tags and tag.target_commit != head]:
-            commit = taken[0].target_commit
-            raise ValueError(
-                f"tags: got {taken[0].name!r}, which is taken by commit {commit} of {repo_id}, expected another."
-            )
+            found = f"{taken[0].name!r}, which is taken by commit {taken[0].target_commit} of {repo_id}"
+            raise ValueError(f"tags: got {found}, expected another.")
         stale = find_stale(api.list_repo_files(repo_id, revision=head), paths)
         if stale and not delete_stale:
             count = "1 file" if len(stale) == 1 else f"{len(stale)} files"
@@ -215,9 +213,8 @@ def _describe_author(folder: Path, repo_id: str, license: str | None, base_model
     if (folder / CARD_FILE).is_file():
         raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")
     if dry_run and license is None:
-        raise ValueError(
-            f"license: got none in a dry run, which does not ask the Hub for that of {base_model!r}, expected it."
-        )
+        reason = f"which does not ask the Hub for that of {base_model!r}"
+        raise ValueError(f"license: got none in a dry run, {reason}, expected it.")
     terms = find_license(None if dry_run else base_model, None, license)
     return Person(repo_id, base_model, **terms)  # type: ignore[arg-type]
 
