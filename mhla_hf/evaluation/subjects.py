@@ -62,7 +62,10 @@ class Subject:
 
     @functools.cached_property
     def kept(self) -> Results:
-        """The stored scores of these weights that were measured on this machine or, with `trust_scores`, all of them."""
+        """The stored scores of these weights that were measured on this machine or, with `trust_scores`, all of them.
+
+        They are read on first use, and a message is logged. `knows` decides whether a score can be reused.
+        """
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
         local = select_measured_here(stored)
         num_foreign = len(stored) - len(local)
@@ -81,7 +84,11 @@ class Subject:
         return not self.args.force and key in kept_keys
 
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
-        """Add new records to the known scores and to the results file, which loses records of other weights."""
+        """Add newly measured records to the known scores and, if there is one, to the results file; see `Results.merge`.
+
+        If there is a file, the new records count as measured on this machine, records of other weights are removed from the
+        file, and a message is logged.
+        """
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
             stored = Results.read(self.target).of(self.fingerprint)
