@@ -246,6 +246,6 @@ def clip_scores(
     return 100 * torch.cat(cosines).clamp(min=0)
 
 
-def share_error(share: float, count: int) -> float:
+def fraction_error(fraction: float, count: int) -> float:
     """Return the standard error of a fraction of `count` independent cases."""
-    return math.sqrt(share * (1 - share) / count)
+    return math.sqrt(fraction * (1 - fraction) / count)

@@ -30,12 +30,12 @@ from .image_scores import (
     clip_scores,
     extract_features,
     find_extractor,
+    fraction_error,
     frechet_distance,
     hash_files,
     hash_source,
     inception_score,
     precision_recall,
-    share_error,
 )
 from .records import Results
 from .subjects import VERSION, PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
@@ -223,8 +223,8 @@ class _Judge(PipelineJudge):
             scores["IS"] = *inception_score(features["logits"], self.protocol.splits, self.seed), True, count
         if missing & {"precision", "recall"}:
             precision, recall = precision_recall(features["features"], known, self.protocol.neighbors)
-            scores["precision"] = precision, share_error(precision, count), True, count
-            scores["recall"] = recall, share_error(recall, len(known)), True, count
+            scores["precision"] = precision, fraction_error(precision, count), True, count
+            scores["recall"] = recall, fraction_error(recall, len(known)), True, count
         if "CLIP score" in missing:
             prompts = [sample.condition for sample in plan]
             values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.args.batch_size)
@@ -289,7 +289,7 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
             raise ValueError(f"settings: processor: got None, expected one for the loaded model {subject.name!r}.")
         bar = subject.name if args.progress else None
         accuracy = top1_accuracy(model, images.renumber_for(model.config), used_processor, args.batch_size, bar)
-        scores = {"acc": (accuracy, share_error(accuracy, count), True, count)}
+        scores = {"acc": (accuracy, fraction_error(accuracy, count), True, count)}
         subject.keep(task, scores, task_hash, started, model.device)
     wanted = (task, args.limit)
     return {x.name: Results(r for r in x.kept if (r.task, r.limit) == wanted) for x in subjects}

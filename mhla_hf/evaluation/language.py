@@ -108,7 +108,13 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
     with joined_processes() as state:
         for subject in subjects:
             broadcast_scores(subject, state)
-            window = _window(subject, args) if subject.kept else None
+            window = args.max_length
+            if subject.kept and window is None:  # as lm-eval will choose it
+                config = (
+                    subject.source.config if subject.loaded else load_config(subject.source, **subject.load_options)
+                )
+                tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
+                window = resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
             missing = [item for item in requested if args.force or not item.is_known(subject, window)]
             if missing:
                 lengths = cast(list[int], protocol.lengths)  # a list since `validate_lengths`
@@ -173,8 +179,8 @@ def load_tasks(
         for match in matches:
             shots_by_task.setdefault(match, num_fewshot if num_fewshot is not None else shots)
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-files-") as folder:
-        local = None if data_files is None else read_from_files(manager, data_files, folder)
-        return [_load_task(manager, name, shots, local) for name, shots in shots_by_task.items()]
+        filed = None if data_files is None else read_from_files(manager, data_files, folder)
+        return [_load_task(manager, name, shots, filed) for name, shots in shots_by_task.items()]
 
 
 def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | Path) -> set[str]:
@@ -186,10 +192,9 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
     """
     path_by_name = {path.name: str(path.resolve()) for path in sorted(Path(folder).iterdir(), reverse=True)}
     path_by_name = {name.removesuffix(".gz"): path for name, path in path_by_name.items()}
-    local = {
-        name: entry for name, entry in manager.task_index.items() if f"{name}.jsonl" in path_by_name and entry.yaml_path
-    }
-    for name, entry in local.items():
+    index = manager.task_index
+    filed = {name: entry for name, entry in index.items() if f"{name}.jsonl" in path_by_name and entry.yaml_path}
+    for name, entry in filed.items():
         files = {"test": path_by_name[f"{name}.jsonl"], "train": path_by_name.get(f"{name}.train.jsonl")}
         files = {split: path for split, path in files.items() if path}
         settings = {
@@ -206,18 +211,18 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
         }
         file = Path(temporary, f"{name}.yaml")
         file.write_text(json.dumps(settings), encoding="utf-8")  # JSON is valid YAML
-        manager.task_index[name] = dataclasses.replace(entry, yaml_path=file)
-    return set(local)
+        index[name] = dataclasses.replace(entry, yaml_path=file)
+    return set(filed)
 
 
-def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, local: set[str] | None = None) -> Requested:
-    """Load the tasks of one name, after seeding `random` and NumPy; `local` are those that read files, None to allow all."""
+def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, filed: set[str] | None) -> Requested:
+    """Load the tasks of one name, after seeding `random` and NumPy. Only those that read files may be, unless None."""
     random.seed(HARNESS_SEEDS[0])  # RULER generates its questions while it loads, from the global generators
     numpy.random.seed(HARNESS_SEEDS[1])
     try:
         loaded = manager.load([name])
         for task_name in loaded["tasks"]:
-            if local is not None and task_name not in local:
+            if filed is not None and task_name not in filed:
                 raise ValueError(f"data_files has neither {task_name}.jsonl nor {task_name}.jsonl.gz")
         for task in loaded["tasks"].values():
             task_shots = task.get_config("num_fewshot")
@@ -240,15 +245,6 @@ def task_hash(task: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _window(subject: Subject, args: Any) -> int:
-    """Return the context length with which lm-eval will run the model, from its configuration and tokenizer."""
-    if args.max_length is not None:
-        return args.max_length
-    config = subject.source.config if subject.loaded else load_config(subject.source, **subject.load_options)
-    tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
-    return resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
-
-
 def recorded_seed(args: Any) -> int | str:
     """Return the seed to record: `args.seed`, or the four default seeds of lm-eval joined by commas."""
     return ",".join(map(str, HARNESS_SEEDS)) if args.seed is None else args.seed
@@ -262,9 +258,10 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
     accelerator = Accelerator(cpu=not torch.accelerator.is_available()) if state.num_processes > 1 else None
     device = args.device or (accelerator and str(accelerator.device))
     load_options = {"dtype": args.dtype, "device": device, **subject.load_options}
-    loaded = (subject.source, args.tokenizer) if subject.loaded else load_language_model(subject.source, **load_options)
-    model, tokenizer = loaded
-    was_training = loaded[0].training
+    model, tokenizer = subject.source, args.tokenizer
+    if not subject.loaded:
+        model, tokenizer = load_language_model(model, **load_options)
+    was_training = model.training
     seeds = HARNESS_SEEDS if args.seed is None else (args.seed,) * 4
     sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
     shared_facts: dict[str, Any] = {
@@ -284,9 +281,8 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
             # metrics by depth that are missing on one process, so such tasks run as a whole on every process.
             if accelerator:
                 has_depths = any("_back_" in str(task.config.metric_list) for task in item.loaded["tasks"].values())
-                share = (0, 1) if has_depths else (accelerator.process_index, accelerator.num_processes)
                 judge.accelerator = accelerator
-                judge._rank, judge._world_size = share
+                judge._rank, judge._world_size = (0, 1) if has_depths else (state.process_index, state.num_processes)
             with quiet_harness(args.progress):
                 facts = {**subject.facts(model.device, item.name), **shared_facts}
                 records = score(judge, item, seeds=seeds, facts=facts)

@@ -234,9 +234,9 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
         raise ValueError(
             f"{folder}: got no results.json with scores, expected one; evaluate first, such as with the recipe recall."
         )
-    local = [record for record in records if weights and record.fingerprint.startswith("files:")]
-    fingerprint = fingerprint_folder(folder) if local else None
-    if outdated := [record.task for record in local if record.fingerprint != fingerprint]:
+    of_files = [record for record in records if weights and record.fingerprint.startswith("files:")]
+    fingerprint = fingerprint_folder(folder) if of_files else None
+    if outdated := [record.task for record in of_files if record.fingerprint != fingerprint]:
         raise ValueError(
             f"{folder}: got a score on {outdated[0]} of other weights, expected scores of these; evaluate again."
         )

@@ -217,14 +217,14 @@ def page_rows(views: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, to
 class PagedSoftmax(nn.Module):
     """Softmax attention of some KV heads of a layer, as one vLLM `Attention` per page of `heads_per_page` KV heads.
 
-    `share` is the number of query heads per KV head, `options` are further arguments of `Attention`.
+    `options` are further arguments of `Attention`.
     """
 
-    def __init__(self, name: str, num_kv_heads: int, heads_per_page: int, share: int, **options: Any):
+    def __init__(self, name: str, num_kv_heads: int, heads_per_page: int, queries_per_kv: int, **options: Any):
         super().__init__()
         self.parts = nn.ModuleList(
             Attention(
-                num_heads=heads_per_page * share,
+                num_heads=heads_per_page * queries_per_kv,
                 num_kv_heads=heads_per_page,
                 prefix=f"{name}.softmax_{index}",
                 **options,
