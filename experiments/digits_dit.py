@@ -45,7 +45,7 @@ from mhla_hf.checkpoints.file_io import atomic_file, write_json
 from mhla_hf.checkpoints.fingerprint import fingerprint_model, hash_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
-from mhla_hf.evaluation.image_scores import Moments, frechet_distance, share_error
+from mhla_hf.evaluation.image_scores import Moments, fraction_error, frechet_distance
 from mhla_hf.evaluation.subjects import find_subjects
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.plots import drawing
@@ -256,7 +256,7 @@ def score(pipe: Any, judge: Judge, images: torch.Tensor) -> dict[str, float]:
     losses = held_out_losses(pipe)
     return {
         "accuracy": 100 * accuracy,
-        "accuracy_stderr": 100 * share_error(accuracy, len(images)),
+        "accuracy_stderr": 100 * fraction_error(accuracy, len(images)),
         "frechet": frechet_distance(Moments.of(judge.features(images)), held_out_moments),
         "loss": losses.mean().item(),
         "loss_stderr": (losses.std() / math.sqrt(len(losses))).item(),

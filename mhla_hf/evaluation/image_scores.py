@@ -50,15 +50,11 @@ class Extractor:
     genuine: bool = False
 
     def label(self, metric: str) -> str:
-        """Return the name of a metric in tables.
-
-        Names such as "FID" are used only with FID's published weights. For other extractors, the name is a generic one, if
-        there is one, followed by the name of the extractor.
-        """
+        """Return a metric's name in tables; without FID's published weights, a generic one with the extractor's name."""
         return metric if self.genuine else f"{OTHER_NAMES.get(metric, metric)} ({self.name})"
 
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the features of images by name, fp32 on the CPU; see `function`."""
+        """Return the features of images by name, fp32 on the CPU."""
         outputs = self.function(images)
         outputs = outputs if isinstance(outputs, dict) else {"features": outputs}
         return {name: values.detach().float().cpu().contiguous() for name, values in outputs.items()}
@@ -67,18 +63,7 @@ class Extractor:
 def find_extractor(
     extractor: object, weights: str | Path | None = None, device: torch.device | str = "cpu"
 ) -> Extractor:
-    """Return an `Extractor`. For "module:function", the module is imported and the function called.
-
-    Args:
-        extractor: An `Extractor`; "inception"; or "module:function", where the function takes no arguments and returns an
-            `Extractor`.
-        weights: Local file of Inception's weights; None to download them.
-        device: Device for Inception.
-
-    Raises:
-        ValueError: `extractor` is anything else, or cannot be loaded.
-        ImportError: Inception is requested, and torch-fidelity or a matching torchvision is missing.
-    """
+    """Return an `Extractor`: the object itself, Inception, or what a user's "module:function" returns."""
     if isinstance(extractor, Extractor):
         return extractor
     if extractor == "inception":
@@ -89,27 +74,16 @@ def find_extractor(
 
 
 def load_inception(weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
-    """Return an `Extractor` with FID's Inception from torch-fidelity, for images of any size.
+    """Return FID's Inception from torch-fidelity, for images of any size; it downloads the weights once if none are given.
 
-    For B images, its outputs are "features", [B, 2048], "logits" without bias, [B, 1008], and "spatial", [B, 2023]. The
-    spatial features are those of ADM's evaluator, in the same order, so that they match the moments in ADM's reference
-    files.
-
-    Args:
-        weights: Local file; None means the file that torch-fidelity downloads once.
-        device: Device on which the network runs.
-
-    Raises:
-        ImportError: torch-fidelity or a matching torchvision is missing.
-        ValueError: The weights cannot be loaded.
+    Its outputs are "features" [B, 2048], "logits" without bias [B, 1008], and "spatial" [B, 2023], those of ADM's
+    evaluator in the same order, so that they match the moments in ADM's reference files.
     """
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
-        requirement = (
-            f"torch-fidelity and a torchvision that fits torch, of which one is missing ({summarize_error(error)})"
-        )
-        raise ImportError(f"FID needs {requirement}: pip install 'mhla_hf[images]'") from error
+        needed = f"torch-fidelity and a torchvision that fits torch, of which one is missing ({summarize_error(error)})"
+        raise ImportError(f"FID needs {needed}: pip install 'mhla_hf[images]'") from error
     version = INCEPTION_SHA256 if weights is None else hash_file(weights) if Path(weights).is_file() else ""
     genuine = version.startswith(INCEPTION_SHA256)
     with wrap_errors(f"weights: got {weights!r}, expected a file of Inception's weights"):
@@ -123,7 +97,6 @@ def load_inception(weights: str | Path | None = None, device: torch.device | str
     network.Mixed_6d.branch1x1.register_forward_hook(lambda module, inputs, output: hooked.update(spatial=output))
 
     def extract(images: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the outputs of Inception by name."""
         with torch.inference_mode():
             features, logits = network(images.to(device))
         # The first 7 channels, 17 x 17, of the 1x1 branch of the block that TensorFlow calls mixed_6, channels last.
@@ -134,10 +107,7 @@ def load_inception(weights: str | Path | None = None, device: torch.device | str
 
 
 def read_image(image: Any) -> torch.Tensor:
-    """Return an image file, or an array uint8 [height, width, 3], as a tensor, uint8 [3, height, width].
-
-    Raise ValueError if the file cannot be read.
-    """
+    """Return an image file, or an array uint8 [height, width, 3], as a tensor uint8 [3, height, width]."""
     if isinstance(image, numpy.ndarray):
         return torch.from_numpy(numpy.ascontiguousarray(image)).permute(2, 0, 1)
     with wrap_errors(f"images: got {str(image)!r}, expected an image file"), Image.open(image) as opened:
@@ -154,36 +124,18 @@ def extract_features(
     progress: bool,
     label: str,
 ) -> dict[str, torch.Tensor] | None:
-    """Compute the features of images, cached in chunks of 1,000, so that an interruption loses less than one chunk.
+    """Return features [N, ...] by name, in the order of the images; None except on the main process.
 
-    All processes must call this.
-
-    Args:
-        images: N paths, or an array, uint8 [N, height, width, 3].
-        extractor: Computes the features.
-        cache: Folder for the files of cached features.
-        batch_size: Images per call of the extractor.
-        state: Accelerate's `PartialState`, whose processes share the work.
-        progress: Whether to show a progress bar on stderr.
-        label: Label of the progress bar.
-
-    Returns:
-        On the main process, a dict from name to features, [N, ...], in the order of the images; None on others.
-
-    Raises:
-        ValueError: The images of a batch have different sizes, or a file cannot be read.
+    Images are paths, or uint8 [N, height, width, 3]. Features are cached in chunks, so that an interruption loses one at
+    most. All processes must call this.
     """
-    cache.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(images), IMAGES_PER_FILE)
-    files = [cache / f"{number:05d}.safetensors" for number in range(len(starts))]
-    local_chunks = slice(state.process_index, None, state.num_processes)
-    first_by_file = {
-        file: start for file, start in zip(files[local_chunks], starts[local_chunks], strict=True) if not file.is_file()
-    }
-    with tqdm(total=IMAGES_PER_FILE * len(first_by_file), desc=label, disable=not progress) as bar:
-        for file, first_index in first_by_file.items():
-            chunk = images[first_index : first_index + IMAGES_PER_FILE]
-            batches = []
+    chunks = {cache / f"{number:05d}.safetensors": start for number, start in enumerate(starts)}
+    mine = list(chunks.items())[state.process_index :: state.num_processes]
+    missing = [(file, start) for file, start in mine if not file.is_file()]
+    with tqdm(total=IMAGES_PER_FILE * len(missing), desc=label, disable=not progress) as bar:
+        for file, first_index in missing:
+            chunk, batches = images[first_index : first_index + IMAGES_PER_FILE], []
             for start in range(0, len(chunk), batch_size):
                 batch = [read_image(image) for image in chunk[start : start + batch_size]]
                 if len({image.shape for image in batch}) > 1:
@@ -195,8 +147,8 @@ def extract_features(
     state.wait_for_everyone()
     if not state.is_main_process:
         return None
-    chunks = [load_file(file) for file in files]
-    return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    stored = [load_file(file) for file in chunks]
+    return {name: torch.cat([part[name] for part in stored]) for name in stored[0]}
 
 
 def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> str:
@@ -206,7 +158,7 @@ def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> s
 
 
 def hash_source(source: Any, progress: bool = False) -> str | None:
-    """Return a hash of a local file or folder; return any other value, such as a Hub id, as a string, and None as None."""
+    """Return a hash of a local file or folder; any other value, such as a Hub id, as a string; None as None."""
     path = Path(source or "")
     if source is None or not path.exists():
         return source and str(source)
@@ -214,14 +166,13 @@ def hash_source(source: Any, progress: bool = False) -> str | None:
 
 
 class Moments(NamedTuple):
-    """The mean [D] and the covariance [D, D] of N features of width D, in fp64; the covariance is divided by N - 1."""
+    """The mean [D] and covariance [D, D] of N features of width D, in fp64; the covariance is divided by N - 1."""
 
     mean: torch.Tensor
     covariance: torch.Tensor
 
     @classmethod
     def of(cls, features: torch.Tensor) -> "Moments":
-        """Return the moments of features [N, D]. Raise ValueError for fewer than two rows."""
         if features.ndim != 2 or features.shape[0] < 2:
             raise ValueError(f"features: got shape {tuple(features.shape)}, expected [N, D] with N of at least 2.")
         features = features.double()
@@ -229,12 +180,8 @@ class Moments(NamedTuple):
 
 
 def frechet_distance(sample: Moments, reference: Moments) -> float:
-    """Compute the Fréchet distance between two normal distributions with these `Moments`.
-
-    It is |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), where m1 and m2 are the means, and C1 and C2 the covariances.
-    """
-    sample_cov = sample.covariance.double()
-    reference_cov = reference.covariance.double()
+    """Return |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), the Fréchet distance of two normal distributions."""
+    sample_cov, reference_cov = sample.covariance.double(), reference.covariance.double()
     values, vectors = torch.linalg.eigh(sample_cov)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     # C1 C2 and C1^(1/2) C2 C1^(1/2) have the same eigenvalues, and the latter is symmetric.
@@ -245,58 +192,34 @@ def frechet_distance(sample: Moments, reference: Moments) -> float:
 
 
 def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float | None]:
-    """Compute the inception score: exp of the mean KL divergence of p(y|x) from p(y), averaged over splits of the images.
+    """Return (mean, standard error) over splits of exp(mean KL divergence of p(y|x) from p(y)); one split has no error.
 
-    p(y|x) is the distribution of classes that the logits give for an image x, and p(y) is its mean over the split.
-
-    Args:
-        logits: [N, C], for N images and C classes.
-        splits: Number of splits.
-        seed: Seed of the permutation that assigns images to splits.
-
-    Returns:
-        (mean, standard error); the standard error is None for one split.
-
-    Raises:
-        ValueError: There are fewer than two images per split.
+    p(y|x) are the classes that `logits` [N, C] give for an image, p(y) is their mean over a split. `seed` assigns the
+    splits.
     """
     if len(logits) < 2 * splits:
         raise ValueError(f"images: got {len(logits)} for {splits} splits, expected at least {2 * splits}.")
     order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(seed))
     log_probs = [logits[indices].double().log_softmax(-1) for indices in order.chunk(splits)]
-    scores = torch.stack(
-        [(log_p.exp() * (log_p - log_p.exp().mean(0).log())).sum(1).mean().exp() for log_p in log_probs]
-    )
+    divergences = [(x.exp() * (x - x.exp().mean(0).log())).sum(1).mean() for x in log_probs]
+    scores = torch.stack(divergences).exp()
     return scores.mean().item(), scores.std().item() / math.sqrt(splits) if splits > 1 else None
 
 
 def precision_recall(
     sample: torch.Tensor, reference: torch.Tensor, neighbors: int = 3, chunk: int = 2048
 ) -> tuple[float, float]:
-    """Compute precision and recall of generated images (arXiv 1904.06991).
+    """Return precision and recall (arXiv 1904.06991) of features [N, D] against those of R references [R, D].
 
-    The radius of a point is its distance to the k-th nearest neighbor in the same set. Precision is the fraction of samples
-    within the radius of at least one reference, and recall the fraction of references within the radius of at least one
-    sample.
-
-    Args:
-        sample: Features of N samples, [N, D], of width D.
-        reference: Features of R references, [R, D].
-        neighbors: k.
-        chunk: Number of rows compared at once.
-
-    Returns:
-        (precision, recall), each from 0 to 1.
-
-    Raises:
-        ValueError: There are fewer than `neighbors` + 1 samples or references.
+    A point's radius is the distance to its k-th nearest neighbor in its own set. Precision is the fraction of samples
+    within the radius of some reference, recall that of references within the radius of some sample. `chunk` rows are
+    compared at once.
     """
     if min(len(sample), len(reference)) <= neighbors:
         counts = f"{len(sample)} samples, {len(reference)} references"
         raise ValueError(f"features: got {counts}, expected at least {neighbors + 1} of each.")
 
     def covered(points: torch.Tensor, centers: torch.Tensor) -> float:
-        """Return the fraction of points within the radius of at least one center."""
         radii = torch.cat([torch.cdist(rows, centers).kthvalue(neighbors + 1).values for rows in centers.split(chunk)])
         is_covered = [(torch.cdist(rows, centers) <= radii).any(1) for rows in points.split(chunk)]
         return torch.cat(is_covered).double().mean().item()
@@ -308,21 +231,7 @@ def precision_recall(
 def clip_scores(
     paths: Sequence[Path], prompts: Sequence[str], clip: str | Path, device: torch.device | str, batch_size: int
 ) -> torch.Tensor:
-    """Compute the CLIP score, 100 max(cos, 0), of each image and its prompt.
-
-    Args:
-        paths: Files of the images.
-        prompts: One prompt per image, truncated to the model's context length.
-        clip: Folder or Hub id of a CLIP model.
-        device: Device on which the model runs.
-        batch_size: Images per forward pass.
-
-    Returns:
-        The scores of the N images, fp64 [N].
-
-    Raises:
-        ValueError: The CLIP model cannot be loaded.
-    """
+    """Return 100 max(cos, 0) of each image and its prompt, fp64 [N]. Prompts are cut to the model's context."""
     with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"), no_code_prompts():
         model = CLIPModel.from_pretrained(clip).to(device).eval()
         processor = CLIPProcessor.from_pretrained(clip)
@@ -332,12 +241,11 @@ def clip_scores(
         inputs = {"text": prompts[start : start + batch_size], "images": images, "padding": True, "truncation": True}
         with torch.inference_mode():
             outputs = model(**processor(**inputs, return_tensors="pt").to(device))
-        image_embeds = outputs.image_embeds.double()
-        text_embeds = outputs.text_embeds.double()
-        cosines.append(torch.nn.functional.cosine_similarity(image_embeds, text_embeds, dim=-1).cpu())
+        pair = outputs.image_embeds.double(), outputs.text_embeds.double()
+        cosines.append(torch.nn.functional.cosine_similarity(*pair, dim=-1).cpu())
     return 100 * torch.cat(cosines).clamp(min=0)
 
 
-def share_error(share: float, count: int) -> float:
-    """Return the standard error of a fraction, `share`, of `count` independent cases."""
-    return math.sqrt(share * (1 - share) / count)
+def fraction_error(fraction: float, count: int) -> float:
+    """Return the standard error of a fraction of `count` independent cases."""
+    return math.sqrt(fraction * (1 - fraction) / count)

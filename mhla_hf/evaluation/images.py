@@ -30,12 +30,12 @@ from .image_scores import (
     clip_scores,
     extract_features,
     find_extractor,
+    fraction_error,
     frechet_distance,
     hash_files,
     hash_source,
     inception_score,
     precision_recall,
-    share_error,
 )
 from .records import Results
 from .subjects import VERSION, PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
@@ -85,40 +85,22 @@ class ImageProtocol:
     samples: str | Path = "out/samples"
 
     def validate_conditions(self) -> None:
-        """Raise ValueError if there are both classes and prompts."""
         if self.classes is not None and self.prompts is not None:
             raise ValueError(f"prompts: got {self.prompts!r} and {self.classes} classes, expected one of the two.")
 
-    def check(self, metrics: set[str]) -> None:
-        """Raise ValueError if a metric is unknown, or the reference or the prompts that it needs are missing."""
-        if unknown := sorted(metrics - set(METRICS)):
-            raise ValueError(f"tasks: got {unknown[0]!r}, expected some of {', '.join(METRICS)}.")
-        path = Path(self.reference or "")
-        if metrics & REFERENCE_METRICS and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
-            expected = "a folder of images or ADM's .npz file"
-            raise ValueError(f"settings: reference: got {self.reference!r}, expected {expected}.")
-        if "CLIP score" in metrics and self.prompts is None:
-            raise ValueError("settings: prompts: got None, expected a file of prompts for the CLIP score.")
-
 
 def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
-    """Score image pipelines, reusing known scores.
-
-    All processes must call this. Images and features are stored in the protocol's folder `samples`.
-
-    Args:
-        models: See `evaluate`.
-        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
-
-    Returns:
-        A dict from the name of each model to the requested scores.
-
-    Raises:
-        ValueError, TypeError: A model, a metric or a setting is not valid.
-    """
+    """Score image pipelines, reusing known scores. All processes must call this; samples stay in the folder `samples`."""
     protocol = read_settings(ImageProtocol, args.recipe.settings)
     metrics = set(args.recipe.tasks)
-    protocol.check(metrics)
+    if unknown := sorted(metrics - set(METRICS)):
+        raise ValueError(f"tasks: got {unknown[0]!r}, expected some of {', '.join(METRICS)}.")
+    path = Path(protocol.reference or "")
+    if metrics & REFERENCE_METRICS and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
+        expected = "a folder of images or ADM's .npz file"
+        raise ValueError(f"settings: reference: got {protocol.reference!r}, expected {expected}.")
+    if "CLIP score" in metrics and protocol.prompts is None:
+        raise ValueError("settings: prompts: got None, expected a file of prompts for the CLIP score.")
     subjects = find_subjects(models, args, pipeline=True)
     with joined_processes() as state:
         progress = args.progress and state.is_main_process
@@ -131,29 +113,24 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
             device = choose_device(args.device or state.device)
             extractor = find_extractor(protocol.extractor, protocol.weights, device)
             content["extractor"] = [extractor.name, extractor.genuine, extractor.version]
-        return {subject.name: _Judge(subject, args, protocol, state, extractor, content).run() for subject in subjects}
+        return {subject.name: _Judge(subject, protocol, state, extractor, content).run() for subject in subjects}
 
 
 class _Judge(PipelineJudge):
-    """Scores one pipeline under one protocol.
+    """Scores one pipeline. `content` is everything that determines the scores except model, number of images, and seed.
 
-    Args:
-        subject, args, protocol, state: See `PipelineJudge`.
-        extractor: The feature extractor; None if no metric needs features.
-        content: JSON-serializable dict of everything that determines the scores except model, number of images and seed.
+    The extractor is None if no metric needs features.
     """
 
-    def __init__(
-        self, subject: Subject, args: Any, protocol: Any, state: Any, extractor: Any, content: Mapping[str, Any]
-    ) -> None:
-        super().__init__(subject, args, protocol, state)
+    def __init__(self, subject: Subject, protocol: Any, state: Any, extractor: Any, content: Mapping[str, Any]) -> None:
+        super().__init__(subject, protocol, state)
         self.extractor = extractor
         self.content = content
-        self.count = min(protocol.images, args.limit or protocol.images)
+        self.count = min(protocol.images, self.args.limit or protocol.images)
         self.hash = hash_json([VERSION, self.count, content])
 
     def run(self) -> Results:
-        """Compute the scores that are not known yet, and return all requested scores. All processes must call this."""
+        """Return all requested scores, after measuring those that are not known. All processes must call this."""
         task = self.protocol.name
         labels = {name: self.label(name) for name in self.args.recipe.tasks}
         if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
@@ -162,14 +139,11 @@ class _Judge(PipelineJudge):
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.samples, r.limit) in requested)
 
     def label(self, name: str) -> str:
-        """Return a metric's name in tables. It includes the extractor's name if that is not FID's Inception."""
+        """Return a metric's name in tables, which includes the extractor's name if that is not FID's Inception."""
         return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
 
     def _features(self, images: Sequence[Any], cache: Path, label: str) -> dict[str, torch.Tensor] | None:
-        """Return the features of all images by name, cached in the folder `cache`; None except on the main process.
-
-        All processes must call this. Raise ValueError if the extractor lacks features that a requested metric needs.
-        """
+        """Return the features of all images by name, cached in a folder; None except on the main process."""
         options = {"batch_size": self.args.batch_size, "state": self.state, "progress": self.progress, "label": label}
         features = extract_features(images, self.extractor, cache, **options)
         for metric, name in FEATURES_BY_METRIC.items():
@@ -179,21 +153,11 @@ class _Judge(PipelineJudge):
                 )
         return features
 
-    def _reference(self, missing: set[str]) -> tuple[torch.Tensor | None, dict[str, Moments]]:
-        """Read or compute the features and moments of the reference. All processes must call this.
+    def _reference(self, missing: set[str]) -> tuple[Any, dict[str, Moments]]:
+        """Return the reference's features [N, D] (None if its moments suffice), and its moments by name of features.
 
-        The moments in an .npz file are those of Inception's features and are used only with Inception. For other
-        extractors, they are computed from the images in the file.
-
-        Args:
-            missing: Names of the metrics to compute.
-
-        Returns:
-            The features, [number of images, width], and a dict from name of features to moments. The features are None if
-            the moments in the file suffice. What is computed from images is returned on the main process only.
-
-        Raises:
-            ValueError: The reference cannot be read, or has no images although they are needed.
+        Moments in an .npz file are Inception's; for other extractors they are computed from the images in the file, like all
+        features, and then returned on the main process only. All processes must call this.
         """
         path = Path(self.protocol.reference)
         moments = {}
@@ -210,19 +174,15 @@ class _Judge(PipelineJudge):
                     return None, moments
                 images = file["arr_0"] if "arr_0" in file.files else ()
         if not len(images):
-            raise ValueError(
-                f"reference: got {str(path)!r}, expected it to contain images for {self.extractor.name!r}."
-            )
+            expected = f"it to contain images for {self.extractor.name!r}"
+            raise ValueError(f"reference: got {str(path)!r}, expected {expected}.")
         cache = Path(self.protocol.samples) / f"reference-{hash_json(self.content)}"
         features = self._features(images, cache, "reference") or {}
         computed_moments = {name: Moments.of(features[name]) for name in MOMENTS if name in features}
         return features.get("features"), {**computed_moments, **moments}
 
     def _plan(self) -> list[Sample]:
-        """Return one `Sample` per image. Class labels are drawn independently and uniformly, as by ADM and DiT.
-
-        Raise ValueError if the file of prompts cannot be read or is empty.
-        """
+        """Return one `Sample` per image. Class labels are drawn independently and uniformly, as by ADM and DiT."""
         protocol, count = self.protocol, self.count
         conditions: list[Any] = [None] * count
         if protocol.classes is not None:
@@ -241,61 +201,37 @@ class _Judge(PipelineJudge):
     def _score(self, missing: set[str]) -> None:
         """Generate the images, and compute and store the metrics `missing`. All processes must call this."""
         started = time.perf_counter()
-        plan = self._plan()
-        name = self.subject.name
-        folder = self.folder / f"{self.protocol.name}-{self.count}"
+        plan, name, count = self._plan(), self.subject.name, self.count
+        folder = self.folder / f"{self.protocol.name}-{count}"
         # Read the reference before images are generated, so that an invalid one is reported early.
-        reference = self._reference(missing) if missing & REFERENCE_METRICS else None
+        known, known_moments = self._reference(missing) if missing & REFERENCE_METRICS else (None, {})
         identity = {"plan": hash_json([dataclasses.astuple(sample) for sample in plan])}
         sampling = {"output_type": "pil", **self.protocol.sampling}
-        self.make(
-            folder,
-            plan,
-            identity,
-            sampling,
-            lambda image, path: image.save(path, "PNG"),
-            batch_size=self.args.batch_size,
-            label=f"{name}: images",
-        )
+        options = {"batch_size": self.args.batch_size, "label": f"{name}: images"}
+        self.make(folder, plan, identity, sampling, lambda image, path: image.save(path, "PNG"), **options)
         paths = [folder / sample.name for sample in plan]
-        features = None
+        features: Any = None
         if missing & set(FEATURES_BY_METRIC):
             features = self._features(paths, folder / f"features-{self.hash}", f"{name}: features")
-        if self.state.is_main_process:
-            scores = self._feature_scores(missing, features, reference)
-            if "CLIP score" in missing:
-                prompts = [sample.condition for sample in plan]
-                values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.args.batch_size)
-                error = (values.std() / len(values) ** 0.5).item() if len(values) > 1 else None
-                scores["CLIP score"] = values.mean().item(), error, True, len(values)
-            self.subject.keep(
-                self.protocol.name, scores, self.hash, started, self.device, keep_other_sample_counts=True
-            )
-
-    def _feature_scores(self, missing: set[str], features: Any, reference: Any) -> dict[str, tuple[Any, ...]]:
-        """Compute the metrics `missing` that are based on features.
-
-        Args:
-            missing: Names of metrics.
-            features: Features of the images by name.
-            reference: Features and moments of the reference; see `_reference`.
-
-        Returns:
-            A dict from the metric's name in tables to (value, standard error, higher is better, number of images).
-        """
-        scores: dict[str, tuple[Any, ...]] = {}
-        count = self.count
+        if not self.state.is_main_process:
+            return
+        scores: dict[str, tuple[Any, ...]] = {}  # metric -> value, standard error, higher is better, number of images
         for metric in missing & {"FID", "sFID"}:
-            name = FEATURES_BY_METRIC[metric]
-            scores[metric] = frechet_distance(Moments.of(features[name]), reference[1][name]), None, False, count
+            kind = FEATURES_BY_METRIC[metric]
+            scores[metric] = frechet_distance(Moments.of(features[kind]), known_moments[kind]), None, False, count
         if "IS" in missing:
-            value, error = inception_score(features["logits"], self.protocol.splits, self.seed)
-            scores["IS"] = value, error, True, count
+            scores["IS"] = *inception_score(features["logits"], self.protocol.splits, self.seed), True, count
         if missing & {"precision", "recall"}:
-            precision, recall = precision_recall(features["features"], reference[0], self.protocol.neighbors)
-            scores["precision"] = precision, share_error(precision, count), True, count
-            scores["recall"] = recall, share_error(recall, len(reference[0])), True, count
-        return {self.label(name): scores[name] for name in scores if name in missing}
+            precision, recall = precision_recall(features["features"], known, self.protocol.neighbors)
+            scores["precision"] = precision, fraction_error(precision, count), True, count
+            scores["recall"] = recall, fraction_error(recall, len(known)), True, count
+        if "CLIP score" in missing:
+            prompts = [sample.condition for sample in plan]
+            values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.args.batch_size)
+            error = (values.std() / count**0.5).item() if count > 1 else None
+            scores["CLIP score"] = values.mean().item(), error, True, count
+        labeled = {self.label(metric): scores[metric] for metric in scores if metric in missing}
+        self.subject.keep(self.protocol.name, labeled, self.hash, started, self.device, keep_other_sample_counts=True)
 
 
 @checked
@@ -316,68 +252,44 @@ class ClassificationProtocol:
 
 
 def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
-    """Compute the top-1 accuracy of image classifiers, reusing known scores.
-
-    Args:
-        models: See `evaluate`.
-        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
-
-    Returns:
-        A dict from the name of each model to the requested scores.
-
-    Raises:
-        ValueError, TypeError: A model or a setting is not valid, or a loaded model comes without an image processor.
-    """
+    """Compute the top-1 accuracy of image classifiers, reusing known scores."""
     protocol = read_settings(ClassificationProtocol, args.recipe.settings)
     if list(args.recipe.tasks) != ["acc"]:
         raise ValueError(f"tasks: got {list(args.recipe.tasks)}, expected ['acc'] for classifiers.")
+    if not protocol.data:
+        raise ValueError(
+            "settings: data: got none, expected a folder with one folder of images per class, or a dataset."
+        )
     subjects = find_subjects(models, args)
     processor: Any = protocol.processor
     if isinstance(processor, (str, Path)):
         with wrap_errors(f"settings: processor: got {str(processor)!r}, expected an image processor"):
             processor = AutoImageProcessor.from_pretrained(processor, trust_remote_code=args.trust_remote_code)
-    images, names, data = _read_examples(protocol, args)
-    processor_settings = processor and processor.to_json_string()  # a model's own one is part of its fingerprint
-    task = protocol.name
-    task_hash = hash_json([VERSION, data, images.labels.tolist(), names, processor_settings])
-    compared = {}
-    for subject in subjects:
-        if not subject.knows(task, "acc", task_hash):
-            started = time.perf_counter()
-            count = len(images)
-            model = subject.source
-            model_processor = None
-            if not subject.loaded:
-                model, model_processor = load_classifier(
-                    model, dtype=args.dtype, device=args.device, **subject.load_options
-                )
-            elif processor is None:
-                raise ValueError(f"settings: processor: got None, expected one for the loaded model {subject.name!r}.")
-            numbered = images.renumber_for(model.config)
-            bar = subject.name if args.progress else None
-            accuracy = top1_accuracy(model, numbered, processor or model_processor, args.batch_size, bar)
-            scores = {"acc": (accuracy, share_error(accuracy, count), True, count)}
-            subject.keep(task, scores, task_hash, started, model.device)
-        compared[subject.name] = Results(r for r in subject.kept if r.task == task and r.limit == args.limit)
-    return compared
-
-
-def _read_examples(protocol: ClassificationProtocol, args: Any) -> tuple[LabeledImages, list[str], Any]:
-    """Return the images to classify, the names of the classes, and a value that identifies the data.
-
-    With `args.limit`, at most that many are taken, at equal distances in the data. Raise ValueError if there is no data.
-    """
-    if not protocol.data:
-        raise ValueError(
-            "settings: data: got none, expected a folder with one folder of images per class, or a dataset."
-        )
     folder = Path(protocol.data)
     images = open_images(folder if folder.is_dir() else load_split(str(folder), split=protocol.split), "test")
     names = list(images.classes()["id2label"].values())
-    size = len(images)
-    if args.limit and args.limit < size:
-        chosen = [index * size // args.limit for index in range(args.limit)]  # spread over the classes
+    if args.limit and args.limit < len(images):
+        chosen = [index * len(images) // args.limit for index in range(args.limit)]  # spread over the classes
         items = [images.items[number] for number in chosen]
         images = LabeledImages(items, images.labels[chosen], images.name, names, images.identity)
     data = hash_files(images.items, folder, args.progress) if folder.is_dir() else images.identity
-    return images, names, data
+    processor_settings = processor and processor.to_json_string()  # a model's own one is part of its fingerprint
+    task, count = protocol.name, len(images)
+    task_hash = hash_json([VERSION, data, images.labels.tolist(), names, processor_settings])
+    for subject in subjects:
+        if subject.knows(task, "acc", task_hash):
+            continue
+        started = time.perf_counter()
+        model, used_processor = subject.source, processor
+        if not subject.loaded:
+            options = {"dtype": args.dtype, "device": args.device, **subject.load_options}
+            model, own_processor = load_classifier(model, **options)
+            used_processor = processor or own_processor
+        elif processor is None:
+            raise ValueError(f"settings: processor: got None, expected one for the loaded model {subject.name!r}.")
+        bar = subject.name if args.progress else None
+        accuracy = top1_accuracy(model, images.renumber_for(model.config), used_processor, args.batch_size, bar)
+        scores = {"acc": (accuracy, fraction_error(accuracy, count), True, count)}
+        subject.keep(task, scores, task_hash, started, model.device)
+    wanted = (task, args.limit)
+    return {x.name: Results(r for r in x.kept if (r.task, r.limit) == wanted) for x in subjects}

@@ -62,7 +62,7 @@ class LanguageProtocol:
     text: str | None = None
 
     def validate_lengths(self) -> None:
-        """Sort the lengths in place. Raise ValueError if a length is too short, or the depths are not valid."""
+        """Sort the lengths in place, and check them and the depths."""
         self.lengths = sorted({self.lengths} if isinstance(self.lengths, int) else set(self.lengths))
         if min(self.lengths, default=MIN_LENGTH) < MIN_LENGTH:
             raise ValueError(f"lengths: got {self.lengths}, expected whole numbers of at least {MIN_LENGTH}.")
@@ -72,15 +72,10 @@ class LanguageProtocol:
 
 @dataclasses.dataclass
 class Requested:
-    """The lm-eval tasks of one requested name.
+    """The lm-eval tasks of one requested name (a task, group or tag), as `TaskManager.load` returns them.
 
-    Args:
-        name: Name of a task, group or tag.
-        loaded: The tasks, in the form of lm-eval's `TaskManager.load`.
-
-    Attributes:
-        scored: Dict from the name of every task, and of every group with an aggregate score, to (hash, number of examples
-            in the prompt). For a group, these are the hash of all hashes and the largest number.
+    `scored` is a dict from every task, and every group with an aggregate score, to (hash, number of examples in the
+    prompt). For a group, these are the hash of all hashes and the largest number.
     """
 
     name: str
@@ -105,21 +100,7 @@ class Requested:
 
 
 def judge_language_models(models: object, args: Any) -> dict[str, Results]:
-    """Score language models on lm-eval tasks, reusing known scores.
-
-    All processes must call this. New scores are written to the results file of each model.
-
-    Args:
-        models: See `evaluate`.
-        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
-
-    Returns:
-        A dict from the name of each model to the requested scores.
-
-    Raises:
-        ValueError: A model or task cannot be loaded, a loaded model comes without a tokenizer, or the context of a model is
-            shorter than the protocol's lengths.
-    """
+    """Score language models on lm-eval tasks, reusing known scores. All processes must call this."""
     protocol = read_settings(LanguageProtocol, args.recipe.settings)
     subjects = find_subjects(models, args)
     for subject in subjects:
@@ -132,7 +113,13 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
     with joined_processes() as state:
         for subject in subjects:
             broadcast_scores(subject, state)
-            window = _window(subject, args) if subject.kept else None
+            window = args.max_length
+            if subject.kept and window is None:  # as lm-eval will choose it
+                config = (
+                    subject.source.config if subject.loaded else load_config(subject.source, **subject.load_options)
+                )
+                tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
+                window = resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
             missing = [item for item in requested if args.force or not item.is_known(subject, window)]
             if missing:
                 lengths = cast(list[int], protocol.lengths)  # a list since `validate_lengths`
@@ -174,22 +161,11 @@ def load_tasks(
     metadata: Mapping[str, Any] | None = None,
     data_files: str | Path | None = None,
 ) -> list[Requested]:
-    """Load tasks by name.
+    """Load tasks, groups or tags by name or pattern, or by a dict from these to the number of examples in the prompt.
 
-    Args:
-        names: Names of tasks, groups or tags, or patterns with *; or a dict from such a name to the number of examples in
-            the prompt, where None means the task's own number.
-        include_path: Folders with further tasks.
-        num_fewshot: Number of examples in the prompt of all tasks, except those that require 0. It takes precedence over
-            the numbers in `names`.
-        metadata: Arguments of tasks that generate their data, such as lengths and tokenizer for RULER.
-        data_files: Folder from which the tasks read their documents; see `read_from_files`.
-
-    Returns:
-        One `Requested` for each task, group or tag that matches a name.
-
-    Raises:
-        ValueError: A task or folder does not exist, or a task cannot be loaded.
+    None means the task's own number; `num_fewshot` is for all tasks, except those that require 0. `metadata` are the
+    arguments of tasks that generate their data, such as lengths and tokenizer for RULER; for `data_files`, see
+    `read_from_files`.
     """
     names = names if isinstance(names, dict) else dict.fromkeys(names)
     paths = list_paths(include_path)
@@ -211,29 +187,22 @@ def load_tasks(
         for match in matches:
             shots_by_task.setdefault(match, num_fewshot if num_fewshot is not None else shots)
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-files-") as folder:
-        local = None if data_files is None else read_from_files(manager, data_files, folder)
-        return [_load_task(manager, name, shots, local) for name, shots in shots_by_task.items()]
+        filed = None if data_files is None else read_from_files(manager, data_files, folder)
+        return [_load_task(manager, name, shots, filed) for name, shots in shots_by_task.items()]
 
 
 def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | Path) -> set[str]:
-    """Make the tasks of a `TaskManager` read files instead of datasets on the Hub.
+    """Make the tasks of a `TaskManager` read files instead of the Hub, and return the names of those that have a file.
 
-    Args:
-        manager: The task manager, which is changed in place.
-        folder: Folder that contains the documents of a task as NAME.jsonl or NAME.jsonl.gz, with the columns of the dataset
-            on the Hub. The examples in the prompt come from NAME.train.jsonl(.gz) or, without such a file, from the
-            documents themselves.
-        temporary: Folder to which the settings of these tasks are written. It must exist until the tasks are loaded.
-
-    Returns:
-        The names of the tasks that have a file.
+    The documents of a task are in NAME.jsonl or NAME.jsonl.gz, with the columns of the dataset on the Hub; examples in the
+    prompt come from NAME.train.jsonl(.gz) or else from the documents. The settings written to `temporary` must exist until
+    tasks are loaded.
     """
     path_by_name = {path.name: str(path.resolve()) for path in sorted(Path(folder).iterdir(), reverse=True)}
     path_by_name = {name.removesuffix(".gz"): path for name, path in path_by_name.items()}
-    local = {
-        name: entry for name, entry in manager.task_index.items() if f"{name}.jsonl" in path_by_name and entry.yaml_path
-    }
-    for name, entry in local.items():
+    index = manager.task_index
+    filed = {name: entry for name, entry in index.items() if f"{name}.jsonl" in path_by_name and entry.yaml_path}
+    for name, entry in filed.items():
         files = {"test": path_by_name[f"{name}.jsonl"], "train": path_by_name.get(f"{name}.train.jsonl")}
         files = {split: path for split, path in files.items() if path}
         settings = {
@@ -250,31 +219,18 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
         }
         file = Path(temporary, f"{name}.yaml")
         file.write_text(json.dumps(settings), encoding="utf-8")  # JSON is valid YAML
-        manager.task_index[name] = dataclasses.replace(entry, yaml_path=file)
-    return set(local)
+        index[name] = dataclasses.replace(entry, yaml_path=file)
+    return set(filed)
 
 
-def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, local: set[str] | None = None) -> Requested:
-    """Load the tasks of one name, after seeding the global generators of `random` and NumPy.
-
-    Args:
-        manager: The task manager.
-        name: A task, group or tag.
-        num_fewshot: Number of examples in the prompt, except for tasks that require 0; None for the task's own number.
-        local: Names of the tasks that read files, the only ones allowed; None allows all tasks.
-
-    Returns:
-        The tasks.
-
-    Raises:
-        ValueError: A task cannot be loaded, has no documents, or is not in `local`.
-    """
+def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, filed: set[str] | None) -> Requested:
+    """Load the tasks of one name, after seeding `random` and NumPy. Only those that read files may be, unless None."""
     random.seed(HARNESS_SEEDS[0])  # RULER generates its questions while it loads, from the global generators
     numpy.random.seed(HARNESS_SEEDS[1])
     try:
         loaded = manager.load([name])
         for task_name in loaded["tasks"]:
-            if local is not None and task_name not in local:
+            if filed is not None and task_name not in filed:
                 raise ValueError(f"data_files has neither {task_name}.jsonl nor {task_name}.jsonl.gz")
         for task in loaded["tasks"].values():
             task_shots = task.get_config("num_fewshot")
@@ -297,41 +253,23 @@ def task_hash(task: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _window(subject: Subject, args: Any) -> int:
-    """Return the context length with which lm-eval will run the model, from its configuration and tokenizer."""
-    if args.max_length is not None:
-        return args.max_length
-    config = subject.source.config if subject.loaded else load_config(subject.source, **subject.load_options)
-    tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
-    return resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
-
-
 def recorded_seed(args: Any) -> int | str:
     """Return the seed to record: `args.seed`, or the four default seeds of lm-eval joined by commas."""
     return ",".join(map(str, HARNESS_SEEDS)) if args.seed is None else args.seed
 
 
 def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any, longest: int) -> None:
-    """Run tasks on one model, and store the records after each.
+    """Run tasks that need a context of `longest` tokens on one model, and store the records after each.
 
     All processes must call this. The training mode of the model is restored at the end.
-
-    Args:
-        subject: The model.
-        missing: The tasks to run.
-        args: The checked arguments of `evaluate`.
-        state: Accelerate's `PartialState`.
-        longest: Context length that the tasks require, in tokens.
-
-    Raises:
-        ValueError: The context of the model is shorter than `longest`.
     """
     accelerator = Accelerator(cpu=not torch.accelerator.is_available()) if state.num_processes > 1 else None
     device = args.device or (accelerator and str(accelerator.device))
     load_options = {"dtype": args.dtype, "device": device, **subject.load_options}
-    loaded = (subject.source, args.tokenizer) if subject.loaded else load_language_model(subject.source, **load_options)
-    model, tokenizer = loaded
-    was_training = loaded[0].training
+    model, tokenizer = subject.source, args.tokenizer
+    if not subject.loaded:
+        model, tokenizer = load_language_model(model, **load_options)
+    was_training = model.training
     seeds = HARNESS_SEEDS if args.seed is None else (args.seed,) * 4
     sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
     shared_facts: dict[str, Any] = {
@@ -351,9 +289,8 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
             # metrics by depth that are missing on one process, so such tasks run as a whole on every process.
             if accelerator:
                 has_depths = any("_back_" in str(task.config.metric_list) for task in item.loaded["tasks"].values())
-                share = (0, 1) if has_depths else (accelerator.process_index, accelerator.num_processes)
                 judge.accelerator = accelerator
-                judge._rank, judge._world_size = share
+                judge._rank, judge._world_size = (0, 1) if has_depths else (state.process_index, state.num_processes)
             with quiet_harness(args.progress):
                 facts = {**subject.facts(model.device, item.name), **shared_facts}
                 records = score(judge, item, seeds=seeds, facts=facts)
@@ -366,16 +303,9 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
 def score(
     language_model: HFLM, requested: Requested, *, seeds: Sequence[int], facts: Mapping[str, Any]
 ) -> list[Result]:
-    """Run lm-eval on the tasks of one name, after seeding the global generators of `random`, NumPy and torch.
+    """Run lm-eval on the tasks of one name with its four `seeds`: for Python, NumPy, torch, and the choice of examples.
 
-    Args:
-        language_model: The model.
-        requested: The tasks.
-        seeds: lm-eval's four seeds: for Python, NumPy, torch, and the choice of examples.
-        facts: The fields of `Result` that all records share.
-
-    Returns:
-        The records on the first process, an empty list on others.
+    Return the records, which share the fields `facts`, on the first process, and an empty list on others.
     """
     random.seed(seeds[0])
     numpy.random.seed(seeds[1])
@@ -420,17 +350,11 @@ def _records(raw: Mapping[str, Any], name: str, scored: tuple[str, int], facts: 
 
 
 def ratio_stderr(metric: str, pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Compute the standard error of a metric that depends on sum(loglikelihood) / sum(size); lm-eval computes none.
+    """Return the standard error of a metric of sum(loglikelihood) / sum(size), for which lm-eval computes none.
 
-    For n documents with loglikelihoods l_i and sizes w_i, the linearized error of the ratio r = sum l_i / sum w_i is
-    sqrt(n / (n - 1) * sum (l_i - r w_i)^2) / sum w_i. It is multiplied by the slope of the metric at r.
-
-    Args:
-        metric: One of `RATIO_METRICS`.
-        pairs: (loglikelihood in nats, number of bytes or words) of each document.
-
-    Returns:
-        The standard error; None if there are fewer than two documents, the sizes sum to 0, or the error is not finite.
+    For n documents with loglikelihoods l_i in nats and sizes w_i in bytes or words, the linearized error of the ratio r =
+    sum l_i / sum w_i is sqrt(n / (n - 1) * sum (l_i - r w_i)^2) / sum w_i. It is multiplied by the slope of the metric at
+    r; None if there are fewer than two documents or it is not finite.
     """
     total = sum(size for _, size in pairs)
     if len(pairs) < 2 or total <= 0:

@@ -105,17 +105,7 @@ class Results(list[Result]):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Results":
-        """Read a results file.
-
-        Args:
-            path: The file, or a folder that contains results.json.
-
-        Returns:
-            The records; empty if the file does not exist.
-
-        Raises:
-            ValueError: The file is not a results file, or has another format version.
-        """
+        """Read a results file, or results.json in a folder; there are no records if it does not exist."""
         path = results_path(path)
         if not path.exists():
             return cls()
@@ -129,15 +119,9 @@ class Results(list[Result]):
         raise ValueError(f"{path}: got format_version {content['format_version']!r}, expected {FORMAT_VERSION}.")
 
     def merge(self, new: Sequence[Result], keep_other_sample_counts: bool = False) -> "Results":
-        """Add records in place. They replace older ones of the same task, metric, shots and limit.
+        """Add records in place, sorted. They replace older ones of the same task, metric, shots, and limit.
 
-        Args:
-            new: The records to add.
-            keep_other_sample_counts: Whether to keep older records with another number of samples, such as a score on
-                50,000 images in addition to one on 1,000.
-
-        Returns:
-            This object, sorted by `Result.identity`.
+        With `keep_other_sample_counts`, a score on 50,000 images stays in addition to one on 1,000.
         """
         fields = 5 if keep_other_sample_counts else 4
         replaced = {record.identity[:fields] for record in new}
@@ -147,19 +131,15 @@ class Results(list[Result]):
         return self
 
     def of(self, fingerprint: str) -> "Results":
-        """Return a new `Results` with the records of the weights that have this fingerprint."""
         return Results(record for record in self if record.fingerprint == fingerprint)
 
     def find(self, task: str, metric: str, limit: float | None = None) -> Result | None:
-        """Return the record of a metric that was measured with this limit; of several, the one with the most samples.
-
-        Return None if there is none. A limit of None means the whole task.
-        """
+        """Return the record of a metric with this limit (None is the whole task); of several, the one with most samples."""
         matches = [r for r in self if (r.task, r.metric, r.limit) == (task, metric, limit)]
         return max(matches, key=lambda record: record.samples, default=None)
 
     def write(self, path: str | Path) -> Path:
-        """Write all records atomically to `path`, a .json file or an existing folder, and return the path of the file."""
+        """Write all records to `path`, a .json file or an existing folder, and return the path of the file."""
         content = {"format_version": FORMAT_VERSION, "results": [dataclasses.asdict(record) for record in self]}
         return write_json(results_path(path), content)
 
@@ -178,16 +158,10 @@ def format_score(value: float | None, stderr: float | None = None, places: int =
 
 
 def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", short: bool = False) -> str:
-    """Render a table that compares models: task, metric (with ↑ or ↓), shots, samples, and one column of scores per model.
+    """Render scores as "text" or "markdown": task, metric (with ↑ or ↓), shots, samples, and one column per model.
 
-    Args:
-        models: Dict from name to `Results` or list of `Result`, in the order of the columns.
-        style: "text" or "markdown".
-        short: Whether to round to three decimals instead of four, and to omit standard errors of 0, and the column of shots
-            if all of them are 0.
-
-    Raises:
-        ValueError: `style` is neither "text" nor "markdown".
+    If `short`, round to three decimals instead of four, and omit errors of 0, and the column of shots if all of them are
+    0.
     """
     by_model = {name: {record.identity: record for record in records} for name, records in models.items()}
     by_identity = {identity: record for records in reversed(by_model.values()) for identity, record in records.items()}
@@ -215,16 +189,10 @@ def _natural_sort_key(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
 def compute_paper_values(
     records: Sequence[Result], columns: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, tuple[float, float | None]]:
-    """Compute the values of a recipe's columns for one model.
+    """Return {label: (value, standard error or None)} of a recipe's columns for one model, where there is a score.
 
-    Args:
-        records: The records of the model.
-        columns: Dict from label to {"task", "metric", "percent", "higher_is_better"} or to {"mean_of": labels}. If "percent"
-            is true, the score is multiplied by 100. A mean is computed only if all of its columns have a score; its standard
-            error assumes that they are independent, and is None if one of theirs is.
-
-    Returns:
-        A dict from label to (value, standard error or None), without columns that have no score.
+    A column is {"task", "metric", "percent", "higher_is_better"}, or {"mean_of": labels}. A mean needs all of its columns;
+    its standard error assumes that they are independent, and is None if one of theirs is.
     """
     scores: dict[Any, Any] = {
         (r.task, r.metric): (r.value, r.stderr) for r in reversed(list(records)) if r.value is not None
@@ -327,14 +295,10 @@ def _add_arrow(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | None:
-    """Return the times and cache sizes of the softmax model and the MHLA model, for a model card.
+    """Return times and cache sizes for a card, from the records of "softmax" and "mhla"; None if not timed together.
 
-    Args:
-        columns: Dict from "softmax" and "mhla" to the records of that model.
-
-    Returns:
-        A dict with "rows" (dicts with "what", "length", "softmax_ms", "mhla_ms", and the same in "mib"), "hardware",
-        "versions", "seed" and "command"; None if the two models were not timed together.
+    The dict has "rows" (of "what", "length", "softmax_ms", "mhla_ms", and the same in "mib"), "hardware", "versions",
+    "seed", and "command".
     """
     tables: dict[str, Any] = {}  # by task_hash, which is equal for models that were timed together
     for attention, records in columns.items():

@@ -55,18 +55,12 @@ class ScoreRecipe:
     changed: dict = dataclasses.field(default_factory=dict)
 
     def validate_tasks(self) -> None:
-        """Raise ValueError if there is no task, or a negative number of examples."""
         if not self.tasks or min(shots or 0 for shots in self.tasks.values()) < 0:
-            raise ValueError(
-                f"tasks: got {self.tasks!r}, expected names, or a mapping from names to examples in the prompt."
-            )
+            expected = "names, or a mapping from names to examples in the prompt"
+            raise ValueError(f"tasks: got {self.tasks!r}, expected {expected}.")
 
     def with_settings(self, settings: Mapping[str, Any]) -> "ScoreRecipe":
-        """Return a copy with some settings replaced.
-
-        The name "sampling.height" means the key "height" of the setting "sampling". Raise ValueError if the setting before
-        the dot is not a dict.
-        """
+        """Return a copy with some settings replaced; "sampling.height" means the key "height" of the setting "sampling"."""
         merged = dict(self.settings)
         for name, value in settings.items():
             outer, dot, inner = name.partition(".")
@@ -82,7 +76,7 @@ def recipe_names() -> list[str]:
 
 
 def read_score_recipe(name: str | Path) -> ScoreRecipe:
-    """Read one of the package's score recipes, or a YAML file. Raise ValueError if it does not exist or is not valid."""
+    """Read one of the package's score recipes, or a YAML file."""
     content = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe")
     prefix = f"recipe {str(name)!r}: "
     if isinstance(content, dict):
@@ -117,14 +111,13 @@ class EvaluationArgs:
     def validate_for_kind(self) -> None:
         """Raise ValueError for arguments that the recipe's kind does not allow, such as a tokenizer for image models."""
         is_language = self.recipe.kind == "language"
-        limit = self.limit
-        size = self.batch_size
-        fraction_hint = " of documents, or a fraction below 1" if is_language else ""
+        limit, size = self.limit, self.batch_size
         if limit is not None and not (0 < limit < math.inf and (limit == int(limit) or (is_language and limit < 1))):
-            raise ValueError(f"limit: got {limit!r}, expected a whole number{fraction_hint}.")
-        auto_hint = ' or "auto"' if is_language else ""
+            expected = "a whole number" + " of documents, or a fraction below 1" * is_language
+            raise ValueError(f"limit: got {limit!r}, expected {expected}.")
         if (size == "auto" and not is_language) or (size != "auto" and size < 1):
-            raise ValueError(f"batch_size: got {size!r}, expected an integer of at least 1{auto_hint}.")
+            expected = "an integer of at least 1" + ' or "auto"' * is_language
+            raise ValueError(f"batch_size: got {size!r}, expected {expected}.")
         for name in () if is_language else LANGUAGE_ONLY:
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: got a value, expected None with the recipe {self.recipe.name!r}.")
@@ -177,9 +170,8 @@ def evaluate(
         ImportError: A library is missing; the message contains the command that installs it.
     """
     arguments = {**locals(), "recipe": _find_recipe(recipe, tasks, settings)}
-    args = read_settings(
-        EvaluationArgs, {field.name: arguments[field.name] for field in dataclasses.fields(EvaluationArgs)}, ""
-    )
+    names = [field.name for field in dataclasses.fields(EvaluationArgs)]
+    args = read_settings(EvaluationArgs, {name: arguments[name] for name in names}, "")
     choose_device(device)
     module, judge = JUDGES[args.recipe.kind]
     try:
@@ -191,13 +183,7 @@ def evaluate(
 
 
 def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, Any] | None) -> ScoreRecipe:
-    """Return the recipe with `settings` and `tasks` applied; without a recipe, a new one for the lm-eval `tasks`.
-
-    Raises:
-        TypeError: `tasks` is neither a list of names nor a string.
-        ValueError: The recipe is not valid or lacks one of `tasks`; or without a recipe, there are no tasks, or there are
-            settings.
-    """
+    """Return the recipe with `settings` and `tasks` applied; without a recipe, a new one for the lm-eval `tasks`."""
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
     if tasks is not None:
         if not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in tasks)):
@@ -205,15 +191,12 @@ def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, A
         tasks = list(dict.fromkeys(name.strip() for name in tasks))
     if recipe is None:
         if not tasks:
-            raise ValueError(
-                f"tasks: got {tasks} without a recipe, expected names, or a recipe: {', '.join(recipe_names())}."
-            )
+            expected = f"names, or a recipe: {', '.join(recipe_names())}"
+            raise ValueError(f"tasks: got {tasks} without a recipe, expected {expected}.")
         if settings:
             raise ValueError(f"settings: got {settings!r} without a recipe, expected a recipe, too.")
         return ScoreRecipe("language", dict.fromkeys(tasks))
-    loaded_recipe = read_score_recipe(recipe).with_settings(settings or {})
-    if unknown := [name for name in tasks or () if name not in loaded_recipe.tasks]:
-        raise ValueError(f"tasks: got {unknown[0]!r}, expected some of the recipe's: {', '.join(loaded_recipe.tasks)}.")
-    if tasks is None:
-        return loaded_recipe
-    return dataclasses.replace(loaded_recipe, tasks={name: loaded_recipe.tasks[name] for name in tasks})
+    changed = read_score_recipe(recipe).with_settings(settings or {})
+    if unknown := [name for name in tasks or () if name not in changed.tasks]:
+        raise ValueError(f"tasks: got {unknown[0]!r}, expected some of the recipe's: {', '.join(changed.tasks)}.")
+    return changed if tasks is None else dataclasses.replace(changed, tasks={x: changed.tasks[x] for x in tasks})

@@ -30,14 +30,13 @@ class SpeedProtocol:
     rounds: int = at_least(1, 3)
 
     def validate_lengths(self) -> None:
-        """Make `lengths` a list in place. Raise ValueError if it is empty or has a length below 1."""
         self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
         if min(self.lengths, default=0) < 1:
             raise ValueError(f"lengths: got {self.lengths!r}, expected whole numbers of tokens.")
 
 
 def judge_speed(models: object, args: Any) -> dict[str, Results]:
-    """Time language models, unless the times of exactly these models are known; see `evaluate` for the arguments."""
+    """Time language models, unless the times of exactly these models are known."""
     protocol, subjects = read_settings(SpeedProtocol, args.recipe.settings), find_subjects(models, args)
     args.command = args.command or format_command(subjects)
     task_hash = hash_json([sorted(x.fingerprint for x in subjects), *vars(protocol).values(), args.device])
@@ -56,7 +55,7 @@ def judge_speed(models: object, args: Any) -> dict[str, Results]:
 
 
 def measure_speed(models: Mapping[str, Any], protocol: SpeedProtocol, progress: bool) -> dict[str, dict[str, float]]:
-    """Return the metrics of each model, on random tokens; raise ValueError if one has too few positions."""
+    """Return the metrics of each model, on random tokens."""
     lengths: Any = protocol.lengths
     for name, model in models.items():
         if max(lengths) + protocol.decode_tokens > (limit := max_positions(model.config)):

@@ -37,15 +37,9 @@ IDENTITY = "samples.json"
 
 @dataclasses.dataclass
 class Subject:
-    """One model to evaluate, and its scores.
+    """One model to evaluate, and its scores. Its results file is `target`, None to write none.
 
-    Args:
-        name: Name in tables.
-        source: Folder, Hub id or loaded object.
-        fingerprint: Fingerprint of the weights.
-        dtype: Dtype of the parameters, such as "float32"; "auto" for a model on the Hub if `args.dtype` is "auto".
-        target: The model's results file; None to write none.
-        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
+    `dtype` is that of the parameters, such as "float32"; "auto" for a model on the Hub if `args.dtype` is "auto".
     """
 
     name: str
@@ -75,7 +69,7 @@ class Subject:
         return stored
 
     def knows(self, task: str, metric: str, task_hash: str) -> bool:
-        """Return whether a score with the same protocol, limit, seed and dtype is in `kept`; with `force`, return False."""
+        """Return whether a score with the same protocol, limit, seed, and dtype is kept; with `force`, return False."""
         key = (task, metric, task_hash, self.args.limit, self.args.seed or 0, self.dtype)
         kept_keys = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
         return not self.args.force and key in kept_keys
@@ -93,12 +87,7 @@ class Subject:
             logger.info("%s: the scores of %s are stored in %s", self.name, tasks, self.target)
 
     def facts(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
-        """Return the fields of a `Result` that do not depend on the task: about the run, the model, and the limit.
-
-        Args:
-            device: The device of the model.
-            task: Name of the task that the recorded command is to repeat; None for all tasks of the recipe.
-        """
+        """Return the fields of a `Result` about run, model, and limit; the recorded command repeats `task`."""
         return {
             **describe_run(self.args.command or format_command([self], task), device),
             "model": self.name if self.loaded else shorten_path(self.source),
@@ -117,40 +106,20 @@ class Subject:
         device: torch.device | str,
         keep_other_sample_counts: bool = False,
     ) -> None:
-        """Store scores of metrics that are implemented in this package.
+        """Store {metric: (value, standard error, higher is better, samples)} of metrics that this package implements.
 
-        Args:
-            task: Name of the task.
-            scores: Dict from metric to (value, standard error, higher is better, samples).
-            task_hash: Hash of the protocol and its data.
-            started: `time.perf_counter()` at the start of the measurement.
-            device: The device of the model.
-            keep_other_sample_counts: See `Results.merge`.
+        `started` is `time.perf_counter()` at the start of the measurement.
         """
-        facts = {
-            **self.facts(device),
-            "task": task,
-            "shots": 0,
-            "task_version": VERSION,
-            "task_hash": task_hash,
-            "seed": self.args.seed or 0,
-            "seconds": round(time.perf_counter() - started, 3),
-        }
+        facts = {**self.facts(device), "task": task, "task_hash": task_hash, "task_version": VERSION}
+        facts |= {"shots": 0, "seed": self.args.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
         names = ("value", "stderr", "higher_is_better", "samples")
-        fields = {metric: dict(zip(names, score, strict=True)) for metric, score in scores.items()}
-        records = [Result(metric=metric, **values, **facts) for metric, values in fields.items()]
+        records = [Result(metric=metric, **dict(zip(names, x, strict=True)), **facts) for metric, x in scores.items()]
         self.store(records, keep_other_sample_counts)
 
 
 def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
-    """Return the shell command that repeats an evaluation.
-
-    Args:
-        subjects: The evaluated models.
-        task: The only task to repeat, if the recipe has a task of that name; else all tasks are repeated.
-    """
-    args = subjects[0].args
-    recipe = subjects[0].args.recipe
+    """Return the shell command that repeats an evaluation, or of a recipe with the task `task` only that task."""
+    args, recipe = subjects[0].args, subjects[0].args.recipe
     models = [subject.name if subject.loaded else shorten_path(subject.source) for subject in subjects]
     words = ["mhla-hf", "evaluate", *models, *(["--recipe", shorten_path(recipe.name)] if recipe.name else [])]
     for name, value in recipe.changed.items():
@@ -168,45 +137,14 @@ def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
 
 
 def list_paths(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
-    """Return a path, a sequence of paths or None as a list of strings."""
     return [str(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths or [])]
 
 
-def find_subjects(models: object, args: Any, pipeline: bool = False) -> list[Subject]:
-    """Check the models passed to `evaluate`, without loading them.
-
-    Args:
-        models: See `evaluate`.
-        args: The checked arguments of `evaluate`.
-        pipeline: Whether the models must be diffusers pipelines.
-
-    Returns:
-        One `Subject` per model.
-
-    Raises:
-        ValueError, TypeError: A model, `output` or an existing results file is not valid.
-    """
-    models = name_models(models)
-    output = args.output and Path(args.output)
-    files = dict.fromkeys(models, output)
-    if output and output.suffix != ".json":
-        files = {name: output / f"{name.replace('/', '--')}.json" for name in models}
-    elif output and len(models) > 1:
-        raise ValueError(f"output: got {str(output)!r} for {len(models)} models, expected a folder.")
-    return [_make_subject(name, model, files[name], args, pipeline) for name, model in models.items()]
-
-
-def name_models(models: Any) -> dict[str, Any]:
-    """Return a dict from name to model.
+def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subject]:
+    """Check and name the models passed to `evaluate`, without loading them.
 
     A folder is named after its last component, or after the last two if several folders have the same last one. A Hub id is
     its own name, and a loaded model is named after its class.
-
-    Args:
-        models: A folder, Hub id or object; a list of them; or a dict from names to them.
-
-    Raises:
-        ValueError: There is no model, or two models have the same name.
     """
     if not isinstance(models, dict):
         model_list = models if isinstance(models, (list, tuple)) else [models]
@@ -223,22 +161,19 @@ def name_models(models: Any) -> dict[str, Any]:
         models = dict(zip(names, model_list, strict=True))
     if not models:
         raise ValueError("models: got none, expected at least one folder, Hub id or model.")
-    return {str(name): model for name, model in models.items()}
+    output = args.output and Path(args.output)
+    is_file = output and output.suffix == ".json"
+    if is_file and len(models) > 1:
+        raise ValueError(f"output: got {str(output)!r} for {len(models)} models, expected a folder.")
+    subjects = []
+    for name, model in models.items():
+        target = output if is_file or not output else output / f"{str(name).replace('/', '--')}.json"
+        subjects.append(_make_subject(str(name), model, target, args, pipeline))
+    return subjects
 
 
 def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
-    """Check a model and its results file, and return a `Subject`.
-
-    Args:
-        name: Name in tables.
-        model: Folder, Hub id or loaded object.
-        target: The results file; None means the one in the model's folder, or none if it has no folder.
-        args: The checked arguments of `evaluate`.
-        pipeline: Whether the model must be a diffusers pipeline.
-
-    Raises:
-        ValueError, TypeError: The model is not valid, or the results file cannot be read or written.
-    """
+    """Check a model and its results file; `target` is None for the one in the model's folder, if it has one."""
     dtype = args.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
@@ -256,10 +191,8 @@ def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipelin
                 fingerprint = f"hub:{HfApi().model_info(source, revision=args.revision).sha}"
     else:
         if not (hasattr(model, "components") if pipeline else isinstance(model, torch.nn.Module)):
-            expected = "diffusers pipeline" if pipeline else "model of transformers"
-            raise TypeError(
-                f"models: got {name!r} of type {type(model).__name__}, expected a folder, a Hub id or a loaded {expected}."
-            )
+            expected = f"a folder, a Hub id or a loaded {'diffusers pipeline' if pipeline else 'model of transformers'}"
+            raise TypeError(f"models: got {name!r} of type {type(model).__name__}, expected {expected}.")
         fingerprint = fingerprint_model(model)
         dtype = str(model.dtype).removeprefix("torch.")
     if target is not None:
@@ -269,24 +202,19 @@ def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipelin
 
 
 def shorten_path(path: Any) -> str:
-    """Return a path for records and cards: relative to the working folder, or only its last component if outside.
-
-    Anything that does not exist on disk, such as a Hub id, is returned unchanged.
-    """
-    path = Path(path)
-    if not path.exists():
+    """Return a path relative to the working folder, or only its name if outside; what does not exist is unchanged."""
+    if not Path(path).exists():
         return str(path)
-    resolved = path.resolve()
-    working_folder = Path.cwd().resolve()
-    return str(resolved.relative_to(working_folder)) if resolved.is_relative_to(working_folder) else resolved.name
+    resolved, here = Path(path).resolve(), Path.cwd().resolve()
+    return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else resolved.name
 
 
 @contextlib.contextmanager
 def joined_processes() -> Iterator[Any]:
-    """Context manager that yields Accelerate's `PartialState`. If there is no error, it waits for all processes at the end.
+    """Context manager that yields Accelerate's `PartialState`, and without an error waits for all processes at the end.
 
-    If there is only one process, and no state existed before, the state is reset at the end. Otherwise processes that are
-    forked later would inherit it, and each would act as the only process.
+    A state that it created for one process is reset: processes forked later would inherit it, and each act as the only
+    one.
     """
     from accelerate import PartialState
 
@@ -309,13 +237,7 @@ def broadcast_scores(subject: Subject, state: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One file to generate.
-
-    Args:
-        name: Name of the file, relative to the folder.
-        condition: Class label (int), prompt (str) or None.
-        seed: Seed of this sample.
-    """
+    """One file to generate: its name relative to the folder, its class label (int), prompt (str) or None, and its seed."""
 
     name: str
     condition: Any
@@ -323,10 +245,7 @@ class Sample:
 
 
 def seed_of_sample(seed: int, index: int) -> int:
-    """Return the seed of sample `index` in a run with `seed`.
-
-    For seeds below 2**31 and indices below 2**32, it is different for every pair, and below 2**63.
-    """
+    """Return a seed below 2**63, different for every pair of a seed below 2**31 and an index below 2**32."""
     return (seed % 2**31) * 2**32 + index
 
 
@@ -334,19 +253,11 @@ class PipelineJudge:
     """Generates the samples of one pipeline under a protocol; subclasses score them.
 
     All processes must create it, since its constructor sends the known scores of the main process to the others.
-
-    Args:
-        subject: The pipeline.
-        args: The checked arguments of `evaluate`.
-        protocol: `ImageProtocol` or `VideoProtocol`.
-        state: Accelerate's `PartialState`.
     """
 
-    def __init__(self, subject: Subject, args: Any, protocol: Any, state: Any) -> None:
-        self.subject = subject
-        self.args = args
-        self.protocol = protocol
-        self.state = state
+    def __init__(self, subject: Subject, protocol: Any, state: Any) -> None:
+        self.subject, self.protocol, self.state = subject, protocol, state
+        self.args = args = subject.args
         self.seed = args.seed or 0
         self.progress = args.progress and state.is_main_process
         source_device = getattr(subject.source, "device", None) if subject.loaded else None
@@ -359,9 +270,8 @@ class PipelineJudge:
         """The pipeline, loaded on first use. A pipeline that was passed as an object stays on its device."""
         if self.subject.loaded:
             return self.subject.source
-        return load_pipeline(
-            self.subject.source, dtype=self.subject.dtype, device=self.device, **self.subject.load_options
-        )
+        options = {"dtype": self.subject.dtype, "device": self.device, **self.subject.load_options}
+        return load_pipeline(self.subject.source, **options)
 
     def make(
         self,
@@ -374,52 +284,35 @@ class PipelineJudge:
         batch_size: int,
         label: str,
     ) -> None:
-        """Generate the samples of a plan, except for batches whose files all exist.
+        """Generate the samples of a plan, except for batches whose files all exist. All processes must call this.
 
-        All processes must call this. It seeds torch's global random generator for each batch.
-
-        Args:
-            folder: Folder of the samples.
-            plan: All samples.
-            identity: JSON-serializable dict of everything that determines the samples except weights, dtype and
-                `sampling`.
-            sampling: Further arguments of the pipeline.
-            save: Called as `save(image_or_frames, path)` to write a file.
-            batch_size: Samples per call of the pipeline.
-            label: Label of the progress bar.
-
-        Raises:
-            ValueError: The folder contains samples of something else, or the pipeline does not take the plan's conditions.
+        `identity` is what determines the samples, as JSON, except weights, dtype, and `sampling`, the arguments of the
+        pipeline. torch's global random generator is seeded for each batch.
         """
         pipeline, state = self.pipeline, self.state
         argument = {int: "class_labels", str: "prompt", type(None): None}[type(plan[0].condition)]
         if argument is not None and argument not in inspect.signature(pipeline.__call__).parameters:
             raise ValueError(f"models: got {type(pipeline).__name__}, expected a pipeline that takes {argument}.")
         if state.is_main_process:
-            record = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
-            record.update(identity)
+            weights = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype}
+            record = {**weights, "sampling": sampling, **identity}
             if not can_resume(folder, IDENTITY, record, "samples"):
-                folder.mkdir(parents=True, exist_ok=True)
                 write_json(folder / IDENTITY, record)
             logger.info("%s: %d in %s", label, len(plan), folder)
         state.wait_for_everyone()
         batches = [plan[start : start + batch_size] for start in range(0, len(plan), batch_size)]
-        local_batches = [
-            batch
-            for batch in batches[state.process_index :: state.num_processes]
-            if not all((folder / sample.name).is_file() for sample in batch)
-        ]
+        mine = batches[state.process_index :: state.num_processes]
+        missing = [batch for batch in mine if not all((folder / sample.name).is_file() for sample in batch)]
         bar_config = getattr(pipeline, "_progress_bar_config", {})
         pipeline.set_progress_bar_config(disable=True)
         try:
-            for batch in tqdm(local_batches, desc=label, unit="batch", disable=not self.progress):
+            for batch in tqdm(missing, desc=label, unit="batch", disable=not self.progress):
                 torch.manual_seed(batch[0].seed)
                 conditions = {} if argument is None else {argument: [sample.condition for sample in batch]}
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in batch]
                 result = pipeline(**conditions, generator=generators, **sampling)
                 outputs = result.frames if hasattr(result, "frames") else result.images
                 for sample, output in zip(batch, outputs, strict=True):
-                    (folder / sample.name).parent.mkdir(parents=True, exist_ok=True)
                     with atomic_file(folder / sample.name) as temporary:
                         save(output, temporary)
         finally:

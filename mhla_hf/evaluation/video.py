@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..checkpoints.file_io import write_json
 from ..checkpoints.fingerprint import hash_file, hash_json
 from ..checkpoints.load import require_extra, wrap_errors
@@ -87,20 +85,12 @@ class VideoProtocol:
     samples: str | Path = "out/samples"
 
     def validate_videos(self) -> None:
-        """Raise ValueError for more than the five videos per prompt that VBench scores."""
         if self.videos > 5:
             raise ValueError(f"videos: got {self.videos}, expected 1 to 5, of which 5 is VBench's protocol.")
 
 
 def compute_vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
-    """Compute VBench's totals by the formulas of its cal_final_score.py.
-
-    Args:
-        averages: Dict from each of the sixteen dimensions to its average over videos, 0 to 1.
-
-    Returns:
-        A dict with "quality", "semantic" and "total".
-    """
+    """Return quality, semantic, and total by VBench's cal_final_score.py, from the averages (0 to 1) of all dimensions."""
 
     def weighted_mean(dimensions: Mapping[str, tuple[float, float, float]]) -> float:
         scaled = [(averages[name] - low) / (high - low) * weight for name, (weight, low, high) in dimensions.items()]
@@ -112,60 +102,30 @@ def compute_vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
 
 
 def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
-    """Score video pipelines, reusing known scores.
-
-    All processes must call this. Videos are stored in the protocol's folder `samples`.
-
-    Args:
-        models: See `evaluate`.
-        args: The checked arguments of `evaluate`, an `EvaluationArgs`.
-
-    Returns:
-        A dict from the name of each model to the requested scores and, if they can be computed, the totals. On processes
-        other than the main one, new scores are missing.
-
-    Raises:
-        ValueError, TypeError: A model, a dimension or a setting is not valid, or vbench fails.
-        ImportError: Imageio or imageio-ffmpeg is not installed.
-    """
+    """Score video pipelines, reusing known scores; all processes must call it, and only the main one has all new scores."""
     protocol = read_settings(VideoProtocol, args.recipe.settings)
     if unknown := sorted(set(args.recipe.tasks) - set(DIMENSIONS)):
         raise ValueError(f"tasks: got {unknown[0]!r}, expected dimensions of VBench: {', '.join(DIMENSIONS)}.")
     bench = Bench(protocol.python)
     subjects = find_subjects(models, args, pipeline=True)
     with joined_processes() as state:
-        return {subject.name: _Judge(subject, args, protocol, state, bench).run() for subject in subjects}
+        return {subject.name: _Judge(subject, protocol, state, bench).run() for subject in subjects}
 
 
 class Bench:
-    """Runs vbench in another Python interpreter.
-
-    Args:
-        python: The interpreter, as a path or a command. None, the default of `VideoProtocol`, is an error.
-
-    Attributes:
-        version: Version of vbench.
-        prompts: VBench's prompts, a list of dicts with "prompt_en" and "dimension" (a list).
-        sha256: Hash of the file with the prompts.
-
-    Raises:
-        ValueError: There is no such interpreter, or vbench is not installed in it.
-    """
+    """vbench in another Python interpreter (a path or a command), with its version, its prompts, and their file's hash."""
 
     def __init__(self, python: str | Path | None) -> None:
         executable = python and shutil.which(str(Path(python).absolute() if Path(python).is_file() else python))
         if not executable:
             raise ValueError(f"settings: python: got {python!r}, expected an interpreter that has vbench.")
         self.python = str(executable)
-        self.version, path = json.loads(self._run(FIND_VBENCH).splitlines()[-1])
+        self.version, path = json.loads(self.run(FIND_VBENCH).splitlines()[-1])
         self.prompts = json.loads(Path(path).read_text(encoding="utf-8"))
         self.sha256 = hash_file(path)
 
-    def _run(self, source: str, *arguments: object) -> str:
-        """Run Python source in the interpreter, without the PYTHON* environment variables, and return its stdout.
-
-        Raise ValueError if the exit code is not 0.
-        """
+    def run(self, source: str, *arguments: object) -> str:
+        """Run Python source without the PYTHON* environment variables, and return its stdout."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [self.python, "-c", source, *map(str, arguments)]
         with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as folder:
@@ -175,47 +135,12 @@ class Bench:
             raise ValueError(f"settings: python: got {self.python!r}, expected one in which vbench runs ({message}).")
         return process.stdout
 
-    def judge(
-        self, dimension: str, entries: Sequence[Mapping[str, Any]], videos: Sequence[Path], device: torch.device | str
-    ) -> tuple[float, list[Any]]:
-        """Score videos in one dimension.
-
-        Args:
-            dimension: One of `DIMENSIONS`.
-            entries: Some of `prompts`.
-            videos: The videos of these prompts.
-            device: Device on which vbench runs.
-
-        Returns:
-            (average, scores of the videos).
-
-        Raises:
-            ValueError: vbench fails, or its results cannot be read.
-        """
-        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as workspace:
-            # A folder with links to these videos alone, because vbench assumes that all files in it have the same suffix.
-            folder = Path(workspace, "videos")
-            folder.mkdir()
-            for video in videos:
-                (folder / video.name).symlink_to(video.resolve())
-            info = write_json(Path(workspace, "info.json"), entries)
-            self._run(RUN_VBENCH, folder, info, workspace, dimension, device)
-            with wrap_errors(f"vbench: got no results for {dimension}, expected a score per video"):
-                results = Path(workspace, f"{dimension}_eval_results.json").read_text(encoding="utf-8")
-                average, video_scores = json.loads(results)[dimension]
-                return float(average), [video["video_results"] for video in video_scores]
-
 
 class _Judge(PipelineJudge):
-    """Scores one pipeline on VBench.
+    """Scores one pipeline on VBench."""
 
-    Args:
-        subject, args, protocol, state: See `PipelineJudge`.
-        bench: The installed vbench.
-    """
-
-    def __init__(self, subject: Subject, args: Any, protocol: Any, state: Any, bench: Bench) -> None:
-        super().__init__(subject, args, protocol, state)
+    def __init__(self, subject: Subject, protocol: Any, state: Any, bench: Bench) -> None:
+        super().__init__(subject, protocol, state)
         self.bench = bench
         self.hash = hash_json([bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
 
@@ -224,10 +149,7 @@ class _Judge(PipelineJudge):
         return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.args.limit]
 
     def run(self) -> Results:
-        """Compute the scores that are not known yet, and return all requested scores and, if there are any, the totals.
-
-        All processes must call this. On processes other than the main one, new scores are missing from the result.
-        """
+        """Return all requested scores and totals, after measuring those that are not known. All processes must call this."""
         dimensions = self.args.recipe.tasks
         missing = [name for name in dimensions if not self.subject.knows(TASK, name, self.hash)]
         if missing:
@@ -251,65 +173,53 @@ class _Judge(PipelineJudge):
             for i in range(self.protocol.videos)
         ]
         sampling = {"output_type": "np", **self.protocol.sampling}
-        fps = self.protocol.fps
-        save = functools.partial(save_video, fps=fps)
-        identity = {"seed": self.seed, "fps": fps}
-        label = f"{self.subject.name}: videos"
+        save = functools.partial(save_video, fps=self.protocol.fps)
+        identity, label = {"seed": self.seed, "fps": self.protocol.fps}, f"{self.subject.name}: videos"
         self.make(self.folder / TASK, plan, identity, sampling, save, batch_size=1, label=label)
 
     def _judge(self, dimension: str) -> None:
-        """Score the videos in one dimension, and store the score. Raise ValueError if a video has no score."""
+        """Score the videos in one dimension, and store the score."""
         started = time.perf_counter()
         entries = self.entries(dimension)
         names = [f"{entry['prompt_en']}-{i}.mp4" for entry in entries for i in range(self.protocol.videos)]
-        videos = [self.folder / TASK / "videos" / name for name in set(names)]
-        average, values = self.bench.judge(dimension, entries, videos, self.device)
+        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as workspace:
+            # A folder with links to these videos alone, because vbench assumes that all files in it have the same suffix.
+            folder = Path(workspace, "videos")
+            folder.mkdir()
+            for name in set(names):
+                (folder / name).symlink_to((self.folder / TASK / "videos" / name).resolve())
+            info = write_json(Path(workspace, "info.json"), entries)
+            self.bench.run(RUN_VBENCH, folder, info, workspace, dimension, self.device)
+            with wrap_errors(f"vbench: got no results for {dimension}, expected a score per video"):
+                results = Path(workspace, f"{dimension}_eval_results.json").read_text(encoding="utf-8")
+                average, videos = json.loads(results)[dimension]
+                average, values = float(average), [video["video_results"] for video in videos]
         if len(values) < len(names):
             raise ValueError(f"vbench: got {len(values)} scores for {dimension}, expected {len(names)}, one per video.")
-        scores = {dimension: (average, _standard_error(average, values), True, len(values))}
-        self.subject.keep(TASK, scores, self.hash, started, self.device)
+        # In some dimensions, the average is not the mean of the videos' results, or these are no numbers.
+        numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
+        is_mean = len(numbers) == len(values) > 1 and abs(statistics.fmean(numbers) - average) <= 1e-6
+        error = statistics.stdev(numbers) / len(numbers) ** 0.5 if is_mean else None
+        self.subject.keep(TASK, {dimension: (average, error, True, len(values))}, self.hash, started, self.device)
 
     def _keep_totals(self) -> None:
-        """Store quality, semantic and total, unless the run is limited, incomplete, or does not have 5 videos per prompt."""
+        """Store quality, semantic, and total, if the run is not limited and has all dimensions and 5 videos per prompt."""
         key = (TASK, self.hash, None, self.seed)
-        by_metric = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == key}
-        averages: dict[str, Any] = {
-            name: by_metric[name].value
-            for name in DIMENSIONS
-            if name in by_metric and by_metric[name].value is not None
-        }
-        if self.args.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
+        known = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == key}
+        averages: dict[str, Any] = {name: known[name].value for name in DIMENSIONS if name in known}
+        is_whole = len(averages) == len(DIMENSIONS) and None not in averages.values()
+        if self.args.limit or self.protocol.videos != 5 or not is_whole:
             logger.info("%s: no totals without all of VBench's videos and dimensions", self.subject.name)
         elif (totals := compute_vbench_totals(averages)) != {
-            name: by_metric[name].value for name in TOTALS if name in by_metric
+            name: known[name].value for name in TOTALS if name in known
         }:
-            samples = sum(by_metric[name].samples for name in DIMENSIONS)
+            samples = sum(known[name].samples for name in DIMENSIONS)
             scores = {name: (value, None, True, samples) for name, value in totals.items()}
             self.subject.keep(TASK, scores, self.hash, time.perf_counter(), self.device)
 
 
-def _standard_error(average: float, values: Sequence[Any]) -> float | None:
-    """Return the standard error of the mean of the videos' scores.
-
-    Return None if there are fewer than two scores, a score is not a number, or `average` is not their mean.
-    """
-    numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
-    if len(numbers) < 2 or len(numbers) != len(values) or abs(statistics.fmean(numbers) - average) > 1e-6:
-        return None
-    return statistics.stdev(numbers) / len(numbers) ** 0.5
-
-
 def save_video(frames: Any, path: str | Path, fps: int) -> None:
-    """Save frames as an MP4 file (H.264), whatever the suffix of `path`.
-
-    Args:
-        frames: An array [frames, height, width, 3] with values from 0 to 1, or PIL images.
-        path: File to write.
-        fps: Frames per second.
-
-    Raises:
-        ImportError: Imageio or imageio-ffmpeg is not installed.
-    """
+    """Save frames, [frames, height, width, 3] from 0 to 1 or PIL images, as MP4 (H.264), whatever the suffix of `path`."""
     with require_extra("videos", "diffusers", "videos"):
         from diffusers.utils import export_to_video
 

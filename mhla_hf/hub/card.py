@@ -82,7 +82,7 @@ def _write_measured_card(folder: Path, measured: dict[str, Any], person: Person)
 
 
 def render_folder_card(folder: PathLike, weights: bool = True) -> str:
-    """Render the card from the files in `folder`. See `facts.read_folder` for `weights` and the errors."""
+    """Render the card from the files in `folder`; see `facts.read_folder` for `weights`."""
     return render_card(make_facts(*read_folder(folder, weights)))
 
 
@@ -97,29 +97,15 @@ def compare_card(path: Path, text: str) -> None:
         raise ValueError(f"{path}: got other text, expected what the files beside it render to; write the card again.")
 
 
-def read_shelf_facts(root: PathLike, name: str) -> Facts:
-    """Return the facts of a card in a folder of cards. Raise ValueError if a file is missing or not valid."""
-    path = Path(root, RESULTS, f"{name}.json")
-    if (measured := read_json(path)) is None:
-        raise ValueError(f"{path}: got no such file, expected what was measured of {name!r}.")
-    return make_facts(measured, read_yaml(Path(root, f"{name}.yaml"), "card", Person))
-
-
 def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
-    """Render all cards in a folder of cards again, and return their paths.
-
-    Args:
-        root: A folder such as `model_cards`.
-        check: Whether to compare the cards with the files instead of writing them.
-
-    Raises:
-        ValueError: The facts of a card are missing or not valid, or with `check` a card would change.
-    """
-    patterns = ("*.yaml", "*.md", f"{RESULTS}/*.json")
-    names = {path.stem for pattern in patterns for path in Path(root).glob(pattern)}
+    """Render all cards in a folder such as `model_cards` again, or with `check` compare them, and return their paths."""
+    names = {path.stem for pattern in ("*.yaml", "*.md", f"{RESULTS}/*.json") for path in Path(root).glob(pattern)}
     paths = [Path(root, f"{name}.md") for name in sorted(names)]
     for path in paths:
-        text = render_card(read_shelf_facts(root, path.stem))
+        results = Path(root, RESULTS, f"{path.stem}.json")
+        if (measured := read_json(results)) is None:
+            raise ValueError(f"{results}: got no such file, expected what was measured of {path.stem!r}.")
+        text = render_card(make_facts(measured, read_yaml(path.with_suffix(".yaml"), "card", Person)))
         if check:
             compare_card(path, text)
         else:
@@ -128,20 +114,7 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
 
 
 def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | None = None) -> Path:
-    """Add the card of a model, and its facts, to a folder of cards.
-
-    Args:
-        folder: The model's folder, with a card.
-        root: The folder of cards.
-        name: File name, without suffix, of the card and its facts in `root`.
-        over_seeds: JSON file with results over several seeds, to be stored with the facts.
-
-    Returns:
-        The path of the card.
-
-    Raises:
-        ValueError: See `facts.read_folder`.
-    """
+    """Add a model's card and its facts to a folder of cards; `over_seeds` is a JSON file of results to store with them."""
     check_writable(Path(root, RESULTS, name), "root")
     measured, person = read_folder(folder)
     text = render_card(make_facts(measured, person))
@@ -161,27 +134,16 @@ def write_first_card(folder: Path, person: Person) -> Path:
 
 
 def render_plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mapping[str, Any]) -> str:
-    """Render the card of a saved model that was not evaluated, with the measurements of its conversion.
-
-    Args:
-        folder: The model's folder.
-        name, base_model: See `Person`.
-        terms: The result of `find_license`.
-    """
+    """Render the card of a model that was converted and not evaluated; `terms` is the result of `find_license`."""
     return render_card(Facts(*facts_module.read_model(folder), Person(name, base_model, **terms)))
 
 
 def render_card(facts: Facts) -> str:
-    """Return the text of README.md, which consists of YAML metadata and the card's sections.
-
-    Raise ValueError if the configuration or the records lack something that the card shows.
-    """
+    """Return the text of README.md: YAML metadata and the card's sections."""
     person = facts.person
-    scores = _metadata_scores(facts)
     fields: dict[str, Any] = {key: getattr(person, key) or None for key in facts_module.METADATA_FIELDS}
-    if scores:
-        fields["model_name"] = person.name.split("/")[-1]
-        fields["eval_results"] = scores
+    if scores := _metadata_scores(facts):
+        fields |= {"model_name": person.name.split("/")[-1], "eval_results": scores}
     metadata = ModelCardData(
         base_model_relation=person.base_model and "finetune",
         library_name="diffusers" if "_class_name" in facts.config else "transformers",
@@ -189,8 +151,7 @@ def render_card(facts: Facts) -> str:
         tags=TAGS,
         **fields,
     )
-    teacher = {TEACHER: facts.models[TEACHER]} if TEACHER in facts.models else {}
-    columns = {**teacher, **facts.models}
+    columns = dict(sorted(facts.models.items(), key=lambda item: item[0] != TEACHER))  # the teacher first
     sections = {
         section: {label: [r for r in records if section_of(r) == section] for label, records in columns.items()}
         for section in facts_module.SECTIONS
@@ -234,16 +195,12 @@ def _metadata_scores(facts: Facts) -> list[EvalResult]:
 
 
 def round_digits(value: float | None) -> float | None:
-    """Return a number rounded to six significant digits, more than any standard error warrants; None stays None."""
+    """Round to six significant digits, more than any standard error warrants; None stays None."""
     return None if value is None else float(f"{value:.6g}")
 
 
 def _group_by_origin(columns: dict[str, list[Result]]) -> dict[tuple[Any, ...], dict[tuple[Any, ...], list[str]]]:
-    """Group the score records of all models, except times, by the conditions under which they were measured.
-
-    Returns:
-        A dict from (dtype, hardware, seed, versions) to a dict from (tasks, commit, days, command) to labels of models.
-    """
+    """Return {(dtype, hardware, seed, versions): {(tasks, commit, days, command): labels of models}} without times."""
     by_origin: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Result]]] = {}
     scores = [(label, record) for label, records in columns.items() for record in records if section_of(record)]
     for label, record in scores:

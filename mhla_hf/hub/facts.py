@@ -78,7 +78,6 @@ class Person:
     limits: list[str] = dataclasses.field(default_factory=list)
 
     def validate_ids(self) -> None:
-        """Raise ValueError unless `name` and `base_model` are valid Hub ids and `base_model` is not a local path."""
         validate_repo_id(self.name)
         validate_repo_id(self.base_model or self.name)
         if self.base_model is not None and Path(self.base_model).exists():
@@ -154,13 +153,7 @@ class Facts:
 
 
 def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
-    """Return the kind, class name and configuration of a saved model or pipeline; see `Facts`.
-
-    In the configuration, the indices of MHLA layers are resolved.
-
-    Raises:
-        ValueError: `folder` contains no saved MHLA model, or its config.json lacks `auto_map`.
-    """
+    """Return the kind, class name, and configuration (with resolved layers) of a saved model or pipeline; see `Facts`."""
     index = read_json(Path(folder, PIPELINE_INDEX))
     files = [Path(folder, "config.json")] if index is None else sorted(Path(folder).glob("*/config.json"))
     configs = (read_json(file) or {} for file in files)
@@ -197,18 +190,9 @@ def _count_layers(config: dict[str, Any]) -> int | None:
 
 
 def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
-    """Collect the measurements of the model in `folder`.
+    """Collect what model_cards/results/<name>.json holds of a saved and evaluated model; `compared` are records of others.
 
-    Args:
-        folder: A saved and evaluated model.
-        compared: Label -> score records, as dicts, of the models to compare it with.
-        weights: Whether to check that the scores were measured with the weights in the folder.
-
-    Returns:
-        A dict in the form of model_cards/results/<name>.json.
-
-    Raises:
-        ValueError: The folder has no MHLA model or no scores, or `weights` is true and scores are of other weights.
+    With `weights`, the scores must have been measured with the weights in the folder.
     """
     kind, class_name, config = read_model(folder)
     return {
@@ -223,10 +207,7 @@ def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True)
 
 
 def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any], Person]:
-    """Return the result of `measure` for a folder, and the author's part from its card.json.
-
-    Raise ValueError if card.json is missing or not valid. See `measure` for `weights` and for further errors.
-    """
+    """Return the result of `measure` for a folder, and the author's part from its card.json."""
     path = Path(folder, PERSON_FILE)
     content = read_json(path) or {}
     version = content.pop("format_version", None)
@@ -237,18 +218,7 @@ def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any],
 
 
 def make_facts(measured: dict[str, Any], person: Person) -> Facts:
-    """Combine measurements and the author's part into the facts of a card.
-
-    Args:
-        measured: The result of `measure`.
-        person: The author's part.
-
-    Returns:
-        The facts. If `measured` has no times, they are taken from the records of the teacher and the model.
-
-    Raises:
-        ValueError: A score record is incomplete, or a compared model has the label of the model itself.
-    """
+    """Combine the result of `measure` and the author's part. Without stored times, they are those of teacher and model."""
     if MODEL_LABEL in measured["compared"]:
         raise ValueError(f"compared: got the label {MODEL_LABEL!r}, which is the model itself, expected another.")
     records = {MODEL_LABEL: measured["results"], **measured["compared"]}
@@ -258,19 +228,15 @@ def make_facts(measured: dict[str, Any], person: Person) -> Facts:
 
 
 def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]:
-    """Return the score records in a model's folder, as dicts.
-
-    Raises:
-        ValueError: There are no scores, or `weights` is true and a score was measured with other weights.
-    """
+    """Return the score records in a model's folder, as dicts; with `weights`, they must be of the weights in it."""
     records = Results.read(folder)
     if not records:
         raise ValueError(
             f"{folder}: got no results.json with scores, expected one; evaluate first, such as with the recipe recall."
         )
-    local = [record for record in records if weights and record.fingerprint.startswith("files:")]
-    fingerprint = fingerprint_folder(folder) if local else None
-    if outdated := [record.task for record in local if record.fingerprint != fingerprint]:
+    of_files = [record for record in records if weights and record.fingerprint.startswith("files:")]
+    fingerprint = fingerprint_folder(folder) if of_files else None
+    if outdated := [record.task for record in of_files if record.fingerprint != fingerprint]:
         raise ValueError(
             f"{folder}: got a score on {outdated[0]} of other weights, expected scores of these; evaluate again."
         )
@@ -298,21 +264,7 @@ def find_license(
     license_name: str | None = None,
     license_link: str | None = None,
 ) -> dict[str, str | None]:
-    """Return the license in the card of the base model or, if the card states none, the license that the user passed.
-
-    A card that cannot be read counts as one that states none.
-
-    Args:
-        base_model: Hub id of the base model.
-        teacher: Local folder of the base model, whose README.md takes precedence.
-        license, license_name, license_link: The user's license, in the terms of the Hub's metadata.
-
-    Returns:
-        A dict with "license", "license_name" and "license_link".
-
-    Raises:
-        ValueError: There is no license, or `license` contradicts the base model's card.
-    """
+    """Return the license in the base model's card (the teacher's README.md first) or, without one, that of the user."""
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
     cards: list[Path | str] = []
     if teacher and Path(teacher, CARD_FILE).is_file():

@@ -57,20 +57,10 @@ def stage_folder(
     person: Person | None = None,
     draft: bool = False,
 ) -> tuple[str, ...]:
-    """Copy the files to be shared from `folder` into `staging`, and check the copy.
+    """Copy the files to be shared from `folder` into the new `staging` (weights as links), and check the copy.
 
-    Args:
-        folder: A saved MHLA model, or a pipeline with one.
-        staging: Folder to create. Weights are linked, not copied.
-        repo_id: The Hub id that the model will have.
-        person: The author's part of the card, which is written to `staging` if `folder` has none.
-        draft: Whether to accept a converted language model without scores for recall and generation.
-
-    Returns:
-        Paths, relative to `folder`, of the files and folders that are not part of the model and therefore not shared.
-
-    Raises:
-        ValueError: The first problem found; the message names the file.
+    Return the paths, relative to `folder`, of what is not part of the model and therefore not shared. A card is written from
+    `person` if there is none. `draft` accepts a converted language model without scores for recall and generation.
     """
     folder, staging = Path(folder), Path(staging)
     if not folder.is_dir():
@@ -106,10 +96,7 @@ def stage_folder(
 
 
 def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draft: bool) -> None:
-    """Run all checks on the staged copy, shorten local paths in its records, and write its card.
-
-    See `stage_folder` for the arguments. Raise ValueError for the first problem found.
-    """
+    """Run all checks on the staged copy, shorten local paths in its records, and write its card."""
     kind, _, config = read_model(folder)
     for source in folder.rglob("*.py"):
         with wrap_errors(f"{source}: got unknown code, expected the source of a model"):
@@ -190,14 +177,7 @@ def _check_code_names(file: Path) -> None:
 
 
 def check_weights(folder: Path) -> str:
-    """Check that every safetensors file is complete and finite, and that no index points outside the folder.
-
-    Returns:
-        The dtype of most parameters, e.g. "float32".
-
-    Raises:
-        ValueError: A file is damaged or has NaN or infinity in it, or an index names a shard outside its folder.
-    """
+    """Check that all weights are complete and finite and no index leaves the folder; return the dtype of most parameters."""
     counts: Counter[str] = Counter()
     for index in folder.rglob("*.safetensors.index.json"):
         check_shards(index)
@@ -208,20 +188,15 @@ def check_weights(folder: Path) -> str:
                     tensor = weights.get_tensor(name)
                     counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.is_floating_point()
                     if not torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all():
-                        raise ValueError(
-                            f"{file}: got NaN or infinity in the weight {name!r}, expected finite numbers."
-                        )
+                        found = f"NaN or infinity in the weight {name!r}"
+                        raise ValueError(f"{file}: got {found}, expected finite numbers.")
         except SafetensorError as error:
             raise ValueError(f"{file}: got a damaged file, expected a complete safetensors file ({error}).") from None
     return counts.most_common(1)[0][0]
 
 
 def _check_readme(file: Path, repo_id: str | None, is_measured: bool) -> None:
-    """Raise ValueError if README.md is missing or states no license.
-
-    If `is_measured`, mhla_hf rendered it from scores. Then also raise ValueError if it is not up to date, or if it is the
-    card of another Hub id than `repo_id`.
-    """
+    """Check that README.md states a license and, if mhla_hf rendered it from scores, is up to date and of this Hub id."""
     if not file.exists():
         raise ValueError(f"{file}: got no card, expected one, or license or base_model, with which push writes it.")
     with wrap_errors(f"{file}: got metadata that cannot be read, expected YAML front matter"):

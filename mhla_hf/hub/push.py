@@ -125,22 +125,7 @@ def send(
     folder: Path, repo_id: str, *, private: bool | None = None, create_pr: bool = False, tags: Sequence[str] = (),
     revision: str | None = None, message: str | None = None, token: str | bool | None = None, delete_stale: bool = False,
 ) -> Pushed:  # fmt: skip
-    """Commit all files of a checked folder to a repository. The repository is created if it does not exist.
-
-    After an interruption, call it again: nothing is created or sent twice.
-
-    Args:
-        folder: The folder, whose files are all sent.
-        repo_id, private, create_pr, tags, revision, message, token, delete_stale: See `push`.
-
-    Returns:
-        The commit; see `Pushed`.
-
-    Raises:
-        ValueError: The repository is public although `private`, a tag belongs to another commit, or there are files of an
-            older model without `delete_stale`.
-        OSError: The Hub refused or could not be reached.
-    """
+    """Commit all files of a checked folder to a repository, created if needed. After an interruption, call it again."""
     additions = [CommitOperationAdd(file.relative_to(folder).as_posix(), file) for file in list_files(folder)]
     paths = {addition.path_in_repo for addition in additions}
     api = HfApi(token=token, library_name="mhla_hf")
@@ -155,10 +140,8 @@ def send(
         head = api.model_info(repo_id, revision=branch).sha
         existing_tags = api.list_repo_refs(repo_id).tags if tags else []
         if taken := [tag for tag in existing_tags if tag.name in tags and tag.target_commit != head]:
-            commit = taken[0].target_commit
-            raise ValueError(
-                f"tags: got {taken[0].name!r}, which is taken by commit {commit} of {repo_id}, expected another."
-            )
+            found = f"{taken[0].name!r}, which is taken by commit {taken[0].target_commit} of {repo_id}"
+            raise ValueError(f"tags: got {found}, expected another.")
         stale = find_stale(api.list_repo_files(repo_id, revision=head), paths)
         if stale and not delete_stale:
             count = "1 file" if len(stale) == 1 else f"{len(stale)} files"
@@ -222,31 +205,22 @@ def foresee_deletions(
 
 
 def list_files(folder: PathLike) -> list[Path]:
-    """Return all files in a folder and its subfolders, sorted."""
     return sorted(file for file in Path(folder).rglob("*") if file.is_file())
 
 
 def _describe_author(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> Person:
-    """Return the author's part of the first card of a folder.
-
-    Raise ValueError if the folder has a card, or the license is neither given nor stated by the card of `base_model`, which
-    is not read if `dry_run`.
-    """
+    """Return the author's part of a first card. A dry run does not read the license from the card of `base_model`."""
     if (folder / CARD_FILE).is_file():
         raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")
     if dry_run and license is None:
-        raise ValueError(
-            f"license: got none in a dry run, which does not ask the Hub for that of {base_model!r}, expected it."
-        )
+        reason = f"which does not ask the Hub for that of {base_model!r}"
+        raise ValueError(f"license: got none in a dry run, {reason}, expected it.")
     terms = find_license(None if dry_run else base_model, None, license)
     return Person(repo_id, base_model, **terms)  # type: ignore[arg-type]
 
 
 def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:
-    """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`.
-
-    Raise TypeError if `what` is neither, and ValueError if there is a tokenizer but `what` is a folder.
-    """
+    """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`."""
     if isinstance(what, str | Path):
         if tokenizer is not None:
             raise ValueError("tokenizer: got one with a folder, expected None; a folder holds its own.")

@@ -26,9 +26,6 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
         """Check the settings, and mark MHLA layers as linear where the configuration has a list of layer types.
 
         Without the mark, vLLM takes a model whose layers all have full attention for one without states.
-
-        Raises:
-            ValueError: The settings cannot be served.
         """
         config = model_config.hf_config
         check_settings(config.mhla, config)
@@ -40,11 +37,7 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Turn prefix caching off, and refuse what the plugin does not support.
-
-        Raises:
-            ValueError: An option cannot be combined with MHLA layers.
-        """
+        """Turn prefix caching off, and refuse what the plugin does not support."""
         parallel = vllm_config.parallel_config
         for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
             if getattr(parallel, name) > 1:
@@ -66,12 +59,7 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
 
 
 def check_settings(settings: dict[str, Any], config: Any) -> None:
-    """Raise ValueError if a converted model has MHLA settings that the plugin cannot serve.
-
-    Args:
-        settings: The settings, `config.mhla`.
-        config: The configuration of the model.
-    """
+    """Raise ValueError if a converted model has MHLA settings (`config.mhla`) that the plugin cannot serve."""
     if settings["mixing_form"] != "decay":
         raise ValueError(
             f"mixing_form: got {settings['mixing_form']!r}, expected 'decay': the state of a mixing matrix grows."

@@ -24,9 +24,7 @@ OPERATOR = "mhla_attention"
 class StatePage(MambaBase):
     """What vLLM allocates pages for: the state of some KV heads of a layer.
 
-    Args:
-        layout: The layout of its pages.
-        pages_per_layer: Number of pages that a layer of MHLA heads alone would have, by which vLLM's padding is divided.
+    `pages_per_layer` is that of a layer of MHLA heads alone, by which vLLM's padding is divided.
     """
 
     def __init__(self, layout: PageLayout, pages_per_layer: int):
@@ -39,11 +37,9 @@ class StatePage(MambaBase):
         self.kv_cache = (kv_cache,)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a page's parts."""
         return self.layout.shapes
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of a page's parts."""
         return self.layout.dtypes
 
     @property
@@ -62,12 +58,9 @@ class StatePage(MambaBase):
 class PagedMHLA(DecayMHLA):
     """A `DecayMHLA` whose states are in vLLM's pages.
 
-    Attributes:
-        name: Name under which vLLM's forward context knows the layer.
-        page_names: Names of its `StatePage`s.
-        table: The `RotationTable` of the model; `NoRotation` once it turns out that this layer has none to undo.
-        attention: The attention over the pages; None before the first batch, and after weights were loaded.
-        memory: The first layer's pages for which `attention` was made.
+    Its `table` is the `RotationTable` of the model, `NoRotation` once it turns out that the layer has none to undo;
+    `attention` is None before the first batch and after weights were loaded; `memory` are the first layer's pages for
+    which it was made.
     """
 
     name: str
@@ -77,14 +70,7 @@ class PagedMHLA(DecayMHLA):
     memory: torch.Tensor | None = None
 
     def install(self, name: str, heads_per_page: int, table: RotationTable, vllm_config: VllmConfig) -> None:
-        """Declare the pages of the MHLA heads to vLLM. Must be called when `heads` and `form` are final.
-
-        Args:
-            name: Name of the layer.
-            heads_per_page: Number of KV heads in a page.
-            table: The `RotationTable` of the model.
-            vllm_config: vLLM's configuration.
-        """
+        """Declare the pages of the MHLA heads to vLLM. Must be called when `heads` and `form` are final."""
         self.name = name
         self.table = table
         layout = PageLayout.of(self.settings, heads_per_page, self.q_map.head_dim, vllm_config.model_config.dtype)
@@ -109,19 +95,10 @@ class PagedMHLA(DecayMHLA):
         scale: float | None = None,
         cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to all tokens of vLLM's batch.
+        """Attend to all tokens of vLLM's batch: q [1, T, H, D], k [1, T, G, D], v [1, T, G, V] -> [1, T, H, V] in v's dtype.
 
-        Args:
-            q: [1, T, H, D], the MHLA heads of the tokens of all requests.
-            k: [1, T, G, D].
-            v: [1, T, G, V].
-            hidden_states: [1, T, hidden_size], which the gate reads.
-            starts, key_mask, cu_seqlens, cache: None, since vLLM has neither padding nor caches of transformers.
-            scale: Ignored, because `form` has it.
-            cos_sin: [1, T, 1, A], as in `DecayMHLA.forward`.
-
-        Returns:
-            [1, T, H, V] in v's dtype.
+        `hidden_states` [1, T, hidden_size] are for the gate, `cos_sin` [1, T, 1, A] as in `DecayMHLA.forward`. The other
+        arguments are None, since vLLM has neither padding nor caches of transformers; `form` has the scale.
         """
         q, k = q.to(v.dtype), k.to(v.dtype)
         cos_sin = q.new_zeros(1, q.shape[1], 1, 0) if cos_sin is None else cos_sin.to(q.dtype)
@@ -156,11 +133,9 @@ class PagedMHLA(DecayMHLA):
         cos_sin: torch.Tensor,
         o: torch.Tensor,
     ) -> None:
-        """Compute the attention of vLLM's current batch: first the requests with one new token, then the other ones.
+        """Attend by vLLM's current batch, tensors [T, ..], into `o` in place; only the first tokens belong to requests.
 
-        Args:
-            q, k, v, q_features, cos_sin: [T, ..], as in `forward`; only the first tokens belong to requests.
-            o: [T, H, V], changed in place.
+        Requests with one new token come first, then the other ones.
         """
         context = get_forward_context()
         metadata: Any = context.attn_metadata
@@ -224,16 +199,8 @@ direct_register_custom_op(OPERATOR, mhla_attention, mutates_args=["o"], fake_imp
 def page_rows(views: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """View the memory that all layers share as rows, so that a page is the beginning of a row.
 
-    Args:
-        views: The pages of each layer, int8 [blocks, 1, 1, bytes].
-
-    Returns:
-        memory: int8 [rows, bytes of a row].
-        first: int64 [layers], the row of each layer's block 0.
-        step: int64 [layers], the number of rows from one block of a layer to its next.
-
-    Raises:
-        ValueError: Pages overlap in rows of any size.
+    From the pages of each layer, int8 [blocks, 1, 1, bytes], return the memory, int8 [rows, bytes of a row]; the row of
+    each layer's block 0, int64 [layers]; and the number of rows from one block of a layer to its next, int64 [layers].
     """
     starts = [view.storage_offset() for view in views]
     steps = [view.stride(0) for view in views]
@@ -248,21 +215,16 @@ def page_rows(views: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 class PagedSoftmax(nn.Module):
-    """Softmax attention of some KV heads of a layer, as one vLLM `Attention` per page.
+    """Softmax attention of some KV heads of a layer, as one vLLM `Attention` per page of `heads_per_page` KV heads.
 
-    Args:
-        name: Name of the layer.
-        num_kv_heads: Number of KV heads.
-        heads_per_page: Number of KV heads in a page.
-        share: Number of query heads per KV head.
-        **options: Further arguments of `Attention`.
+    `options` are further arguments of `Attention`.
     """
 
-    def __init__(self, name: str, num_kv_heads: int, heads_per_page: int, share: int, **options: Any):
+    def __init__(self, name: str, num_kv_heads: int, heads_per_page: int, queries_per_kv: int, **options: Any):
         super().__init__()
         self.parts = nn.ModuleList(
             Attention(
-                num_heads=heads_per_page * share,
+                num_heads=heads_per_page * queries_per_kv,
                 num_kv_heads=heads_per_page,
                 prefix=f"{name}.softmax_{index}",
                 **options,

@@ -62,10 +62,11 @@ class MHLAServing:
                 "logits_soft_cap": getattr(config, "attn_logit_softcapping", None),
             }
             context = self.compilation_config.static_forward_context
-            name, share = attention.attn.layer_name, attention.attn.num_heads // attention.attn.num_kv_heads
+            name = attention.attn.layer_name
+            queries_per_kv = attention.attn.num_heads // attention.attn.num_kv_heads
             if index in settings.layers:
                 del context[name], attention.attn
-                sizes = {"num_heads": num_kv_heads * share, "num_kv_heads": num_kv_heads}
+                sizes = {"num_heads": num_kv_heads * queries_per_kv, "num_kv_heads": num_kv_heads}
                 core = PagedMHLA(settings, **{**causal_core_sizes(attention, config), **sizes})
                 core.mixing.float()
                 core.form = replace(core.form, scale=scale)
@@ -74,12 +75,12 @@ class MHLAServing:
                 put_mhla(attention, core, settings, kept)
                 core.install(name, heads_per_page, table, self.vllm_config)
                 if kept:
-                    attention.softmax_heads = PagedSoftmax(name, len(kept), heads_per_page, share, **options)
+                    attention.softmax_heads = PagedSoftmax(name, len(kept), heads_per_page, queries_per_kv, **options)
             elif num_kv_heads > heads_per_page:
                 if attention.attn.sliding_window is not None:
                     options["per_layer_sliding_window"] = attention.attn.sliding_window
                 del context[name]
-                attention.attn = SplitSoftmax(name, num_kv_heads, heads_per_page, share, **options)
+                attention.attn = SplitSoftmax(name, num_kv_heads, heads_per_page, queries_per_kv, **options)
 
     def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load weights as the backend does. MHLA layers read their mixing anew afterwards."""
@@ -109,11 +110,7 @@ class MHLAMoEForCausalLM(MHLAServing, TransformersMoEForCausalLM):
 
 
 def base_config(config: Any) -> Any:
-    """Return the configuration of the base of a converted model.
-
-    Args:
-        config: The configuration of the converted model, whose MHLA layers have the type "linear_attention".
-    """
+    """Return the configuration of the base of a converted model, in which MHLA layers have the type "linear_attention"."""
     values = {name: value for name, value in config.to_dict().items() if name not in ADDED_KEYS}
     if values.get("layer_types") is not None:
         # Only layers of full attention are converted.
@@ -134,14 +131,7 @@ def split_weights(core: PagedMHLA) -> None:
 
 
 def put_mhla(attention: Any, core: PagedMHLA, settings: MHLASettings, kept: list[int]) -> None:
-    """Turn an attention module of the backend into MHLA, in place.
-
-    Args:
-        attention: The module, whose forward may be one that the backend has rewritten.
-        core: Its new child `mhla`.
-        settings: The settings of the model.
-        kept: The KV heads that keep softmax.
-    """
+    """Turn an attention module, whose forward may be rewritten, into MHLA in place; the KV heads `kept` keep softmax."""
     base = type(attention)
     rewritten = attention.__dict__.pop("forward", None)
     if rewritten is not None:

@@ -23,17 +23,7 @@ from ..ops.triton.paged import PageTensors, page_step, small_page_call
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Shapes and dtypes of what a page holds.
-
-    Args:
-        heads: Number of KV heads in a page, U.
-        num_rates: Number of decay rates, R.
-        num_features: Width of the features of the far part, F.
-        key_dim: Width of the keys in the ring, D.
-        value_dim: Width of the values, V.
-        num_slots: Number of tokens in the ring, sinks included, S.
-        dtype: Dtype of keys and values.
-    """
+    """Shapes and dtypes of what a page holds, the state of `heads` KV heads. The ring's `num_slots` tokens include sinks."""
 
     heads: int
     num_rates: int
@@ -45,7 +35,6 @@ class PageLayout:
 
     @staticmethod
     def of(settings: MHLASettings, heads: int, head_dim: int, dtype: torch.dtype) -> "PageLayout":
-        """Return the layout for `heads` KV heads of width `head_dim` of a model in `dtype`."""
         is_local = settings.local is not None
         num_features = FeatureMap(settings.feature_map, 0, head_dim).num_features
         num_blocks, sinks = (settings.window, settings.sinks) if is_local else (1, 0)
@@ -82,9 +71,6 @@ class RotationTable:
     """Cosines and sines of the rotation at every position, which all layers of a model share.
 
     Layers write those of the tokens that they see, so the table knows every position that a page holds.
-
-    Args:
-        num_positions: Largest number of tokens of a request.
     """
 
     def __init__(self, num_positions: int):
@@ -124,9 +110,7 @@ class NoRotation:
 class PagePool(PageTensors):
     """The memory of all pages, as tensors with one row per page.
 
-    Args:
-        memory: uint8 or int8 [P, bytes], contiguous in its last axis; a page begins with what `layout` describes.
-        layout: The layout of every page.
+    A row of `memory`, uint8 or int8 [P, bytes] and contiguous in its last axis, begins with what `layout` describes.
     """
 
     def __init__(self, memory: torch.Tensor, layout: PageLayout):
@@ -139,16 +123,10 @@ class PagePool(PageTensors):
         super().__init__(*parts)
 
     def gather(self, pages: torch.Tensor, position: torch.Tensor, form: LocalForm) -> LocalState:
-        """Copy pages into a state.
+        """Copy the pages [N, P] of N requests, with `position` tokens [N] each, into a state with an empty `cos_sin`.
 
-        Args:
-            pages: int64 [N, P], the pages of N requests, whose KV heads are in the order of the model's.
-            position: int64 [N], number of tokens that each request has in its pages. A request with none may have been
-                given pages that hold anything.
-            form: Options of the attention.
-
-        Returns:
-            The state, with an empty `cos_sin`.
+        The KV heads are in the order of the model's. A request without tokens may have been given pages that hold
+        anything.
         """
         is_old = (position > 0).view(-1, 1, 1, 1)
         running = torch.where(is_old[..., None], self.running[pages].flatten(1, 2), 0)
@@ -171,7 +149,7 @@ class PagePool(PageTensors):
         )
 
     def write_sums(self, pages: torch.Tensor, state: LocalState) -> None:
-        """Copy the sums of a state back to its pages; see `gather`."""
+        """Copy the sums of a state back to its pages."""
         heads = (pages.shape[1], self.layout.heads)
         self.running[pages] = state.running.unflatten(1, heads)
         self.pending[pages] = state.pending.unflatten(1, heads)
@@ -187,23 +165,14 @@ class PagePool(PageTensors):
         return self.k[pages, :, slot[:, None]].flatten(1, 2)
 
     def write_tokens(self, pages: torch.Tensor, state: LocalState) -> None:
-        """Copy all keys and values of a state back to its pages; see `gather`."""
+        """Copy all keys and values of a state back to its pages."""
         heads = (pages.shape[1], self.layout.heads)
         for held, new in ((self.k, state.k), (self.v, state.v)):
             held[pages] = new.transpose(1, 2).unflatten(1, heads)
 
 
 def slot_positions(count: torch.Tensor, num_slots: int, sinks: int) -> torch.Tensor:
-    """Return which token is in each slot after `count` tokens, the inverse of `ring_slot`.
-
-    Args:
-        count: int64 [N].
-        num_slots: Number of slots, S.
-        sinks: Number of slots for sink tokens.
-
-    Returns:
-        int64 [N, S], negative for empty slots.
-    """
+    """Return which token is in each slot after `count` tokens [N]: int64 [N, S], negative if empty; inverts `ring_slot`."""
     slot = torch.arange(num_slots, device=count.device)
     last = count[:, None] - 1
     in_ring = last - (last - slot + sinks) % (num_slots - sinks)
@@ -213,14 +182,7 @@ def slot_positions(count: torch.Tensor, num_slots: int, sinks: int) -> torch.Ten
 
 @dataclass
 class PagedAttention:
-    """Attention of the MHLA heads of one layer, whose states are in pages.
-
-    Args:
-        pool: The pages.
-        table: The `RotationTable`, or `NoRotation`.
-        map_keys: See `KeyMap`.
-        decays, balance, form: As in `local_attention`.
-    """
+    """Attention of the MHLA heads of one layer, whose states are in pages; arguments as in `local_attention`."""
 
     pool: PagePool
     table: Any
@@ -240,15 +202,8 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Attend by one token per request, and update the pages. Nothing is read on the host.
 
-        Args:
-            q: [N, H, D].
-            k: [N, G, D].
-            v: [N, G, V].
-            q_features: [N, H, F].
-            pages, position: As in `PagePool.gather`; `position` is that of the new token.
-
-        Returns:
-            [N, H, V] in the dtype of the sums.
+        q [N, H, D], k [N, G, D], v [N, G, V], q_features [N, H, F], and the new tokens' `position` [N] -> [N, H, V] in the
+        dtype of the sums.
         """
         pool, form = self.pool, self.form
         # The step maps one old key, that of the token `lag - 1` blocks before the new one.
@@ -285,16 +240,9 @@ class PagedAttention:
         pages: torch.Tensor,
         start: int,
     ) -> torch.Tensor:
-        """Attend by T new tokens of one request, and update its pages.
+        """Attend by T new tokens of one request, the first at `start`, and update its pages [1, P].
 
-        Args:
-            q, k, v, q_features: As in `decode`, with T for N.
-            cos_sin: [T, 1, A], the cosines and sines of the new tokens.
-            pages: int64 [1, P].
-            start: Position of the first new token.
-
-        Returns:
-            [T, H, V] in the dtype of the sums.
+        q, k, v, and q_features are as in `decode`, with T for N; cos_sin [T, 1, A] is of the new tokens.
         """
         pool, form = self.pool, self.form
         position = torch.full((1,), start, device=q.device)
