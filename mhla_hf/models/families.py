@@ -207,14 +207,7 @@ def vision_family(base: str, *classes: str, prefix: int = 1) -> Family:
 
 
 def diffusion_family(kind: AttentionKind, task: str, *classes: str, **fields: Any) -> Family:
-    """Create the record of a family of transformers of diffusers.
-
-    Args:
-        kind: Its kind of attention.
-        task: Task on the Hub.
-        *classes: Names of the base's classes.
-        **fields: Other fields of `Family`.
-    """
+    """Create the record of a family of transformers of diffusers from the names of its classes and fields of `Family`."""
     return Family(classes[0], kind, task, classes, **fields)
 
 

@@ -18,10 +18,7 @@ from ...ops.blocks import Blocks
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Sums a tensor over all processes and returns this process's part.
-
-    Called as `ReduceScatter.apply(x, group)`: x [P * N, ..] -> [N, ..], where P is the number of processes.
-    """
+    """Sums x [P * N, ..] over P processes and returns this process's part [N, ..]: `ReduceScatter.apply(x, group)`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -36,10 +33,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """Concatenates the tensors of all processes along the first axis, in the order of their ranks.
-
-    Called as `AllGather.apply(x, group)`: x [N, ..] -> [P * N, ..], where P is the number of processes.
-    """
+    """Concatenates x [N, ..] of P processes, in the order of their ranks, to [P * N, ..]: `AllGather.apply(x, group)`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -54,19 +48,9 @@ class AllGather(torch.autograd.Function):
 
 
 def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `sharded_mhla` that define which tokens this process has.
+    """Return the arguments of `sharded_mhla` that define which tokens this process has.
 
     Shards have equal length. With diffusers' `ulysses_anything` or `ring_anything`, the first ones may be longer by one.
-
-    Args:
-        config: Parallel configuration of diffusers.
-        grid: Number of tokens per axis.
-
-    Returns:
-        A dict with "rank", "edges", and "add_up".
-
-    Raises:
-        ValueError: The number of processes does not divide the number of tokens, and unequal shards are not enabled.
     """
     parallel = config.context_parallel_config
     group = parallel._flattened_mesh.get_group()
@@ -86,9 +70,6 @@ class TokenShares:
     """Selects this process's tokens for the blocks of Wan and restores the order of all tokens at the end, by forward hooks.
 
     It is an object rather than closures so that a copy of the model gets hooks with the state of the copy.
-
-    Args:
-        model: The transformer, with context parallelism enabled.
     """
 
     def __init__(self, model: Any):

@@ -41,8 +41,6 @@ class MHLATransformerMixin:
     dictionary of settings, as from `MHLASettings.to_dict`. Settings that are missing have the defaults of the family.
 
     Attributes:
-        family: The record of the family.
-        mhla_defaults: Default settings, from the record.
         mhla_arguments: Further arguments of the constructor and their defaults. `install_mhla` reads their values from the
             config. "mhla_measured" is the report of a conversion with samples, which is only stored.
     """
@@ -73,19 +71,12 @@ class MHLATransformerMixin:
 
     @classmethod
     def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Call the base without the config's `auto_map`, which is not an argument and would cause a warning.
-
-        diffusers has already found this class by `auto_map`, and no longer needs it.
-        """
+        """Call the base without the config's `auto_map`, which is not an argument and would cause a warning."""
         init_dict = {k: v for k, v in config_dict.items() if k != "auto_map"}
         return super().extract_init_dict(init_dict, **kwargs)  # type: ignore[misc]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Set MHLA processors in the layers that `settings.layers` lists, in place, and record the settings in the config.
-
-        Args:
-            settings: The settings, with `layers` as a list of indices.
-        """
+        """Set MHLA processors in the layers that `settings.layers` lists, and record the settings in the config."""
         attentions = find_self_attentions(self)
         self.mhla_state = GridState()
         layers: Any = settings.layers
@@ -104,15 +95,7 @@ class MHLATransformerMixin:
         self.register_to_config(**values, _use_default_values=defaults)
 
     def token_grid(self: Any, hidden_states: torch.Tensor, **arguments: Any) -> tuple[Any, ...]:
-        """Compute the number of tokens along each axis of the grid from the arguments of a forward pass; see `read_grid`.
-
-        Args:
-            hidden_states: Latents, with the axes that `family.kind.latents` names.
-            **arguments: The other arguments of the forward pass.
-
-        Raises:
-            ValueError: The latents do not fit this model, or an argument that has the size of the grid is missing.
-        """
+        """Return the tokens along each axis of the grid from the arguments of a forward pass; see `read_grid`."""
         return read_grid(self.family.kind, self.config, hidden_states, arguments)
 
     def use_base_attention(self: Any, enabled: bool = True) -> None:
@@ -273,16 +256,7 @@ def processor_class(attn: Any, kind: AttentionKind) -> type[GridAttnProcessor]:
 
 
 def make_constructor(base: Any, further: dict[str, Any]) -> Any:
-    """Make the constructor of an MHLA model.
-
-    Args:
-        base: Class of diffusers, whose arguments the constructor takes as keywords.
-        further: Further arguments of the constructor and their defaults, in addition to `mhla`.
-
-    Returns:
-        A function `__init__` that calls the constructor of `base` and installs MHLA, with a signature that lists all
-        arguments.
-    """
+    """Make a constructor that calls that of `base` and installs MHLA, with a signature that lists all arguments."""
 
     def __init__(self: Any, *, mhla: dict[str, Any] | None = None, **kwargs: Any) -> None:
         base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
@@ -320,15 +294,7 @@ def refuse_ip_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
-    """Check settings for a conversion of `model` to `model_class`, and resolve their layers.
-
-    Returns:
-        A copy of the settings with `layers` as a list of indices.
-
-    Raises:
-        ValueError: The settings do not fit the model, such as a layout with a wrong number of axes, or layers that it does
-            not have.
-    """
+    """Check settings for a conversion of `model` to `model_class`; return a copy with layers as indices."""
     kind = model_class.family.kind
     check_settings(settings, model_class.__name__, axes=kind.axes, joint=kind.joint)
     return replace(settings, layers=settings.resolve_layers(len(find_self_attentions(model))))
