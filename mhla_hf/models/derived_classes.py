@@ -137,8 +137,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
 
     def entry_to_save(self: Any) -> str:
         """Return the name of the module to save with the weights (see `AttentionKind.sources`)."""
-        form = "decay" if self.config.mhla["mixing_form"] == "decay" else "matrix"
-        return self.family.kind.sources.get(form, self.family.entry)
+        return self.family.kind.sources["decay" if self.config.mhla["mixing_form"] == "decay" else "matrix"]
 
     def class_names(self: Any) -> list[str]:
         """Return the names of the family's MHLA model classes, with and without heads."""
@@ -269,10 +268,11 @@ def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_na
     attention.add_module("mhla", core)
 
 
-def find_derived_class(name: str, families: tuple[Family, ...], swap: AttentionSwap) -> Any:
-    """Find an MHLA class by name, and create it if necessary; entry modules call this as `__getattr__`."""
+def find_derived_class(name: str, *kinds: tuple[tuple[Family, ...], AttentionSwap]) -> Any:
+    """Find an MHLA class of these families by name, and create it if necessary; `__getattr__` of a module or a bundle."""
     base_name = name.removeprefix("MHLA")
-    for family in families if name.startswith("MHLA") else ():
+    candidates = [(family, swap) for families, swap in kinds for family in families if name.startswith("MHLA")]
+    for family, swap in candidates:
         if base_name == config_class_name(family.base):
             return derived_config_class(family)
         if base_name in class_names(family) and base_name in base_classes(family):
@@ -282,5 +282,5 @@ def find_derived_class(name: str, families: tuple[Family, ...], swap: AttentionS
                 if hasattr(module := sys.modules[base.__module__], base_name):
                     return derived_class(getattr(module, base_name), swap.mixin, family.entry)
     raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}, expected one of {[family.base for family in families]}."
+        f"module {__name__!r} has no attribute {name!r}, expected an MHLA class of one of its families."
     )

@@ -331,7 +331,7 @@ def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int)
     return {"cu_seq_lens_q": borders, "position_ids": position_ids, "use_cache": False}
 
 
-# The cores depend on the source of the model: see `converted.py`.
+# The cores depend on the source of the model: see `models/converted.py`.
 CAUSAL_SWAP = AttentionSwap(
     function_name=ATTENTION_NAME,
     mixin=MHLAMixer,
