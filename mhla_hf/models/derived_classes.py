@@ -17,6 +17,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..nn.settings import FOREIGN_ENTRIES, MHLASettings
 from .families import Family
@@ -103,12 +104,15 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         if not isinstance(config, self.config_class) or getattr(config, "mhla", None) is None:
             expected = f"{self.config_class.__name__} with `mhla`; use mhla_hf.convert(model) on a softmax model"
             raise ValueError(f"config: got {type(config).__name__}, expected {expected}.")
-        # Heads look their body up by the class of the configuration, which therefore is the base's in the meantime.
-        config_class, config.__class__ = type(config), self.config_class.__bases__[1]
-        try:
-            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        finally:
-            config.__class__ = config_class
+        # Heads look their body up by the class of the configuration, so the base is built from one of its own class.
+        base_class = self.config_class.__bases__[1]
+        base_config = base_class.__new__(base_class)
+        vars(base_config).update(vars(config))
+        super().__init__(base_config, *args, **kwargs)  # type: ignore[call-arg]
+        vars(config).update(vars(base_config))
+        for module in self.modules():
+            for name in [name for name, value in vars(module).items() if value is base_config]:
+                setattr(module, name, config)
         self.install_mhla(MHLASettings.from_dict(config.mhla))
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
@@ -204,11 +208,12 @@ def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
 
 @functools.cache
 def calls_interface(attention_class: Any) -> bool:
-    """Return whether the forward of an attention class looks up its attention function in transformers' interface.
+    """Return whether the forward of an attention class refers to transformers' attention functions, of which ours is one.
 
-    It is recognized by the local variable `attention_interface`, which all models use.
+    Asked of the code rather than of a list of names: one that did not call ours would stay softmax without an error.
     """
-    return "attention_interface" in inspect.unwrap(attention_class.forward).__code__.co_varnames
+    forward: Any = inspect.unwrap(attention_class.forward)
+    return any(forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS for name in forward.__code__.co_names)
 
 
 def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:

@@ -244,11 +244,7 @@ VISION = (
 )
 
 DIT = diffusion_family(
-    DIT_IMAGES,
-    "unconditional-image-generation",
-    "DiTTransformer2DModel",
-    conditions=("class_labels",),
-    fixed_size=True,
+    DIT_IMAGES, "unconditional-image-generation", "DiTTransformer2DModel", conditions=("class_labels",), fixed_size=True
 )
 DIFFUSION = (
     diffusion_family(WAN_VIDEO, "text-to-video", "WanTransformer3DModel", conditions=TEXT[:1]),

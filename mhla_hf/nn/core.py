@@ -158,12 +158,7 @@ class MHLACore(nn.Module):
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
 
     def prepare_operands(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        key_mask: torch.Tensor | None,
-        rotate: Rotation | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, rotate: Rotation | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Return the first three arguments of `mhla` and a dict of others: padding is zero, q and k are mapped and rotated.
 

@@ -105,8 +105,8 @@ class DecayMixing(nn.Module):
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
         """Undo `pack`: return the decays and the balance (None without a local softmax)."""
         count = self.num_decays
-        share = self.num_heads // self.num_kv_heads
+        queries_per_kv = self.num_heads // self.num_kv_heads
         weight = packed[:, :count]
-        log_rate = packed[::share, count : 2 * count]
+        log_rate = packed[::queries_per_kv, count : 2 * count]
         power = packed[:, 2 * count] if hasattr(self, "power") else None
         return Decays(weight, log_rate, power), None if self.initial_balance is None else packed[:, -1]

@@ -31,9 +31,9 @@ class HeadSplit:
 
     def part(self, x: torch.Tensor, softmax: bool, dim: int) -> torch.Tensor:
         """Return the softmax heads or the MHLA heads of a tensor with G KV heads or H query heads along `dim`."""
-        share = x.shape[dim] // self.num_kv_heads
+        queries_per_kv = x.shape[dim] // self.num_kv_heads
         parts = [
-            x.narrow(dim, first * share, (end - first) * share)
+            x.narrow(dim, first * queries_per_kv, (end - first) * queries_per_kv)
             for first, end, is_softmax in self.runs
             if is_softmax == softmax
         ]

@@ -47,7 +47,7 @@ class AllGather(torch.autograd.Function):
         return ReduceScatter.apply(grad, ctx.group), None
 
 
-def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
+def shard_of_grid(config: Any, grid: Any) -> dict[str, Any]:
     """Return the arguments of `sharded_mhla` that define which tokens this process has.
 
     Shards have equal length. With diffusers' `ulysses_anything` or `ring_anything`, the first ones may be longer by one.
@@ -56,7 +56,7 @@ def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
     group = parallel._flattened_mesh.get_group()
     num_processes, num_tokens = dist.get_world_size(group), Blocks.grid(grid, [1] * len(grid)).length
     if num_tokens % num_processes and not (parallel.ulysses_anything or parallel.ring_anything):
-        got = f"{num_tokens} tokens, which {num_processes} processes cannot share equally"
+        got = f"{num_tokens} tokens, which cannot be split equally among {num_processes} processes"
         raise ValueError(f"hidden_states: got {got}; expected ContextParallelConfig(ulysses_anything=True).")
     size, num_longer = divmod(num_tokens, num_processes)
     return {
@@ -66,7 +66,7 @@ def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
     }
 
 
-class TokenShares:
+class TokenShards:
     """Selects this process's tokens for the blocks of Wan and restores the order of all tokens at the end, by forward hooks.
 
     It is an object rather than closures so that a copy of the model gets hooks with the state of the copy.
@@ -88,8 +88,8 @@ class TokenShares:
 
     def local_tokens(self, x: torch.Tensor, grid: Any) -> torch.Tensor:
         """Select this process's T' of all T tokens: x [B, T, ..] -> [B, T', ..]."""
-        share = share_of_grid(self.config, grid)
-        first, end = share["edges"][share["rank"] :][:2]
+        shard = shard_of_grid(self.config, grid)
+        first, end = shard["edges"][shard["rank"] :][:2]
         return x.index_select(1, self.order(grid, x.device)[first:end])
 
     def before_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

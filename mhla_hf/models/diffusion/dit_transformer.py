@@ -20,13 +20,7 @@ from .processor import holds_mhla
 from .transformer import MHLATransformerMixin
 
 # Name -> depth, width, number of heads
-DIT_SIZES = {
-    "S": (12, 384, 6),
-    "B": (12, 768, 12),
-    "L": (24, 1024, 16),
-    "XL": (28, 1152, 16),
-    "DiG-XL": (28, 1152, 18),
-}
+DIT_SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16), "DiG-XL": (28, 1152, 18)}
 DIG_SETTINGS = {"gate": True, "output_norm": True, "normalize": False}
 
 

@@ -119,11 +119,7 @@ class FusedJointAttnProcessor(TextGridAttnProcessor):
         return super().__call__(attn, hidden_states, attention_mask, image_rotary_emb)
 
     def forward(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        rotary_emb: Any = None,
+        self, attn: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, rotary_emb: Any = None
     ) -> torch.Tensor:
         """Attend over the text and the whole grid, and apply the MLP: [B, S + T, C] -> [B, S + T, C]."""
         num_text = self.count_text(hidden_states.shape[1])

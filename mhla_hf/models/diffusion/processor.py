@@ -16,7 +16,7 @@ from torch import nn
 
 from ...nn.grid import rotate_pairs
 from ..families import AttentionKind
-from .context_parallel import share_of_grid
+from .context_parallel import shard_of_grid
 from .inputs import ROTARY_FORMS, attention_parts, project_heads
 
 
@@ -170,7 +170,7 @@ class MHLAAttnProcessor(GridAttnProcessor):
             return rotate_pairs(x, *rotation), rotate_pairs(y, *rotation)
 
         rotate = None if rotation is None else rotate_both
-        shard = None if self._parallel_config is None else share_of_grid(self._parallel_config, grid)
+        shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid)
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
         if perturbation_mask is not None:
             o = torch.lerp(v, o, perturbation_mask[..., None].to(o))  # [B, 1, 1, 1]

@@ -1,7 +1,7 @@
 """MHLA in the transformers of diffusers: the mixins of all families.
 
 A family's class is little more than its record: `MHLATransformerMixin.__init_subclass__` makes its constructor and forward
-from those of the base. `diffusion_processor.py` has the attention processors that own the new modules.
+from those of the base. `processor.py` has the attention processors that own the new modules.
 """
 
 import functools
@@ -25,7 +25,7 @@ from ...nn.joint import JointMHLA
 from ...nn.settings import MHLASettings, check_settings
 from ..families import AttentionKind, Family
 from ..saving import check_loaded_weights, source_name, write_source
-from .context_parallel import TokenShares
+from .context_parallel import TokenShards
 from .inputs import core_sizes, find_self_attentions, read_grid
 from .joint_processor import FusedJointAttnProcessor, JointAttnProcessor
 from .processor import GridAttnProcessor, GridCheckpoint, GridState, MHLAAttnProcessor, holds_mhla
@@ -61,12 +61,12 @@ class MHLATransformerMixin:
         # Without accelerate, diffusers cannot load models with modules that stay in fp32.
         if base._keep_in_fp32_modules or is_accelerate_available():
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
+        # diffusers writes the name of the class's module to model_index.json and takes it as that of the source file. Given
+        # a component of that class, it looks the name up in `sys.modules`, and `ModelMixin` in the module there.
         module_name = source_name(cls.family.entry).removesuffix(".py")
         module = sys.modules.setdefault(module_name, sys.modules[cls.__module__])
-        vars(module).setdefault(
-            "ModelMixin", ModelMixin
-        )  # diffusers looks for it in the module of a class that it loads
-        cls.__module__ = module_name  # diffusers writes this name to model_index.json
+        vars(module).setdefault("ModelMixin", ModelMixin)
+        cls.__module__ = module_name
         cls.register_for_auto_class("AutoModel")
 
     @classmethod
@@ -111,7 +111,7 @@ class MHLATransformerMixin:
     def enable_parallelism(self: Any, *, config: Any, cp_plan: None = None) -> None:
         """Enable context parallelism as diffusers does, with tokens split in the order of their blocks.
 
-        Registers the hooks of `TokenShares` on the model.
+        Registers the hooks of `TokenShards` on the model.
 
         Args:
             config: `ParallelConfig` or `ContextParallelConfig` of diffusers.
@@ -135,7 +135,7 @@ class MHLATransformerMixin:
         plan = {"proj_out": self._cp_plan["proj_out"]}
         super().enable_parallelism(config=config, cp_plan=plan)  # type: ignore[misc]
         if self._parallel_config.context_parallel_config is not None:
-            TokenShares(self).hook(self)
+            TokenShards(self).hook(self)
             for attn in (find_self_attentions(self)[index] for index in self.config.mhla["layers"]):
                 attn.processor.base_processor._parallel_config = attn.processor._parallel_config
 

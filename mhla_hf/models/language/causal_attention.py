@@ -162,13 +162,12 @@ class MHLAMixer:
 
 def find_causal_attentions(model: nn.Module) -> dict[int, Any]:
     """Return the attention modules of a decoder by layer index: MHLA modules, and those that call an attention function."""
-    layer_parts: list[Any] = [
-        module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)
-    ]
+    modules: list[Any] = [module for module in model.modules() if not isinstance(module, SoftmaxHeads)]
     return {
         module.layer_idx: module
-        for module in layer_parts
-        if hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
+        for module in modules
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and (hasattr(module, "mhla") or calls_interface(type(module)))  # type: ignore[arg-type]
     }
 
 
