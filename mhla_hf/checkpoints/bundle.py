@@ -15,7 +15,7 @@ import hashlib
 import re
 import symtable
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,8 @@ FORMAT = 1
 PLACEHOLDER = "package"
 COMMON_LIBRARIES = ("torch", "numpy", "safetensors", "huggingface_hub")  # installed with transformers and diffusers
 LANGUAGE_ENTRIES = ("models.language.language_model", *CAUSAL.sources.values())
-OTHER_ENTRIES = ("models.vision.vision_model", ENCODER.entry, TOWER.entry)
-# Module to bundle -> further libraries it may import outside `try:`
+OTHER_ENTRIES = ("models.vision.vision_model", *ENCODER.sources.values(), *TOWER.sources.values())
+# Module to bundle, or a module and a function in it -> further libraries it may import outside `try:`
 ENTRIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*LANGUAGE_ENTRIES, *OTHER_ENTRIES), ("transformers",)),
     **{family.entry: ("diffusers",) for family in DIFFUSION},
@@ -52,7 +52,8 @@ _HEADER = re.compile(r"^format: (\d+)\nentry: (\S+)\nmade by mhla_hf: (\S+)\nsha
 def build_bundle(entry: str) -> str:
     """Return the source text of the bundle for the module `mhla_hf.<entry>`; it is built once per process.
 
-    The text is a header, the imports, and then each module in dependency order.
+    The text is a header, the imports, and then each module in dependency order. Of "module:function", the bundle has that
+    function of the module, as its `__getattr__`, and what it uses.
 
     Args:
         entry: One of `ENTRIES`.
@@ -105,7 +106,7 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
 
     Args:
         package: The package's folder, with `__version__ = "..."` in its `__init__.py`.
-        entry: Dotted path of the module inside the package.
+        entry: Dotted path of the module inside the package, or of a function as "module:function".
         libraries: Libraries that the bundle may import outside `try:`, in addition to `COMMON_LIBRARIES`.
 
     Returns:
@@ -120,7 +121,8 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
     modules: dict[str, _Module] = {}
     _collect_modules(package, entry, modules)
     _check_names(modules.values())
-    used = _drop_unreachable(modules, entry)
+    roots = [item for module in modules.values() for item in module.statements if not item.droppable]
+    used = _drop_unreachable(modules.values(), roots + modules[entry].statements)
     imports = {line for module in modules.values() for name, line in module.imports.items() if name in used}
     for library in sorted(map(_find_library, imports)):
         if library not in sys.stdlib_module_names and library not in (*COMMON_LIBRARIES, *libraries):
@@ -174,13 +176,13 @@ class _Module:
     Attributes:
         path: Path relative to the package.
         statements: Its top-level statements except imports and the docstring.
-        siblings: Dotted names of the modules of the package that it imports from.
+        siblings: Dotted names of the modules of the package that it imports from -> the names that it imports.
         imports: Imported name -> the line that imports it from a library.
     """
 
     path: str
     statements: list[_Statement]
-    siblings: list[str]
+    siblings: dict[str, set[str]]
     imports: dict[str, str]
 
 
@@ -205,13 +207,14 @@ def _collect_modules(package: Path, name: str, modules: dict[str, _Module]) -> N
 
 
 def _read_module(package: Path, name: str) -> _Module:
-    """Parse the module `name` of a package. Raise ValueError if an import in it violates a rule."""
+    """Parse the module `name` of a package, or a function of it. Raise ValueError if an import in it violates a rule."""
+    name, _, function = name.partition(":")
     path = package.joinpath(*name.split(".")).with_suffix(".py")
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     lines = text.split("\n")
     end = 0
-    module = _Module(path.relative_to(package).as_posix(), [], [], {})
+    module = _Module(path.relative_to(package).as_posix(), [], {}, {})
     for number, node in enumerate(tree.body):
         assert node.end_lineno is not None
         source = "\n".join(lines[end : node.end_lineno])
@@ -220,6 +223,10 @@ def _read_module(package: Path, name: str) -> _Module:
             _add_import(name, module, node)
         elif number or ast.get_docstring(tree) is None:
             module.statements.append(_Statement(source, *_find_names(source), _is_droppable(node)))
+    if function:
+        used = _drop_unreachable([module], [item for item in module.statements if function in item.binds])
+        module.siblings = {sibling: names for sibling, names in module.siblings.items() if names & used}
+        module.statements.append(_Statement(f"\n\n__getattr__ = {function}", {"__getattr__"}, {function}, True))
     return module
 
 
@@ -251,7 +258,8 @@ def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -
         if not node.module or any(alias.asname for alias in node.names):
             location = f"{module.path}:{node.lineno}"
             raise ValueError(f"{location}: got {ast.unparse(node)!r}, expected `from .file import name`, without `as`.")
-        module.siblings.append(".".join([*name.split(".")[: -node.level], node.module]))
+        sibling = ".".join([*name.split(".")[: -node.level], node.module])
+        module.siblings.setdefault(sibling, set()).update(alias.name for alias in node.names)
         return
     for alias in node.names:
         line = f"from {node.module} import {alias.name}" if isinstance(node, ast.ImportFrom) else f"import {alias.name}"
@@ -275,23 +283,15 @@ def _check_names(modules: Iterable[_Module]) -> None:
                 )
 
 
-def _drop_unreachable(modules: dict[str, _Module], entry: str) -> set[str]:
-    """Drop, in place, the droppable statements that the module `entry` does not use.
-
-    Args:
-        modules: Dict from dotted name to module.
-        entry: Dotted name of the bundled module.
-
-    Returns:
-        The names that the remaining statements use.
-    """
-    statements = [statement for module in modules.values() for statement in module.statements]
-    kept = [item for item in statements if not item.droppable or item in modules[entry].statements]
+def _drop_unreachable(modules: Collection[_Module], roots: list[_Statement]) -> set[str]:
+    """Drop, in place, the statements that neither are roots nor used by them; return the names that the others use."""
+    statements = [statement for module in modules for statement in module.statements]
+    kept = list(roots)
     used: set[str] = set()
     for statement in kept:  # grows while iterating, until everything that is used is in it
         used.update(statement.uses)
         kept += [item for item in statements if item.binds & statement.uses and item not in kept]
-    for module in modules.values():
+    for module in modules:
         module.statements = [statement for statement in module.statements if statement in kept]
     return used
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..nn.settings import FOREIGN_ENTRIES, MHLASettings
 from .families import Family
@@ -34,14 +35,12 @@ from .transformers_api import (
 class AttentionSwap:
     """Describes how the attention modules of one kind of model are replaced by MHLA.
 
-    All MHLA classes of one entry module (`AttentionKind.entry`) share an instance.
-
     Attributes:
         function_name: Name under which the attention function of MHLA is registered in transformers.
         mixin: First base of the MHLA attention classes.
         find_attentions: Returns the attention modules of a model, by layer index.
-        core_sizes: Called with an attention module and the model's configuration; returns the keyword arguments of the core
-            except for `settings`.
+        core_sizes: Returns the arguments of the core except `settings`, for an attention module and the model's
+            configuration.
         matrix_core: Core that mixes blocks by a matrix; None if the module has none.
         decay_core: Core that mixes them by decays; None if the module has none.
         prepare: Called before each forward pass of the model without its head (see `prepare_inner_body`), or None.
@@ -73,17 +72,12 @@ class AttentionSwap:
 class MHLAConfigMixin:
     """Adds the settings, `mhla`, to a configuration class of transformers; must come first among the bases of a class.
 
-    `config.json` also gets `transformers_weights`, which names a file that does not exist. Without it, a softmax class would
-    load the folder and ignore the weights `mhla.*`. With it, that is an error. This class ignores it when loading, as it
-    does all `FOREIGN_ENTRIES`.
+    `config.json` also gets `transformers_weights`, which names a file that does not exist: a softmax class that loads the
+    folder then fails, instead of ignoring the weights `mhla.*`. This class ignores the entry.
     """
 
     def __post_init__(self: Any, **kwargs: Any) -> None:
-        """Call the base's `__post_init__`, check `mhla`, and resolve its layers to indices.
-
-        Raises:
-            ValueError: A setting is not valid, or `layers` does not fit the number of layers.
-        """
+        """Call the base's `__post_init__`, check `mhla`, and resolve its layers to indices."""
         values = kwargs.pop("mhla", None)
         if values is not None:
             for name in FOREIGN_ENTRIES:
@@ -101,15 +95,7 @@ class MHLAConfigMixin:
 
 
 class MHLAHeadMixin(MHLAPreTrainedMixin):
-    """Builds the base model, then replaces the layers that `config.mhla` lists by MHLA; a mixin for model classes.
-
-    It must come first among the bases of a class. The constructor raises ValueError if `config` is not an MHLA configuration
-    of this family, or its settings do not fit the model.
-
-    Attributes:
-        family: The `Family` of the base model.
-        swap: How its attention modules become MHLA.
-    """
+    """Builds the base model, then replaces the layers that `config.mhla` lists by MHLA; must come first among the bases."""
 
     family: Family
     swap: AttentionSwap
@@ -118,25 +104,21 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         if not isinstance(config, self.config_class) or getattr(config, "mhla", None) is None:
             expected = f"{self.config_class.__name__} with `mhla`; use mhla_hf.convert(model) on a softmax model"
             raise ValueError(f"config: got {type(config).__name__}, expected {expected}.")
-        # Heads look their body up by the class of the configuration, which therefore is the base's in the meantime.
-        config_class, config.__class__ = type(config), self.config_class.__bases__[1]
-        try:
-            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        finally:
-            config.__class__ = config_class
+        # Heads look their body up by the class of the configuration, so the base is built from one of its own class.
+        base_class = self.config_class.__bases__[1]
+        base_config = base_class.__new__(base_class)
+        vars(base_config).update(vars(config))
+        super().__init__(base_config, *args, **kwargs)  # type: ignore[call-arg]
+        vars(config).update(vars(base_config))
+        for module in self.modules():
+            for name in [name for name, value in vars(module).items() if value is base_config]:
+                setattr(module, name, config)
         self.install_mhla(MHLASettings.from_dict(config.mhla))
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Turn the attention modules of the layers in `settings.layers` into MHLA, in place.
+        """Turn the attention modules of the layers in `settings.layers` (indices) into MHLA, in place.
 
-        May also select the attention function of MHLA in `self.config` (see `AttentionSwap.replaces_masks`), and registers a
-        pre-forward hook on the base model if `self` is a model with a head.
-
-        Args:
-            settings: The settings, with `layers` as a list of indices.
-
-        Raises:
-            ValueError: The settings do not fit the model.
+        May also select the attention function of MHLA in `self.config` (see `AttentionSwap.replaces_masks`).
         """
         swap, config = self.swap, self.config
         attentions = swap.find_attentions(self)
@@ -159,8 +141,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
 
     def entry_to_save(self: Any) -> str:
         """Return the name of the module to save with the weights (see `AttentionKind.sources`)."""
-        form = "decay" if self.config.mhla["mixing_form"] == "decay" else "matrix"
-        return self.family.kind.sources.get(form, self.family.entry)
+        return self.family.kind.sources["decay" if self.config.mhla["mixing_form"] == "decay" else "matrix"]
 
     def class_names(self: Any) -> list[str]:
         """Return the names of the family's MHLA model classes, with and without heads."""
@@ -174,18 +155,9 @@ _DERIVED: dict[type, Any] = {}
 
 
 def derived_class(base: type, mixin: type, entry: str, **namespace: Any) -> Any:
-    """Create the MHLA class of a base, such as `MHLALlamaAttention(mixin, LlamaAttention)`.
+    """Return the one MHLA class of a base, such as `MHLALlamaAttention(mixin, LlamaAttention)`.
 
-    Each base has one MHLA class. If it exists already, it is returned, and all other arguments are ignored.
-
-    Args:
-        base: Class of transformers.
-        mixin: First base of the new class.
-        entry: Module in which pickle finds the class by its name; in a bundle, that is the bundle's module.
-        **namespace: Further attributes of the class.
-
-    Returns:
-        The MHLA class.
+    Pickle finds it by its name in the module `entry`, or in a bundle in the bundle's module.
     """
     if base not in _DERIVED:
         namespace["__module__"] = __name__.replace("models.derived_classes", entry)
@@ -216,15 +188,7 @@ def derived_config_class(family: Family) -> Any:
 
 
 def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
-    """Return a model class of a converted family, such as `MHLALlamaForCausalLM(MHLAHeadMixin, LlamaForCausalLM)`.
-
-    Also registers the base's weight renames for the new model type in transformers.
-
-    Args:
-        family: The family.
-        base: Softmax model class of transformers.
-        swap: How the attention modules become MHLA.
-    """
+    """Return a model class of a converted family, such as `MHLALlamaForCausalLM(MHLAHeadMixin, LlamaForCausalLM)`."""
     config = derived_config_class(family)
     copy_weight_renames(family.base, config.model_type)
     cores = [core for core in (swap.matrix_core, swap.decay_core) if core is not None]
@@ -244,23 +208,16 @@ def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
 
 @functools.cache
 def calls_interface(attention_class: Any) -> bool:
-    """Return whether the forward of an attention class looks up its attention function in transformers' interface.
+    """Return whether the forward of an attention class refers to transformers' attention functions, of which ours is one.
 
-    It is recognized by the local variable `attention_interface`, which all models use.
+    Asked of the code rather than of a list of names: one that did not call ours would stay softmax without an error.
     """
-    return "attention_interface" in inspect.unwrap(attention_class.forward).__code__.co_varnames
+    forward: Any = inspect.unwrap(attention_class.forward)
+    return any(forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS for name in forward.__code__.co_names)
 
 
 def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
-    """Return `num_heads`, `num_kv_heads`, `key_dim`, and `value_dim` for the MHLA core of an attention module.
-
-    Args:
-        attention: Attention module of transformers.
-        config: Configuration of the model.
-
-    Raises:
-        ValueError: The number of heads is not a multiple of the number of KV heads.
-    """
+    """Return `num_heads`, `num_kv_heads`, `key_dim`, and `value_dim` for the MHLA core of an attention module."""
     num_heads, num_groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if isinstance(num_groups, int) and num_heads % num_groups:
         raise ValueError(
@@ -280,13 +237,6 @@ def wrap_forward(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Ca
     """Wrap the forward of a model class so that `prepare` changes its arguments if the model has no head.
 
     A hook would not do: callers of `model.forward`, such as sentence-transformers, skip hooks.
-
-    Args:
-        forward: The forward of the base.
-        prepare: As in `prepare_inner_body`.
-
-    Returns:
-        The new forward, with the signature of the old one.
     """
     names = tuple(inspect.signature(forward).parameters)[1:]
 
@@ -300,12 +250,9 @@ def wrap_forward(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Ca
 
 
 def prepare_inner_body(model: Any, prepare: Callable[..., Any]) -> None:
-    """Register a pre-forward hook on the base model of `model`; do nothing if `model` is itself a base model.
+    """Register `prepare` as a pre-forward hook on the base model of a model with a head.
 
-    Args:
-        model: The model.
-        prepare: Called as `prepare(base_model, args, kwargs, names=names)`, where `names` are the names of the parameters of
-            the base model's forward, without `self`. Returns the new `(args, kwargs)`.
+    `names` are those of the parameters of the base model's forward, for arguments that come by position.
     """
     if (body := model.base_model) is not model:
         names = tuple(inspect.signature(type(body).forward).parameters)[1:]
@@ -315,13 +262,7 @@ def prepare_inner_body(model: Any, prepare: Callable[..., Any]) -> None:
 def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_name: str) -> None:
     """Turn an attention module of transformers into MHLA, in place.
 
-    The module gets its own copy of the configuration, in which the attention function is selected.
-
-    Args:
-        attention: The module.
-        mhla_class: Its new class, from `derived_class`.
-        core: Its new child `mhla`; set to the training or eval mode of the module.
-        function_name: Name of the attention function to select.
+    It gets its own copy of the configuration, in which the attention function is selected.
     """
     core.train(attention.training)
     attention.__class__ = mhla_class
@@ -332,19 +273,11 @@ def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_na
     attention.add_module("mhla", core)
 
 
-def find_derived_class(name: str, families: tuple[Family, ...], swap: AttentionSwap) -> Any:
-    """Find an MHLA class by name, and create it if necessary; entry modules call this as `__getattr__`.
-
-    Args:
-        name: Name of a configuration, model, or attention class, such as "MHLALlamaForCausalLM".
-        families: The families of the module.
-        swap: How their attention modules become MHLA.
-
-    Raises:
-        AttributeError: No family has such a class.
-    """
+def find_derived_class(name: str, *kinds: tuple[tuple[Family, ...], AttentionSwap]) -> Any:
+    """Find an MHLA class of these families by name, and create it if necessary; `__getattr__` of a module or a bundle."""
     base_name = name.removeprefix("MHLA")
-    for family in families if name.startswith("MHLA") else ():
+    candidates = [(family, swap) for families, swap in kinds for family in families if name.startswith("MHLA")]
+    for family, swap in candidates:
         if base_name == config_class_name(family.base):
             return derived_config_class(family)
         if base_name in class_names(family) and base_name in base_classes(family):
@@ -354,5 +287,5 @@ def find_derived_class(name: str, families: tuple[Family, ...], swap: AttentionS
                 if hasattr(module := sys.modules[base.__module__], base_name):
                     return derived_class(getattr(module, base_name), swap.mixin, family.entry)
     raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}, expected one of {[family.base for family in families]}."
+        f"module {__name__!r} has no attribute {name!r}, expected an MHLA class of one of its families."
     )

@@ -20,8 +20,8 @@ class AttentionKind:
         defaults: Default settings of a conversion (`MHLASettings`).
         auto_classes: Auto classes of transformers whose models can be converted. Their mappings name the classes of each
             model type.
-        sources: Modules that the bundler starts from, by the mixing form of a model ("decay" or "matrix"); `entry` for
-            forms that are not listed.
+        sources: For transformers, what the bundler starts from, by the mixing form of a model ("decay" or "matrix"): a
+            module and the function in it that becomes the `__getattr__` of the bundle.
         noun: Name of a model of this kind in errors; models of diffusers are named by their class.
         axes: Number of axes of the grid of tokens; 0 for sequences.
         linear: Whether the attention is linear already, so that converting it loses nothing.
@@ -99,7 +99,7 @@ WINDOWED_DECAYS: dict[str, Any] = {
 }
 CAUSAL = AttentionKind(
     noun="a causal model",
-    entry="models.language.converted",
+    entry="models.converted",
     defaults={**WINDOWED_DECAYS, "rope": "near", "window": 6, "length_power": True},
     auto_classes=(
         "AutoModelForCausalLM",
@@ -108,11 +108,12 @@ CAUSAL = AttentionKind(
         "AutoModelForTokenClassification",
         "AutoModelForQuestionAnswering",
     ),
-    sources={"decay": "models.language.converted_local", "matrix": "models.language.converted_dense"},
+    sources={"decay": "models.converted:decay_class", "matrix": "models.converted:matrix_class"},
 )
 ENCODER = AttentionKind(
     noun="an encoder",
-    entry="models.encoder.converted_encoder",
+    entry="models.converted",
+    sources=dict.fromkeys(("decay", "matrix"), "models.converted:encoder_class"),
     defaults={**WINDOWED_DECAYS, "window": 1, "sinks": 0},
     auto_classes=(
         "AutoModel",
@@ -125,7 +126,8 @@ ENCODER = AttentionKind(
 )
 TOWER = AttentionKind(
     noun="a vision tower",
-    entry="models.vision.converted_vision",
+    entry="models.converted",
+    sources={"matrix": "models.converted:vision_class"},
     defaults={"layout": [4, 4], "feature_map": "relu"},
     axes=2,
 )
@@ -207,14 +209,7 @@ def vision_family(base: str, *classes: str, prefix: int = 1) -> Family:
 
 
 def diffusion_family(kind: AttentionKind, task: str, *classes: str, **fields: Any) -> Family:
-    """Create the record of a family of transformers of diffusers.
-
-    Args:
-        kind: Its kind of attention.
-        task: Task on the Hub.
-        *classes: Names of the base's classes.
-        **fields: Other fields of `Family`.
-    """
+    """Create the record of a family of transformers of diffusers from the names of its classes and fields of `Family`."""
     return Family(classes[0], kind, task, classes, **fields)
 
 
@@ -249,11 +244,7 @@ VISION = (
 )
 
 DIT = diffusion_family(
-    DIT_IMAGES,
-    "unconditional-image-generation",
-    "DiTTransformer2DModel",
-    conditions=("class_labels",),
-    fixed_size=True,
+    DIT_IMAGES, "unconditional-image-generation", "DiTTransformer2DModel", conditions=("class_labels",), fixed_size=True
 )
 DIFFUSION = (
     diffusion_family(WAN_VIDEO, "text-to-video", "WanTransformer3DModel", conditions=TEXT[:1]),

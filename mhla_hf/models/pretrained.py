@@ -15,8 +15,7 @@ from .transformers_api import with_layer_wildcard
 class MHLAPreTrainedMixin:
     """Initializes, saves, loads and checks MHLA weights; must come before `PreTrainedModel` in the bases of a class.
 
-    Attributes:
-        source_entry: Name of the module that defines the model.
+    `source_entry` names the module that defines the model.
     """
 
     source_entry = ""
@@ -79,16 +78,6 @@ class MHLAPreTrainedMixin:
         """Distribute as transformers does. Where projections are split by head, split the parameters of `mhla` by head, too.
 
         With tensor parallelism, the plan of the model is extended, and its `HeadSplit`s become those of this process.
-
-        Args:
-            model: The model, changed in place.
-            distributed_config, mesh_manager: As in transformers.
-
-        Returns:
-            The result of transformers.
-
-        Raises:
-            ValueError: The number of tensor-parallel processes does not divide the number of KV heads.
         """
         if distributed_config is not None and distributed_config.tp_size > 1:
             size, rank = distributed_config.tp_size, mesh_manager.get_mesh("tp").get_local_rank()
@@ -135,16 +124,6 @@ def split_heads_plan(model: Any, size: int) -> dict[str, str]:
 
     Parameters per head (feature maps, decays, matrices) are split on their first axis. Parameters that all heads share are
     replicated, and their gradients summed.
-
-    Args:
-        model: The model.
-        size: Number of processes.
-
-    Returns:
-        A dict from the name of a module or parameter, with * for indices, to its style in transformers' plans.
-
-    Raises:
-        ValueError: `size` does not divide the number of KV heads.
     """
     plan = {}
     for name, module in model.named_modules():

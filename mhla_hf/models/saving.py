@@ -20,12 +20,9 @@ _SOURCE_MAKER: list[Callable[[str], tuple[str, str]]] = []
 
 
 def set_source_maker(maker: Callable[[str], tuple[str, str]]) -> None:
-    """Set the function that creates source files, for the whole process.
+    """Set the function that makes the name and the text of the source file of an entry, for the whole process.
 
-    Its results are cached, so that a process saves the source that it runs, even if files of the package change meanwhile.
-
-    Args:
-        maker: Function that takes the name of an entry module and returns the name and the text of the source file.
+    Results are cached: a process saves the source that it runs, even if files of the package change meanwhile.
     """
     _SOURCE_MAKER[:] = [functools.cache(maker)]
 
@@ -36,13 +33,7 @@ def source_name(entry: str) -> str:
 
 
 def write_source(entry: str, folder: str | os.PathLike[str], name: str = SOURCE_FILE) -> None:
-    """Write the source file of a model; an existing file is replaced atomically.
-
-    Args:
-        entry: Name of the module that defines the model.
-        folder: Folder to write to, which is created if it does not exist.
-        name: Name of the file.
-    """
+    """Write the source file of an entry to a folder; an existing file is replaced atomically."""
     source = Path(__file__).read_text(encoding="utf-8") if NAMESPACE != "package" else _SOURCE_MAKER[0](entry)[1]
     target = Path(folder, name)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -62,10 +53,9 @@ def check_whole_files(folder: str | os.PathLike[str]) -> None:
 
 
 def check_loaded_weights(model: torch.nn.Module) -> None:
-    """Raise ValueError if an MHLA weight of a loaded model is NaN or infinite, or a mixing weight is negative.
+    """Raise ValueError if an MHLA weight is NaN or infinite, or a mixing weight is negative (except in the form "free").
 
-    Quantized weights and weights on the meta device are not checked. Negative mixing weights are allowed by
-    `mixing_form="free"`.
+    Quantized weights and weights on the meta device are not checked.
     """
     modules: list[tuple[str, Any]] = list(model.named_modules())
     for name, module in modules:

@@ -65,11 +65,7 @@ def class_names(family: Family) -> list[str]:
 
 
 def family_of_class(name: str) -> Family | None:
-    """Return the family of a model class, or None if it belongs to none.
-
-    Args:
-        name: Name of the class, with or without "MHLA" at its start, as in `config.json`.
-    """
+    """Return the family of a model class, named with or without "MHLA" at its start; None if it belongs to none."""
     return next((family for family in FAMILIES if name.removeprefix("MHLA") in class_names(family)), None)
 
 
@@ -102,10 +98,7 @@ def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
 
 @contextlib.contextmanager
 def recomputed_layers(model: nn.Module) -> Iterator[None]:
-    """Context manager that recomputes a model's decoder layers in the backward pass, in eval mode, too.
-
-    Gradient checkpointing of transformers works in training mode only.
-    """
+    """Recompute a model's decoder layers in the backward pass: transformers' checkpointing works in training mode only."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     previous_forwards = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
@@ -120,37 +113,21 @@ def recomputed_layers(model: nn.Module) -> Iterator[None]:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the name of the KV cache in calls and outputs of a model: "cache" or "past_key_values".
-
-    It depends on the release of transformers; 5.24 was the first with "cache".
-    """
+    """Return the name of the KV cache in calls and outputs: "cache" since transformers 5.24, or "past_key_values"."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def forward_cached(
     model: nn.Module, input_ids: torch.Tensor, cache: Cache | None = None, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """Run one forward pass with a KV cache.
-
-    Args:
-        model: The model.
-        input_ids: int64 [B, T].
-        cache: The cache to continue, or None to start one.
-        **kwargs: Further arguments of the model.
-
-    Returns:
-        The model's output and the cache after it.
-    """
+    """Run one forward pass with a KV cache, None to start one; return the model's output and the cache after it."""
     name = cache_argument(model)
     output = model(input_ids=input_ids, **{name: cache}, use_cache=True, **kwargs)
     return output, getattr(output, name)
 
 
 def find_cache(kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the argument that is a KV cache, or None.
-
-    It is found by its type, because the name differs between models and between releases.
-    """
+    """Return the name of the argument that is a KV cache, found by its type, because names differ; or None."""
     return next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
 
 
@@ -164,14 +141,9 @@ def refuse_paged_cache(kwargs: dict[str, Any]) -> None:
 
 
 def check_cache_arrived(query_length: int, key_length: int, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if keys of the past or a KV cache were passed to an MHLA attention function by the base.
+    """Raise ValueError if the base passed keys of the past or a KV cache to an MHLA attention function.
 
     A release of transformers that passes caches in a new way would otherwise make MHLA layers ignore the past silently.
-
-    Args:
-        query_length: Number of queries.
-        key_length: Number of keys; more than queries if they include the past.
-        kwargs: Arguments of the attention function.
     """
     if query_length != key_length or find_cache(kwargs) is not None:
         tested = " to ".join(TESTED_TRANSFORMERS)

@@ -33,12 +33,7 @@ Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tens
 
 
 class OutputNorm(nn.Module):
-    """RMSNorm over the output of each head, with one weight [V] for all heads (paper section 4.1).
-
-    Args:
-        value_dim: Width V of a head's output.
-        eps: Added to the mean square.
-    """
+    """RMSNorm over the output of each head, with one weight [V] for all heads (paper section 4.1)."""
 
     def __init__(self, value_dim: int, eps: float):
         super().__init__()
@@ -69,7 +64,6 @@ class OutputGate(nn.Linear):
         return {"weight": torch.zeros(self.weight.shape), "bias": torch.full(self.bias.shape, OPEN_GATE_BIAS)}
 
     def reset_parameters(self) -> None:
-        """Set all parameters to their initial values."""
         for name, value in self.initial_values().items():
             self.get_parameter(name).data.copy_(value)
 
@@ -85,17 +79,9 @@ def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tu
 
 
 def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """Compute how to move tokens so that the padding of each row comes before all of its real tokens.
+    """Return source and inverse, int64 [B, T], which move padding before a row's real tokens and back, and starts [B].
 
-    Padding in the middle or at the end of a row then does not count as a position.
-
-    Args:
-        key_mask: bool [B, T], False for padding.
-
-    Returns:
-        source: int64 [B, T], the index of the token that moves to each place; None if T is 1, where nothing moves.
-        inverse: int64 [B, T], the inverse permutation, which moves tokens back; None if T is 1.
-        starts: int64 [B], the place at which the real tokens of each row begin.
+    Padding in the middle or at the end of a row then does not count as a position. For one token both are None.
     """
     starts = key_mask.shape[1] - key_mask.sum(1)
     if key_mask.shape[1] == 1:
@@ -105,15 +91,12 @@ def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
 
 
 def move_tokens(x: torch.Tensor, source: torch.Tensor | None, inverse: torch.Tensor | None) -> torch.Tensor:
-    """Apply `MoveTokens` to x [B, T, H, K] with the result of `padding_first`; return x itself if `source` is None."""
+    """Apply `MoveTokens` to x [B, T, H, K] with the result of `padding_first`."""
     return x if source is None else MoveTokens.apply(x, source, inverse)
 
 
 def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
-    """Refuse gradients through a cache that holds tokens: raise ValueError in training mode, warn in eval mode.
-
-    Do nothing if no tensor requires a gradient, or under `torch.no_grad()`.
-    """
+    """Refuse gradients through a cache that holds tokens: raise ValueError in training mode, warn in eval mode."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         expected = "torch.no_grad() or use_cache=False: no gradient flows through an MHLA cache"
         message = f"past_key_values: got a cache that holds tokens, expected {expected}."
@@ -175,26 +158,11 @@ class MHLACore(nn.Module):
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
 
     def prepare_operands(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        key_mask: torch.Tensor | None,
-        rotate: Rotation | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, rotate: Rotation | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Prepare the arguments of `mhla`: zero padding, apply the feature maps, and rotate.
+        """Return the first three arguments of `mhla` and a dict of others: padding is zero, q and k are mapped and rotated.
 
-        Args:
-            q, k, v, key_mask: As in `MHLA.forward`.
-            rotate: Rotary embedding, applied before or after the feature maps (`settings.rope`); None if q and k are
-                rotated already, or never.
-
-        Returns:
-            q: F features per query, [B, T, H, F], in v's dtype, like all features. (Under autocast, a rotation gives fp32.)
-            k: Features of the keys, [B, T, G, F].
-            v: [B, T, G, V], zero where it is padding.
-            options: Keyword arguments of `mhla`: `normalize`, `unrounded`, and, if they differ from q and k, `q_den` and
-                `k_den`.
+        Features get v's dtype: under autocast, a rotation gives fp32.
         """
         if rotate is not None and self.settings.rope == "before":
             q, k = rotate(q, k)
@@ -211,16 +179,7 @@ class MHLACore(nn.Module):
         return q.to(v.dtype), k.to(v.dtype), v, options
 
     def finish_output(self, o: torch.Tensor, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Apply the output norm and the gate.
-
-        Args:
-            o: [B, T, H, V], the output of the attention.
-            hidden_states: [B, T, hidden_size], which the gate reads; may be None without a gate.
-            dtype: Dtype of the result.
-
-        Returns:
-            [B, T, H, V].
-        """
+        """Apply the output norm and the gate to o [B, T, H, V]; the gate reads the layer's input, [B, T, hidden_size]."""
         if self.settings.output_norm:
             o = self.norm(o)
         o = o.to(dtype)

@@ -21,18 +21,8 @@ class DecayMixing(nn.Module):
         weight: [H, R], logits; their softmax over R gives the weights of the decays.
         rate: [G, R - 1], logits of the decay factors lambda = sigmoid(rate) of all decays but the first, whose lambda is
             fixed at 1. With `free_decay`, [G, R], for all decays. Absent if it would be empty.
-        balance: [H], see `local_attention`; only with an initial balance.
+        balance: [H], see `local_attention`; trained even without `learn`. Absent without an initial balance.
         power: [H], see `Decays`; only with `length_power`.
-
-    Args:
-        num_heads: Number of query heads, H.
-        num_kv_heads: Number of KV heads, G.
-        num_decays: Number of decays, R.
-        balance: Initial balance; None without a local softmax.
-        learn: Whether weights, rates, and power are trained. Otherwise they keep their initial values, and all decays but
-            the first have practically no weight. The balance is always trained.
-        free_decay: Whether lambda of the first decay is learned, too.
-        length_power: Whether the far part is scaled by a learned power of the number of far blocks.
     """
 
     by_head = True  # see `FeatureMap.by_head`
@@ -86,11 +76,7 @@ class DecayMixing(nn.Module):
         return values
 
     def forward(self, heads: HeadSplit | None = None) -> tuple[Decays, torch.Tensor | None]:
-        """Return the decays, and the balance [H] (None without a local softmax), in fp32.
-
-        Args:
-            heads: Which heads are MHLA, to return the values of only these; None for all heads.
-        """
+        """Return the decays and the balance [H] (None without a local softmax), in fp32; with `heads`, of the MHLA heads."""
         if self.num_decays > self.num_fixed:
             log_rate = F.pad(F.logsigmoid(self.rate.float()), (self.num_fixed, 0))
         else:  # tensor parallelism may have left fewer than `num_kv_heads`
@@ -108,11 +94,9 @@ class DecayMixing(nn.Module):
 
     @torch.inference_mode(False)
     def pack(self, decays: Decays, balance: torch.Tensor | None) -> torch.Tensor:
-        """Pack the result of `forward` into a single tensor without gradient, for a cache.
+        """Pack the result of `forward` into one tensor without gradient, for a cache: fp32 [H, 2 * R + (0 to 2)].
 
-        Returns:
-            fp32 [H, 2 * R + (0 to 2)]: weights, log rates repeated for query heads, then power and balance if they exist. H
-            is the number of query heads in the result of `forward`.
+        Columns are weights, log rates repeated for query heads, then power and balance if they exist.
         """
         log_rate = decays.log_rate.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
         columns = [x[:, None] for x in (decays.power, balance) if x is not None]
@@ -121,8 +105,8 @@ class DecayMixing(nn.Module):
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
         """Undo `pack`: return the decays and the balance (None without a local softmax)."""
         count = self.num_decays
-        share = self.num_heads // self.num_kv_heads
+        queries_per_kv = self.num_heads // self.num_kv_heads
         weight = packed[:, :count]
-        log_rate = packed[::share, count : 2 * count]
+        log_rate = packed[::queries_per_kv, count : 2 * count]
         power = packed[:, 2 * count] if hasattr(self, "power") else None
         return Decays(weight, log_rate, power), None if self.initial_balance is None else packed[:, -1]

@@ -17,10 +17,7 @@ MAX_EXPONENT = 6.0  # of the "exp" map
 class FeatureMap(nn.Module):
     """Maps queries or keys [B, T, H, K] to features [B, T, H, F]; F is 2 * K for "hedgehog" and K for the other kinds.
 
-    Args:
-        kind: "relu", "plain_relu", "elu", "identity", "hedgehog", "softmax" or "exp"; see `MHLASettings.feature_map`.
-        num_heads: Number of heads, H; learned maps have a weight matrix W for each.
-        head_dim: Width of the input, K.
+    Learned maps ("hedgehog", "softmax", "exp") have a weight matrix for each head; see `MHLASettings.feature_map`.
     """
 
     by_head = True  # parameters have the heads as their first axis, along which tensor parallelism splits them
@@ -52,15 +49,7 @@ class FeatureMap(nn.Module):
         return values
 
     def forward(self, x: torch.Tensor, heads: HeadSplit | None = None) -> torch.Tensor:
-        """Compute features.
-
-        Args:
-            x: [B, T, H, K]; with `heads`, only the MHLA heads.
-            heads: Which of the H heads are MHLA; None if all are.
-
-        Returns:
-            [B, T, H, F] with as many heads as x, in x's dtype.
-        """
+        """Compute features in x's dtype; `heads` tells which heads x has in a layer that keeps softmax in the others."""
         if self.kind in RELU_EPS:
             return torch.relu(x) + RELU_EPS[self.kind] if RELU_EPS[self.kind] else torch.relu(x)
         if self.kind == "elu":

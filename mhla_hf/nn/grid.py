@@ -21,17 +21,10 @@ from .settings import MHLASettings
 
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, distance: int = 1) -> torch.Tensor:
-    """Apply a rotary embedding to pairs of channels, in fp32.
+    """Apply a rotary embedding to pairs of channels of x [B, T, H, K], in fp32.
 
-    Args:
-        x: [B, T, H, K].
-        cos, sin: [.., T, 1, K] or [.., T, H, K], with every number twice, once for each channel of a pair; or one number
-            for all pairs, [.., T, 1, 1].
-        distance: Distance of the two channels of a pair: 1 for neighbors, K / 2 for the halves of a head. Twice the
-            distance must divide K.
-
-    Returns:
-        [B, T, H, K] in x's dtype.
+    `cos` and `sin` are [.., T, 1 or H, K], with every number once per channel of its pair, or [.., T, 1, 1]. `distance` is
+    that of the two channels of a pair: 1 for neighbors, K / 2 for the halves of a head.
     """
     first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)  # [B, T, H, K / (2 * distance), distance]
     turned = torch.stack([-second, first], dim=-2).flatten(-3)
@@ -39,11 +32,7 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, distance
 
 
 def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
-    """Compute which share of each of `num_new` equal parts of an axis lies in each of its `num_old` equal parts.
-
-    Returns:
-        fp32 [num_new, num_old]; rows sum to 1.
-    """
+    """Return what fraction of each of `num_new` equal parts of an axis lies in each of `num_old`; rows sum to one."""
     starts = torch.arange(num_new, dtype=torch.float32) / num_new
     size = 1.0 / num_new
     edges = torch.arange(num_old + 1, dtype=torch.float32) / num_old
@@ -54,11 +43,7 @@ def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
 
 
 def grid_distances(layout: Sequence[int]) -> torch.Tensor:
-    """Compute the Euclidean distances between the blocks of a grid, fp32 [M, M] (paper section 4.2).
-
-    Args:
-        layout: Number of blocks along each axis.
-    """
+    """Compute the Euclidean distances between the blocks of a grid, fp32 [M, M] (paper section 4.2)."""
     axes = [torch.arange(count, dtype=torch.float32, device="cpu") for count in layout]
     positions = torch.cartesian_prod(*axes).view(-1, len(axes))
     return (positions[:, None] - positions).square().sum(-1).sqrt()
@@ -67,16 +52,8 @@ def grid_distances(layout: Sequence[int]) -> torch.Tensor:
 class GridMixing(Mixing):
     """A learned mixing matrix over the blocks of a grid, computed in fp32 whatever the model's dtype (paper section 4.2).
 
-    The parameter `weight` is [M, M], or [H, M, M] with one matrix per head. M is the product of `layout`, plus one if there
-    are prefix tokens.
-
-    Args:
-        layout: Number of blocks along each axis.
-        num_heads: As in `Mixing`.
-        prefix: Whether class or register tokens come before the grid, in a block of their own. Initially, the weights
-            between this block and the others are those of an average block.
-        **choices: `start`, `form`, and `learn` of `Mixing`. "locality" weights fall with the distance in the grid, nearly to
-            zero at the largest distance.
+    M is the number of blocks, plus one if there are prefix tokens, which have a block of their own; initially, its weights
+    are those of an average block.
     """
 
     def __init__(self, layout: Sequence[int], num_heads: int | None = None, *, prefix: bool = False, **choices: Any):
@@ -98,16 +75,9 @@ class GridMixing(Mixing):
         return {"weight": (start.log() if self.form == "softmax" else start).expand(self.weight.shape)}
 
     def forward(self, counts: Sequence[int]) -> torch.Tensor:  # type: ignore[override]  # a count for every axis
-        """Compute the weights between the blocks of a grid.
+        """Compute the weights, fp32 [M', M'] or [H, M', M'], between the blocks of a grid with `counts` blocks on each axis.
 
-        If an axis has fewer blocks than in `layout`, each of its blocks covers several blocks of the layout, and rows and
-        columns of the matrix are averaged over these.
-
-        Args:
-            counts: Number of blocks along each axis of the input.
-
-        Returns:
-            fp32 [M', M'] or [H, M', M'], where M' is the number of blocks of the input, the prefix block included.
+        If an axis has fewer blocks than in the layout, rows and columns are averaged over the blocks that each one covers.
         """
         weight = self.weight.float()
         weight = weight.softmax(-1) if self.form == "softmax" else weight * 1.0
@@ -126,13 +96,7 @@ class GridMixing(Mixing):
 
 
 class GridConv(nn.Module):
-    """A depthwise convolution of tokens over their grid.
-
-    Args:
-        channels: Number of channels.
-        kernel: Kernel size along every axis; odd.
-        axes: Number of axes, 1 to 3.
-    """
+    """A depthwise convolution of tokens over their grid, with an odd kernel size."""
 
     def __init__(self, channels: int, kernel: int, axes: int = 2):
         super().__init__()
@@ -140,15 +104,7 @@ class GridConv(nn.Module):
         self.conv = conv_class(channels, channels, kernel, padding=kernel // 2, groups=channels)
 
     def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-        """Convolve the tokens of a grid.
-
-        Args:
-            x: [B, T, C] or [B, T, H, V] with C = H * V channels; tokens in row-major order.
-            grid: Number of tokens along each axis.
-
-        Returns:
-            A tensor of the shape of x.
-        """
+        """Convolve tokens [B, T, C] or [B, T, H, V], in row-major order, over a grid."""
         # contiguous: PyTorch 2.13 gives wrong gradients for 3 axes in bf16 on CPUs otherwise
         channels_first = x.flatten(2).mT.contiguous()
         return self.conv(channels_first.unflatten(2, tuple(grid))).flatten(2).mT.reshape(x.shape)

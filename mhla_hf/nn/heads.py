@@ -11,10 +11,6 @@ class HeadSplit:
     Query heads go with the KV head that they read. Tensors are sliced rather than indexed: no index has to be moved to a
     device, and a single run of heads is a view.
 
-    Args:
-        softmax_heads: The KV heads that keep softmax.
-        num_kv_heads: The number of KV heads of the layer, G.
-
     Attributes:
         counts: The number of KV heads that keep softmax (key True) and that are MHLA (key False).
         runs: Runs of consecutive KV heads that all keep softmax or are all MHLA, each as (first KV head, one past the last,
@@ -34,19 +30,10 @@ class HeadSplit:
                 first = end
 
     def part(self, x: torch.Tensor, softmax: bool, dim: int) -> torch.Tensor:
-        """Return the softmax heads or the MHLA heads of a tensor.
-
-        Args:
-            x: A tensor with the G KV heads, or their H query heads, along `dim`.
-            softmax: True for the softmax heads, False for the MHLA heads.
-            dim: The axis of the heads.
-
-        Returns:
-            A tensor with fewer heads along `dim`; a view if they are consecutive.
-        """
-        share = x.shape[dim] // self.num_kv_heads
+        """Return the softmax heads or the MHLA heads of a tensor with G KV heads or H query heads along `dim`."""
+        queries_per_kv = x.shape[dim] // self.num_kv_heads
         parts = [
-            x.narrow(dim, first * share, (end - first) * share)
+            x.narrow(dim, first * queries_per_kv, (end - first) * queries_per_kv)
             for first, end, is_softmax in self.runs
             if is_softmax == softmax
         ]

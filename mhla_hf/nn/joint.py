@@ -36,13 +36,8 @@ WIDTH_STEP = 8  # fused attention kernels take heads whose width is a multiple o
 class TextTokens(NamedTuple):
     """Heads of the S tokens of a text, rotated if the model rotates them, and what is hidden from whom.
 
-    Args:
-        q: [B, S, H, K].
-        k: [B, S, H, K].
-        v: [B, S, H, V].
-        mask: Which text tokens the queries of the grid see, [B, 1, 1, S]: bool, or what is added to their scores; None for
-            all.
-        full_mask: The same for the queries of the text and all keys, those of the text first, [B, 1, S or 1, S + T].
+    `mask` [B, 1, 1, S] is bool or added to the scores of the queries of the grid. `full_mask` [B, 1, 1 or S, S + T] is the
+    same for the queries of the text and all keys, those of the text first.
     """
 
     q: torch.Tensor
@@ -55,22 +50,14 @@ class TextTokens(NamedTuple):
 def softmax_beside_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute softmax attention over the keys and one more key, which has a score z' for each query.
+    """Compute softmax attention over keys [B, S, H, K] and one more key, with a score z' for each query [B, T, H, K + 1].
 
-    The weight of the additional key relates the scale of the softmax to that of other weights, which is what the log-sum-exp
-    is otherwise needed for. It comes out of the same fused kernel, with gradients, as two further columns of v: one sums the
-    weights of the keys, the other has that of the additional key. With the log of the sum of the other weights as z', the
-    results lose only what is small beside the others, also in fp16.
+    The last channel of q is z' * sqrt(K). The mask is [B, 1, 1, at most S]. With weights e^z / (sum e^z + e^z'), this
+    returns the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the additional key's weight.
 
-    Args:
-        q: [B, T, H, K + 1]; the last channel is z' * sqrt(K).
-        k: [B, S, H, K].
-        v: [B, S, H, V].
-        mask: [B, 1, 1, at most S]: bool, or what is added to the scores of the first keys; None to use all keys.
-
-    Returns:
-        With weights e^z / (sum e^z + e^z'): the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and
-        the weight of the additional key [B, T, H, 1].
+    That weight relates the scale of the softmax to that of other weights, which is what the log-sum-exp is otherwise
+    needed for. It comes out of the same fused kernel, with gradients, as two further columns of v. With the log of the sum
+    of the other weights as z', the results lose only what is small beside the others, also in fp16.
     """
     num_keys, key_width, value_width = k.shape[1], k.shape[3], v.shape[3]
     width = -(-max(key_width + 1, value_width + 2) // WIDTH_STEP) * WIDTH_STEP
@@ -99,12 +86,7 @@ def split_grids(grid: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def near_blocks(counts: Sequence[int], window: int) -> list[list[int]]:
-    """List, for each block of a grid, the blocks that are fewer than `window` blocks from it along every axis.
-
-    Args:
-        counts: Number of blocks along each axis.
-        window: At least 1; a block itself is always in its list.
-    """
+    """List, for each block of a grid, the blocks that are fewer than `window` blocks from it along every axis."""
     lists = []
     for place in product(*(range(count) for count in counts)):
         near = [0]
@@ -125,16 +107,7 @@ def far_block_mask(counts: Sequence[int], window: int, device: torch.device) -> 
 
 
 class JointMixing(GridMixing):
-    """Mixing over the blocks of a grid, and the balance of MHLA relative to softmax.
-
-    The parameter `balance` is [H], the log of the factor that brings MHLA weights to the scale of e^score.
-
-    Args:
-        layout: Number of blocks along each axis.
-        balance: Its initial value.
-        all_heads: Number of heads H.
-        **choices: The other arguments of `GridMixing`.
-    """
+    """Mixing over the blocks of a grid, and `balance` [H], the log of what brings MHLA weights to the scale of e^score."""
 
     def __init__(self, layout: Sequence[int], *, balance: float, all_heads: int, **choices: Any):
         self.initial_balance, self.all_heads = balance, all_heads
@@ -252,15 +225,7 @@ class JointMHLA(MHLACore):
     def attend_near(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: TextTokens, blocks: Blocks
     ) -> tuple[torch.Tensor, ...]:
-        """Compute the softmax part of the queries of the grid. See `forward` for the other arguments.
-
-        Args:
-            q: [B, T, H, K + 1], rotated, with the additional channel that `softmax_beside_key` reads.
-            k: [B, T, H, K], rotated.
-
-        Returns:
-            As `softmax_beside_key` does.
-        """
+        """Compute the softmax part of the queries of the grid, as `softmax_beside_key` does; q and k are rotated."""
         if self.settings.local is None:
             return softmax_beside_key(q, text.k, text.v, text.mask)
         order = torch.argsort(blocks.index(q.device), stable=True)

@@ -42,13 +42,6 @@ class DecayCore(MHLACore):
 
     It has the parameters of all heads, even if some of them keep softmax, so that these can be chosen after training.
 
-    Args:
-        settings: The settings, from which the core makes its own `DecayMixing`.
-        num_heads: Number of query heads, H.
-        num_kv_heads: Number of KV heads, G.
-        key_dim: Width K of q and k.
-        **widths: The other arguments of `MHLACore`.
-
     Attributes:
         heads: The `HeadSplit` of a layer in which some KV heads keep softmax, else None. `forward` then gets the MHLA heads
             only.
@@ -85,12 +78,7 @@ class DecayCore(MHLACore):
 
 
 class DecayMHLA(DecayCore):
-    """Causal attention whose far part is MHLA by decays (`ops/local.py` has the formula).
-
-    Args:
-        settings: The settings.
-        **widths: The other arguments of `DecayCore`.
-    """
+    """Causal attention whose far part is MHLA by decays (`ops/local.py` has the formula)."""
 
     causal = True
 
@@ -171,13 +159,9 @@ class DecayMHLA(DecayCore):
         return self.k_map(self.unrotate(k, cos_sin), self.heads)
 
     def read_mixing(self, cache: Any) -> tuple[Decays, torch.Tensor | None]:
-        """Return the decays and the balance (None without a local softmax) of the MHLA heads.
+        """Return the decays and the balance of the MHLA heads, from a cache that holds tokens or for a new one.
 
-        They are stored in a new cache (`cache.mixing`), and read from a cache that holds tokens. They are packed into one
-        tensor there, because every tensor that a compiled step reads costs time.
-
-        Args:
-            cache: The layer's `MHLACacheLayer`, or None.
+        The cache has them in one tensor, because every tensor that a compiled step reads costs time.
         """
         if cache is not None and cache.state is not None:
             return self.mixing.unpack(cache.mixing)
@@ -207,11 +191,7 @@ class DecayMHLA(DecayCore):
         starts: torch.Tensor | None,
         cos_sin: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute the outputs of new tokens, and add the tokens to `cache.state`, which is created if it is None.
-
-        See `continue_local` for the other arguments and the result. If the cache holds tokens and gradients are required,
-        this raises ValueError in training mode and warns in eval mode.
-        """
+        """Compute the outputs of new tokens, and add the tokens to `cache.state`; see `continue_local`."""
         fresh = cache.state is None
         if fresh:
             num_features = self.k_map.num_features
@@ -255,7 +235,13 @@ class TwoWayMHLA(DecayCore):
         """Attend to all real tokens of each row.
 
         Args:
-            q, k, v, hidden_states, starts, key_mask: As in `SequenceMHLA.forward`, for any number of tokens T.
+            q: [B, T, H, K].
+            k: [B, T, G, K].
+            v: [B, T, G, V].
+            hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
+            starts: int64 [B], index of the first real token of each row; needs key_mask, too. None if rows begin with a real
+                token.
+            key_mask: bool [B, T], False for padding.
             scale: Multiplier of q k^T in the softmax of the base model; None is K**-0.5.
 
         Returns:

@@ -12,31 +12,17 @@ MIN_INITIAL_WEIGHT = 1e-3
 
 
 def locality_weights(distances: torch.Tensor, max_distance: torch.Tensor | float) -> torch.Tensor:
-    """Compute initial weights that fall linearly with distance, 1 - distance / max_distance (paper section 4.2).
+    """Return initial weights [M, M] that fall linearly with distance, 1 - distance / max_distance (paper section 4.2).
 
-    Weights are at least `MIN_INITIAL_WEIGHT`, because a weight of exactly zero could not learn.
-
-    Args:
-        distances: [M, M], distances between blocks.
-        max_distance: The distance at which the weight would reach zero: a number, or [M, 1] for one per row.
-
-    Returns:
-        [M, M]; rows do not sum to one.
+    Rows do not sum to one. A weight of exactly zero could not learn, so all are at least `MIN_INITIAL_WEIGHT`.
     """
     return (1.0 - distances / max_distance).clamp_min(MIN_INITIAL_WEIGHT)
 
 
 def extend_causal(core: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Extend or cut a lower-triangular matrix to `num_blocks` rows and columns.
+    """Extend or cut a lower-triangular matrix [.., M, M] to `num_blocks` rows and columns.
 
-    The first M rows stay as they are. Further rows repeat the last one by distance, and continue it with a geometric tail.
-
-    Args:
-        core: [.., M, M].
-        num_blocks: Number of rows and columns of the result, n.
-
-    Returns:
-        [.., n, n].
+    Further rows repeat the last one by distance, and continue it with a geometric tail.
     """
     size = core.shape[-1]
     if num_blocks <= size:
@@ -60,18 +46,8 @@ def extend_causal(core: torch.Tensor, num_blocks: int) -> torch.Tensor:
 class Mixing(nn.Module):
     """A learned causal mixing matrix, computed in fp32 whatever the dtype of the model.
 
-    The parameter `weight` is [M, M], or [H, M, M] with one matrix per query head. It holds logits of a softmax over the
-    blocks that a query block may see ("softmax"), nonnegative weights ("direct"), or weights of any sign ("free").
-
-    Args:
-        num_blocks: Number of rows and columns, M.
-        num_heads: Number of query heads H for one matrix per head; None if all heads share one, as in the paper.
-        start: Initial weights: "locality" (1 - distance / M) or "uniform". Rows sum to one.
-        form: "softmax", "direct" or "free".
-        learn: Whether the matrix is trained.
-
-    Raises:
-        ValueError: If `form` is "decay".
+    `weight` is [M, M], or [H, M, M] with `num_heads` set. It holds logits of a softmax over the blocks that a query block
+    may see ("softmax"), nonnegative weights ("direct"), or weights of any sign ("free").
     """
 
     def __init__(
@@ -109,14 +85,7 @@ class Mixing(nn.Module):
         return {"weight": (start / start.sum(-1, keepdim=True)).expand(self.weight.shape)}
 
     def check_values(self, name: str) -> None:
-        """Check the weights; called after they were loaded.
-
-        Args:
-            name: The name of this module, for the error.
-
-        Raises:
-            ValueError: If a weight of the "direct" form is negative.
-        """
+        """Raise ValueError if a weight of the "direct" form is negative; called after weights were loaded."""
         if self.form == "direct" and not self.weight.is_meta and (self.weight < 0).any():
             raise ValueError(f"{name}.weight: got negative mixing weights, expected nonnegative ones.")
 

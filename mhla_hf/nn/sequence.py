@@ -19,10 +19,7 @@ from .settings import MHLASettings, check_settings
 class SequenceMHLA(MHLACore):
     """Bidirectional multi-head linear attention over sequences (paper sections 4.1 and 4.2).
 
-    Args:
-        settings: The settings. The core makes its own `GridMixing`, over `settings.num_blocks` blocks along one axis.
-        num_heads: Number of query heads, H.
-        **widths: The other arguments of `MHLACore`.
+    It mixes `settings.num_blocks` blocks along one axis by a `GridMixing`.
     """
 
     mixing: GridMixing
@@ -43,24 +40,9 @@ class SequenceMHLA(MHLACore):
         key_mask: torch.Tensor | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Attend to all real tokens of each row.
+        """Attend to all real tokens of each row; see `TwoWayMHLA.forward` for the arguments.
 
-        Args:
-            q: [B, T, H, K], T at most `num_blocks` blocks.
-            k: [B, T, G, K].
-            v: [B, T, G, V].
-            hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
-            starts: int64 [B], index of the first real token of each row; needs key_mask, too. None if rows begin with a real
-                token.
-            key_mask: bool [B, T], False for padding.
-            scale: The multiplier of q k^T in the base model. Ignored: it would cancel in the normalized form, and the other
-                form always takes K**-0.5.
-
-        Returns:
-            [B, T, H, V] in v's dtype.
-
-        Raises:
-            ValueError: If there are more tokens than the mixing matrix has blocks for.
+        The scale is ignored: it would cancel in the normalized form, and the other form always takes K**-0.5.
         """
         settings, length = self.settings, q.shape[1]
         blocks = Blocks.sequence(length, settings.block_size)

@@ -284,15 +284,10 @@ def check_settings(
     has_prefix: bool = False,
     joint: bool = False,
 ) -> None:
-    """Raise ValueError if settings do not suit a kind of model.
+    """Raise ValueError if settings, valid by themselves, do not suit a kind of model, which the error calls `model`.
 
-    Args:
-        settings: The settings, which are valid by themselves.
-        model: What the error calls the model.
-        both_ways: Whether it is a model of sequences in which every token sees all others.
-        axes: Number of axes of its grid of tokens; 0 for sequences.
-        has_prefix: Whether tokens may come before the grid, such as class tokens.
-        joint: Whether tokens of a text and of the grid share one attention.
+    `both_ways` is for sequences in which every token sees all others, `axes` the number of axes of a grid (0 for sequences),
+    `has_prefix` for tokens before the grid, `joint` for a text that shares one attention with the grid.
     """
     if settings.normalize == "official" and (not axes or has_prefix):
         reason = ", whose denominator has no class tokens" if axes else ""
@@ -317,7 +312,7 @@ def check_settings(
 
 
 def check_grid_settings(settings: MHLASettings, model: str, joint: bool) -> None:
-    """Raise ValueError if settings do not suit a model of a grid of tokens. See `check_settings` for the arguments."""
+    """Raise ValueError if settings do not suit a model of a grid of tokens; see `check_settings`."""
     values: dict[str, Any] = JOINT_VALUES if joint else {"local": None}
     for name, value in values.items():
         if getattr(settings, name) != value:

@@ -66,23 +66,23 @@ def test_every_bundle_stands_alone(bundles, tmp_path):
 
 def test_a_bundle_holds_nothing_of_other_models(bundles):
     """A language model has no grids, no vision and no other families; one of diffusers has no caches of decoders."""
-    other = {"local": ("MHLA", "Mixing", "mhla_step"), "dense": ("DecayMHLA", "DecayMixing", "local_attention")}
+    other = {"decay": ("MHLA", "Mixing", "mhla_step"), "matrix": ("DecayMHLA", "DecayMixing", "local_attention")}
     for form, words in other.items():
-        language = bundles[f"models.language.converted_{form}"]
+        language = bundles[f"models.converted:{form}_class"]
         for word in (*words, "GridMHLA", "PositionConv", "WanTransformer", "SanaTransformer", "ViTModel", "MHLAConfig"):
             assert not re.search(rf"(class|def) {word}\b", language), word
     encoder = "GridMHLA MHLA Mixer DecayMHLA LocalState continue_local attend_local GridConv mhla_step torch_step"
     encoder += " pass_padding GridCall"
     for word in (*encoder.split(), "MHLACacheLayer", "mhla_attention", "MHLAConfig", "WanTransformer", "ViTModel"):
-        assert not re.search(rf"(class|def) {word}\b", bundles["models.encoder.converted_encoder"]), word
+        assert not re.search(rf"(class|def) {word}\b", bundles["models.converted:encoder_class"]), word
     for word in ("MHLACacheLayer", "LlamaForCausalLM", "class MHLA(", "mhla_step("):
         assert word not in bundles["models.diffusion.converted_transformer"], word
 
 
 def test_it_has_the_name_that_its_library_wants(bundles):
-    assert make_source("models.language.converted_local") == (
+    assert make_source("models.converted:decay_class") == (
         "modeling_mhla.py",
-        bundles["models.language.converted_local"],
+        bundles["models.converted:decay_class"],
     )
     sha = check_bundle(bundles["models.diffusion.dit_transformer"])["sha256"]
     assert make_source("models.diffusion.dit_transformer")[0] == f"modeling_mhla_dit_{sha}.py"

@@ -42,9 +42,8 @@ def suites() -> dict[str, type]:
     from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor, random_attention_mask
 
     from mhla_hf.checkpoints.load import register_family
-    from mhla_hf.models.encoder import converted_encoder
+    from mhla_hf.models import converted
     from mhla_hf.models.families import CAUSAL, auto_class_of, family_of_type
-    from mhla_hf.models.language import converted
     from mhla_hf.models.language import language_model as language
     from mhla_hf.models.language.cache import MHLACacheLayer
     from mhla_hf.models.language.configuration import PAPER_SETTINGS
@@ -97,7 +96,7 @@ def suites() -> dict[str, type]:
         def get_config(self):
             mhla = {"block_size": 4, "num_blocks": 32, "layers": "2/3"}
             sizes = {**self.sizes(), "vocab_size": 99, "intermediate_size": 37, "max_position_embeddings": 128}
-            return converted_encoder.MHLABertConfig(**sizes, mhla=mhla)
+            return converted.MHLABertConfig(**sizes, mhla=mhla)
 
         def prepare_config_and_inputs_for_common(self):
             shape = [self.batch_size, self.seq_length]
@@ -117,7 +116,7 @@ def suites() -> dict[str, type]:
 
     class BertSuite(Suite, ModelTesterMixin, unittest.TestCase):
         ends = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-        all_model_classes = tuple(getattr(converted_encoder, f"MHLABert{end}") for end in ends)
+        all_model_classes = tuple(getattr(converted, f"MHLABert{end}") for end in ends)
 
         def setUp(self):
             register_family(family_of_type("bert"))
@@ -125,7 +124,7 @@ def suites() -> dict[str, type]:
             super().setUp()
 
         def test_config(self):
-            ConfigTester(self, config_class=converted_encoder.MHLABertConfig, hidden_size=32).run_common_tests()
+            ConfigTester(self, config_class=converted.MHLABertConfig, hidden_size=32).run_common_tests()
 
     class VisionSuite(Suite, ModelTesterMixin, unittest.TestCase):
         all_model_classes = (vision.MHLAVisionModel, vision.MHLAForImageClassification)

@@ -18,10 +18,7 @@ from ...ops.blocks import Blocks
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Sums a tensor over all processes and returns this process's part.
-
-    Called as `ReduceScatter.apply(x, group)`: x [P * N, ..] -> [N, ..], where P is the number of processes.
-    """
+    """Sums x [P * N, ..] over P processes and returns this process's part [N, ..]: `ReduceScatter.apply(x, group)`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -36,10 +33,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """Concatenates the tensors of all processes along the first axis, in the order of their ranks.
-
-    Called as `AllGather.apply(x, group)`: x [N, ..] -> [P * N, ..], where P is the number of processes.
-    """
+    """Concatenates x [N, ..] of P processes, in the order of their ranks, to [P * N, ..]: `AllGather.apply(x, group)`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -53,26 +47,16 @@ class AllGather(torch.autograd.Function):
         return ReduceScatter.apply(grad, ctx.group), None
 
 
-def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `sharded_mhla` that define which tokens this process has.
+def shard_of_grid(config: Any, grid: Any) -> dict[str, Any]:
+    """Return the arguments of `sharded_mhla` that define which tokens this process has.
 
     Shards have equal length. With diffusers' `ulysses_anything` or `ring_anything`, the first ones may be longer by one.
-
-    Args:
-        config: Parallel configuration of diffusers.
-        grid: Number of tokens per axis.
-
-    Returns:
-        A dict with "rank", "edges", and "add_up".
-
-    Raises:
-        ValueError: The number of processes does not divide the number of tokens, and unequal shards are not enabled.
     """
     parallel = config.context_parallel_config
     group = parallel._flattened_mesh.get_group()
     num_processes, num_tokens = dist.get_world_size(group), Blocks.grid(grid, [1] * len(grid)).length
     if num_tokens % num_processes and not (parallel.ulysses_anything or parallel.ring_anything):
-        got = f"{num_tokens} tokens, which {num_processes} processes cannot share equally"
+        got = f"{num_tokens} tokens, which cannot be split equally among {num_processes} processes"
         raise ValueError(f"hidden_states: got {got}; expected ContextParallelConfig(ulysses_anything=True).")
     size, num_longer = divmod(num_tokens, num_processes)
     return {
@@ -82,13 +66,10 @@ def share_of_grid(config: Any, grid: Any) -> dict[str, Any]:
     }
 
 
-class TokenShares:
+class TokenShards:
     """Selects this process's tokens for the blocks of Wan and restores the order of all tokens at the end, by forward hooks.
 
     It is an object rather than closures so that a copy of the model gets hooks with the state of the copy.
-
-    Args:
-        model: The transformer, with context parallelism enabled.
     """
 
     def __init__(self, model: Any):
@@ -107,8 +88,8 @@ class TokenShares:
 
     def local_tokens(self, x: torch.Tensor, grid: Any) -> torch.Tensor:
         """Select this process's T' of all T tokens: x [B, T, ..] -> [B, T', ..]."""
-        share = share_of_grid(self.config, grid)
-        first, end = share["edges"][share["rank"] :][:2]
+        shard = shard_of_grid(self.config, grid)
+        first, end = shard["edges"][shard["rank"] :][:2]
         return x.index_select(1, self.order(grid, x.device)[first:end])
 
     def before_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -23,11 +23,7 @@ from .transformer import MHLAProcessorsMixin, MHLATransformerMixin
 
 @functools.cache
 def derived_transformer(name: str) -> Any:
-    """Return the MHLA class of a transformer of diffusers, such as "MHLAWanTransformer3DModel", created on first use.
-
-    Raises:
-        AttributeError: No family of this module has such a class.
-    """
+    """Return the MHLA class of a transformer of diffusers, such as "MHLAWanTransformer3DModel", created on first use."""
     family = next((family for family in DIFFUSION if name in [f"MHLA{base}" for base in family.classes]), None)
     if family is None or family.entry != "models.diffusion.converted_transformer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")

@@ -20,13 +20,7 @@ from .processor import holds_mhla
 from .transformer import MHLATransformerMixin
 
 # Name -> depth, width, number of heads
-DIT_SIZES = {
-    "S": (12, 384, 6),
-    "B": (12, 768, 12),
-    "L": (24, 1024, 16),
-    "XL": (28, 1152, 16),
-    "DiG-XL": (28, 1152, 18),
-}
+DIT_SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16), "DiG-XL": (28, 1152, 18)}
 DIG_SETTINGS = {"gate": True, "output_norm": True, "normalize": False}
 
 
@@ -69,14 +63,7 @@ def become_dig_block(block: Any) -> None:
 
 
 def dit_preset(name: str) -> dict[str, Any]:
-    """Return the arguments of `MHLADiTTransformer2DModel` for a preset.
-
-    Args:
-        name: "DiT-" or "DiG-", followed by a size (S, B, L, XL) and a patch size (/2, /4, /8), such as "DiT-S/2".
-
-    Raises:
-        ValueError: There is no such preset.
-    """
+    """Return the arguments of a model for "DiT-" or "DiG-", a size (S, B, L, XL), and a patch size: "DiT-S/2"."""
     match = re.fullmatch(r"(DiT|DiG)-(S|B|L|XL)/([248])", name)
     if match is None:
         expected = "DiT- or DiG-, S, B, L or XL and /2, /4 or /8, such as 'DiT-S/2'"
@@ -116,13 +103,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
     _no_split_modules = ["BasicTransformerBlock", "DiGBlock"]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Set MHLA processors as the base does, and apply this model's additional constructor arguments, in place.
-
-        With `shared_embeddings`, a `state_dict` hook is registered that copies the shared embedding for every block.
-
-        Args:
-            settings: The settings, with `layers` as a list of indices.
-        """
+        """Set MHLA processors as the base does, and apply this model's additional constructor arguments, in place."""
         for block in self.transformer_blocks if self.config.get("dig_block", False) else ():
             become_dig_block(block)
         if self.config.get("shared_embeddings", False):
@@ -197,11 +178,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         nn.init.zeros_(self.proj_out_2.weight)
 
     def token_grid(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple[int, ...]:
-        """Compute the number of rows and columns of tokens for latents [B, C, height, width]; see the base class.
-
-        Raises:
-            ValueError: The latents are invalid, or the grid is not square; diffusers' DiT assumes a square.
-        """
+        """Return rows and columns of tokens; raise ValueError unless they are a square, as diffusers' DiT assumes."""
         grid = super().token_grid(hidden_states, **arguments)
         if grid[0] != grid[1]:
             raise ValueError(f"hidden_states: got a grid of {grid}, expected a square, as diffusers' DiT makes of it.")
@@ -209,7 +186,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
 
 
 def _copy_embeddings(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Give every block of a state dict a copy of the shared embedding, in place; safetensors cannot save shared memory.
+    """Give every block of a state dict a copy of the shared embedding: safetensors cannot save shared memory.
 
     This is a post-hook of `state_dict`. With `keep_vars=True` the values are parameters, which stay shared.
     """

@@ -24,10 +24,7 @@ class AttentionParts(NamedTuple):
     """The modules of a self-attention, whose names differ among the transformers of diffusers.
 
     Attributes:
-        to_q, to_k, to_v: Projections.
-        norm_q, norm_k: Norms of q and k, or None.
         outputs: Modules that the output of the attention goes through, in order.
-        num_heads: Number of heads.
         fused: Name of the projection that diffusers uses instead of the three after `fuse_qkv_projections`.
     """
 
@@ -42,12 +39,7 @@ class AttentionParts(NamedTuple):
 
 
 def attention_parts(attn: Any, text: bool = False) -> AttentionParts:
-    """Return the modules of a self-attention by their roles.
-
-    Args:
-        attn: Attention module.
-        text: Whether to return those of the text, which has projections of its own in some layers.
-    """
+    """Return the modules of a self-attention by their roles; `text` for those of the text where it has its own."""
     if text and getattr(attn, "add_q_proj", None) is not None:
         inputs = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
         output = getattr(attn, "to_add_out", None)  # the last layer may drop the text
@@ -91,17 +83,7 @@ def find_self_attentions(model: Any) -> list[Any]:
 def project_heads(
     attn: Any, hidden_states: torch.Tensor, head_norm: bool, text: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Project the input of a self-attention to q, k, and v, and apply its norms.
-
-    Args:
-        attn: Attention module.
-        hidden_states: [B, T, C].
-        head_norm: Whether the norms apply to each head, not to all channels at once.
-        text: As in `attention_parts`.
-
-    Returns:
-        q [B, T, H, K], k [B, T, H, K], and v [B, T, H, V].
-    """
+    """Project [B, T, C] to normed q, k, and v [B, T, H, K or V]. With `head_norm`, norms apply to each head by itself."""
     parts = attention_parts(attn, text)
     projections = (parts.to_q, parts.to_k, parts.to_v)
     if getattr(attn, "fused_projections", False):
@@ -132,10 +114,8 @@ def read_halves(rotary: Any, num_heads: int) -> RotaryAngles:
 def read_joined_heads(rotary: Any, num_heads: int) -> RotaryAngles:
     """Read the embeddings of LTX, whose angles differ from head to head.
 
-    Args:
-        rotary: Cosines and sines, [B, T, H * K] each for pairs of neighboring channels, or, as in LTX-2 with
-            `rope_type="split"`, [B, H, T, K / 2] each for pairs across the halves of a head.
-        num_heads: Number of heads H.
+    Cosines and sines are [B, T, H * K] for pairs of neighboring channels, or, as in LTX-2 with `rope_type="split"`,
+    [B, H, T, K / 2] for pairs across the halves of a head.
     """
     cos, sin = rotary
     if cos.ndim == 4:
@@ -152,11 +132,9 @@ def read_half_heads(rotary: Any, num_heads: int) -> RotaryAngles:
 
 
 def read_axes(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read the embeddings of Allegro, in which each third of a head is rotated by the position along one axis.
+    """Read the embeddings of Allegro: cosines and sines [positions, K / 3] of each axis, and the tokens' positions [1, T].
 
-    Args:
-        rotary: Cosines and sines [positions, K / 3] of each axis, and the positions [1, T] of the tokens along each axis.
-        num_heads: Not used.
+    Each third of a head is rotated by the position along one axis.
     """
     tables, positions = rotary
     cos, sin = (
@@ -167,10 +145,7 @@ def read_axes(rotary: Any, num_heads: int) -> RotaryAngles:
 
 
 def read_matrices(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read rotation matrices [.., T, 1, K / 2 or 1, 2, 2] for pairs of neighboring channels (Kandinsky).
-
-    One matrix turns all pairs of a head.
-    """
+    """Read matrices [.., T, 1, K / 2 or 1, 2, 2] that rotate pairs of neighboring channels; one may turn all (Kandinsky)."""
     cos, sin = rotary[..., 0, 0], rotary[..., 1, 0]
     if cos.shape[-1] > 1:
         cos, sin = (x.repeat_interleave(2, dim=-1) for x in (cos, sin))
@@ -202,17 +177,9 @@ ROTARY_FORMS = {
 
 
 def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ...]:
-    """Compute the grid of an image from the positions of its tokens, the second column its rows (Flux).
+    """Return rows and columns of an image from the positions [T or B, T, 3 or 4] of its tokens (Flux); column 1 has the row.
 
-    Args:
-        positions: Int or float [T, 3 or 4] or [B, T, 3 or 4]; of several images, one after the other.
-        num_tokens: Number of tokens T.
-
-    Returns:
-        Rows and columns; of several images, as for editing, a tuple of these for each.
-
-    Raises:
-        ValueError: They are not those of images in row-major order, each from (0, 0) on.
+    Of several images, as for editing, a tuple for each. They are in row-major order, each from (0, 0) on.
     """
     places = positions.reshape(-1, num_tokens, positions.shape[-1])[0, :, 1:3].long().cpu()
     first_tokens = (places == 0).all(-1).nonzero().flatten().tolist()
@@ -226,17 +193,9 @@ def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ..
 
 
 def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[Any, ...]:
-    """Compute the grid of an image from the sizes that Qwen-Image gets.
+    """Return the grid as `grid_of_positions` does, from Qwen-Image's (frames, rows, columns); frames count as rows.
 
-    Args:
-        shapes: (frames, rows, columns) of each image, in a list for each row of the batch if a row may have several images.
-        num_tokens: Number of tokens T of a row.
-
-    Returns:
-        As `grid_of_positions`; frames count as rows.
-
-    Raises:
-        ValueError: They are not those of T tokens, or not the same in all rows.
+    There is a list for each row of the batch if a row may have several images.
     """
     first = shapes[0] if isinstance(shapes[0], list) else [shapes[0]]
     grids = tuple((frames * height, width) for frames, height, width in first)
@@ -250,17 +209,9 @@ POSITION_FORMS = {"img_ids": grid_of_positions, "img_shapes": grid_of_shapes}
 
 
 def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Compute the number of tokens along each axis of the grid; of several images, a tuple for each.
+    """Return the number of tokens along each axis of the grid; of several images, a tuple for each.
 
-    Args:
-        kind: The kind of the family.
-        config: Configuration of the transformer.
-        latents: Its input, [B, ..] with the axes that `kind.latents` names.
-        arguments: The other arguments of its forward.
-
-    Raises:
-        ValueError: The latents do not have these axes or the model's number of channels, or an argument that has the size
-            of the grid is missing.
+    `latents` have the axes that `kind.latents` names, `arguments` are the others of the transformer's forward.
     """
     if kind.positions:
         form: Any = POSITION_FORMS[kind.positions]

@@ -14,10 +14,7 @@ ProjectedHeads = tuple[torch.Tensor, ...]  # q, k, and v
 
 
 class TextGridAttnProcessor(GridAttnProcessor):
-    """Base class of attention processors that compute joint attention, with MHLA among the tokens of the grid (`JointMHLA`).
-
-    See `GridAttnProcessor` for arguments.
-    """
+    """Base class of processors that compute joint attention, with MHLA among the tokens of the grid (`JointMHLA`)."""
 
     def count_text(self, num_tokens: int) -> int:
         """Return the number of text tokens in one sequence of text and grid; raise ValueError if the grid is larger."""
@@ -35,18 +32,10 @@ class TextGridAttnProcessor(GridAttnProcessor):
         rotary_emb: Any,
         hidden_states: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate and attend.
+        """Rotate and attend; return the outputs of the grid [B, T, H * V] and of the text [B, S, H * V].
 
-        Args:
-            heads: q, k, and v of the grid, [B, T, H, K].
-            text_heads: Those of the text, [B, S, H, K].
-            mask: Which tokens are keys, in one of the forms that `text_masks` reads; None if all are.
-            rotary_emb: The rotary embedding as the base gives it to its attention (see `ROTARY_FORMS`), of the text and
-                then the grid, or of the grid alone; None if there is none.
-            hidden_states: [B, T, C], the input of the layer for the tokens of the grid.
-
-        Returns:
-            The outputs of the grid [B, T, H * V] and of the text [B, S, H * V].
+        `mask` has a form that `text_masks` reads. `rotary_emb` (see `ROTARY_FORMS`) is that of the text and then the grid,
+        or of the grid alone; None if there is none.
         """
         text_q, text_k, text_v = text_heads
         num_grid, num_text = hidden_states.shape[1], text_q.shape[1]
@@ -82,11 +71,7 @@ class JointAttnProcessor(TextGridAttnProcessor):
         encoder_hidden_states_mask: torch.Tensor | None = None,
         ip_hidden_states: Any = None,
     ) -> Any:
-        """Call `forward`. The signature is spelled out because diffusers passes only the arguments that it finds here.
-
-        Raises:
-            ValueError: There are image prompts (`ip_hidden_states`), which the processors of IP-Adapter attend to.
-        """
+        """Call `forward`. The signature is spelled out because diffusers passes only the arguments that it finds here."""
         if ip_hidden_states is not None:
             raise ValueError("ip_hidden_states: got image prompts, expected None: MHLA layers have no IP-Adapter.")
         mask = attention_mask if encoder_hidden_states_mask is None else encoder_hidden_states_mask
@@ -100,22 +85,9 @@ class JointAttnProcessor(TextGridAttnProcessor):
         attention_mask: torch.Tensor | None = None,
         rotary_emb: Any = None,
     ) -> Any:
-        """Attend over the text and the whole grid.
+        """Attend over the text [B, S, C'] and the grid [B, T, C], which come and return as a pair or in one sequence.
 
-        Args:
-            attn: Attention module of the base, which holds the projections, with `add_q_proj` and others for the text
-                where text has its own.
-            hidden_states: [B, T, C], the tokens of the grid; if encoder_hidden_states is None, those of the text and of
-                the grid in one sequence.
-            encoder_hidden_states: [B, S, C'], the tokens of the text.
-            attention_mask, rotary_emb: As in `attend`.
-
-        Returns:
-            The outputs of the grid and of the text as a pair, or as one sequence, as they came in.
-
-        Raises:
-            ValueError: No forward pass of the whole transformer is running, so that the grid is unknown, or the tokens are
-                not those of its grid.
+        `attn` has the projections, and `add_q_proj` and others if those of the text are its own.
         """
         self.state.current_grid()  # without one, nothing is computed
         is_single = encoder_hidden_states is None
@@ -133,10 +105,7 @@ class JointAttnProcessor(TextGridAttnProcessor):
 
 
 class FusedJointAttnProcessor(TextGridAttnProcessor):
-    """Attention processor of layers that project q, k, v, and the MLP at once (the single blocks of Flux 2).
-
-    See `GridAttnProcessor` for arguments.
-    """
+    """Processor of layers that project q, k, v, and the MLP at once (the single blocks of Flux 2)."""
 
     @allow_base_attention
     def __call__(
@@ -150,25 +119,9 @@ class FusedJointAttnProcessor(TextGridAttnProcessor):
         return super().__call__(attn, hidden_states, attention_mask, image_rotary_emb)
 
     def forward(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        rotary_emb: Any = None,
+        self, attn: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, rotary_emb: Any = None
     ) -> torch.Tensor:
-        """Attend over the text and the whole grid, and apply the MLP.
-
-        Args:
-            attn: Attention module of the base.
-            hidden_states: [B, S + T, C], the tokens of the text and of the grid.
-            attention_mask, rotary_emb: As in `JointAttnProcessor.forward`.
-
-        Returns:
-            [B, S + T, C].
-
-        Raises:
-            ValueError: As in `JointAttnProcessor.forward`.
-        """
+        """Attend over the text and the whole grid, and apply the MLP: [B, S + T, C] -> [B, S + T, C]."""
         num_text = self.count_text(hidden_states.shape[1])
         projected = attn.to_qkv_mlp_proj(hidden_states)
         q, k, v, inner = projected.split([*[attn.inner_dim] * 3, projected.shape[-1] - 3 * attn.inner_dim], -1)
@@ -182,17 +135,9 @@ class FusedJointAttnProcessor(TextGridAttnProcessor):
 def text_masks(
     mask: torch.Tensor | None, num_text: int, num_grid: int, text_last: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Split an attention mask into those of `TextTokens`.
+    """Split an attention mask, [B, S] or [B, 1, 1 or S + T, S + T], into `mask` and `full_mask` of `TextTokens`.
 
-    Args:
-        mask: [B, S] for the text, or for all tokens [B, 1, 1 or S + T, S + T]: bool, or what is added to the scores, the
-            same for all tokens of the grid. None if there is none.
-        num_text: Number of tokens S of the text.
-        num_grid: Number of tokens T of the grid.
-        text_last: Whether the text comes last in a mask for all tokens.
-
-    Returns:
-        `mask` and `full_mask` of `TextTokens`.
+    It is bool, or added to the scores, and the same for all T tokens of the grid.
     """
     if mask is None:
         return None, None

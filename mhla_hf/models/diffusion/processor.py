@@ -16,16 +16,15 @@ from torch import nn
 
 from ...nn.grid import rotate_pairs
 from ..families import AttentionKind
-from .context_parallel import share_of_grid
+from .context_parallel import shard_of_grid
 from .inputs import ROTARY_FORMS, attention_parts, project_heads
 
 
 class GridState(threading.local):
     """The grid of the forward pass that runs in the current thread, shared by a model and all of its processors.
 
-    Attributes:
-        grid: Number of tokens per axis, for each image if there are several; None outside of a forward pass.
-        uses_base: Whether MHLA layers attend as the base does (`use_base_attention`).
+    `grid` is the number of tokens per axis, for each image if there are several, and None outside of a forward pass.
+    `uses_base` says whether MHLA layers attend as the base does (`use_base_attention`).
     """
 
     def __init__(self) -> None:
@@ -45,10 +44,7 @@ class GridState(threading.local):
         return self.grid
 
     def run(self, grid: tuple[Any, ...] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function with `grid` as the current grid, and return its result.
-
-        The previous grid is restored afterwards, even if the function raises an exception.
-        """
+        """Call a function with `grid` as the current grid; the previous one is restored even after an exception."""
         if grid == self.grid:
             return function(*args, **kwargs)
         previous, self.grid = self.grid, grid
@@ -62,10 +58,6 @@ class GridCheckpoint:
     """A gradient checkpointing function that recomputes each block with the grid of its forward pass.
 
     It is an object rather than a closure so that a copy of the model, such as EMA makes, refers to the state of the copy.
-
-    Args:
-        state: The grid state of the model.
-        function: The function to wrap, called as `torch.utils.checkpoint.checkpoint`.
     """
 
     def __init__(self, state: GridState, function: Callable[..., Any]):
@@ -80,13 +72,7 @@ class GridAttnProcessor(nn.Module):
     """Base class of attention processors with an MHLA core.
 
     All parameters are in its one child, `mhla`, and none in the processor itself, so that offloading, which hooks the calls
-    of modules, moves every weight.
-
-    Args:
-        core: The MHLA core.
-        state: The grid state of the model.
-        kind: The kind of the family, which says how its attention normalizes and rotates q and k.
-        base_processor: The processor of the base, which attends instead while `state.uses_base` is set.
+    of modules, moves every weight. `base_processor` attends instead while `state.uses_base` is set.
     """
 
     _parallel_config: Any = None  # diffusers writes its context-parallel configuration here
@@ -120,10 +106,7 @@ def allow_base_attention(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MHLAAttnProcessor(GridAttnProcessor):
-    """Attention processor that computes self-attention by MHLA over the model's grid, for all families without a text in it.
-
-    See `GridAttnProcessor` for arguments.
-    """
+    """Processor that computes self-attention by MHLA over the model's grid, for all families without a text in it."""
 
     @allow_base_attention
     def __call__(
@@ -144,9 +127,8 @@ class MHLAAttnProcessor(GridAttnProcessor):
     ) -> torch.Tensor:
         """Call `forward`. The signature is spelled out because diffusers passes only the arguments that it finds here.
 
-        The rotary embedding is called `rotary_emb` or `image_rotary_emb`, the mask `attention_mask` or `attn_mask`. In
-        self-attention, `key_rotary_emb` is None, and `rotary_emb_kv` is the same as `rotary_emb`. `all_perturbed` only tells
-        whether `perturbation_mask` is zero everywhere.
+        In self-attention, `key_rotary_emb` is None, and `rotary_emb_kv` is the same as `rotary_emb`. `all_perturbed` only
+        tells whether `perturbation_mask` is zero everywhere.
         """
         rotary_emb = image_rotary_emb if rotary_emb is None else rotary_emb
         attention_mask = attn_mask if attention_mask is None else attention_mask
@@ -163,23 +145,11 @@ class MHLAAttnProcessor(GridAttnProcessor):
         sparse_params: dict[str, Any] | None = None,
         perturbation_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend over the whole grid.
+        """Attend over the whole grid: [B, T, C] -> [B, T, C]; fp16 outputs are clipped to the finite range of fp16.
 
-        Args:
-            attn: Attention module of the base, which holds the projections. If it has a child `input_norm`, as in the
-                authors' DiT, that is applied first; if it has `to_gate_logits`, as in LTX-2, that gates the heads.
-            hidden_states: [B, T, C]; T is the number of tokens of the grid or, with context parallelism, of this process.
-            encoder_hidden_states, attention_mask, sparse_params: Must be None.
-            rotary_emb: The rotary embedding as the base gives it to its attention (see `ROTARY_FORMS`), or None.
-            perturbation_mask: [B, 1, 1], the share of attention in its output, which is v where this is 0; None for 1
-                everywhere. LTX-2 uses it for guidance.
-
-        Returns:
-            [B, T, C]; fp16 outputs are clipped to the finite range of fp16.
-
-        Raises:
-            ValueError: An argument that must be None is given, or no forward pass of the whole transformer is running, so
-                that the grid is unknown.
+        With context parallelism, the tokens are those of this process. `input_norm` of the module is applied first (the
+        authors' DiT), `to_gate_logits` gates the heads (LTX-2). `perturbation_mask` [B, 1, 1] is the fraction of attention
+        in the output, which is v where this is 0; LTX-2 uses it for guidance.
         """
         if encoder_hidden_states is not None:
             raise ValueError("encoder_hidden_states: got a tensor, expected None: an MHLA layer is self-attention.")
@@ -200,7 +170,7 @@ class MHLAAttnProcessor(GridAttnProcessor):
             return rotate_pairs(x, *rotation), rotate_pairs(y, *rotation)
 
         rotate = None if rotation is None else rotate_both
-        shard = None if self._parallel_config is None else share_of_grid(self._parallel_config, grid)
+        shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid)
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
         if perturbation_mask is not None:
             o = torch.lerp(v, o, perturbation_mask[..., None].to(o))  # [B, 1, 1, 1]

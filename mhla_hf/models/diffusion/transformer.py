@@ -1,7 +1,7 @@
 """MHLA in the transformers of diffusers: the mixins of all families.
 
 A family's class is little more than its record: `MHLATransformerMixin.__init_subclass__` makes its constructor and forward
-from those of the base. `diffusion_processor.py` has the attention processors that own the new modules.
+from those of the base. `processor.py` has the attention processors that own the new modules.
 """
 
 import functools
@@ -25,7 +25,7 @@ from ...nn.joint import JointMHLA
 from ...nn.settings import MHLASettings, check_settings
 from ..families import AttentionKind, Family
 from ..saving import check_loaded_weights, source_name, write_source
-from .context_parallel import TokenShares
+from .context_parallel import TokenShards
 from .inputs import core_sizes, find_self_attentions, read_grid
 from .joint_processor import FusedJointAttnProcessor, JointAttnProcessor
 from .processor import GridAttnProcessor, GridCheckpoint, GridState, MHLAAttnProcessor, holds_mhla
@@ -41,8 +41,6 @@ class MHLATransformerMixin:
     dictionary of settings, as from `MHLASettings.to_dict`. Settings that are missing have the defaults of the family.
 
     Attributes:
-        family: The record of the family.
-        mhla_defaults: Default settings, from the record.
         mhla_arguments: Further arguments of the constructor and their defaults. `install_mhla` reads their values from the
             config. "mhla_measured" is the report of a conversion with samples, which is only stored.
     """
@@ -63,29 +61,22 @@ class MHLATransformerMixin:
         # Without accelerate, diffusers cannot load models with modules that stay in fp32.
         if base._keep_in_fp32_modules or is_accelerate_available():
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
+        # diffusers writes the name of the class's module to model_index.json and takes it as that of the source file. Given
+        # a component of that class, it looks the name up in `sys.modules`, and `ModelMixin` in the module there.
         module_name = source_name(cls.family.entry).removesuffix(".py")
         module = sys.modules.setdefault(module_name, sys.modules[cls.__module__])
-        vars(module).setdefault(
-            "ModelMixin", ModelMixin
-        )  # diffusers looks for it in the module of a class that it loads
-        cls.__module__ = module_name  # diffusers writes this name to model_index.json
+        vars(module).setdefault("ModelMixin", ModelMixin)
+        cls.__module__ = module_name
         cls.register_for_auto_class("AutoModel")
 
     @classmethod
     def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Call the base without the config's `auto_map`, which is not an argument and would cause a warning.
-
-        diffusers has already found this class by `auto_map`, and no longer needs it.
-        """
+        """Call the base without the config's `auto_map`, which is not an argument and would cause a warning."""
         init_dict = {k: v for k, v in config_dict.items() if k != "auto_map"}
         return super().extract_init_dict(init_dict, **kwargs)  # type: ignore[misc]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Set MHLA processors in the layers that `settings.layers` lists, in place, and record the settings in the config.
-
-        Args:
-            settings: The settings, with `layers` as a list of indices.
-        """
+        """Set MHLA processors in the layers that `settings.layers` lists, and record the settings in the config."""
         attentions = find_self_attentions(self)
         self.mhla_state = GridState()
         layers: Any = settings.layers
@@ -104,15 +95,7 @@ class MHLATransformerMixin:
         self.register_to_config(**values, _use_default_values=defaults)
 
     def token_grid(self: Any, hidden_states: torch.Tensor, **arguments: Any) -> tuple[Any, ...]:
-        """Compute the number of tokens along each axis of the grid from the arguments of a forward pass; see `read_grid`.
-
-        Args:
-            hidden_states: Latents, with the axes that `family.kind.latents` names.
-            **arguments: The other arguments of the forward pass.
-
-        Raises:
-            ValueError: The latents do not fit this model, or an argument that has the size of the grid is missing.
-        """
+        """Return the tokens along each axis of the grid from the arguments of a forward pass; see `read_grid`."""
         return read_grid(self.family.kind, self.config, hidden_states, arguments)
 
     def use_base_attention(self: Any, enabled: bool = True) -> None:
@@ -128,7 +111,7 @@ class MHLATransformerMixin:
     def enable_parallelism(self: Any, *, config: Any, cp_plan: None = None) -> None:
         """Enable context parallelism as diffusers does, with tokens split in the order of their blocks.
 
-        Registers the hooks of `TokenShares` on the model.
+        Registers the hooks of `TokenShards` on the model.
 
         Args:
             config: `ParallelConfig` or `ContextParallelConfig` of diffusers.
@@ -152,7 +135,7 @@ class MHLATransformerMixin:
         plan = {"proj_out": self._cp_plan["proj_out"]}
         super().enable_parallelism(config=config, cp_plan=plan)  # type: ignore[misc]
         if self._parallel_config.context_parallel_config is not None:
-            TokenShares(self).hook(self)
+            TokenShards(self).hook(self)
             for attn in (find_self_attentions(self)[index] for index in self.config.mhla["layers"]):
                 attn.processor.base_processor._parallel_config = attn.processor._parallel_config
 
@@ -273,16 +256,7 @@ def processor_class(attn: Any, kind: AttentionKind) -> type[GridAttnProcessor]:
 
 
 def make_constructor(base: Any, further: dict[str, Any]) -> Any:
-    """Make the constructor of an MHLA model.
-
-    Args:
-        base: Class of diffusers, whose arguments the constructor takes as keywords.
-        further: Further arguments of the constructor and their defaults, in addition to `mhla`.
-
-    Returns:
-        A function `__init__` that calls the constructor of `base` and installs MHLA, with a signature that lists all
-        arguments.
-    """
+    """Make a constructor that calls that of `base` and installs MHLA, with a signature that lists all arguments."""
 
     def __init__(self: Any, *, mhla: dict[str, Any] | None = None, **kwargs: Any) -> None:
         base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
@@ -320,15 +294,7 @@ def refuse_ip_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
-    """Check settings for a conversion of `model` to `model_class`, and resolve their layers.
-
-    Returns:
-        A copy of the settings with `layers` as a list of indices.
-
-    Raises:
-        ValueError: The settings do not fit the model, such as a layout with a wrong number of axes, or layers that it does
-            not have.
-    """
+    """Check settings for a conversion of `model` to `model_class`; return a copy with layers as indices."""
     kind = model_class.family.kind
     check_settings(settings, model_class.__name__, axes=kind.axes, joint=kind.joint)
     return replace(settings, layers=settings.resolve_layers(len(find_self_attentions(model))))

@@ -31,20 +31,8 @@ def mhla_encoder_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of an MHLA layer; transformers calls this as an attention function.
 
-    Args:
-        module: The attention module, with a child `mhla`.
-        query, key: [B, H, T, K].
-        value: [B, H, T, V].
-        attention_mask: Ignored; `mhla_rows` has the padding without a T x T mask.
-        scaling: Multiplier for q k^T in a softmax; None means K**-0.5. MHLA with a mixing matrix ignores it.
-        dropout: Ignored; it applies to softmax only.
-        **kwargs: `mhla_rows` (see `pass_rows`), `mhla_hidden_states` [B, T, C], and what else the base passes.
-
-    Returns:
-        Outputs [B, T, H, V], and None in place of attention weights.
-
-    Raises:
-        ValueError: Sequences are packed into one row, or there are more tokens than a matrix core can mix.
+    query and key are [B, H, T, K], value [B, H, T, V], the output [B, T, H, V]. The mask is ignored: `mhla_rows` (see
+    `pass_rows`) has the padding without a T x T mask.
     """
     if kwargs.get("cu_seq_lens_q") is not None:
         got = "packed sequences for an MHLA layer of an encoder"
@@ -88,22 +76,11 @@ def encoder_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
 def pass_rows(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Add the padding to the arguments of an encoder, which passes it on to its layers.
+    """Add the padding to the arguments of an encoder, which passes it on to its layers as `mhla_rows`.
 
-    Called before each forward pass of a model without its head. If rows are padded on the left and the caller passes no
-    positions, positions are counted from the first real token of each row, so that padding does not change its outputs.
-
-    Args:
-        body: The model without its head.
-        args, kwargs: The arguments of the call.
-        names: The names of the parameters of its forward, without `self`.
-
-    Returns:
-        No positional arguments, and all arguments by keyword. If there is padding they have `mhla_rows`: int64 [B], the
-        first real token of each row, or None if all rows begin with one; and bool [B, T], True for real tokens.
-
-    Raises:
-        ValueError: The mask is not a tensor with two axes.
+    That is the first real token of each row, int64 [B], or None if all rows begin with one, and which tokens are real, bool
+    [B, T]. If rows are padded on the left and the caller passes no positions, positions are counted from the first real
+    token of each row, so that padding does not change its outputs.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask = kwargs.get("attention_mask")

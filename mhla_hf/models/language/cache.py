@@ -16,17 +16,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """Holds the decoder state of one MHLA layer in a KV cache of transformers.
 
-    Args:
-        static: Whether it replaces a static layer, and therefore counts tokens in a tensor.
-        max_cache_len: Length of the static layer that it replaces; None if that is not static.
-        softmax: Layer for the keys and values of the heads that keep softmax; None if there are none.
-
     Attributes:
         state: The `MHLAState` or `LocalState`; None until the first forward pass.
-        seen_tokens: Number of tokens per row, including padding, as transformers counts them.
+        seen_tokens: Number of tokens per row, including padding, as transformers counts them; a tensor if this layer
+            replaces a static one.
         mixing: The mixing weights with which the state is read: a matrix, or packed decays; None until they are needed.
         padded: The mask of the last call with padding, bool [B, T], and the value of `seen_tokens` after that call;
             None if no call had padding.
+        softmax: Layer for the keys and values of the heads that keep softmax; None if there are none.
     """
 
     # False would make transformers drop the mask that a hybrid's static softmax layers need.
@@ -55,19 +52,10 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.seen_tokens.add_(hidden_states.shape[1])  # `+=` would make it an output of a compiled step
 
     def mixing_for(self, mixing: Any, new_tokens: int, block_size: int) -> torch.Tensor:
-        """Return mixing weights for all blocks of the sequence after `new_tokens` more tokens.
+        """Return mixing weights [n, n] or [H, n, n] for all blocks of the sequence after `new_tokens` more tokens.
 
-        The matrix is kept in `self.mixing`. When it becomes too small, it is recomputed for the next power of two of blocks.
-        A matrix that needs a gradient is not kept.
-
-        Args:
-            mixing: Module that computes the matrix for a number of blocks.
-            new_tokens: Number of tokens that are about to be added.
-            block_size: Number of tokens in a block.
-
-        Returns:
-            [n, n], or [H, n, n] with one matrix per head. n is at least the number of blocks, and exactly that number if the
-            matrix needs a gradient.
+        The matrix is kept, and computed anew for the next power of two of blocks when it becomes too small. One that needs a
+        gradient is not kept, and n is exactly the number of blocks.
         """
         needed = -(-(int(self.seen_tokens) + new_tokens) // block_size)
         if torch.is_grad_enabled() and mixing.weight.requires_grad:
@@ -78,10 +66,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return self.mixing
 
     def note_padding(self, key_mask: torch.Tensor) -> None:
-        """Store the mask of a call with padding, bool [B, T], True for real tokens, for `crop`.
-
-        Under torch.compile, do nothing.
-        """
+        """Store the mask of a call with padding, bool [B, T], True for real tokens, for `crop`; not under torch.compile."""
         if not torch.compiler.is_compiling():
             self.padded = key_mask, self.seen_tokens + key_mask.shape[1]
 
@@ -94,10 +79,9 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
-        """Return the length and the offset of the keys that a mask covers, for `query_length` new tokens.
+        """Return the length and the offset of the keys that a mask covers, as the softmax layer that this one replaces does.
 
-        They are those of the softmax layer that this layer replaces, because transformers may size the masks of other layers
-        by this one.
+        transformers may size the masks of other layers by this one.
         """
         return (self.seen_tokens + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
@@ -144,13 +128,9 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.softmax.batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of every row, in place, for assisted generation.
+        """Remove the last tokens of every row, in place, for assisted generation: at most a block of them, and no padding.
 
-        Args:
-            tokens_to_remove: The number of tokens to remove, as a negative number or 0; at most as many as a block has.
-
-        Raises:
-            ValueError: `tokens_to_remove` is positive or removes more than a block, or padding would be removed.
+        `tokens_to_remove` is negative or 0, as transformers has it.
         """
         if self.state is None or tokens_to_remove == 0:
             return
@@ -174,14 +154,7 @@ class MHLADynamicCache(DynamicCache):
     """A `DynamicCache` with MHLA layers; `mhla_cache_layer` turns a `DynamicCache` into this class."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, first from MHLA layers, so that an error in them leaves softmax layers unchanged.
-
-        Args:
-            tokens_to_remove: The number of tokens to remove, as a negative number or 0.
-
-        Raises:
-            ValueError: An MHLA layer cannot remove them; see `MHLACacheLayer.crop`.
-        """
+        """Remove the last tokens, first from MHLA layers, so that an error in them leaves softmax layers unchanged."""
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, MHLACacheLayer)):
             layer.crop(tokens_to_remove)
 
@@ -191,19 +164,8 @@ def mhla_cache_layer(
 ) -> MHLACacheLayer | None:
     """Return layer `layer_idx` of a KV cache; on first use, replace it by an MHLA layer.
 
-    The cache changes in place: missing layers are added, and a `DynamicCache` becomes an `MHLADynamicCache`.
-
-    Args:
-        past_key_values: The cache, or None.
-        layer_idx: Index of the layer.
-        keeps_softmax: Whether some heads keep softmax. Their keys and values go into the layer that was there before, or,
-            if that is static, into one like it.
-
-    Returns:
-        The layer, or None without a cache.
-
-    Raises:
-        ValueError: The cache already holds softmax keys and values for this layer.
+    The cache changes in place: missing layers are added, and a `DynamicCache` becomes an `MHLADynamicCache`. Keys and values
+    of heads that keep softmax go into the layer that was there before, or, if that is static, into one like it.
     """
     if past_key_values is None:
         return None

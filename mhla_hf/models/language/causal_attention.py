@@ -42,22 +42,8 @@ def mhla_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of an MHLA layer; transformers calls this as an attention function.
 
-    Args:
-        module: The attention module, with a child `mhla`.
-        query: [B, H, T, K], for H query heads.
-        key: [B, G, T, K], for G KV heads.
-        value: [B, G, T, V].
-        attention_mask: Only for heads that keep softmax; MHLA reads `mhla_padding`, which needs no T x T mask.
-        scaling: Multiplier for q k^T in a softmax; None means K**-0.5. MHLA with mixing matrices ignores it.
-        dropout: Only for heads that keep softmax.
-        **kwargs: The arguments `mhla_*` (see the module docstring), `cu_seq_lens_q`, and what else the base passes.
-
-    Returns:
-        Outputs [B, T, H, V], and None in place of attention weights.
-
-    Raises:
-        ValueError: An argument asks for what MHLA cannot do; keys of the past or a KV cache arrive by another way than
-            `mhla_cache`; or this process has no MHLA heads in training with tensor parallelism.
+    query is [B, H, T, K], key [B, G, T, K], value [B, G, T, V], the output [B, T, H, V]. The mask and dropout are only for
+    heads that keep softmax; MHLA reads `mhla_padding`, which needs no T x T mask. A `scaling` of None is K**-0.5.
     """
     check_cache_arrived(query.shape[2], key.shape[2], kwargs)
     for name in SOFTMAX_ONLY:
@@ -104,12 +90,7 @@ class SoftmaxHeads(nn.Module):
     """Computes the softmax heads of an MHLA layer by the attention function that the model's configuration selects.
 
     This module is passed to the attention function in place of an attention module, and has the attributes that such
-    functions read.
-
-    Args:
-        attention: The attention module of transformers.
-        config: The configuration of the model, on which `set_attn_implementation` has an effect. The configuration of
-            `attention` is a copy that selects MHLA.
+    functions read. `config` is that of the model, which `set_attn_implementation` changes; the module's copy selects MHLA.
     """
 
     def __init__(self, attention: Any, config: Any):
@@ -135,19 +116,7 @@ class SoftmaxHeads(nn.Module):
         dropout: float,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend by softmax.
-
-        Args:
-            query: [B, H, T, K], the query heads that keep softmax.
-            key: [B, G, T, K], their KV heads.
-            value: [B, G, T, V].
-            attention_mask: The mask that the base passes to its attention function.
-            cache: The `MHLACacheLayer` of the layer, or None. Keys and values are added to its `softmax`, in place.
-            scaling, dropout, **kwargs: Further arguments that the base passes to its attention function.
-
-        Returns:
-            [B, T, H, V].
-        """
+        """Attend by softmax, to [B, T, H, V]. Keys and values [B, G, T, K or V] go into `cache.softmax`, if there is one."""
         if cache is not None:
             key, value = cache.softmax.update(key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
@@ -157,19 +126,9 @@ class SoftmaxHeads(nn.Module):
 def padding_mask(
     *args: Any, q_length: int, q_offset: Any = 0, attention_mask: torch.Tensor | None = None, **kwargs: Any
 ) -> torch.Tensor | None:
-    """Make the mask of a model without softmax layers; transformers calls this as a mask function.
+    """Return the columns of a mask [B, S] for the new tokens, [B, T]; the mask function of models without softmax layers.
 
-    The mask covers the new tokens only. If it covered the past, too, every compiled step of `generate` would see a new
-    shape.
-
-    Args:
-        q_length: Number of new tokens, T.
-        q_offset: Number of tokens before these.
-        attention_mask: [B, S], or None.
-        *args, **kwargs: Ignored.
-
-    Returns:
-        The columns of `attention_mask` for the new tokens, [B, T], in place of a T x T mask; None without a mask.
+    If it covered the past, too, every compiled step of `generate` would see a new shape.
     """
     return None if attention_mask is None else new_columns(attention_mask, q_length, q_offset)
 
@@ -179,28 +138,15 @@ AttentionMaskInterface.register(ATTENTION_NAME, padding_mask)
 
 
 class MHLAMixer:
-    """Passes the layer's input and its MHLA cache to `mhla_attention`; a mixin for attention classes of transformers.
+    """Passes the layer's input and its MHLA cache to `mhla_attention`; a mixin for attention classes with a child `mhla`.
 
-    The module has a child `mhla`, an `MHLA` or a `DecayMHLA`.
-
-    Attributes:
-        reads_unrotated: Whether MHLA reads q and k as they were before the rotary embedding (`rope="near"`).
+    `reads_unrotated` says whether MHLA reads q and k as they were before the rotary embedding (`rope="near"`).
     """
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call the base without a KV cache, and pass the layer's own cache to the attention function.
 
-        At first use, an MHLA layer is put into the KV cache (see `mhla_cache_layer`). The new tokens are counted in it.
-
-        Args:
-            hidden_states: [B, T, C].
-            *args, **kwargs: Arguments of the base. The cache is recognized by its type, because its name varies.
-
-        Returns:
-            The output of the base.
-
-        Raises:
-            ValueError: The KV cache holds softmax keys and values of this layer, or see `mhla_attention`.
+        On first use, an MHLA layer is put into the KV cache (see `mhla_cache_layer`). The new tokens are counted in it.
         """
         cache_name, keeps_softmax = find_cache(kwargs), hasattr(self, "softmax_heads")
         past = kwargs.pop(cache_name) if cache_name is not None else None
@@ -216,13 +162,12 @@ class MHLAMixer:
 
 def find_causal_attentions(model: nn.Module) -> dict[int, Any]:
     """Return the attention modules of a decoder by layer index: MHLA modules, and those that call an attention function."""
-    layer_parts: list[Any] = [
-        module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)
-    ]
+    modules: list[Any] = [module for module in model.modules() if not isinstance(module, SoftmaxHeads)]
     return {
         module.layer_idx: module
-        for module in layer_parts
-        if hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
+        for module in modules
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and (hasattr(module, "mhla") or calls_interface(type(module)))  # type: ignore[arg-type]
     }
 
 
@@ -233,16 +178,7 @@ def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
 
 
 def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
-    """Apply the settings `rope` and `softmax_heads` to the MHLA layers of a model, in place.
-
-    Args:
-        model: The model, whose layers in `settings.layers` are MHLA.
-        settings: The settings, with `layers` as a list of indices.
-
-    Raises:
-        ValueError: A layer's rotary embedding cannot be undone, or `softmax_heads` lists all heads of a layer or heads that
-            it does not have.
-    """
+    """Apply the settings `rope` and `softmax_heads` to the MHLA layers of a model, in place."""
     attentions = find_causal_attentions(model)
     layers: Any = settings.layers
     for attention in (attentions[index] for index in layers):
@@ -254,18 +190,7 @@ def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
 
 
 def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
-    """Let some KV heads of an MHLA attention module keep softmax, in place.
-
-    Sets `softmax_heads` of the module and `heads` of its core.
-
-    Args:
-        attention: The module.
-        config: The configuration of the model.
-        heads: Indices of KV heads, fewer than all.
-
-    Raises:
-        ValueError: An index is too large, or all KV heads are listed.
-    """
+    """Let some KV heads of an MHLA attention module keep softmax, but not all, in place."""
     num_heads = attention.mhla.num_kv_heads
     if max(heads) >= num_heads or len(heads) >= num_heads:
         expected = f"some of 0 to {num_heads - 1}, fewer than all: a layer without MHLA heads is not in `layers`"
@@ -279,22 +204,9 @@ def pass_padding(
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Add the padding or the borders of packed sequences to the arguments of a model, which passes them on to its layers.
 
-    Called before each forward pass of a model without its head. If the mask is [B, S] and the caller passes no positions,
-    only real tokens are counted as positions, so that padding does not change the outputs of a row.
-
-    Args:
-        body: The model without its head.
-        args, kwargs: The arguments of the call.
-        names: The names of the parameters of its forward, without `self`.
-
-    Returns:
-        No positional arguments, and all arguments by keyword. For N packed sequences they have `cu_seq_lens_q` [N + 1]. If
-        there is padding they have `mhla_padding`: int64 [B], the first real token of each row, and bool [B, T], True for
-        real tokens.
-
-    Raises:
-        ValueError: The cache is paged, sequences are packed in a batch of several rows or along with a mask or a cache, or
-            the mask has a wrong shape or hides more than the future and padding.
+    Called before each forward pass of a model without its head. `mhla_padding` is the first real token of each row, int64
+    [B], and which tokens are real, bool [B, T]. If the mask is [B, S] and the caller passes no positions, only real tokens
+    count as positions, so that padding does not change the outputs of a row.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     refuse_paged_cache(kwargs)
@@ -325,41 +237,22 @@ def pass_padding(
 
 
 def first_new_column(mask: torch.Tensor, length: int, seen: Any) -> Any:
-    """Return the index of the first new token's column in a mask: `seen`, or S - `length` if that is less.
-
-    Args:
-        mask: [B, S].
-        length: Number of new tokens.
-        seen: Number of tokens in the cache, an integer or a tensor.
-    """
+    """Return the index of the first new token's column in a mask [B, S]: `seen`, or S - `length` if that is less."""
     last = mask.shape[1] - length
     return seen.clamp(max=last) if isinstance(seen, torch.Tensor) else torch.sym_min(seen, last)
 
 
 def new_columns(mask: torch.Tensor, length: int, seen: Any) -> torch.Tensor:
-    """Return the columns [B, T] of a mask [B, S] that belong to the T new tokens.
-
-    See `first_new_column` for the arguments.
-    """
+    """Return the columns [B, T] of a mask [B, S] that belong to the T new tokens, after `seen` in the cache."""
     if mask.shape[1] == length:
         return mask
     return mask[:, first_new_column(mask, length, seen) + torch.arange(length, device=mask.device)]
 
 
 def real_columns(mask: Any, batch: int, length: int, seen: Any) -> torch.Tensor | None:
-    """Return which tokens are not padding.
+    """Return which tokens are not padding, bool [B, S], those in the cache included; None without a mask for full attention.
 
-    Args:
-        mask: [B, S], a causal mask [B, 1, T, S], or a dictionary of these by the type of layer.
-        batch: B.
-        length: Number of new tokens, T.
-        seen: Number of tokens in the cache.
-
-    Returns:
-        bool [B, S] for the tokens in the cache and the new ones; None if there is no mask for layers of full attention.
-
-    Raises:
-        ValueError: The mask has another shape, or hides more than the future and padding.
+    The mask is [B, S], a causal mask [B, 1, T, S], or a dictionary of these by the type of layer.
     """
     if isinstance(mask, dict):
         # Sliding layers are not converted.
@@ -379,12 +272,7 @@ def real_columns(mask: Any, batch: int, length: int, seen: Any) -> torch.Tensor 
 
 @torch.compiler.disable(reason="attention_mask came with four axes, checked by value, expected [batch, length].")
 def check_only_padding(allowed: torch.Tensor, seen: int) -> None:
-    """Raise ValueError if a mask hides more than the future and padding, which is all that MHLA can hide.
-
-    Args:
-        allowed: bool [B, T, S], True where a query may see a key.
-        seen: Number of tokens in the cache, S - T.
-    """
+    """Raise ValueError if a mask, bool [B, T, S], hides more than the future and padding: MHLA can hide nothing else."""
     real = allowed.any(1)
     causal = torch.ones_like(allowed).tril(int(seen)) & real[:, None]
     # Rows of padded queries do not matter.
@@ -395,21 +283,10 @@ def check_only_padding(allowed: torch.Tensor, seen: int) -> None:
 
 
 def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tensor | None:
-    """Return the borders of sequences that are packed into one row.
+    """Return the borders, int [N + 1], of N sequences that are packed into one row; None if nothing is packed.
 
-    They are read from `cu_seq_lens_q`, else from `seq_idx`, else from `position_ids` [B, T] with T > 1. `position_ids` are
-    read only if there is no mask and the cache is empty.
-
-    Args:
-        kwargs: The arguments of the call.
-        batch: Number of rows, B.
-        seen: Number of tokens in the cache.
-
-    Returns:
-        Int [N + 1] for N sequences, or None if nothing is packed.
-
-    Raises:
-        ValueError: `seq_idx` or `position_ids` pack sequences in a batch of several rows.
+    They are read from `cu_seq_lens_q`, else from `seq_idx`, else from `position_ids` [B, T] with T > 1 if there is no mask
+    and the cache is empty.
     """
     if kwargs.get("cu_seq_lens_q") is not None:
         return kwargs["cu_seq_lens_q"]
@@ -425,18 +302,9 @@ def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tenso
 
 @torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q with them.")
 def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | None:
-    """Find the borders of packed sequences: 0, the tokens whose id is not the previous id plus `step`, and T.
+    """Return 0, the tokens whose id is not the previous id plus `step`, and T, int32 [N + 1]; None for a single sequence.
 
-    Args:
-        ids: Int [B, T], positions or the index of each token's sequence.
-        step: Difference between neighboring ids in one sequence: 1 for positions, 0 for indices of sequences.
-        batch: Number of rows, B.
-
-    Returns:
-        int32 [N + 1] for N sequences, or None if there is only one.
-
-    Raises:
-        ValueError: There is a border, and B is not 1.
+    `step` is 1 for positions, and 0 for indices of sequences.
     """
     is_border = ids.diff() != step
     if not bool(is_border.any()):
@@ -448,20 +316,7 @@ def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | Non
 
 
 def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int) -> dict[str, Any]:
-    """Return the arguments that a model without its head needs for packed sequences.
-
-    Args:
-        kwargs: The arguments of the call.
-        borders: Int [N + 1].
-        length: Number of tokens, T.
-
-    Returns:
-        A dict with `cu_seq_lens_q`; `position_ids` [1, T], those of the call or else positions that restart in each
-        sequence; and `use_cache`, which is False.
-
-    Raises:
-        ValueError: The call has a mask, a cache, or `use_cache=True`, which packed sequences cannot have.
-    """
+    """Return the arguments for packed sequences: borders, positions that restart in each sequence, and no cache."""
     for name in ("attention_mask", find_cache(kwargs), "use_cache"):
         if name is not None and kwargs.get(name) is not None and kwargs[name] is not False:
             got = "True" if kwargs[name] is True else type(kwargs[name]).__name__
@@ -475,7 +330,7 @@ def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int)
     return {"cu_seq_lens_q": borders, "position_ids": position_ids, "use_cache": False}
 
 
-# The cores depend on the source of the model: see `converted.py`.
+# The cores depend on the source of the model: see `models/converted.py`.
 CAUSAL_SWAP = AttentionSwap(
     function_name=ATTENTION_NAME,
     mixin=MHLAMixer,

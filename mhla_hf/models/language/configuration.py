@@ -57,11 +57,7 @@ class MHLAConfig(PreTrainedConfig):
     mhla: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill in widths, check `mhla`, and resolve its layers to indices.
-
-        Raises:
-            ValueError: A setting is not valid, or `layers` leaves out a layer.
-        """
+        """Fill in widths, check `mhla`, and resolve its layers to indices."""
         for name in FOREIGN_ENTRIES:
             kwargs.pop(name, None)
         heads = self.num_attention_heads

@@ -57,16 +57,7 @@ class MHLALanguageMixer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
     ) -> torch.Tensor:
-        """Apply causal attention: each token attends to itself and to all earlier tokens.
-
-        Args:
-            hidden_states: [B, T, C].
-            position_embeddings: Cosines and sines of RoPE, [B or 1, T, K] each.
-            **kwargs: The KV cache, if there is one, which is updated in place, and further arguments of `mhla_attention`.
-
-        Returns:
-            [B, T, C].
-        """
+        """Attend causally over [B, T, C]; cosines and sines of RoPE are [B or 1, T, K], the KV cache is among the kwargs."""
         widths = (self.head_dim, self.head_dim, self.value_dim)
         projected = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
         # q, k, v: [B, H, T, K or V]

@@ -51,11 +51,7 @@ def base_model_type(config: Any) -> str:
 
 
 def rotation_layout(attention: Any) -> RotationLayout:
-    """Return how an attention module of transformers rotates q and k.
-
-    Raises:
-        ValueError: The rotation of this model type cannot be undone.
-    """
+    """Return how an attention module rotates q and k; raise ValueError if that cannot be undone."""
     is_latent, model_type = hasattr(attention, "qk_rope_head_dim"), base_model_type(attention.config)
     if model_type in SCALED_AFTER:
         reason = "it scales q and k by learned weights after their rotation"
@@ -77,22 +73,10 @@ def is_rotated(attention: Any) -> bool:
 
 
 def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the cosines and sines of the rotary embedding in one call of an attention module, for `unrotate`.
+    """Return R/2 cosines, then R/2 sines, [B or 1, T, 1, R], of one call of an attention module, for `unrotate`.
 
-    If the base also scales by its rotation, as YaRN does, cos and sin are divided by the square of the scale, so that
-    `unrotate` undoes both.
-
-    Args:
-        attention: Attention module of transformers.
-        kwargs: Keyword arguments of the call. "position_embeddings" is (cos, sin), one complex tensor, or None in layers
-            without rotation.
-
-    Returns:
-        [B or 1, T, 1, R] for R rotated dimensions of a head: R/2 cosines, then R/2 sines, at least fp32. None if the module
-        does not rotate.
-
-    Raises:
-        ValueError: The module rotates but does not get "position_embeddings", or its rotation cannot be undone.
+    None if the module does not rotate. If the base also scales by its rotation, as YaRN does, cos and sin are divided by the
+    square of the scale, so that `unrotate` undoes both.
     """
     if not is_rotated(attention):
         return None
@@ -109,15 +93,9 @@ def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tens
 def distinct_cos_sin(
     rotation: torch.Tensor | tuple[torch.Tensor, torch.Tensor], layout: RotationLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosine and sine of each angle once; sines are negated if the base rotates backward.
+    """Return the cosine and sine of each angle once, [B or 1, T, R/2]; sines are negated if the base rotates backward.
 
-    Args:
-        rotation: (cos, sin) [B or 1, T, R], or one complex tensor [B or 1, T, R/2].
-        layout: How the base rotates.
-
-    Returns:
-        cos: [B or 1, T, R/2], at least fp32.
-        sin: [B or 1, T, R/2], at least fp32.
+    `rotation` is (cos, sin) [B or 1, T, R], or one complex tensor [B or 1, T, R/2].
     """
     if isinstance(rotation, torch.Tensor):
         return rotation.real, rotation.imag
@@ -130,17 +108,9 @@ def distinct_cos_sin(
 
 
 def unrotate(x: torch.Tensor, cos_sin: torch.Tensor | None, layout: RotationLayout) -> torch.Tensor:
-    """Undo the rotation of queries or keys.
+    """Undo the rotation of queries or keys [B, T, H, K], given cos_sin [B or 1, T, 1, R] of `rotation_cos_sin`.
 
     If the base permutes dimensions as it rotates them (`rope_interleave`), they stay permuted, in q and in k alike.
-
-    Args:
-        x: Rotated q or k, [B, T, H, K], floating point.
-        cos_sin: [B or 1, T, 1, R] from `rotation_cos_sin`. If it is None or R is 0, x is returned unchanged.
-        layout: How the base rotates, from `rotation_layout`.
-
-    Returns:
-        [B, T, H, K] in the dtype of x.
     """
     if cos_sin is None or not cos_sin.shape[-1]:
         return x

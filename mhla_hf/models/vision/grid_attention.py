@@ -22,13 +22,9 @@ GRID_ATTENTION_NAME = f"mhla_grid_{NAMESPACE}"
 
 
 class GridCall(NamedTuple):
-    """Carries the grid and the layer's input to `mhla_grid_attention`.
+    """Carries the grid, rows and columns, and the layer's input [B, T, C] to `mhla_grid_attention`.
 
     It takes the place of the attention mask, which is the only argument that every base passes to its attention function.
-
-    Attributes:
-        grid: Number of rows and columns of tokens.
-        hidden_states: The layer's input, [B, T, C].
     """
 
     grid: tuple[int, ...]
@@ -47,16 +43,7 @@ def mhla_grid_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of an MHLA layer; transformers calls this as an attention function.
 
-    Args:
-        module: The attention module, with a child `mhla`.
-        query, key: [B, H, T, K].
-        value: [B, H, T, V].
-        attention_mask: A `GridCall` in place of a mask.
-        scaling, dropout: Ignored; they apply to softmax only.
-        **kwargs: Ignored.
-
-    Returns:
-        Outputs [B, T, H, V], and None in place of attention weights.
+    query, key, and value are [B, H, T, K], the output is [B, T, H, V].
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return module.mhla(q, k, v, grid=attention_mask.grid, hidden_states=attention_mask.hidden_states), None
@@ -76,20 +63,7 @@ class MHLAGridMixer:
         mhla_grid: tuple[int, ...] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call the base with a `GridCall` in place of the mask.
-
-        Args:
-            hidden_states: [B, T, C].
-            attention_mask: Must be None.
-            mhla_grid: Number of rows and columns of tokens, from `pass_grid`.
-            **kwargs: Further arguments of the base.
-
-        Returns:
-            The output of the base.
-
-        Raises:
-            ValueError: `attention_mask` is given, or `mhla_grid` is not.
-        """
+        """Call the base with a `GridCall` in place of the mask; `mhla_grid` is from `pass_grid`."""
         if attention_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None for MHLA layers of image models.")
         if mhla_grid is None:
@@ -128,18 +102,7 @@ def register_grid_hook(model: Any, settings: MHLASettings) -> None:
 
 
 def pass_grid(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add the grid of tokens to the arguments of a vision tower, which passes it on to its layers; a pre-forward hook.
-
-    Args:
-        body: The tower.
-        args, kwargs: The arguments of the call, with images [B, channels, height, width].
-
-    Returns:
-        `args`, and `kwargs` with `mhla_grid`: the number of rows and columns of whole patches.
-
-    Raises:
-        ValueError: The call has no images, or they do not have four axes.
-    """
+    """Pass the grid of tokens to the layers of a vision tower, as the keyword argument `mhla_grid`; a pre-forward hook."""
     pixels, patch = args[0] if args else kwargs.get("pixel_values"), body.config.patch_size
     if pixels is None or pixels.ndim != 4:
         got = "None" if pixels is None else f"{pixels.ndim} axes"

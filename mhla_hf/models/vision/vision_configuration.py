@@ -133,11 +133,7 @@ class MHLAVisionConfig(PreTrainedConfig):
     mhla: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill in fields that depend on others, and check `stages` and `mhla`.
-
-        Raises:
-            ValueError: `stages` or `mhla` is not valid.
-        """
+        """Fill in fields that depend on others, and check `stages` and `mhla`."""
         if self.stages is not None:
             for stage in self.stages:
                 layout = stage.get("layout") or [1, 1]

@@ -35,10 +35,7 @@ def as_tokens(image: torch.Tensor) -> torch.Tensor:
 
 
 class PatchStem(nn.Sequential):
-    """Embeds non-overlapping patches by one convolution.
-
-    It maps [B, channels, height, width] to [B, hidden size, height / patch size, width / patch size].
-    """
+    """Embeds non-overlapping patches by one convolution: [B, channels, height, width] -> [B, C, rows, columns]."""
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         super().__init__()
@@ -46,10 +43,7 @@ class PatchStem(nn.Sequential):
 
 
 class ConvStem(nn.Sequential):
-    """Four 3x3 convolutions with BatchNorm, two of them with stride 2.
-
-    It maps [B, channels, height, width] to [B, hidden size, height / 4, width / 4], rounded up.
-    """
+    """Four 3x3 convolutions with BatchNorm, two of them with stride 2: a quarter of the height and width, rounded up."""
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         channels = [config.num_channels, width // 2, width // 2, width // 2, width]
@@ -76,16 +70,7 @@ class GridPositions(nn.Module):
 
 
 def grid_rotation(grid: Sequence[int], head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute 2-D RoPE, which rotates one half of each head by the row and the other by the column.
-
-    Args:
-        grid: Number of rows and columns of tokens.
-        head_dim: Width of a head, a multiple of 4.
-        device: Device of the result.
-
-    Returns:
-        Cosines and sines, fp32 [T, 1, head_dim].
-    """
+    """Compute 2-D RoPE, fp32 [T, 1, head_dim]: one half of each head is rotated by the row, the other by the column."""
     steps = torch.linspace(0, 1, head_dim // 4, device=device)
     angles = (1.0 / 10000**steps).repeat_interleave(2)
     rows = torch.arange(grid[0], device=device)[:, None, None] * angles
@@ -95,16 +80,7 @@ def grid_rotation(grid: Sequence[int], head_dim: int, device: torch.device) -> t
 
 
 class GridSoftmax(MHLACore):
-    """Softmax attention with the output norm, gate, and position convolution of `GridMHLA`, as a baseline for it.
-
-    It takes the arguments of `GridMHLA.forward` except `key_mask` and `shard`, and applies no feature map and no mixing.
-
-    Args:
-        settings: The settings.
-        num_heads: Number of heads, H.
-        value_dim: Width V of values.
-        **widths: The other arguments of `MHLACore`.
-    """
+    """Softmax attention with the output norm, gate, and position convolution of `GridMHLA`, as a baseline for it."""
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, **widths: Any):
         settings = replace(settings, feature_map="identity")
@@ -123,18 +99,7 @@ class GridSoftmax(MHLACore):
         hidden_states: torch.Tensor | None = None,
         rotate: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> torch.Tensor:
-        """Attend over the whole grid.
-
-        Args:
-            q, k: [B, T, H, K].
-            v: [B, T, H, V].
-            grid: Number of rows and columns of tokens.
-            hidden_states: [B, T, C], the layer's input, for the gate.
-            rotate: Function of q and k that applies the rotary embedding, or None.
-
-        Returns:
-            [B, T, H, V] in v's dtype.
-        """
+        """Attend over the whole grid; see `GridMHLA.forward`."""
         if rotate is not None:
             q, k = rotate(q, k)
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
@@ -143,12 +108,9 @@ class GridSoftmax(MHLACore):
 
 
 class MHLAVisionMixer(nn.Module):
-    """Attention of a layer: projections, norms, and a core (MHLA or softmax).
+    """Attention of a layer: projections, norms, and a core.
 
-    Args:
-        config: The configuration.
-        stage: The stage, as `MHLAVisionConfig.stage_list` returns it.
-        kind: "mhla", "linear", which is MHLA with uniform, frozen mixing, or "softmax".
+    `kind` is "mhla", "linear", which is MHLA with uniform, frozen mixing, or "softmax".
     """
 
     def __init__(self, config: MHLAVisionConfig, stage: dict[str, Any], kind: str):
@@ -177,16 +139,7 @@ class MHLAVisionMixer(nn.Module):
         grid: Sequence[int],
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Attend over the whole grid.
-
-        Args:
-            hidden_states: [B, T, width].
-            grid: Number of rows and columns of tokens.
-            rotation: Cosines and sines from `grid_rotation`, or None.
-
-        Returns:
-            [B, T, width].
-        """
+        """Attend over the whole grid: [B, T, width] -> [B, T, width]. `rotation` is from `grid_rotation`, or None."""
         x = self.norm(hidden_states)
         shape = (*x.shape[:-1], self.num_heads, self.head_dim)
         q, k = self.q_norm(self.q_proj(x)).view(shape), self.k_norm(self.k_proj(x)).view(shape)
@@ -248,14 +201,7 @@ class BranchScale(nn.Module):
 
 
 class MHLAVisionBlock(GradientCheckpointingLayer):
-    """A transformer block: norm, attention, norm, MLP, with residual connections and stochastic depth.
-
-    Args:
-        config: The configuration.
-        stage: The stage, as `MHLAVisionConfig.stage_list` returns it.
-        kind: Kind of attention, as in `MHLAVisionMixer`.
-        drop: Probability that a row of a training batch skips a branch.
-    """
+    """A transformer block with stochastic depth: `drop` is the probability that a row of a batch skips a branch."""
 
     def __init__(self, config: MHLAVisionConfig, stage: dict[str, Any], kind: str, drop: float):
         super().__init__()
@@ -276,10 +222,7 @@ class MHLAVisionBlock(GradientCheckpointingLayer):
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Run the block: [B, T, width] -> [B, T, width]. See `MHLAVisionMixer.forward` for the arguments.
-
-        **kwargs are ignored.
-        """
+        """Run the block: [B, T, width] -> [B, T, width]. Further arguments are ignored."""
         x = hidden_states if self.positions is None else self.positions(hidden_states, grid)
         x = x + self.draw_branch_factor(x) * self.scale1(self.attn(self.norm1(x), grid, rotation))
         return x + self.draw_branch_factor(x) * self.scale2(self.mlp(self.norm2(x), grid))
@@ -290,12 +233,7 @@ class MHLAVisionBlock(GradientCheckpointingLayer):
 
 
 class MHLAVisionStage(nn.Module):
-    """Blocks of one width; in all stages but the first, a convolution of stride 2 comes before them.
-
-    Args:
-        config: The configuration.
-        number: Index of the stage.
-    """
+    """Blocks of one width; in all stages but the first, a convolution of stride 2 comes before them."""
 
     def __init__(self, config: MHLAVisionConfig, number: int):
         super().__init__()
@@ -315,16 +253,7 @@ class MHLAVisionStage(nn.Module):
             self.blocks.append(MHLAVisionBlock(config, stage, kind, config.drop_path_rate * layer / last))
 
     def forward(self, x: torch.Tensor, grid: Sequence[int], **kwargs: Any) -> tuple[torch.Tensor, Sequence[int]]:
-        """Run the stage.
-
-        Args:
-            x: [B, T, C], where C is the width of the previous stage, or `width` in the first.
-            grid: Number of rows and columns of tokens.
-            **kwargs: Further arguments of the blocks.
-
-        Returns:
-            Tokens [B, T', width] and their grid. A stage that starts with a convolution halves rows and columns, rounded up.
-        """
+        """Run the stage on tokens [B, T, C]; return tokens [B, T', width] and their grid, which the convolution halves."""
         if self.reduce is not None:
             image = self.reduce(as_map(x, grid))
             x, grid = as_tokens(image), tuple(image.shape[2:])

@@ -130,18 +130,7 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
 
     def padded(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Cast images to the model's dtype, and pad them with zeros on all sides if `config.pad_to_blocks`.
-
-        Args:
-            pixel_values: [B, channels, height, width].
-
-        Returns:
-            [B, channels, height', width'], with the sides that `MHLAVisionConfig.padded_sides` returns.
-
-        Raises:
-            ValueError: The images do not have this shape; or with the "patch" stem and without `pad_to_blocks`, their sides
-                are not multiples of the patch size.
-        """
+        """Cast images to the model's dtype, and pad them with zeros on all sides if `config.pad_to_blocks`."""
         if pixel_values.ndim != 4 or pixel_values.shape[1] != self.config.num_channels:
             expected = f"[B, {self.config.num_channels}, height, width]"
             raise ValueError(f"pixel_values: got shape {tuple(pixel_values.shape)}, expected {expected}.")

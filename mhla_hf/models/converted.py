@@ -1,0 +1,45 @@
+"""Converted models of transformers: `MHLALlamaForCausalLM`, `MHLABertModel`, `MHLAViTModel`, ..., made on first use.
+
+A checkpoint's source has one of the functions `*_class` as its `__getattr__`, with what that function uses
+(`AttentionKind.sources`): a language model needs the core of its mixing form only.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from ..nn.core import MHLA
+from ..nn.local import DecayMHLA
+from .derived_classes import find_derived_class
+from .encoder.encoder_attention import ENCODER_SWAP
+from .families import ENCODERS, LANGUAGE, VISION
+from .language.causal_attention import CAUSAL_SWAP
+from .vision.grid_attention import GRID_SWAP
+
+LANGUAGE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA, decay_core=DecayMHLA)
+MATRIX_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA)
+DECAY_SWAP = replace(CAUSAL_SWAP, decay_core=DecayMHLA)
+
+
+def matrix_class(name: str) -> Any:
+    """Return a class of a language model that mixes by matrices."""
+    return find_derived_class(name, (LANGUAGE, MATRIX_SWAP))
+
+
+def decay_class(name: str) -> Any:
+    """Return a class of a language model that mixes by decays."""
+    return find_derived_class(name, (LANGUAGE, DECAY_SWAP))
+
+
+def encoder_class(name: str) -> Any:
+    """Return a class of a text encoder."""
+    return find_derived_class(name, (ENCODERS, ENCODER_SWAP))
+
+
+def vision_class(name: str) -> Any:
+    """Return a class of a vision tower or classifier."""
+    return find_derived_class(name, (VISION, GRID_SWAP))
+
+
+def __getattr__(name: str) -> Any:
+    """Return any of these classes, where a language model has both cores; raise AttributeError for other names."""
+    return find_derived_class(name, (LANGUAGE, LANGUAGE_SWAP), (ENCODERS, ENCODER_SWAP), (VISION, GRID_SWAP))
