@@ -17,6 +17,7 @@ from .models.vision import MHLAForImageClassification as MHLAForImageClassificat
 from .models.vision import MHLAVisionModel as MHLAVisionModel
 from .models.vision_configuration import MHLAVisionConfig as MHLAVisionConfig
 from .nn.settings import MHLASettings as MHLASettings
+from .ops.api import OutputAndState
 from .ops.api import mhla_step as mhla_step
 from .ops.blocks import Blocks as Blocks
 from .ops.state import MHLAState as MHLAState
@@ -48,4 +49,4 @@ def mhla(
     q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
     return_state: Literal[True], impl: str = "auto",
-) -> tuple[torch.Tensor, MHLAState]: ...  # fmt: skip
+) -> OutputAndState: ...  # fmt: skip

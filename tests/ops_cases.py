@@ -4,6 +4,7 @@ A case is plain data (shapes, options, a seed), so that hypothesis can shrink it
 hand. `MHLA_CASES=10000 pytest tests/ops tests/nn -k generated` runs 10,000 cases of each kind.
 """
 
+import functools
 import os
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.decays import Decays, LocalForm
-from mhla_hf.ops.reference import mhla_reference
 from mhla_hf.ops.triton.tuning import INTERPRETED
 
+mhla_reference = functools.partial(mhla, impl="reference")
 DEVICE = "cpu" if INTERPRETED else "cuda"
 KERNELS = [  # marks of test files that run kernels
     pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"),

@@ -4,6 +4,7 @@
 """
 
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from .checks import (
     check_state,
     check_step,
 )
+from .inputs import MHLAInputs, MHLAOptions
 from .reference import mhla_reference
 from .state import MHLAState
 from .torch_decode import append_tokens, count_real_tokens, torch_step
@@ -25,10 +27,16 @@ from .torch_operator import torch_mhla
 from .triton.check import SmallCall, kernel_fault, small_dense_call
 from .triton.register import triton_mhla, triton_refusal
 
-FORMS = {"reference": mhla_reference, "torch": torch_mhla, "triton": triton_mhla}
 OPERATOR_LOG = logging.getLogger("mhla_hf")
 KERNEL_DEVICES = ("cuda",)
 ANNOUNCED_CHOICES: set[tuple[str, str]] = set()
+
+
+class OutputAndState(NamedTuple):
+    """Outputs o [B, T, H, V], and the state from which `mhla_step` continues."""
+
+    o: torch.Tensor
+    state: MHLAState
 
 
 def mhla(
@@ -37,7 +45,7 @@ def mhla(
     q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
     return_state: bool = False, impl: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, MHLAState]:  # fmt: skip
+) -> torch.Tensor | OutputAndState:  # fmt: skip
     """Compute multi-head linear attention (paper eq. 4 to 6; causal form: section 4.3 and appendix C).
 
     With b(t) the block of token t, o[t] = sum_s w[t, s] v[s] over all s (s <= t if causal), divided by sum_s w[t, s] if
@@ -74,7 +82,7 @@ def mhla(
             call agreed with fp64, else PyTorch, and logs its choice once.
 
     Returns:
-        o [B, T, H, V] in v's dtype (with `unrounded`, that of the sums); with `return_state`, the pair (o, MHLAState).
+        o [B, T, H, V] in v's dtype (with `unrounded`, that of the sums); with `return_state`, the named tuple (o, state).
 
     Raises:
         TypeError, ValueError: If an argument is invalid; the message names it.
@@ -87,30 +95,20 @@ def mhla(
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
     if return_state and (not causal or cu_seqlens is not None):
         raise ValueError("return_state: got True, expected False unless causal=True and cu_seqlens is None.")
+    key_blocks = blocks if key_blocks is None else key_blocks
+    if causal and cu_seqlens is None:
+        mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = MHLAOptions(blocks, key_blocks, causal, normalize, scale, unrounded)
+    inputs = MHLAInputs(q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts)
     choice = choose_implementation(impl, small_dense_call, q, k, v, k_den)
-    o = FORMS[choice](
-        q,
-        k,
-        v,
-        mixing,
-        blocks=blocks,
-        key_blocks=key_blocks,
-        causal=causal,
-        normalize=normalize,
-        scale=scale,
-        q_den=q_den,
-        k_den=k_den,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        starts=starts,
-        unrounded=unrounded,
-    )
-    if not return_state:
-        return o
-    state = state_after(
-        q, k, v, blocks=blocks, normalize=normalize is not False, k_den=k_den, key_mask=key_mask, starts=starts
-    )
-    return o, state
+    if choice == "triton":
+        o = triton_mhla(inputs)
+    elif choice == "torch":
+        o = torch_mhla(inputs)
+    else:
+        o = mhla_reference(inputs)
+    return OutputAndState(o, state_after(inputs)) if return_state else o
 
 
 @torch.no_grad()
@@ -118,7 +116,7 @@ def mhla_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, state: MHLAState, *, normalize: bool = True,
     scale: float | None = None, q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None,
     starts: torch.Tensor | None = None, unrounded: bool = False,
-) -> tuple[torch.Tensor, MHLAState]:  # fmt: skip
+) -> OutputAndState:  # fmt: skip
     """Continue causal MHLA by T >= 1 tokens, with the outputs that `mhla` gives for them in the whole sequence (appendix C).
 
     The step is computed in PyTorch. Nothing has a gradient.
@@ -133,7 +131,7 @@ def mhla_step(
         normalize, scale, q_den, k_den, unrounded: As in `mhla`.
 
     Returns:
-        o [B, T, H, V] in v's dtype (with `unrounded`, that of the sums), and `state`.
+        The named tuple (o, state), with o [B, T, H, V] in v's dtype (with `unrounded`, that of the sums).
 
     Raises:
         TypeError, ValueError: If an argument is invalid; the state is then unchanged.
@@ -143,54 +141,37 @@ def mhla_step(
     check_state(state, q, k, v, normalize, k_den)
     check_step(q, k, mixing, state, starts)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    blocks = Blocks.sequence(q.shape[1], state.block_size)
+    options = MHLAOptions(blocks, blocks, True, normalize, scale, unrounded)
+    inputs = MHLAInputs(q, k, v, mixing, options, q_den, k_den, starts=starts)
     with torch.autocast(q.device.type, enabled=False):
-        o = torch_step(
-            q,
-            k,
-            v,
-            mixing,
-            state,
-            scale=scale,
-            q_den=q_den,
-            k_den=k_den,
-            starts=starts,
-            unrounded=unrounded,
-        )
-    return o, state
+        return OutputAndState(torch_step(inputs, state), state)
 
 
 @torch.no_grad()
-def state_after(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    blocks: Blocks,
-    normalize: bool,
-    k_den: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    starts: torch.Tensor | None,
-) -> MHLAState:
-    """Compute the state of a decoder that has seen all tokens of k and v. See `mhla` for the arguments."""
-    assert blocks.block_size is not None  # causal blocks are those of a sequence
+def state_after(inputs: MHLAInputs) -> MHLAState:
+    """Compute the state of a decoder that has seen all tokens of the inputs."""
+    q, k, v, k_den = inputs.q, inputs.k, inputs.v, inputs.k_den
+    block_size = inputs.options.blocks.block_size
+    assert block_size is not None  # causal blocks are those of a sequence
     state = MHLAState.empty(
         batch=q.shape[0],
         num_kv_heads=k.shape[2],
         num_heads=q.shape[2],
         key_dim=k.shape[3],
         value_dim=v.shape[3],
-        block_size=blocks.block_size,
-        normalize=normalize,
+        block_size=block_size,
+        normalize=inputs.options.normalize is not False,
         dtype=torch.promote_types(k.dtype, v.dtype),
         device=k.device,
         den_dim=None if k_den is None else k_den.shape[3],
     )
-    if key_mask is not None:
-        is_key = key_mask[:, :, None, None]
+    if inputs.key_mask is not None:
+        is_key = inputs.key_mask[:, :, None, None]
         k, v = torch.where(is_key, k, 0), torch.where(is_key, v, 0)
         k_den = None if k_den is None else torch.where(is_key, k_den, 0)
     with torch.autocast(q.device.type, enabled=False):
-        append_tokens(k, v, k_den, state, count_real_tokens(state, k.shape[1], starts))
+        append_tokens(k, v, k_den, state, count_real_tokens(state, k.shape[1], inputs.starts))
     return state
 
 

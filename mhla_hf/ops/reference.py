@@ -10,28 +10,25 @@ import torch
 
 from .blocks import Blocks
 from .decays import LocalForm
+from .inputs import MHLAInputs
 
 
-def mhla_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
-    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
-    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
-) -> torch.Tensor:  # fmt: skip
+def mhla_reference(inputs: MHLAInputs) -> torch.Tensor:
     """Compute o[t] = sum_s w[t, s] v[s] with w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]> (paper eq. 5).
 
     b(t) is the block of token t. With `normalize` the sum is divided by sum_s w[t, s], where q_den and k_den replace q and
-    k if they are given; 0/0 is 0. See `mhla` for the arguments, which must be checked.
+    k if they are given; 0/0 is 0.
 
     Returns:
         [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the computation: fp64 if q, k or v is, else fp32.
     """
+    q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = options.scale
     num_heads = q.shape[2]
     with torch.autocast(q.device.type, enabled=False):
         query_block, key_block, visible = token_relations(
-            q, k, blocks, key_blocks or blocks, causal, key_mask, cu_seqlens, starts
+            q, k, options.blocks, options.key_blocks, options.causal, key_mask, cu_seqlens, starts
         )
         # Zero the tokens that take no part: a gradient of 0 times NaN would be NaN.
         sees_any = visible.any(2)[:, :, None, None]  # [B, T, 1, 1]
@@ -46,14 +43,14 @@ def mhla_reference(
 
         weight = torch.where(visible[:, None], token_mixing * scale * inner_products(q, k, dtype), 0)  # [B, H, T, S]
         o = torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(num_heads // v.shape[2], 2))
-        if normalize == "official":
+        if options.normalize == "official":
             query, key = (q, k) if q_den is None or k_den is None else (q_den, k_den)
-            o = divide_or_zero(o, official_denominator(query, key, mixing.to(dtype), blocks, scale))
-        elif normalize:
+            o = divide_or_zero(o, official_denominator(query, key, mixing.to(dtype), options.blocks, scale))
+        elif options.normalize:
             if q_den is not None and k_den is not None:
                 weight = torch.where(visible[:, None], token_mixing * scale * inner_products(q_den, k_den, dtype), 0)
             o = divide_or_zero(o, weight.sum(-1).transpose(1, 2))
-        return o if unrounded else o.to(v.dtype)
+        return o if options.unrounded else o.to(v.dtype)
 
 
 def token_relations(

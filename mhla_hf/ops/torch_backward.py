@@ -6,9 +6,9 @@ den_grad [R, M, C] of the sum of the weights, which is None if not normalized.
 
 import torch
 
+from .inputs import MHLAOptions
 from .reference import divide_or_zero, without_row_scale
 from .torch_forward import (
-    BlockedForm,
     HeadWork,
     chunk_prefix,
     chunk_scores,
@@ -29,19 +29,19 @@ def blocked_backward(
     mixing: torch.Tensor,
     o: torch.Tensor | None,
     den: torch.Tensor | None,
-    form: BlockedForm,
+    options: MHLAOptions,
 ) -> list[torch.Tensor]:
     """Compute the gradients of q, k, v, and mixing.
 
     Args:
         o_grad: [B, T, H, V], the gradient of the output.
-        q, k, v, mixing, form: As in `blocked_forward`.
+        q, k, v, mixing, options: As in `blocked_forward`.
         o, den: Results of `blocked_forward`; None if not normalized.
 
     Returns:
         Four gradients, each with the shape and dtype of its input.
     """
-    work, inputs = HeadWork(q, k, v, form), (q, k, v, mixing)
+    work, inputs = HeadWork(q, k, v, options), (q, k, v, mixing)
     compute_grads = causal_grads if work.causal else full_grads
     with torch.autocast(q.device.type, enabled=False):
         grads = [empty_grad(x, q.shape[2], work.sum_dtype) for x in inputs]

@@ -12,40 +12,26 @@ denominator has features of its own, the k_den of open blocks.
 
 import torch
 
+from .inputs import MHLAInputs
 from .reference import divide_or_zero
 from .state import MHLAState
 from .torch_layout import TokenLayout
 
 
-def torch_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    state: MHLAState,
-    *,
-    scale: float,
-    q_den: torch.Tensor | None,
-    k_den: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    unrounded: bool = False,
-) -> torch.Tensor:
-    """Compute `mhla_step`, and update `state` in place. See `mhla_step` for the other arguments, which must be checked.
-
-    Args:
-        scale: Multiplier of the products.
+def torch_step(inputs: MHLAInputs, state: MHLAState) -> torch.Tensor:
+    """Compute `mhla_step`, and update `state` in place.
 
     Returns:
         [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
     """
-    num_tokens = q.shape[1]
-    num_new = count_real_tokens(state, num_tokens, starts)
+    num_tokens = inputs.q.shape[1]
+    num_new = count_real_tokens(state, num_tokens, inputs.starts)
     no_padding = int(num_new.min()) == num_tokens
     if no_padding and int((state.length % state.block_size).max()) + num_tokens <= state.block_size:
-        o = step_within_block(q, k, v, mixing, state, scale, q_den, k_den)
+        o = step_within_block(inputs, state)
     else:
-        o = step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, num_new)
-    return o if unrounded else o.to(v.dtype)
+        o = step_across_blocks(inputs, state, num_new)
+    return o if inputs.options.unrounded else o.to(inputs.v.dtype)
 
 
 def count_real_tokens(state: MHLAState, num_tokens: int, starts: torch.Tensor | None) -> torch.Tensor:
@@ -53,23 +39,13 @@ def count_real_tokens(state: MHLAState, num_tokens: int, starts: torch.Tensor | 
     return torch.full_like(state.length, num_tokens) if starts is None else num_tokens - starts.cpu()
 
 
-def step_within_block(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    state: MHLAState,
-    scale: float,
-    q_den: torch.Tensor | None,
-    k_den: torch.Tensor | None,
-) -> torch.Tensor:
+def step_within_block(inputs: MHLAInputs, state: MHLAState) -> torch.Tensor:
     """Compute the outputs of T new tokens per row that fit into the open block of their row, and update `state` in place.
-
-    See `torch_step` for the arguments.
 
     Returns:
         [B, T, H, V] in the dtype of the sums.
     """
+    q, mixing, q_den = inputs.q, inputs.mixing, inputs.q_den
     sum_dtype = state.summaries.dtype
     num_tokens = q.shape[1]
     size = state.block_size
@@ -78,7 +54,7 @@ def step_within_block(
     if stale.any():
         stale_rows = torch.nonzero(stale).flatten()
         refresh_prefix(state, mixing, stale_rows, block[stale_rows])
-    updates = window_updates(state, k, v, k_den)
+    updates = window_updates(inputs.k, inputs.v, inputs.k_den)
     shortest, longest = (int(length) for length in state.length.aminmax())
     if shortest == longest:
         open_tokens, visible = write_same_position(state, updates, longest // size, longest % size, num_tokens)
@@ -91,7 +67,7 @@ def step_within_block(
     tokens = [heads_first(x, sum_dtype) for x in open_tokens]
     prefix = state.prefix[:, :, None]
     prefix_z = None if state.prefix_z is None else state.prefix_z[:, :, None]
-    o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, scale)
+    o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, inputs.options.scale)
     o = o[:, :, 0].transpose(1, 2)
     closing = offset + num_tokens == size
     if closing.any():
@@ -160,35 +136,24 @@ def write_own_positions(
     return [getattr(state, name)[rows, slots] for name, _ in updates], visible
 
 
-def step_across_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    state: MHLAState,
-    scale: float,
-    q_den: torch.Tensor | None,
-    k_den: torch.Tensor | None,
-    num_new: torch.Tensor,
-) -> torch.Tensor:
+def step_across_blocks(inputs: MHLAInputs, state: MHLAState, num_new: torch.Tensor) -> torch.Tensor:
     """Compute the outputs of T new tokens per row, which may fill any number of blocks, and update `state` in place.
 
-    Args:
-        q, k, v, mixing, state, scale, q_den, k_den: As in `torch_step`.
-        num_new: int64 [B], number of real tokens in each row, which are the last ones.
+    `num_new` int64 [B] is the number of real tokens in each row, which are the last ones.
 
     Returns:
         [B, T, H, V] in the dtype of the sums, with zeros for padding.
     """
+    q, mixing, q_den = inputs.q, inputs.mixing, inputs.q_den
     sum_dtype, size = state.summaries.dtype, state.block_size
-    layout, open_tokens = append_tokens(k, v, k_den, state, num_new)
+    layout, open_tokens = append_tokens(inputs.k, inputs.v, inputs.k_den, state, num_new)
     prefix, prefix_z = mixed_summaries(state, mixing, torch.arange(len(num_new)), layout.blocks)
     query = heads_then_blocks(layout.place_queries(q), sum_dtype, size)
     query_den = None if q_den is None else heads_then_blocks(layout.place_queries(q_den), sum_dtype, size)
     tokens = [heads_then_blocks(x, sum_dtype, size) for x in open_tokens]
     visible = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     diagonal = diagonal_weight(mixing, layout.blocks, sum_dtype)
-    o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, scale)
+    o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, inputs.options.scale)
     return layout.take_back(o.flatten(2, 3).transpose(1, 2))
 
 
@@ -348,7 +313,7 @@ def append_tokens(
     """Write new tokens into a state, and store the summaries of the blocks that they fill.
 
     Args:
-        k, v, k_den: The new tokens, as in `torch_step`.
+        k, v, k_den: The new tokens, as in `mhla_step`.
         state: The state, changed in place.
         num_new: int64 [B], number of real tokens in each row, which are the last ones.
 
@@ -363,7 +328,7 @@ def append_tokens(
     num_blocks = max(1, -(-int((before % size + num_new).max()) // size))
     layout = TokenLayout(before, num_new, k.shape[1], before // size, num_blocks, size, 2 * size, device)
     open_tokens, filled = [], layout.filled[..., None, None]
-    for name, new in window_updates(state, k, v, k_den):
+    for name, new in window_updates(k, v, k_den):
         window = getattr(state, name)
         laid_out = torch.where(filled, layout.place_keys(window, new), 0)
         layout.keep(window, laid_out)
@@ -378,10 +343,8 @@ def append_tokens(
     return layout, open_tokens
 
 
-def window_updates(
-    state: MHLAState, k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None
-) -> list[tuple[str, torch.Tensor]]:
-    """Pair the name of each window field of a state with the new tokens to write into it: k, v, and k_den if given."""
+def window_updates(k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None) -> list[tuple[str, torch.Tensor]]:
+    """Pair the name of each window field of a state with the new tokens to write into it."""
     updates = [("window_k", k), ("window_v", v)]
     if k_den is not None:
         updates.append(("window_k_den", k_den))

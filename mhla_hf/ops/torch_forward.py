@@ -9,11 +9,9 @@ is the same within a block, so a long block is cut into n chunks of c tokens wit
 of a token does not grow with the block size.
 """
 
-from typing import NamedTuple
-
 import torch
 
-from .blocks import Blocks
+from .inputs import MHLAOptions
 from .reference import divide_or_zero
 from .torch_layout import BlockCut, Heads
 
@@ -22,31 +20,20 @@ from .torch_layout import BlockCut, Heads
 HEAD_BY_HEAD_SIZE = 32768
 
 
-class BlockedForm(NamedTuple):
-    """Options of `mhla`; passed as one argument because autograd functions take no keywords."""
-
-    blocks: Blocks
-    key_blocks: Blocks
-    causal: bool
-    normalize: bool
-    scale: float
-    unrounded: bool
-
-
 def blocked_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, form: BlockedForm
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, options: MHLAOptions
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute outputs o = num / den, where num is the sum of weight * v and den is the sum of the weights.
 
     Args:
         q, k, v, mixing: As in `mhla`, except that a causal mixing matrix has exactly M rows and columns.
-        form: See `BlockedForm`.
+        options: As in `mhla`; `normalize` is a bool.
 
     Returns:
         o: [B, T, H, V].
         den: [B, T, H, 1], or None if not normalized; then o is num.
     """
-    work = HeadWork(q, k, v, form)
+    work = HeadWork(q, k, v, options)
     o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.sum_dtype if work.unrounded else v.dtype)
     den = q.new_empty(*q.shape[:3], 1, dtype=work.sum_dtype) if work.normalize else None
     compute_sums = causal_sums if work.causal else full_sums
@@ -66,15 +53,16 @@ class HeadWork:
 
     Args:
         q, k, v: As in `mhla`.
-        form: See `BlockedForm`.
+        options: As in `blocked_forward`.
     """
 
-    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: BlockedForm):
-        self.causal, self.normalize = form.causal, form.normalize
-        self.scale, self.unrounded = form.scale, form.unrounded
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: MHLAOptions):
+        self.causal, self.normalize = options.causal, bool(options.normalize)
+        self.scale, self.unrounded = options.scale, options.unrounded
         self.sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-        self.query_cut = BlockCut(form.blocks, q.device)
-        self.key_cut = self.query_cut if form.key_blocks == form.blocks else BlockCut(form.key_blocks, q.device)
+        blocks, key_blocks = options.blocks, options.key_blocks
+        self.query_cut = BlockCut(blocks, q.device)
+        self.key_cut = self.query_cut if key_blocks == blocks else BlockCut(key_blocks, q.device)
         one_by_one = q.device.type == "cpu" and q.shape[1] * q.shape[3] >= HEAD_BY_HEAD_SIZE
         self.groups = Heads.groups(q, self.sum_dtype, one_by_one and not torch.compiler.is_compiling())
 

@@ -11,24 +11,21 @@ from typing import Any
 import torch
 
 from .blocks import Blocks
+from .inputs import MHLAInputs, MHLAOptions
 from .reference import divide_or_zero, official_denominator, without_row_scale
 from .torch_backward import blocked_backward
-from .torch_forward import BlockedForm, blocked_forward
+from .torch_forward import blocked_forward
 from .torch_layout import MoveTokens, align_sequences, mixing_of_sequences, shift_to_start
 
 
-def torch_mhla(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
-    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
-    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Compute `mhla` in PyTorch. See `mhla` for the arguments, which must be checked.
+def torch_mhla(inputs: MHLAInputs) -> torch.Tensor:
+    """Compute `mhla` in PyTorch.
 
     Returns:
         [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
+    blocks, normalize = options.blocks, options.normalize
     if key_mask is not None:
         is_key = key_mask[:, :, None, None]
         k, v = torch.where(is_key, k, 0), torch.where(is_key, v, 0)
@@ -41,29 +38,26 @@ def torch_mhla(
         source, inverse, block_index, sequence_id = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
         mixing = mixing_of_sequences(mixing, block_index, sequence_id)
         blocks = Blocks.sequence(source.shape[1], blocks.block_size)
+        options = options._replace(blocks=blocks, key_blocks=blocks)
     if inverse is not None:
         q, k, v = (MoveTokens.apply(x, source, inverse) for x in (q, k, v))
         if q_den is not None:
             q_den, k_den = (MoveTokens.apply(x, source, inverse) for x in (q_den, k_den))
-    if causal:
-        mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
-    key_blocks = blocks if key_blocks is None else key_blocks
     if normalize is False or (normalize is True and q_den is None):
-        form = BlockedForm(blocks, key_blocks, causal=causal, normalize=normalize, scale=scale, unrounded=unrounded)
-        o = BlockedAttention.apply(q, k, v, mixing, form)
+        o = BlockedAttention.apply(q, k, v, mixing, options)
     else:  # a denominator of other features, and the official one, take a pass of their own
-        mixing = RowScaleFree.apply(mixing, causal)
-        form = BlockedForm(blocks, key_blocks, causal=causal, normalize=False, scale=scale, unrounded=True)
-        num = BlockedAttention.apply(q, k, v, mixing, form)
+        mixing = RowScaleFree.apply(mixing, options.causal)
+        options = options._replace(normalize=False, unrounded=True)
+        num = BlockedAttention.apply(q, k, v, mixing, options)
         if q_den is not None and k_den is not None:
             q, k = q_den, k_den
         if normalize == "official":
             with torch.autocast(q.device.type, enabled=False):
-                den = official_denominator(q, k, mixing.to(num.dtype), blocks, scale)
+                den = official_denominator(q, k, mixing.to(num.dtype), blocks, options.scale)
         else:
-            den = BlockedAttention.apply(q, k, num.new_ones(*k.shape[:3], 1), mixing, form).squeeze(3)
+            den = BlockedAttention.apply(q, k, num.new_ones(*k.shape[:3], 1), mixing, options).squeeze(3)
         o = divide_or_zero(num, den)
-        o = o if unrounded else o.to(v.dtype)
+        o = o if inputs.options.unrounded else o.to(v.dtype)
     return o if inverse is None else MoveTokens.apply(o, inverse, source)
 
 
@@ -89,15 +83,15 @@ class RowScaleFree(torch.autograd.Function):
 class BlockedAttention(torch.autograd.Function):
     """Computes `blocked_forward`, with gradients from `blocked_backward` that cannot be differentiated again.
 
-    Called as `BlockedAttention.apply(q, k, v, mixing, form)` with a `BlockedForm`.
+    Called as `BlockedAttention.apply(q, k, v, mixing, options)` with `MHLAOptions`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, form: BlockedForm
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, options: MHLAOptions
     ) -> torch.Tensor:
-        o, den = blocked_forward(q, k, v, mixing, form)
-        ctx.form = form
+        o, den = blocked_forward(q, k, v, mixing, options)
+        ctx.options = options
         ctx.save_for_backward(q, k, v, mixing, None if den is None else o, den)
         return o
 
@@ -105,7 +99,7 @@ class BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, o_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, mixing, o, den = ctx.saved_tensors
         with torch.no_grad():
-            grads = blocked_backward(o_grad, q, k, v, mixing, o, den, ctx.form)
+            grads = blocked_backward(o_grad, q, k, v, mixing, o, den, ctx.options)
         if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
             grads = [DifferentiableOnce.apply(x, o_grad, q, k, v, mixing) for x in grads]
         return *grads, None

@@ -4,11 +4,10 @@ import itertools
 
 import pytest
 import torch
-from ops_cases import distance, run
+from ops_cases import distance, mhla_reference, run
 
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.reference import mhla_reference
 
 FORMS = {
     "causal": {"blocks": Blocks.sequence(300, 64), "causal": True},

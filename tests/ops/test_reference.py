@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from ops_cases import mhla_reference
 
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.reference import mhla_reference
 
 
 def written_out(q, k, v, mixing, blocks, key_blocks, causal, normalize, scale):

@@ -5,12 +5,11 @@ import collections
 import pytest
 import torch
 from hypothesis import example, given
-from ops_cases import FORMS, build, cases, direction_for, distance, generated, gradient_floors, run
+from ops_cases import FORMS, build, cases, direction_for, distance, generated, gradient_floors, mhla_reference, run
 
 from mhla_hf.ops import torch_forward
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.reference import mhla_reference
 
 SEEN = collections.Counter()
 SMALL_BESIDE_LARGE = {  # a first alive key that is tiny makes gradients that later ones must not be differences of

@@ -11,6 +11,7 @@ import torch
 
 from ..blocks import Blocks
 from ..checks import is_capturing
+from ..inputs import MHLAInputs, MHLAOptions
 from ..torch_operator import torch_mhla
 from .register import triton_mhla
 from .tuning import CHUNK
@@ -65,9 +66,10 @@ def small_dense_call(device: torch.device) -> tuple[list[torch.Tensor], list[tor
     q, k, v, do = (torch.rand(1, blocks.length, heads, 64, generator=generator) for heads in (2, 1, 1, 2))
     inputs = [x.to(device, torch.bfloat16) for x in (q, k, v - 0.5)]
     inputs.append(torch.rand(3, 3, generator=generator).to(device))  # the mixing matrix, which stays fp32
+    options = MHLAOptions(blocks, blocks, causal=True, normalize=True, scale=0.125, unrounded=False)
     results = []
     for function, leaves in ((triton_mhla, inputs), (torch_mhla, [x.double() for x in inputs])):
         leaves = [x.detach().requires_grad_() for x in leaves]
-        o = function(*leaves, blocks=blocks, causal=True)
+        o = function(MHLAInputs(*leaves, options))
         results.append([o.detach(), *torch.autograd.grad(o, leaves, (do - 0.5).to(device, o.dtype))])
     return results[0], results[1]

@@ -9,11 +9,11 @@ the first one registered.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from ..blocks import Blocks
+from ..inputs import MHLAInputs
 from ..namespace import NAMESPACE
 from ..reference import divide_or_zero, official_denominator
 from ..torch_layout import align_sequences, mixing_of_sequences
@@ -37,27 +37,57 @@ from .tuning import (
 )
 
 TRITON_SPACE = f"mhla_{NAMESPACE}"
-TRITON_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor mixing, Tensor? key_mask, Tensor? starts, Tensor? edges, SymInt[] blocks, "
-    "SymInt[] key_blocks, bool causal, bool normalize, float scale, ScalarType dtype)"
-)
+SCHEMA_TYPES = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    list[int]: "SymInt[]",
+    int: "SymInt",
+    bool: "bool",
+    float: "float",
+    torch.dtype: "ScalarType",
+}
+NUM_TENSORS = 7  # the first fields of `TritonInputs`
 LANE_TILES = {"o": "BV", "dq": "BK", "dk": "BK", "dv": "BV"}  # the tile size along the width of each output
 
 
-def triton_mhla(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
-    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
-    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Compute `mhla` by Triton kernels. See `mhla` for the arguments.
+class TritonInputs(NamedTuple):
+    """The arguments of the custom operators `forward` and, after do, o, and inv, `backward`.
 
-    The arguments must have been checked, and accepted by `triton_refusal`. A denominator with features of its own takes a
-    second call of the operator, with ones for values. The official denominator is computed in PyTorch.
+    Args:
+        q, k, v, mixing, key_mask, starts, causal: As in `MHLAInputs` and `MHLAOptions`.
+        edges: int32 [M, 2], the first token of each block and the one after its last, for packed sequences.
+        blocks, key_blocks: From `blocks_as_numbers`.
+        normalize: Whether to divide by the sum of the weights.
+        scale: Multiplier of the outputs; must be 1 if `normalize`.
+        dtype: Dtype of the outputs.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mixing: torch.Tensor
+    key_mask: torch.Tensor | None
+    starts: torch.Tensor | None
+    edges: torch.Tensor | None
+    blocks: list[int]
+    key_blocks: list[int]
+    causal: bool
+    normalize: bool
+    scale: float
+    dtype: torch.dtype
+
+
+def triton_mhla(inputs: MHLAInputs) -> torch.Tensor:
+    """Compute `mhla` by Triton kernels, on inputs that `triton_refusal` accepts.
+
+    A denominator with features of its own takes a second call of the operator, with ones for values. The official
+    denominator is computed in PyTorch.
 
     Returns:
         [B, T, H, V] in v's dtype, or in fp32 if `unrounded`.
     """
+    q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
+    blocks, causal, normalize = options.blocks, options.causal, options.normalize
     edges = None
     with torch.autocast(q.device.type, enabled=False):
         if cu_seqlens is not None:
@@ -67,25 +97,28 @@ def triton_mhla(
             source = source.view(-1, blocks.block_size)  # [M, C], -1 where a block has no token
             first = source[:, 0].clamp(min=0)
             edges = torch.stack((first, first + (source >= 0).sum(1)), 1).to(torch.int32)
-        elif causal:
-            mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
-        dtype = torch.float32 if unrounded else v.dtype
-        shared = {
-            "key_mask": None if key_mask is None else key_mask.contiguous(),
-            "starts": None if starts is None else starts.to(q.device).contiguous(),
-            "edges": edges,
-            "blocks": blocks_as_numbers(blocks),
-            "key_blocks": blocks_as_numbers(blocks if key_blocks is None else key_blocks),
-            "causal": causal,
-        }
-        if not normalize:
-            scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-            return TRITON_FORWARD(q, k, v, mixing, **shared, normalize=False, scale=scale, dtype=dtype)[0]
-        mixing = RowScaleFree.apply(mixing, causal)
-        if normalize is True and q_den is None:
-            return TRITON_FORWARD(q, k, v, mixing, **shared, normalize=True, scale=1.0, dtype=dtype)[0]
-        plain_sum = {**shared, "normalize": False, "scale": 1.0, "dtype": torch.float32}
-        num = TRITON_FORWARD(q, k, v, mixing, **plain_sum)[0]
+        dtype = torch.float32 if options.unrounded else v.dtype
+        if normalize:
+            mixing = RowScaleFree.apply(mixing, causal)
+        call = TritonInputs(
+            q,
+            k,
+            v,
+            mixing,
+            None if key_mask is None else key_mask.contiguous(),
+            None if starts is None else starts.to(q.device).contiguous(),
+            edges,
+            blocks_as_numbers(blocks),
+            blocks_as_numbers(options.key_blocks),
+            causal,
+            normalize=normalize is True and q_den is None,
+            scale=1.0 if normalize else float(options.scale),
+            dtype=dtype,
+        )
+        if call.normalize or not normalize:
+            return TRITON_FORWARD(*call)[0]
+        call = call._replace(dtype=torch.float32)
+        num = TRITON_FORWARD(*call)[0]
         if q_den is not None and k_den is not None:
             q, k = q_den, k_den
         if normalize == "official":
@@ -93,7 +126,7 @@ def triton_mhla(
             return divide_or_zero(num, official_denominator(q, k, mixing.float(), blocks, 1.0)).to(dtype)
         # A width of 16 makes all strides multiples of 16, on which Triton specializes its memory accesses.
         ones = v.new_ones((), dtype=torch.float32).expand(*k.shape[:3], 16)
-        den = TRITON_FORWARD(q, k, ones, mixing, **plain_sum)[0][..., 0]
+        den = TRITON_FORWARD(*call._replace(q=q, k=k, v=ones))[0][..., 0]
         return divide_or_zero(num, den).to(dtype)
 
 
@@ -114,38 +147,25 @@ def triton_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_den: tor
 
 
 class KernelCall:
-    """Holds the arguments that the kernels of one forward or backward pass share, and launches the kernels.
+    """Holds what the kernels of one forward or backward pass share, and launches the kernels.
 
     Args:
-        q, k, v, mixing, key_mask, starts, edges, causal, scale: As in `triton_forward`.
-        blocks, key_blocks: The blocks of queries and keys, from `blocks_as_numbers`.
+        inputs: The arguments of the operator. The last axes of q, k, and v must be contiguous.
     """
 
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mixing: torch.Tensor,
-        *,
-        key_mask: torch.Tensor | None,
-        starts: torch.Tensor | None,
-        edges: torch.Tensor | None,
-        blocks: list[int],
-        key_blocks: list[int],
-        causal: bool,
-        scale: float,
-    ):
-        self.query_blocks = kernel_blocks(blocks, q.device, starts, edges)
-        self.key_blocks = self.query_blocks if key_blocks == blocks else kernel_blocks(key_blocks, q.device)
+    def __init__(self, inputs: TritonInputs):
+        q, k, v, mixing = inputs[:4]
+        self.query_blocks = kernel_blocks(inputs.blocks, q.device, inputs.starts, inputs.edges)
+        same_blocks = inputs.key_blocks == inputs.blocks
+        self.key_blocks = self.query_blocks if same_blocks else kernel_blocks(inputs.key_blocks, q.device)
         self.mixing = contiguous_rows(mixing.float())
-        self.key_mask = key_mask
-        self.scale = scale
-        self.has_starts = starts is not None
+        self.key_mask = inputs.key_mask
+        self.scale = inputs.scale
+        self.has_starts = inputs.starts is not None
         self.dot_as = dot_kind(q, k, v)
-        self.constants = {"K": q.shape[3], "V": v.shape[3], "CAUSAL": causal, "DOT": self.dot_as}
+        self.constants = {"K": q.shape[3], "V": v.shape[3], "CAUSAL": inputs.causal, "DOT": self.dot_as}
         self.group = q.shape[2] // k.shape[2]
-        self.num_chunks = num_tiles(self.key_blocks.span, CHUNK) if causal else None
+        self.num_chunks = num_tiles(self.key_blocks.span, CHUNK) if inputs.causal else None
         # Query heads that share both a KV head and the mixing matrix read the same state.
         self.num_state_heads = q.shape[2] if mixing.dim() == 3 else k.shape[2]
         self.share = q.shape[2] // self.num_state_heads
@@ -222,65 +242,31 @@ class KernelCall:
         return grad
 
 
-def triton_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    edges: torch.Tensor | None,
-    blocks: list[int],
-    key_blocks: list[int],
-    causal: bool,
-    normalize: bool,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement the custom operator `TRITON_FORWARD`, which computes the forward pass.
-
-    Args:
-        q, k, v, mixing, key_mask, starts, causal: As in `mhla`, except that a causal mixing matrix has exactly M rows and
-            columns.
-        edges: int32 [M, 2], the first token of each block and the one after its last, for packed sequences.
-        blocks, key_blocks: From `blocks_as_numbers`.
-        normalize: Whether to divide by the sum of the weights.
-        scale: Multiplier of the outputs; must be 1 if `normalize`.
-        dtype: Dtype of the outputs.
+def triton_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement the custom operator `TRITON_FORWARD` with the arguments of `TritonInputs`, which computes the forward pass.
 
     Returns:
         o: [B, T, H, V] in `dtype`.
         inv: fp32 [B, T, H], the inverse of the denominator; empty if not normalized.
     """
-    q, k, v = (contiguous_rows(x) for x in (q, k, v))
+    inputs = TritonInputs(*arguments)
+    q, k, v = (contiguous_rows(x) for x in inputs[:3])
     with on_device(q), torch.autocast(q.device.type, enabled=False):
-        call = KernelCall(
-            q,
-            k,
-            v,
-            mixing,
-            key_mask=key_mask,
-            starts=starts,
-            edges=edges,
-            blocks=blocks,
-            key_blocks=key_blocks,
-            causal=causal,
-            scale=scale,
-        )
+        call = KernelCall(inputs._replace(q=q, k=k, v=v))
         s, z = summaries(
             k,
             v,
             call.key_blocks,
             call.dot_as,
             num_heads=k.shape[2],
-            causal=causal,
-            with_z=normalize,
-            key_mask=key_mask,
+            causal=inputs.causal,
+            with_z=inputs.normalize,
+            key_mask=inputs.key_mask,
         )
         states = mix_states(call.mixing, s, call.num_state_heads, call.num_chunks)
         states_z = None if z is None else mix_states(call.mixing, z, call.num_state_heads, call.num_chunks)
-        o = call.allocate(v, *q.shape[:3], v.shape[3], dtype=dtype)
-        inv = call.allocate(q, *q.shape[:3], dtype=torch.float32) if normalize else None
+        o = call.allocate(v, *q.shape[:3], v.shape[3], dtype=inputs.dtype)
+        inv = call.allocate(q, *q.shape[:3], dtype=torch.float32) if inputs.normalize else None
         call.launch(
             forward_kernel,
             call.query_blocks,
@@ -297,59 +283,33 @@ def triton_forward(
 
 
 def triton_backward(
-    do: torch.Tensor,
-    o: torch.Tensor,
-    inv: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    edges: torch.Tensor | None,
-    blocks: list[int],
-    key_blocks: list[int],
-    causal: bool,
-    normalize: bool,
-    scale: float,
-    dtype: torch.dtype,
+    do: torch.Tensor, o: torch.Tensor, inv: torch.Tensor | None, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Implement the custom operator `TRITON_BACKWARD`, which computes the backward pass.
-
-    See `triton_forward` for the other arguments.
 
     Args:
         do: [B, T, H, V], the gradient of the output.
         o, inv: Results of `triton_forward`; ignored if not normalized.
+        *arguments: The arguments of `TritonInputs`.
 
     Returns:
         The gradients of q, k, v, and mixing, each with the shape and dtype of its input.
     """
-    do, q, k, v = (contiguous_rows(x) for x in (do, q, k, v))
+    inputs = TritonInputs(*arguments)
+    do, q, k, v = (contiguous_rows(x) for x in (do, *inputs[:3]))
+    causal, normalize = inputs.causal, inputs.normalize
     inv = inv if normalize else None
     with on_device(q), torch.autocast(q.device.type, enabled=False):
-        call = KernelCall(
-            q,
-            k,
-            v,
-            mixing,
-            key_mask=key_mask,
-            starts=starts,
-            edges=edges,
-            blocks=blocks,
-            key_blocks=key_blocks,
-            causal=causal,
-            scale=scale,
-        )
+        call = KernelCall(inputs._replace(q=q, k=k, v=v))
         s, z = summaries(
             k,
             v,
             call.key_blocks,
             call.dot_as,
             num_heads=k.shape[2],
-            causal=causal,
-            with_z=normalize,
-            key_mask=key_mask,
+            causal=inputs.causal,
+            with_z=inputs.normalize,
+            key_mask=inputs.key_mask,
         )
         states = mix_states(call.mixing, s, call.num_state_heads, call.num_chunks)
         states_z = None if z is None else mix_states(call.mixing, z, call.num_state_heads, call.num_chunks)
@@ -399,67 +359,39 @@ def triton_backward(
             dstates=dsummaries,
             dstates_z=dsummaries_z,
         )
-        dmixing = call.mixing_grad(s, z, dstates, dstates_z, diagonal_grad) * scale
-    return dq, dk, dv, dmixing.to(mixing.dtype)
+        dmixing = call.mixing_grad(s, z, dstates, dstates_z, diagonal_grad) * inputs.scale
+    return dq, dk, dv, dmixing.to(inputs.mixing.dtype)
 
 
-def triton_forward_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    edges: torch.Tensor | None,
-    blocks: list[int],
-    key_blocks: list[int],
-    causal: bool,
-    normalize: bool,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tensors with the shapes and dtypes of `triton_forward`, for tracing."""
-    inv = q.new_empty(q.shape[:3] if normalize else (0,), dtype=torch.float32)
-    return v.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), inv
+    inputs = TritonInputs(*arguments)
+    q, v = inputs.q, inputs.v
+    inv = q.new_empty(q.shape[:3] if inputs.normalize else (0,), dtype=torch.float32)
+    return v.new_empty(*q.shape[:3], v.shape[3], dtype=inputs.dtype), inv
 
 
 def triton_backward_fake(
-    do: torch.Tensor,
-    o: torch.Tensor,
-    inv: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    *options: Any,
+    do: torch.Tensor, o: torch.Tensor, inv: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, ...]:
     """Return tensors with the shapes and dtypes of `triton_backward`, for tracing."""
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, mixing))
+    return tuple(x.new_empty(x.shape) for x in TritonInputs(*arguments)[:4])
 
 
 def save_for_triton_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Save the inputs of `triton_forward` in `ctx`, and its outputs if they are normalized, for the backward pass."""
-    (q, k, v, mixing, key_mask, starts, edges, blocks, key_blocks, causal, normalize, scale, dtype) = inputs
     o, inv = output
-    ctx.save_for_backward(o if normalize else inv, inv, q, k, v, mixing, key_mask, starts, edges)
-    ctx.options = (blocks, key_blocks, causal, normalize, scale, dtype)
+    tensors, ctx.options = inputs[:NUM_TENSORS], inputs[NUM_TENSORS:]
+    ctx.save_for_backward(o if TritonInputs(*inputs).normalize else inv, inv, *tensors)
 
 
 def triton_gradients(ctx: Any, do: torch.Tensor, inv_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Autograd formula of `TRITON_FORWARD`: compute the gradients of `triton_forward` by `TRITON_BACKWARD`.
+    """Autograd formula of `TRITON_FORWARD`: compute the gradients of q, k, v, and mixing by `TRITON_BACKWARD`.
 
-    Args:
-        ctx: The context in which `save_for_triton_backward` saved tensors and options.
-        do: [B, T, H, V], the gradient of the output.
-        inv_grad: The gradient of inv; ignored, because inv is internal.
-
-    Returns:
-        One gradient per argument of `triton_forward`; None for all but q, k, v, and mixing.
+    `inv_grad` is ignored, because inv is internal.
     """
-    dq, dk, dv, dmixing = TRITON_BACKWARD(do, *ctx.saved_tensors, *ctx.options)
-    key_mask_grad = starts_grad = edges_grad = None
-    option_grads = [None for _ in ctx.options]
-    return dq, dk, dv, dmixing, key_mask_grad, starts_grad, edges_grad, *option_grads
+    grads = TRITON_BACKWARD(do, *ctx.saved_tensors, *ctx.options)
+    return *grads, *[None for _ in TritonInputs._fields[4:]]
 
 
 def register_operator(
@@ -492,9 +424,23 @@ def register_operator(
     return getattr(space, name)
 
 
-BACKWARD_SCHEMA = f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA} -> (Tensor, Tensor, Tensor, Tensor)"
-FORWARD_SCHEMA = f"({TRITON_SCHEMA} -> (Tensor, Tensor)"
-TRITON_BACKWARD = register_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)
+def operator_schema(record: Any) -> str:
+    """Return the parameters of a custom operator whose arguments are the fields of a NamedTuple, in torch's notation."""
+    return ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(record).items())
+
+
+TRITON_SCHEMA = operator_schema(TritonInputs)
+TRITON_BACKWARD = register_operator(
+    "backward",
+    f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    triton_backward,
+    triton_backward_fake,
+)
 TRITON_FORWARD = register_operator(
-    "forward", FORWARD_SCHEMA, triton_forward, triton_forward_fake, triton_gradients, save_for_triton_backward
+    "forward",
+    f"({TRITON_SCHEMA}) -> (Tensor, Tensor)",
+    triton_forward,
+    triton_forward_fake,
+    triton_gradients,
+    save_for_triton_backward,
 )
