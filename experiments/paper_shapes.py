@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mhla_hf import Blocks, MHLAConfig, MHLAForCausalLM, convert
 from mhla_hf.bench import FORWARD, TRAINING, Device, Operator, Prepared, relative_error
 from mhla_hf.ops.decays import Decays, LocalForm
+from mhla_hf.ops.inputs import WindowedInputs
 from mhla_hf.ops.local import local_attention
 
 DIT = {"patch_size": 2, "in_channels": 4, "out_channels": 8, "attention_bias": True, "num_embeds_ada_norm": 1000}
@@ -154,7 +155,7 @@ class Window(Operator):
         form = LocalForm(self.blocks.sizes()[0], scale=self.widths[0] ** -0.5, impl=impl, unrounded=False)
         q_features, k_features = features
         decays = Decays(weight, -0.1 * weight)
-        return local_attention(q, k, v, q_features, k_features, decays, balance, form).to(v.dtype)
+        return local_attention(WindowedInputs(q, k, v, q_features, decays, balance, form), k_features).to(v.dtype)
 
     def errors(self, name: str, device: Device, seed: int, exact: str = "mhla torch") -> dict[str, float]:
         """Return the relative errors of the output ("output") and of the gradients ("dq", ...) of one sequence.

@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from ..nn.core import without_padding
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
+from ..ops.decays import Decays
+from ..ops.inputs import WindowedInputs
 from ..ops.reference import local_reference
 
 
@@ -35,8 +37,8 @@ class Attention:
         q: Queries [B, T, H, K]; in MHLA layers, after feature map and RoPE.
         k: Keys [B, S, G, K]; in MHLA layers, after feature map and RoPE.
         options: Arguments of `scaled_dot_product_attention`; or of `mhla`, including "mixing" [H or 1, M, M] and
-            "blocks". A layer that mixes by decays also has "form", "balance" and "near", a tuple of q and k for the softmax
-            window; see `local_reference`. Without such a window, "balance" is None.
+            "blocks". A layer that mixes by decays also has "form", "decays", "balance" and "near", a tuple of q and k for
+            the softmax window; see `WindowedInputs`. Without such a window, "balance" is None.
         grid: Size of the grid that the tokens form; None for a sequence.
     """
 
@@ -75,9 +77,13 @@ class Attention:
             near_q, near_k = map(select, options["near"])
             balance = options["balance"]
             balance = None if balance is None else balance[[head]].double()
+            decays = options["decays"]
+            log_rate = decays.log_rate[[head * len(decays.log_rate) // heads]]
+            power = None if decays.power is None else decays.power[[head]]
+            decays = Decays(decays.weight[[head]], log_rate, power)
             padding = {name: options[name] for name in ("key_mask", "starts")}
-            form = options["form"]
-            return local_reference(near_q, near_k, units, q, k, mixing[[head]], balance, form, **padding)[0, :, 0]
+            inputs = WindowedInputs(near_q, near_k, units, q, decays, balance, options["form"], **padding)
+            return local_reference(inputs, k)[0, :, 0]
         o = mhla(q, k, units, mixing[[head if len(mixing) > 1 else 0]], **options, impl="reference")
         assert isinstance(o, torch.Tensor)  # no state was asked for
         return o[0, :, 0]
@@ -233,7 +239,8 @@ def _windowed_attention(layer: str, core: Any, inputs: dict[str, Any], options: 
         mapped = core.q_map(q, core.heads), core.k_map(k, core.heads)
         mixing = _to_cpu(decays.matrix(num_blocks, form.lag, both_ways=True))
     near = tuple(map(_to_cpu, mapped if balance is None else (q, k)))
-    options = {**options, "mixing": mixing, "form": form, "near": near, "balance": _to_cpu(balance)}
+    decays = Decays(*map(_to_cpu, (decays.weight, decays.log_rate, decays.power)))
+    options = {**options, "mixing": mixing, "form": form, "decays": decays, "near": near, "balance": _to_cpu(balance)}
     return Attention(layer, "mhla", _to_cpu(mapped[0]), _to_cpu(mapped[1]), options)
 
 
