@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mhla_hf.ops.decays import Decays, LocalForm
+from mhla_hf.ops.inputs import WindowedInputs
 from mhla_hf.ops.local import local_attention
 
 KV_BYTES = 256  # bytes of a token's key and value in one KV head, 64 wide, in bf16
@@ -180,12 +181,12 @@ class FarPart(nn.Module):
         if self.form.features is None:
             q_features, k_features = (x.new_zeros(*x.shape[:3], 1) for x in (q, k))
             decays = Decays(self.weight[:, :1], self.weight[:: self.group_size, :1] * 0)
-            return local_attention(q, k, v, q_features, k_features, decays, self.balance, self.local)
+            return local_attention(WindowedInputs(q, k, v, q_features, decays, self.balance, self.local), k_features)
         q_features, k_features = self.features(unrotated_q, "q"), self.features(unrotated_k, "k")
         if self.form.power is not None:
             log_count = (self.num_far_tokens(q.shape[1])[:, None] / 512).log()
             q_features = q_features * torch.exp(-self.power * log_count)[..., None]
-        return local_attention(q, k, v, q_features, k_features, self.decays(), self.balance, self.local)
+        return local_attention(WindowedInputs(q, k, v, q_features, self.decays(), self.balance, self.local), k_features)
 
     @torch.no_grad()
     def balance_masses(

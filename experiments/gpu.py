@@ -20,6 +20,7 @@ from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 from mhla_hf.ops.decays import Decays, LocalForm
+from mhla_hf.ops.inputs import WindowedInputs
 from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.reference import local_reference
 from mhla_hf.ops.triton.paged import SMALL_PAGES, small_page_call
@@ -192,11 +193,11 @@ def window_errors(
     results = []
     for exact in (False, True):
         tensors = [(x.double() if exact else x).detach().requires_grad_() for x in (q, k, v, *features)]
-        if exact:
-            mixing = decays.to(torch.float64).matrix(SEQUENCE.length // form.block_size + 1)
-            o = local_reference(*tensors, mixing, balance, form, **padding)
-        else:
-            o = local_attention(*tensors, decays, balance, replace(form, impl=impl), **padding)
+        near_q, near_k, values, q_features, k_features = tensors
+        inputs = WindowedInputs(
+            near_q, near_k, values, q_features, decays, balance, replace(form, impl=impl), **padding
+        )
+        o = local_reference(inputs, k_features) if exact else local_attention(inputs, k_features)
         output_gradient = torch.randn(o.shape, generator=torch.Generator(device).manual_seed(1), device=device)
         results.append([o, *torch.autograd.grad(o, tensors, output_gradient.to(o.dtype))])
     names = ("output", "dq", "dk", "dv", "dfq", "dfk")

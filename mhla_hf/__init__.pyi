@@ -17,6 +17,7 @@ from .models.vision.vision_configuration import MHLAVisionConfig as MHLAVisionCo
 from .models.vision.vision_model import MHLAForImageClassification as MHLAForImageClassification
 from .models.vision.vision_model import MHLAVisionModel as MHLAVisionModel
 from .nn.settings import MHLASettings as MHLASettings
+from .ops.api import OutputAndState
 from .ops.api import mhla_step as mhla_step
 from .ops.blocks import Blocks as Blocks
 from .ops.state import MHLAState as MHLAState
@@ -45,4 +46,4 @@ def mhla(
     q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
     return_state: Literal[True], impl: str = "auto",
-) -> tuple[torch.Tensor, MHLAState]: ...  # fmt: skip
+) -> OutputAndState: ...  # fmt: skip

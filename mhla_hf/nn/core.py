@@ -256,6 +256,7 @@ class MHLA(MHLACore):
         if cache is None:
             mixing = self.mixing(blocks.num_blocks)
             o = mhla(q, k, v, mixing, blocks=blocks, causal=True, cu_seqlens=cu_seqlens, impl=settings.impl, **options)
+            assert isinstance(o, torch.Tensor)  # no state was asked for
         elif cache.state is None:
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla(

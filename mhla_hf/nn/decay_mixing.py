@@ -21,7 +21,7 @@ class DecayMixing(nn.Module):
         weight: [H, R], logits; their softmax over R gives the weights of the decays.
         rate: [G, R - 1], logits of the decay factors lambda = sigmoid(rate) of all decays but the first, whose lambda is
             fixed at 1. With `free_decay`, [G, R], for all decays. Absent if it would be empty.
-        balance: [H], see `local_attention`; trained even without `learn`. Absent without an initial balance.
+        balance: [H], see `WindowedInputs`; trained even without `learn`. Absent without an initial balance.
         power: [H], see `Decays`; only with `length_power`.
     """
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..ops.decays import Decays, LocalForm
+from ..ops.inputs import WindowedInputs
 from ..ops.local import local_attention, two_way_attention
 from ..ops.local_state import KeyMap, LocalState, continue_local
 from ..ops.torch_layout import shift_to_start
@@ -20,7 +21,7 @@ HARMLESS_BALANCE = -4.0
 
 
 def start_balance(settings: MHLASettings, key_dim: int, causal: bool) -> float:
-    """Compute the initial balance of the far part (see `local_attention`).
+    """Compute the initial balance of the far part (see `WindowedInputs`).
 
     For random keys, the product of a query's and a key's features is about 2 / K with Hedgehog, and is taken to be of the
     order of K with all other maps; the balance compensates for that. Features of real keys saturate: with `rope="near"`,
@@ -134,20 +135,18 @@ class DecayMHLA(DecayCore):
             q = q_features
             k = self.map_keys(k, cos_sin)
             map_keys = keep_rotated
-        inputs = (q, k, v, q_features, map_keys, decays, balance, form)
-        padding: dict[str, Any] = {"key_mask": is_real, "starts": starts}
+        inputs = WindowedInputs(q, k, v, q_features, decays, balance, form, is_real, starts, cu_seqlens)
         drop_window = (cache is None or cache.state is None) and self.draw_window_dropout()
         if cache is not None and not drop_window:
-            o = self.continue_cache(*inputs, cache, cos_sin=cos_sin, **padding)
+            o = self.continue_cache(inputs, map_keys, cache, cos_sin)
         else:
             if cache is not None:  # the cache has to see the tokens as they are
                 with torch.no_grad():
-                    self.continue_cache(*inputs, cache, cos_sin=cos_sin, **padding)
-            form = replace(form, lag=1) if drop_window else form
+                    self.continue_cache(inputs, map_keys, cache, cos_sin)
+            if drop_window:
+                inputs = inputs._replace(form=replace(form, lag=1))
             with torch.autocast(q.device.type, enabled=False):
-                o = local_attention(
-                    q, k, v, q_features, map_keys(k, cos_sin), decays, balance, form, cu_seqlens=cu_seqlens, **padding
-                )
+                o = local_attention(inputs, map_keys(k, cos_sin))
         if key_mask is not None:
             o = move_tokens(o, inverse, source)
             if cache is not None:
@@ -176,43 +175,17 @@ class DecayMHLA(DecayCore):
         return probability > 0 and float(torch.rand(())) < probability
 
     def continue_cache(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_features: torch.Tensor,
-        map_keys: KeyMap,
-        decays: Decays,
-        balance: torch.Tensor | None,
-        form: LocalForm,
-        cache: Any,
-        *,
-        key_mask: torch.Tensor | None,
-        starts: torch.Tensor | None,
-        cos_sin: torch.Tensor,
+        self, inputs: WindowedInputs, map_keys: KeyMap, cache: Any, cos_sin: torch.Tensor
     ) -> torch.Tensor:
         """Compute the outputs of new tokens, and add the tokens to `cache.state`; see `continue_local`."""
         fresh = cache.state is None
+        q, k, v = inputs[:3]
         if fresh:
             num_features = self.k_map.num_features
-            cache.state = LocalState.empty(k, v, self.mixing.num_decays, num_features, form, cos_sin)
+            cache.state = LocalState.empty(k, v, self.mixing.num_decays, num_features, inputs.form, cos_sin)
         else:
             check_no_gradients(self, q, k, v)
-        return continue_local(
-            q,
-            k,
-            v,
-            q_features,
-            map_keys,
-            decays,
-            balance,
-            form,
-            cache.state,
-            fresh=fresh,
-            key_mask=key_mask,
-            starts=starts,
-            cos_sin=cos_sin,
-        )
+        return continue_local(inputs, map_keys, cache.state, fresh=fresh, cos_sin=cos_sin)
 
 
 class TwoWayMHLA(DecayCore):
@@ -256,8 +229,9 @@ class TwoWayMHLA(DecayCore):
         q_features = self.q_map(q, self.heads)
         k_features = self.k_map(k, self.heads)
         decays, balance = self.mixing(self.heads)
+        inputs = WindowedInputs(q, k, v, q_features, decays, balance, form, key_mask)
         with torch.autocast(q.device.type, enabled=False):
-            o = two_way_attention(q, k, v, q_features, k_features, decays, balance, form, key_mask=key_mask)
+            o = two_way_attention(inputs, k_features)
         if starts is not None:
             o = move_tokens(o, inverse, source)
         return self.finish_output(o, hidden_states, v.dtype)

@@ -20,41 +20,20 @@ import torch
 
 from .api import choose_implementation
 from .decays import Decays, LocalForm, block_distances, decayed_sums, powers
+from .inputs import WindowedInputs
 from .torch_layout import MoveTokens, align_sequences, shift_to_start
-from .torch_local import SinkTokens, by_block_and_group, near_and_far, resize_tokens, with_ones
-from .triton.local import small_local_call, triton_near_and_far
+from .torch_local import SinkTokens, WindowOperands, by_block_and_group, near_and_far, resize_tokens, with_ones
+from .triton.local import TRITON_LOCAL, small_local_call
 
 SEGMENT_TOKENS = 2048  # without gradients, a long sequence is computed this many tokens at a time
 
 
-def local_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
-    k_features: torch.Tensor,
-    decays: Decays,
-    balance: torch.Tensor | None,
-    form: LocalForm,
-    *,
-    key_mask: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:
+def local_attention(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
     """Attend to near tokens by softmax and to far tokens by MHLA; the top of this file has the formula.
 
     Args:
-        q: [B, T, H, D], queries of the near part, rotated; features if `balance` is None.
-        k: [B, T, G, D], its keys.
-        v: [B, T, G, V], values.
-        q_features: [B, T, H, K], queries of the far part.
-        k_features: [B, T, G, K], its keys.
-        decays: The mixing of the far part.
-        balance: [H], the log of the multiplier that brings far weights to the scale of e^score; None without a softmax.
-        form: The options.
-        key_mask: bool [B, T], as in `mhla`.
-        starts: int64 [B], as in `mhla`; not along with cu_seqlens.
-        cu_seqlens: Int [N + 1], as in `mhla`.
+        inputs: The inputs.
+        k_features: [B, T, G, K], keys of the far part.
 
     Returns:
         [B, T, H, V] in the dtype of the sums (at least fp32); in v's dtype if the Triton kernel runs and `form.unrounded` is
@@ -63,6 +42,7 @@ def local_attention(
     Raises:
         ValueError: If both `starts` and `cu_seqlens` are given, or `form.impl` is "triton" and the kernel cannot run.
     """
+    q, k, v, q_features, _, _, form, key_mask, starts, cu_seqlens = inputs
     num_tokens, size = q.shape[1], form.block_size
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
     inverse = block_index = sequence_id = None
@@ -80,36 +60,25 @@ def local_attention(
         valid = (source >= 0) & valid[rows, source.clamp(min=0)]
     if block_index is None:
         block_index = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
-    inputs = LocalInputs(
-        q, k, v, q_features, k_features, valid, decays, balance, form, block_index[None], sequence_id=sequence_id
-    )
-    o, _ = attend_local(inputs)
+    inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
+    o, _ = attend_local(BlockRun(inputs, k_features, valid, block_index[None], sequence_id))
     return o if inverse is None else MoveTokens.apply(o, inverse, source)
 
 
-def two_way_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
-    k_features: torch.Tensor,
-    decays: Decays,
-    balance: torch.Tensor | None,
-    form: LocalForm,
-    *,
-    key_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+def two_way_attention(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
     """Attend to near tokens by softmax and to far tokens by MHLA, to later tokens as to earlier ones.
 
     In the formula, |i - j| takes the place of i - j. The summaries of all blocks are mixed by one matrix per KV head and
-    decay, at a cost that grows with the square of the number of blocks. See `local_attention` for the other arguments.
+    decay, at a cost that grows with the square of the number of blocks.
 
     Args:
-        form: The options, with `both_ways` and without sinks; `impl` is ignored.
+        inputs: The inputs, without starts and cu_seqlens. The form has `both_ways` and no sinks; its `impl` is ignored.
+        k_features: [B, T, G, K], keys of the far part.
 
     Returns:
         [B, T, H, V] in the dtype of the sums (at least fp32).
     """
+    q, v, form, key_mask = inputs.q, inputs.v, inputs.form, inputs.key_mask
     size, num_tokens = form.block_size, q.shape[1]
     num_blocks = (num_tokens + size - 1) // size
     block_index = torch.arange(num_blocks, device=q.device)[None]
@@ -117,12 +86,13 @@ def two_way_attention(
     is_token = torch.arange(num_blocks * size, device=q.device) < num_tokens
     valid = resize_tokens(valid, num_blocks * size) & is_token
     summaries = block_summaries(k_features, v, valid, block_index, form)  # [B, G, M, K, V + 1]
-    decays = decays.to(summaries.dtype)
+    decays = inputs.decays.to(summaries.dtype)
     distance = block_distances(num_blocks, summaries).abs()
     mixing = powers(decays.log_rate, distance).masked_fill(distance < form.lag, 0).transpose(1, 2)  # [G, M, R, M]
     far_sums = mixing.flatten(1, 2) @ summaries.flatten(3)
     far_sums = far_sums.view(*summaries.shape[:3], -1, *summaries.shape[3:])  # [B, G, M, R, K, V + 1]
-    return near_and_far(q, k, v, q_features, far_sums, valid, decays.weight, balance, None, block_index, form)
+    run = BlockRun(inputs, k_features, valid, block_index)
+    return near_and_far(window_operands(run, inputs.q_features, far_sums, decays.weight), both_ways=True)
 
 
 @dataclass
@@ -140,61 +110,49 @@ class PastSums:
 
 
 @dataclass
-class LocalInputs:
-    """Inputs of near and far attention for M consecutive blocks of C tokens; the first token is at a block edge.
+class BlockRun:
+    """M consecutive blocks of C tokens; the first token is at a block edge.
 
     Args:
-        q, k, v, q_features, k_features, decays, balance, form: As in `local_attention`, with T at most M * C.
-        valid: bool [B, T], the tokens that are keys.
+        inputs: The T tokens, T at most M * C. Their padding is described by the other fields.
+        k_features: [B, T, G, K], keys of the far part.
+        valid: bool [B, T] or [B, M * C], the tokens that are keys.
         block_index: Int [B or 1, M], the index of each block in its sequence.
         sequence_id: Int [M], the sequence of each block if several are packed, else None.
         sink_tokens: Sinks from a state; None to take the first tokens of each sequence.
         past: Running sums from a state, for the sequence of the first block; None if no tokens came before.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q_features: torch.Tensor
+    inputs: WindowedInputs
     k_features: torch.Tensor
     valid: torch.Tensor
-    decays: Decays
-    balance: torch.Tensor | None
-    form: LocalForm
     block_index: torch.Tensor
     sequence_id: torch.Tensor | None = None
     sink_tokens: SinkTokens | None = None
     past: PastSums | None = None
 
-    def segment(self, first: int, end: int, past: PastSums | None) -> "LocalInputs":
-        """Return the inputs of blocks `first` to `end` (exclusive), with running sums `past`; not for packed sequences."""
-        tokens = slice(first * self.form.block_size, end * self.form.block_size)
-        return LocalInputs(
-            self.q[:, tokens],
-            self.k[:, tokens],
-            self.v[:, tokens],
-            self.q_features[:, tokens],
-            self.k_features[:, tokens],
-            self.valid[:, tokens],
-            self.decays,
-            self.balance,
-            self.form,
-            self.block_index[:, first:end],
-            sink_tokens=self.sink_tokens,
+    def segment(self, first: int, end: int, past: PastSums | None) -> "BlockRun":
+        """Return blocks `first` to `end` (exclusive), with running sums `past`; not for packed sequences."""
+        tokens = slice(first * self.inputs.form.block_size, end * self.inputs.form.block_size)
+        q, k, v, q_features = (x[:, tokens] for x in self.inputs[:4])
+        return replace(
+            self,
+            inputs=self.inputs._replace(q=q, k=k, v=v, q_features=q_features),
+            k_features=self.k_features[:, tokens],
+            valid=self.valid[:, tokens],
+            block_index=self.block_index[:, first:end],
             past=past,
         )
 
 
-def attend_local(
-    inputs: LocalInputs, end_block: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend_local(run: BlockRun, end_block: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the outputs of consecutive blocks, and the running sums for a decoder state.
 
     If no gradient is needed, long sequences are computed in segments of `SEGMENT_TOKENS`, so that memory and the cost per
     token do not grow with their length.
 
     Args:
-        inputs: The inputs.
+        run: The blocks.
         end_block: Int [B], index of the block in each row whose running sums are returned; None to return no sums.
 
     Returns:
@@ -204,33 +162,29 @@ def attend_local(
     Raises:
         ValueError: If `form.impl` is "triton" and the kernel cannot run.
     """
-    q = inputs.q
-    k = inputs.k
-    v = inputs.v
-    decays = inputs.decays
-    form = inputs.form
-    block_index = inputs.block_index
+    q, k, v, q_features, decays, _, form, *_ = run.inputs
+    block_index = run.block_index
     size, num_blocks = form.block_size, block_index.shape[1]
-    if form.sinks and inputs.sink_tokens is None:
-        inputs = replace(inputs, sink_tokens=find_sinks(k, v, inputs.valid, form, inputs.sequence_id))
+    if form.sinks and run.sink_tokens is None:
+        run = replace(run, sink_tokens=find_sinks(k, v, run.valid, form, run.sequence_id))
     impl = choose_implementation(form.impl, small_local_call, q, k, v)
     exists = torch.arange(num_blocks * size, device=q.device) < q.shape[1]
-    inputs = replace(inputs, valid=resize_tokens(inputs.valid, num_blocks * size) & exists)
-    learned = (q, k, v, inputs.q_features, inputs.k_features, decays.weight)
+    run = replace(run, valid=resize_tokens(run.valid, num_blocks * size) & exists)
+    learned = (q, k, v, q_features, run.k_features, decays.weight)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in learned)
     segment_blocks = max(SEGMENT_TOKENS // size, form.lag)
     short = num_blocks <= 2 * segment_blocks
-    if short or needs_grad or inputs.sequence_id is not None or torch.compiler.is_compiling():
-        o, summaries = attend_segment(inputs, impl)
+    if short or needs_grad or run.sequence_id is not None or torch.compiler.is_compiling():
+        o, summaries = attend_segment(run, impl)
         if end_block is None:
             return o, None
-        return o, advance(inputs.past, summaries, decays, form.lag, block_index, end_block)
+        return o, advance(run.past, summaries, decays, form.lag, block_index, end_block)
 
-    outputs, past = [], inputs.past
+    outputs, past = [], run.past
     for first in range(0, num_blocks, segment_blocks):
         begin = max(first - form.lag, 0)
         end = min(first + segment_blocks, num_blocks)
-        segment = inputs.segment(begin, end, past)
+        segment = run.segment(begin, end, past)
         o, summaries = attend_segment(segment, impl)
         outputs.append(o[:, (first - begin) * size :])
         last = segment.block_index[:, -1]
@@ -273,23 +227,21 @@ def advance(
     return sums + torch.exp(log_rate * (end_block - past.block)[:, None, None])[..., None, None] * past.sums
 
 
-def attend_segment(inputs: LocalInputs, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_segment(run: BlockRun, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the outputs of all blocks at once.
 
     Args:
-        inputs: The inputs, with `valid` [B, M * C].
+        run: The blocks, with `valid` [B, M * C].
         impl: "torch" or "triton".
 
     Returns:
         The outputs, [B, T, H, V], and the summaries of the blocks, [B, G, M, K, V + 1].
     """
-    form = inputs.form
-    block_index = inputs.block_index
-    past = inputs.past
-    q_features = inputs.q_features
-    summaries = block_summaries(inputs.k_features, inputs.v, inputs.valid, block_index, form)
+    inputs, block_index, past = run.inputs, run.block_index, run.past
+    form, q_features = inputs.form, inputs.q_features
+    summaries = block_summaries(run.k_features, inputs.v, run.valid, block_index, form)
     decays = inputs.decays.to(summaries.dtype)
-    far_sums = decayed_sums(summaries.flatten(3), decays.log_rate, form.lag, inputs.sequence_id)
+    far_sums = decayed_sums(summaries.flatten(3), decays.log_rate, form.lag, run.sequence_id)
     far_sums = far_sums.unflatten(4, summaries.shape[3:])  # [B, G, M, R, K, V + 1]
     if past is not None:
         # Blocks before `past.block` were complete then and hold no new token, so what they read does not matter.
@@ -299,21 +251,35 @@ def attend_segment(inputs: LocalInputs, impl: str) -> tuple[torch.Tensor, torch.
     if decays.power is not None:
         scale = decays.length_scale(block_index, form.lag).repeat_interleave(form.block_size, 1)  # [B or 1, M * C, H]
         q_features = q_features * resize_tokens(scale, q_features.shape[1])[..., None].to(q_features.dtype)
-    attend = triton_near_and_far if impl == "triton" else near_and_far
-    o = attend(
-        inputs.q,
-        inputs.k,
-        inputs.v,
+    operands = window_operands(run, q_features, far_sums, decays.weight)
+    return TRITON_LOCAL(*operands) if impl == "triton" else near_and_far(operands), summaries
+
+
+def window_operands(
+    run: BlockRun, q_features: torch.Tensor, far_sums: torch.Tensor, weight: torch.Tensor
+) -> WindowOperands:
+    """Return the arguments of `near_and_far`: the blocks, and what their queries read of the far part."""
+    q, k, v, _, _, balance, form, *_ = run.inputs
+    sink_k, sink_v, sink_valid = run.sink_tokens or (None, None, None)
+    return WindowOperands(
+        q,
+        k,
+        v,
         q_features,
         far_sums,
-        inputs.valid,
-        decays.weight,
-        inputs.balance,
-        inputs.sink_tokens,
-        block_index,
-        form,
+        weight,
+        balance,
+        sink_k,
+        sink_v,
+        sink_valid,
+        run.valid,
+        run.block_index,
+        form.block_size,
+        form.lag,
+        form.scale,
+        form.normalize,
+        torch.float32 if form.unrounded else v.dtype,
     )
-    return o, summaries
 
 
 def block_summaries(

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from .decays import Decays, LocalForm
-from .local import LocalInputs, PastSums, attend_local
+from .inputs import WindowedInputs
+from .local import BlockRun, PastSums, attend_local
 from .state import RowState
 from .torch_layout import TokenLayout, ring_slot
 from .torch_local import SinkTokens, combine, with_ones
@@ -163,19 +164,11 @@ class LocalState(RowState):
 
 
 def continue_local(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
+    inputs: WindowedInputs,
     map_keys: KeyMap,
-    decays: Decays,
-    balance: torch.Tensor | None,
-    form: LocalForm,
     state: LocalState,
     *,
     fresh: bool,
-    key_mask: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
     cos_sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `local_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
@@ -183,7 +176,7 @@ def continue_local(
     Gradients flow among new tokens, but not through the state; a single token after earlier ones gets none.
 
     Args:
-        q, k, v, q_features, decays, balance, form, key_mask, starts: As in `local_attention`.
+        inputs: The new tokens.
         map_keys: Computes the features of keys for the far part; see `KeyMap`.
         state: The state; changed in place.
         fresh: Whether the state is empty, so that it need not be read.
@@ -192,15 +185,14 @@ def continue_local(
     Returns:
         [B, T, H, V], as in `local_attention`.
     """
+    q, k, v, q_features, decays, _, form, key_mask, starts, _ = inputs
     if cos_sin is None:
         cos_sin = state.cos_sin.new_zeros(*q.shape[:2], 1, 0)
     if state.cropped:
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
-        is_key = None if key_mask is None else key_mask[:, 0]
-        takes_part = None if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
-            return local_step(q, k, v, q_features, map_keys, decays, balance, form, state, is_key, takes_part, cos_sin)
+            return local_step(inputs, map_keys, state, cos_sin)
     size = form.block_size
     num_tokens = q.shape[1]
     before = state.position.clone()
@@ -228,11 +220,10 @@ def continue_local(
     if not fresh and form.sinks:  # after the new tokens are written, which may be sinks
         sinks = slice(0, form.sinks)
         sink_tokens = SinkTokens(state.k[:, sinks], state.v[:, sinks], state.valid[:, sinks])
-    inputs = LocalInputs(
-        q, k, v, q_features, k_features, valid, decays, balance, form, layout.blocks, sink_tokens=sink_tokens, past=past
-    )
+    inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
+    run = BlockRun(inputs, k_features, valid, layout.blocks, sink_tokens=sink_tokens, past=past)
     with torch.autocast(q.device.type, enabled=False):
-        o, running = attend_local(inputs, (before + num_new - 1).clamp(min=0) // size)
+        o, running = attend_local(run, (before + num_new - 1).clamp(min=0) // size)
     assert running is not None  # `attend_local` returns sums for an end block
     with torch.no_grad():
         state.running.copy_(running.mT)
@@ -242,32 +233,23 @@ def continue_local(
 
 @torch.no_grad()
 def local_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
-    map_keys: KeyMap,
-    decays: Decays,
-    balance: torch.Tensor | None,
-    form: LocalForm,
-    state: LocalState,
-    is_key: torch.Tensor | None = None,
-    takes_part: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
+    inputs: WindowedInputs, map_keys: KeyMap, state: LocalState, cos_sin: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Continue `local_attention` by one token of every row, and update the state in place.
 
     The computation is the same for every position, so one compiled graph serves all steps.
 
     Args:
-        q, k, v, q_features, map_keys, decays, balance, form, state, cos_sin: As in `continue_local`.
-        is_key: bool [B], False for rows whose token is padding; None if there are none.
-        takes_part: bool [B], False for rows whose token comes before their first real one. Their position and sums stay as
-            they are. None if there are no such rows.
+        inputs: The new token of every row. Rows with `starts` of 1 do not take part: the position and the sums of their
+            state stay as they are.
+        map_keys, state, cos_sin: As in `continue_local`.
 
     Returns:
         [B, 1, H, V] in the dtype of the sums, with zeros for rows that do not take part.
     """
+    q, k, v, q_features, decays, balance, form, key_mask, starts, _ = inputs
+    is_key = None if key_mask is None else key_mask[:, 0]
+    takes_part = None if starts is None else starts.to(q.device) == 0
     size = form.block_size
     lag = form.lag
     sum_dtype = state.running.dtype
@@ -304,7 +286,8 @@ def local_step(
     has_far = (position >= lag * size).view(-1, 1, 1, 1)
     total_weight = decays.weight.sum(-1).to(sum_dtype).view(num_kv_heads, share, 1)
     balance = None if balance is None else balance.to(sum_dtype).view(num_kv_heads, share, 1)
-    o = combine(score, visible, near_v, far, total_weight, balance, has_far, form).flatten(1, 2)[:, None]
+    o = combine(score, visible, near_v, far, total_weight, balance, has_far, form.scale, form.normalize)
+    o = o.flatten(1, 2)[:, None]
     state.position.add_(1 if takes_part is None else takes_part)
     return o if takes_part is None else o.masked_fill(~takes_part.view(-1, 1, 1, 1), 0)
 
@@ -317,7 +300,7 @@ def write_token(
     state: LocalState,
     form: LocalForm,
 ) -> None:
-    """Write one new token per row into the slot of its position, in place. See `local_step` for the arguments."""
+    """Write one new token per row into the slot of its position, in place. `is_key` is bool [B], False for padding."""
     position = state.position
     rows = torch.arange(len(position), device=position.device)
     slot = state.slot(position, form)
@@ -335,7 +318,8 @@ def add_pending_token(
     """Add the token that is `lag - 1` blocks before the new one to the pending summary of each row, in place.
 
     Args:
-        state, map_keys, form, takes_part: As in `local_step`.
+        state, map_keys, form: As in `local_step`.
+        takes_part: bool [B], False for rows that do not take part; None if there are none.
         opens: bool [B, 1, 1, 1, 1], True for rows whose new token is the first of a block. Their pending summary is zeroed
             first.
     """

@@ -9,8 +9,7 @@ M blocks.
 import torch
 
 from .blocks import Blocks
-from .decays import LocalForm
-from .inputs import MHLAInputs
+from .inputs import MHLAInputs, WindowedInputs
 
 
 def mhla_reference(inputs: MHLAInputs) -> torch.Tensor:
@@ -156,30 +155,13 @@ def without_row_scale(grad: torch.Tensor, mixing: torch.Tensor, causal: bool) ->
     return grad - component * row
 
 
-def local_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
-    k_features: torch.Tensor,
-    mixing: torch.Tensor,
-    balance: torch.Tensor | None,
-    form: LocalForm,
-    *,
-    key_mask: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:
+def local_reference(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
     """Compute `local_attention` or `two_way_attention` by definition: a T x T matrix of softmax and MHLA weights.
-
-    See `local_attention` for the other arguments.
-
-    Args:
-        mixing: [H, M, M], the mixing matrix in place of decays.
 
     Returns:
         [B, T, H, V] in fp32, or in fp64 if q is.
     """
+    q, k, v, q_features, decays, balance, form, key_mask, starts, cu_seqlens = inputs
     dtype = torch.promote_types(q.dtype, torch.float32)
     num_tokens, num_heads = q.shape[1], q.shape[2]
     blocks = Blocks.sequence(num_tokens, form.block_size)
@@ -202,8 +184,8 @@ def local_reference(
     q = torch.where(sees_any, q, 0)
     q_features = torch.where(sees_any, q_features, 0)
     k, k_features, v = (torch.where(seen_by_any, x, 0) for x in (k, k_features, v))
-    token_mixing = mixing.to(dtype).expand(num_heads, *mixing.shape[-2:])
-    token_mixing = token_mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
+    mixing = decays.matrix(blocks.num_blocks, form.lag, form.both_ways).to(dtype)  # [H, M, M]
+    token_mixing = mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
     score = inner_products(q, k, dtype) * form.scale
     far_weight = token_mixing * inner_products(q_features, k_features, dtype)
     if balance is None:

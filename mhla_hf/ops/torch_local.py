@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .decays import LocalForm, expand_query_features
+from .decays import expand_query_features
 from .reference import divide_or_zero
 
 
@@ -25,22 +25,8 @@ class SinkTokens(NamedTuple):
     valid: torch.Tensor
 
 
-def near_and_far(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
-    far_sums: torch.Tensor,
-    valid: torch.Tensor,
-    weight: torch.Tensor,
-    balance: torch.Tensor | None,
-    sink_tokens: SinkTokens | None,
-    block_index: torch.Tensor,
-    form: LocalForm,
-) -> torch.Tensor:
-    """Compute the outputs of M blocks of C tokens from their window, the sinks, and the running sums of far blocks.
-
-    `triton_near_and_far` does the same in one kernel.
+class WindowOperands(NamedTuple):
+    """The arguments of `near_and_far`, and of the custom operator that computes it: M blocks of C tokens.
 
     Args:
         q: [B, T, H, D], T at most M * C.
@@ -48,26 +34,54 @@ def near_and_far(
         v: [B, T, G, V].
         q_features: [B, T, H, K], features of the queries for the far part.
         far_sums: [B, G, M, R, K, V + 1], the running sums that each block reads. The last column is the sum of the keys.
-        valid: bool [B, M * C], the tokens that are keys.
         weight: [H, R], the weights of the running sums.
-        balance: [H], as in `local_attention`; None without a softmax.
-        sink_tokens: The sinks; None if there are none.
+        balance: [H], as in `WindowedInputs`; None without a softmax.
+        sink_k, sink_v, sink_valid: As in `SinkTokens`; None if there are no sinks.
+        valid: bool [B, M * C], the tokens that are keys.
         block_index: Int [B or 1, M], the index of each block in its sequence.
-        form: The options.
+        block_size, lag, scale, normalize: As in `LocalForm`.
+        dtype: Dtype of the outputs of the custom operator.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_features: torch.Tensor
+    far_sums: torch.Tensor
+    weight: torch.Tensor
+    balance: torch.Tensor | None
+    sink_k: torch.Tensor | None
+    sink_v: torch.Tensor | None
+    sink_valid: torch.Tensor | None
+    valid: torch.Tensor
+    block_index: torch.Tensor
+    block_size: int
+    lag: int
+    scale: float
+    normalize: bool
+    dtype: torch.dtype
+
+
+def near_and_far(operands: WindowOperands, both_ways: bool = False) -> torch.Tensor:
+    """Compute the outputs of M blocks of C tokens from their window, the sinks, and the running sums of far blocks.
+
+    `TRITON_LOCAL` does the same in one kernel.
 
     Returns:
         [B, T, H, V] in the dtype of `far_sums`.
     """
+    q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index, *_ = operands
     num_tokens = q.shape[1]
-    size = form.block_size
+    size = operands.block_size
     num_kv_heads = k.shape[2]
     sum_dtype = far_sums.dtype
     q, k, v, q_features = (resize_tokens(x, valid.shape[1]) for x in (q, k, v, q_features))
     k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
     q, k, v, q_features = (by_block_and_group(x, num_kv_heads, size, sum_dtype) for x in (q, k, v, q_features))
-    k, v, visible = near_keys(k, v, valid.unflatten(1, (-1, size)), block_index, form)
-    if sink_tokens is not None:
-        k, v, visible = with_sinks(k, v, visible, sink_tokens, block_index, form, sum_dtype)
+    k, v, visible = near_keys(k, v, valid.unflatten(1, (-1, size)), block_index, operands.lag, both_ways)
+    if sink_k is not None and sink_v is not None and sink_valid is not None:
+        sink_tokens = SinkTokens(sink_k, sink_v, sink_valid)
+        k, v, visible = with_sinks(k, v, visible, sink_tokens, block_index >= operands.lag)
     share = weight.shape[0] // num_kv_heads  # query heads per KV head
 
     def per_query(x: torch.Tensor) -> torch.Tensor:
@@ -76,10 +90,11 @@ def near_and_far(
 
     far = expand_query_features(q_features, weight) @ far_sums.flatten(3, 4)
     visible = visible[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    has_far = ((block_index >= form.lag) | form.both_ways)[:, None, :, None, None]
+    has_far = ((block_index >= operands.lag) | both_ways)[:, None, :, None, None]
     total_weight = per_query(weight.sum(-1).to(sum_dtype))
     balance = None if balance is None else per_query(balance.to(sum_dtype))
-    o = combine((q @ k.mT) * form.scale, visible, v, far, total_weight, balance, has_far, form)
+    score = (q @ k.mT) * operands.scale
+    o = combine(score, visible, v, far, total_weight, balance, has_far, operands.scale, operands.normalize)
     o = o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
     return resize_tokens(o, num_tokens)
 
@@ -108,7 +123,7 @@ def with_ones(v: torch.Tensor) -> torch.Tensor:
 
 
 def near_keys(
-    k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, block_index: torch.Tensor, form: LocalForm
+    k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, block_index: torch.Tensor, lag: int, both_ways: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Collect the window of every block.
 
@@ -117,7 +132,7 @@ def near_keys(
         v: [B, G, M, C, V].
         valid: bool [B, M, C], the tokens that are keys.
         block_index: Int [B or 1, M], the index of each block in its sequence.
-        form: The options.
+        lag, both_ways: As in `LocalForm`.
 
     Returns:
         k: [B, G, M, W * C, D], where W is the number of blocks in the window: `lag`, or `2 * lag - 1` with `both_ways`.
@@ -127,14 +142,14 @@ def near_keys(
     keys = []
     values = []
     visible = []
-    size, lag = form.block_size, form.lag
+    size = k.shape[3]
     all_pairs = torch.ones(size, size, dtype=torch.bool, device=k.device)
-    for distance in reversed(range(1 - lag if form.both_ways else 0, lag)):
+    for distance in reversed(range(1 - lag if both_ways else 0, lag)):
         keys.append(shift_blocks(k, distance, 2))
         values.append(shift_blocks(v, distance, 2))
         # A block at the start of its sequence has fewer than `lag - 1` blocks before it.
         is_key = shift_blocks(valid, distance, 1) & (block_index >= distance)[..., None]
-        sees_all = distance != 0 or form.both_ways
+        sees_all = distance != 0 or both_ways
         visible.append(is_key[:, :, None] & (all_pairs if sees_all else all_pairs.tril()))
     return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*visible), 3)
 
@@ -153,17 +168,14 @@ def with_sinks(
     near_v: torch.Tensor,
     visible: torch.Tensor,
     sink_tokens: SinkTokens,
-    block_index: torch.Tensor,
-    form: LocalForm,
-    sum_dtype: torch.dtype,
+    begins_later: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add the sinks to the keys of every block, hidden from blocks whose window contains them.
 
     Args:
         near_k, near_v, visible: From `near_keys`.
         sink_tokens: The S sinks.
-        block_index, form: As in `near_and_far`.
-        sum_dtype: Dtype of the sinks in the result.
+        begins_later: bool [B or 1, M], the blocks whose window begins after the sinks.
 
     Returns:
         near_k, near_v, and visible with S more keys, which come first.
@@ -173,11 +185,11 @@ def with_sinks(
         k = k[:, None]
         v = v[:, None]
         valid = valid[:, None]
-    k, v = (x.to(sum_dtype).permute(0, 3, 1, 2, 4) for x in (k, v))  # [B, G, M or 1, S, ..]
+    k, v = (x.to(near_k.dtype).permute(0, 3, 1, 2, 4) for x in (k, v))  # [B, G, M or 1, S, ..]
     num_blocks = near_k.shape[2]
     k, v = (x.expand(-1, -1, num_blocks, -1, -1) for x in (k, v))
-    is_key = valid & (block_index >= form.lag)[..., None]
-    is_key = is_key[:, :, None].expand(len(visible), num_blocks, form.block_size, -1)
+    is_key = valid & begins_later[..., None]
+    is_key = is_key[:, :, None].expand(len(visible), num_blocks, visible.shape[2], -1)
     k, v = (torch.where(is_key[:, None, :, 0, :, None], x, 0) for x in (k, v))
     return torch.cat([k, near_k], 3), torch.cat([v, near_v], 3), torch.cat([is_key, visible], 3)
 
@@ -190,7 +202,8 @@ def combine(
     total_weight: torch.Tensor,
     balance: torch.Tensor | None,
     has_far: torch.Tensor,
-    form: LocalForm,
+    scale: float,
+    normalize: bool,
 ) -> torch.Tensor:
     """Combine the near and the far part into outputs.
 
@@ -201,9 +214,9 @@ def combine(
         far: [.., N, V + 1], the far part: its sum of weight * value and, in the last column, of the weights.
         total_weight: [.., N, 1], the sum of the decays' weights. Without a softmax, the weight of a near key is its score
             times this sum.
-        balance: [.., N, 1], as in `local_attention`, for each query; None without a softmax.
+        balance: [.., N, 1], as in `WindowedInputs`, for each query; None without a softmax.
         has_far: bool [.., 1, 1], whether a query has far blocks at all.
-        form: The options.
+        scale, normalize: As in `LocalForm`.
 
     Returns:
         [.., N, V].
@@ -211,11 +224,11 @@ def combine(
     far_factor: torch.Tensor | float
     if balance is None:
         near = torch.where(visible, score, 0) * total_weight
-        far_factor = form.scale
+        far_factor = scale
     else:
         near, far_factor = softmax_weights(score, visible, balance, has_far & (far[..., -1:] != 0))
     o, far = near @ v, far_factor * far
-    if not form.normalize:
+    if not normalize:
         return o + far[..., :-1]
     return divide_or_zero(o + far[..., :-1], near.sum(-1) + far[..., -1])
 

@@ -16,6 +16,7 @@ from ..nn.features import FeatureMap
 from ..nn.settings import MHLASettings
 from ..ops.api import choose_implementation
 from ..ops.decays import Decays, LocalForm
+from ..ops.inputs import WindowedInputs
 from ..ops.local_state import KeyMap, LocalState, continue_local, local_step
 from ..ops.torch_layout import ring_slot
 from ..ops.triton.paged import PageTensors, page_step, small_page_call
@@ -182,7 +183,7 @@ def slot_positions(count: torch.Tensor, num_slots: int, sinks: int) -> torch.Ten
 
 @dataclass
 class PagedAttention:
-    """Attention of the MHLA heads of one layer, whose states are in pages; arguments as in `local_attention`."""
+    """Attention of the MHLA heads of one layer, whose states are in pages; arguments as in `WindowedInputs`."""
 
     pool: PagePool
     table: Any
@@ -215,17 +216,10 @@ class PagedAttention:
             k_features = self.map_keys(old_k[:, None], cos_sin.to(old_k.dtype))[:, 0]
             return page_step(q, q_features, k_features, pool, pages, position, self.decays, self.balance, form)
         state = pool.gather(pages, position, form)
-        o = local_step(
-            q[:, None],
-            k[:, None],
-            v[:, None],
-            q_features[:, None],
-            lambda old_k, _: self.map_keys(old_k, cos_sin.to(old_k.dtype)),
-            self.decays,
-            self.balance,
-            form,
-            state,
+        inputs = WindowedInputs(
+            q[:, None], k[:, None], v[:, None], q_features[:, None], self.decays, self.balance, form
         )
+        o = local_step(inputs, lambda old_k, _: self.map_keys(old_k, cos_sin.to(old_k.dtype)), state)
         pool.write_sums(pages, state)
         pool.write_token(pages, state.slot(position, form), k, v)
         return o[:, 0]
@@ -249,19 +243,8 @@ class PagedAttention:
         state = pool.gather(pages, position, form)
         held = slot_positions(position, pool.layout.num_slots, form.sinks)
         state = replace(state, cos_sin=self.table.read(held).to(cos_sin.dtype), furthest=position.clone())
-        o = continue_local(
-            q[None],
-            k[None],
-            v[None],
-            q_features[None],
-            self.map_keys,
-            self.decays,
-            self.balance,
-            form,
-            state,
-            fresh=start == 0,
-            cos_sin=cos_sin[None],
-        )
+        inputs = WindowedInputs(q[None], k[None], v[None], q_features[None], self.decays, self.balance, form)
+        o = continue_local(inputs, self.map_keys, state, fresh=start == 0, cos_sin=cos_sin[None])
         pool.write_sums(pages, state)
         pool.write_tokens(pages, state)
         return o[0]

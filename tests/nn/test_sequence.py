@@ -9,6 +9,7 @@ from tools.ops_cases import distance
 from mhla_hf.nn.local import TwoWayMHLA
 from mhla_hf.nn.sequence import SequenceMHLA
 from mhla_hf.nn.settings import MHLASettings
+from mhla_hf.ops.inputs import WindowedInputs
 from mhla_hf.ops.reference import local_reference
 
 STARTS, ENDS, LENGTH, BLOCK = (0, 7, 3, 12), (19, 19, 11, 12), 19, 4  # the last row is all padding
@@ -69,10 +70,9 @@ def test_near_by_softmax_and_far_by_decays(window, heads, groups):
     for row, (start, end) in enumerate(zip(STARTS, ENDS, strict=True)):
         if start < end:
             alone = [x[row : row + 1, start:end] for x in (q, k, v)]
-            matrix = decays.matrix(-(-(end - start) // BLOCK), window, both_ways=True)
-            given = *alone, core.q_map(alone[0]), core.k_map(alone[1]), matrix, balance
             form = dataclasses.replace(core.form, scale=0.5)
-            expected[row, start:end] = local_reference(*given, form)[0]
+            inputs = WindowedInputs(*alone, core.q_map(alone[0]), decays, balance, form)
+            expected[row, start:end] = local_reference(inputs, core.k_map(alone[1]))[0]
     assert distance(o[real], expected[real]) < 1e-7  # the mixing is fp32
     pull, inputs = (
         torch.randn(o.shape, dtype=o.dtype),

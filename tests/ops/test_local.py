@@ -3,9 +3,10 @@
 import pytest
 import torch
 from hypothesis import given
-from tools.ops_cases import build_local, distance, generated, local_cases, map_features
+from tools.ops_cases import attend_window, build_local, distance, generated, local_cases, map_features
 
 from mhla_hf.ops.decays import Decays, LocalForm, decayed_sums
+from mhla_hf.ops.inputs import WindowedInputs
 from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.local_state import LocalState, continue_local
 from mhla_hf.ops.reference import local_reference
@@ -53,8 +54,7 @@ def test_forward_and_gradients_equal_the_definition(name, padding):
         decays = Decays(*(x.detach().to(dtype).requires_grad_() for x in (decays.weight, decays.log_rate)))
         balance = None if balance is None else balance.to(dtype).requires_grad_()
         learned = [decays.weight, decays.log_rate, *([] if balance is None else [balance])]
-        mixing = decays if function is local_attention else decays.matrix(-(-83 // form.block_size))
-        o = function(*tensors, mixing, balance, form, **options)
+        o = attend_window(*tensors, decays, balance, form, function, **options)
         if "key_mask" in options:
             o = o * options["key_mask"][..., None, None]
         return [o, *torch.autograd.grad(o, [*tensors, *learned], direction.to(dtype), allow_unused=True)]
@@ -92,10 +92,10 @@ def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
         if start < done.shape[1]:
             state.crop(done.shape[1] - start)
         starts = None if count is None else (q.shape[1] - count - start).clamp(0, end - start)
-        options = {"fresh": start == 0, "starts": starts}
-        options["key_mask"] = None if starts is None else torch.arange(end - start) >= starts[:, None]
+        is_real = None if starts is None else torch.arange(end - start) >= starts[:, None]
         tokens = (x[:, start:end] for x in (q, k, v, fq))
-        o = continue_local(*tokens, map_keys, decays, balance, form, state, **options)
+        inputs = WindowedInputs(*tokens, decays, balance, form, is_real, starts)
+        o = continue_local(inputs, map_keys, state, fresh=start == 0)
         done = torch.cat([done[:, :start], o], 1)
     return done, state
 
@@ -106,7 +106,7 @@ def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
 def test_decoding_equals_the_whole(name, cuts, lengths):
     form, tensors, decays, balance = problem(name)
     o, _ = decode(form, tensors, decays, balance, cuts, lengths and torch.tensor(lengths))
-    whole = local_attention(*tensors, decays, balance, form, starts=lengths and 83 - torch.tensor(lengths))
+    whole = attend_window(*tensors, decays, balance, form, starts=lengths and 83 - torch.tensor(lengths))
     assert distance(o, whole) <= 1e-11
 
 
@@ -116,7 +116,7 @@ def test_tokens_taken_back_leave_no_trace(name, back):
     form, tensors, decays, balance = problem(name)
     for at in range(40, 56):
         o, _ = decode(form, tensors, decays, balance, [20, at - back, at, 83], crops=[(at, back)])
-        assert distance(o, local_attention(*tensors, decays, balance, form)) <= 1e-10
+        assert distance(o, attend_window(*tensors, decays, balance, form)) <= 1e-10
 
 
 @pytest.mark.parametrize("name, at, back", [("sinks of most of a block", 8, 5), ("sinks of a whole block", 80, 60)])
@@ -126,8 +126,9 @@ def test_a_crop_into_the_sinks_leaves_no_trace(name, at, back):
     state.crop(back)
     tensors = [torch.cat([x[:, : at - back], x[:, -1:]], 1) for x in tensors]
     now = (x[:, -1:] for x in tensors[:4])
-    got = continue_local(*now, lambda x, _: torch.nn.functional.elu(x) + 1, decays, balance, form, state, fresh=False)
-    assert distance(got, local_attention(*tensors, decays, balance, form)[:, -1:]) <= 1e-11
+    inputs = WindowedInputs(*now, decays, balance, form)
+    got = continue_local(inputs, lambda x, _: torch.nn.functional.elu(x) + 1, state, fresh=False)
+    assert distance(got, attend_window(*tensors, decays, balance, form)[:, -1:]) <= 1e-11
 
 
 def test_a_crop_to_where_nothing_is_far_leaves_nothing_of_the_sums():
@@ -144,18 +145,18 @@ def test_a_crop_divides_by_no_vanishing_rate(log_rate):
     form, tensors, decays, balance = problem("decays alone", dtype=torch.float32)
     decays = Decays(decays.weight[:, :1], torch.full((2, 1), log_rate))
     o, _ = decode(form, tensors, decays, balance, [22, 83], crops=[(22, 5)])
-    assert distance(o, local_attention(*tensors, decays, balance, form)) <= 1e-5
+    assert distance(o, attend_window(*tensors, decays, balance, form)) <= 1e-5
 
 
 @pytest.mark.parametrize("cuts", [[83], [7, 50, 83]], ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_segments_of_a_long_sequence_equal_the_whole(name, cuts, monkeypatch):
     form, tensors, decays, balance = problem(name)
-    whole = local_attention(*tensors, decays, balance, form)
+    whole = attend_window(*tensors, decays, balance, form)
     monkeypatch.setattr("mhla_hf.ops.local.SEGMENT_TOKENS", 10)
     with torch.no_grad():
-        parts = local_attention(*tensors, decays, balance, form)
-        packed = local_attention(*tensors, decays, balance, form, starts=torch.tensor([0, 29]))
+        parts = attend_window(*tensors, decays, balance, form)
+        packed = attend_window(*tensors, decays, balance, form, starts=torch.tensor([0, 29]))
         o, _ = decode(form, tensors, decays, balance, [*cuts[:-1], 83], count=torch.tensor([83, 54]))
     assert distance(parts, whole) <= 1e-11 and distance(o, packed) <= 1e-11
 
@@ -188,16 +189,18 @@ def test_near_tokens_count_where_nothing_is_far():
     form, (q, k, v, fq, fk), decays, balance = problem("window")
     with torch.no_grad():
         args = q.abs() * 40, -k.abs() * 40, v, fq, torch.zeros_like(fk), decays
-        expected = local_reference(*args[:5], decays.matrix(17), torch.full_like(balance, -torch.inf), form)
-        torch.testing.assert_close(local_attention(*args, balance, form), expected)
+        expected = attend_window(*args, torch.full_like(balance, -torch.inf), form, local_reference)
+        torch.testing.assert_close(attend_window(*args, balance, form), expected)
 
 
 def test_padding_of_an_empty_row_is_not_kept_as_sinks():
     x, form = torch.rand(1, 5, 1, 4), LocalForm(4, sinks=2)
     state = LocalState.empty(x, x, 1, 4, form)
-    rest = (lambda x, _: x), Decays(torch.ones(1, 1), torch.zeros(1, 1)), torch.zeros(1), form, state
-    continue_local(*[x * torch.nan] * 4, *rest, fresh=True, starts=torch.tensor([5]))
-    assert continue_local(*[x[:, :1]] * 4, *rest, fresh=False).isfinite().all()
+    rest = Decays(torch.ones(1, 1), torch.zeros(1, 1)), torch.zeros(1), form
+    padding = WindowedInputs(*[x * torch.nan] * 4, *rest, starts=torch.tensor([5]))
+    continue_local(padding, lambda x, _: x, state, fresh=True)
+    token = WindowedInputs(*[x[:, :1]] * 4, *rest)
+    assert continue_local(token, lambda x, _: x, state, fresh=False).isfinite().all()
 
 
 @generated(150)
@@ -212,8 +215,8 @@ def test_generated_cases(case):
 
     def check(o, x, padding, bound):
         (q, k, v), (decays, balance) = (t.double() for t in x), exact
-        mixing = decays.matrix(-(-q.shape[1] // form.block_size))
-        expected = local_reference(q, k, v, map_keys(q), map_keys(k), mixing, balance, form, **padding)
+        inputs = q, k, v, map_keys(q), map_keys(k), decays, balance, form
+        expected = attend_window(*inputs, local_reference, **padding)
         real = padding["key_mask"][..., None, None] if "key_mask" in padding else 1
         assert distance(o * real, expected * real) <= bound
 
@@ -222,7 +225,7 @@ def test_generated_cases(case):
         x, decays, balance, padding, enlarged = build_local(case, dtype)
         q, k, v = x
         bound = bound * enlarged
-        o = local_attention(q, k, v, map_keys(q), map_keys(k), decays, balance, form, **padding)
+        o = attend_window(q, k, v, map_keys(q), map_keys(k), decays, balance, form, **padding)
         check(o, x, padding, bound)
         if "cu_seqlens" in padding:
             continue
@@ -236,8 +239,8 @@ def test_generated_cases(case):
             now = {name: t[:, new.start : new.stop] for name, t in padding.items() if name == "key_mask"}
             if "starts" in padding:
                 now["starts"] = (padding["starts"] - len(columns)).clamp(0, len(new))
-            inputs = q_new, k_new, v_new, map_keys(q_new), (lambda x, _: map_keys(x)), decays, balance, form, state
-            o = torch.cat([o, continue_local(*inputs, fresh=not fed, **now)], 1)
+            inputs = WindowedInputs(q_new, k_new, v_new, map_keys(q_new), decays, balance, form, **now)
+            o = torch.cat([o, continue_local(inputs, lambda x, _: map_keys(x), state, fresh=not fed)], 1)
             columns, fed = [*columns, *new], new.stop
             whole = {name: t[:, columns] for name, t in padding.items() if name == "key_mask"}
             if "starts" in padding:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.decays import Decays, LocalForm
+from mhla_hf.ops.inputs import WindowedInputs
+from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.triton.tuning import INTERPRETED
 
 mhla_reference = functools.partial(mhla, impl="reference")
@@ -212,6 +214,11 @@ def build_local(case, dtype):
         padding["key_mask"] = torch.rand(batch, tokens, generator=generator) < 0.7
     balance = None if balance is None else balance.to(dtype)
     return (q, k, v), decays, balance, padding, max(1.0, largest)
+
+
+def attend_window(q, k, v, fq, fk, decays, balance, form, function=local_attention, **padding):
+    """Compute local attention, by a function such as `local_reference`, with its record's fields as arguments."""
+    return function(WindowedInputs(q, k, v, fq, decays, balance, form, **padding), fk)
 
 
 def run(function, tensors, options, direction=None):

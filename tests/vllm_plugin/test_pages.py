@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from mhla_hf.models.language.rotation import HALVES, unrotate
 from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
+from mhla_hf.ops.inputs import WindowedInputs
 from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.torch_layout import ring_slot
 from mhla_hf.ops.triton.tuning import INTERPRETED
@@ -71,7 +72,8 @@ class Requests:
         q, k, v, features, cos_sin = (x[None] for x in self.inputs(row, slice(None)))
         k_features = self.core.map_keys(k, cos_sin) if self.is_local else k
         attention = self.attention
-        return local_attention(q, k, v, features, k_features, attention.decays, attention.balance, attention.form)[0]
+        inputs = WindowedInputs(q, k, v, features, attention.decays, attention.balance, attention.form)
+        return local_attention(inputs, k_features)[0]
 
     def prefill(self, row, count):
         start = len(self.held[row][1])

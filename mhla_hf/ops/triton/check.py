@@ -70,6 +70,7 @@ def small_dense_call(device: torch.device) -> tuple[list[torch.Tensor], list[tor
     results = []
     for function, leaves in ((triton_mhla, inputs), (torch_mhla, [x.double() for x in inputs])):
         leaves = [x.detach().requires_grad_() for x in leaves]
-        o = function(MHLAInputs(*leaves, options))
+        q, k, v, mixing = leaves
+        o = function(MHLAInputs(q, k, v, mixing, options))
         results.append([o.detach(), *torch.autograd.grad(o, leaves, (do - 0.5).to(device, o.dtype))])
     return results[0], results[1]

@@ -9,10 +9,9 @@ from typing import Any, no_type_check
 
 import torch
 
-from ..decays import LocalForm
-from ..torch_local import SinkTokens, near_and_far
+from ..torch_local import WindowOperands, near_and_far
 from .common import constexpr, dot, invert_or_zero, load_tile, program_of, store_tile
-from .register import register_operator
+from .register import operator_schema, register_operator
 from .tuning import (
     CHUNK,
     contiguous_rows,
@@ -24,12 +23,6 @@ from .tuning import (
     token_tiles,
     tuned,
     with_strides,
-)
-
-LOCAL_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor q_features, Tensor far_sums, Tensor weight, Tensor? balance, Tensor? sink_k, "
-    "Tensor? sink_v, Tensor? sink_valid, Tensor valid, Tensor block_index, SymInt block_size, SymInt lag, float scale, "
-    "bool normalize, ScalarType dtype) -> Tensor"
 )
 
 
@@ -90,7 +83,7 @@ def local_kernel(
     """Compute o [B, T, H, V]: each program computes BV lanes of one tile of queries.
 
     Args:
-        q, k, v, q_features, far_sums, weight, balance, valid, block_index: As in `near_and_far`, where K is called F.
+        q, k, v, q_features, far_sums, weight, balance, valid, block_index: As in `WindowOperands`, where K is called F.
         sink_k, sink_v: [B, S, G, ..], the sinks of each row, or [B, M * S, G, ..], S sinks for each block. None if there are
             no sinks.
         sink_valid: bool [B, S] or [B, M * S], which of them are keys.
@@ -159,80 +152,21 @@ def local_kernel(
     store_tile(o, row, token, head, inside, v_lanes, total, V)
 
 
-def triton_near_and_far(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
-    far_sums: torch.Tensor,
-    valid: torch.Tensor,
-    weight: torch.Tensor,
-    balance: torch.Tensor | None,
-    sink_tokens: SinkTokens | None,
-    block_index: torch.Tensor,
-    form: LocalForm,
-) -> torch.Tensor:
-    """Compute `near_and_far` by the kernel. See `near_and_far` for the arguments.
-
-    Returns:
-        [B, T, H, V] in fp32 if `form.unrounded`, else in v's dtype.
-    """
-    sink_k = sink_v = sink_valid = None
-    if sink_tokens is not None:
-        sink_k, sink_v, sink_valid = sink_tokens
-    return TRITON_LOCAL(
-        q,
-        k,
-        v,
-        q_features,
-        far_sums,
-        weight,
-        balance,
-        sink_k,
-        sink_v,
-        sink_valid,
-        valid,
-        block_index,
-        block_size=form.block_size,
-        lag=form.lag,
-        scale=form.scale,
-        normalize=form.normalize,
-        dtype=torch.float32 if form.unrounded else v.dtype,
-    )
-
-
-def local_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
-    far_sums: torch.Tensor,
-    weight: torch.Tensor,
-    balance: torch.Tensor | None,
-    sink_k: torch.Tensor | None,
-    sink_v: torch.Tensor | None,
-    sink_valid: torch.Tensor | None,
-    valid: torch.Tensor,
-    block_index: torch.Tensor,
-    block_size: int,
-    lag: int,
-    scale: float,
-    normalize: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Implement the custom operator `TRITON_LOCAL` by launching `local_kernel`.
-
-    See `near_and_far`, `SinkTokens`, and `LocalForm` for the arguments.
+def local_forward(*arguments: Any) -> torch.Tensor:
+    """Implement the custom operator `TRITON_LOCAL`, with the arguments of `WindowOperands`, by launching `local_kernel`.
 
     Returns:
         [B, T, H, V] in `dtype`.
     """
+    operands = WindowOperands(*arguments)
+    q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index = operands[:12]
+    block_size = operands.block_size
     batch, num_tokens, num_heads, key_width = q.shape
     num_kv_heads, value_width = v.shape[2:]
     num_blocks = block_index.shape[1]
     num_sinks = 0
     sink_stride = 0
-    o = torch.empty(batch, num_tokens, num_heads, value_width, dtype=dtype, device=q.device)
+    o = torch.empty(batch, num_tokens, num_heads, value_width, dtype=operands.dtype, device=q.device)
     if sink_k is not None and sink_v is not None and sink_valid is not None:
         num_sinks = sink_valid.shape[-1]
         if sink_valid.dim() == 3:  # sinks of each block
@@ -263,51 +197,30 @@ def local_forward(
             num_blocks=num_blocks,
             num_heads=num_heads,
             group=num_heads // num_kv_heads,
-            lag=lag,
+            lag=operands.lag,
             num_sinks=num_sinks,
             sink_stride=sink_stride,
-            scale=scale,
+            scale=operands.scale,
             K=key_width,
             V=value_width,
             F=q_features.shape[3],
             R=weight.shape[1],
-            NORMALIZE=normalize,
+            NORMALIZE=operands.normalize,
             DOT=dot_kind(q, k, v, q_features),
         )
     return o
 
 
-def local_forward_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
-    far_sums: torch.Tensor,
-    weight: torch.Tensor,
-    balance: torch.Tensor | None,
-    sink_k: torch.Tensor | None,
-    sink_v: torch.Tensor | None,
-    sink_valid: torch.Tensor | None,
-    valid: torch.Tensor,
-    block_index: torch.Tensor,
-    block_size: int,
-    lag: int,
-    scale: float,
-    normalize: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def local_forward_fake(*arguments: Any) -> torch.Tensor:
     """Return a tensor with the shape and dtype of `local_forward`, for tracing."""
-    return v.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
+    operands = WindowOperands(*arguments)
+    return operands.v.new_empty(*operands.q.shape[:3], operands.v.shape[3], dtype=operands.dtype)
 
 
 def save_for_local_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    """Save the tensor inputs and the options of `local_forward` in `ctx` for the backward pass."""
-    (q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index) = inputs[:12]
-    ctx.save_for_backward(
-        q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index
-    )
-    block_size, lag, scale, normalize, _ = inputs[12:]
-    ctx.form = LocalForm(block_size, lag, scale=scale, normalize=normalize)
+    """Save the arguments of `local_forward` in `ctx` for the backward pass."""
+    ctx.save_for_backward(*inputs[:12])
+    ctx.options = inputs[12:]
 
 
 def local_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -316,41 +229,54 @@ def local_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ..
     Returns:
         One gradient per argument of `local_forward`; None for those that have none or need none.
     """
-    *differentiable, sink_valid, valid, block_index = ctx.saved_tensors
     with torch.enable_grad(), torch.autocast(do.device.type, enabled=False):
         # Views, because sinks may be a part of k and v, whose gradients are separate here.
-        differentiable = [None if x is None else x.view_as(x) for x in differentiable]
-        q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v = differentiable
-        sink_tokens = None if sink_k is None else SinkTokens(sink_k, sink_v, sink_valid)
-        o = near_and_far(q, k, v, q_features, far_sums, valid, weight, balance, sink_tokens, block_index, ctx.form)
-    needed = [x for x in differentiable if x is not None and x.requires_grad]
+        tensors: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
+        o = near_and_far(WindowOperands(*tensors, *ctx.options))
+    needed = [x for x in tensors if x is not None and x.requires_grad]
     grads = iter(torch.autograd.grad(o, needed, do.to(o.dtype), create_graph=torch.is_grad_enabled()))
-    input_grads = [next(grads) if x is not None and x.requires_grad else None for x in differentiable]
-    sink_valid_grad = valid_grad = block_index_grad = None
-    option_grads = [None] * 5  # block_size, lag, scale, normalize, dtype
-    return *input_grads, sink_valid_grad, valid_grad, block_index_grad, *option_grads
+    input_grads = [next(grads) if x is not None and x.requires_grad else None for x in tensors]
+    return *input_grads, *[None for _ in ctx.options]
 
 
 TRITON_LOCAL = register_operator(
-    "local", LOCAL_SCHEMA, local_forward, local_forward_fake, local_gradients, save_for_local_backward
+    "local",
+    f"({operator_schema(WindowOperands)}) -> Tensor",
+    local_forward,
+    local_forward_fake,
+    local_gradients,
+    save_for_local_backward,
 )
 
 
 def small_local_call(device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Compute the output of a softmax window with sinks and a far part of two decays, for grouped heads; see `SmallCall`."""
-    form = LocalForm(CHUNK + CHUNK // 2, scale=0.125)
-    num_blocks = form.lag + 2
-    num_tokens = num_blocks * form.block_size
+    block_size, lag, num_blocks = CHUNK + CHUNK // 2, 2, 4
+    num_tokens = num_blocks * block_size
     generator = torch.Generator().manual_seed(0)
     q, q_features, k, v = (torch.rand(1, num_tokens, heads, 64, generator=generator) for heads in (2, 2, 1, 1))
     q, k, v, q_features = (x.to(device, torch.bfloat16) for x in (q, k, v - 0.5, q_features))
     far_sums = torch.rand(1, 1, num_blocks, 2, 64, 65, generator=generator).to(device)
-    far_sums[:, :, : form.lag] = 0  # blocks from which nothing is far
+    far_sums[:, :, :lag] = 0  # blocks from which nothing is far
     weight = torch.rand(2, 2, generator=generator).to(device)
     valid = torch.arange(num_tokens, device=device)[None] % 5 != 4
-    sink_tokens = SinkTokens(k[:, : form.sinks], v[:, : form.sinks], valid[:, : form.sinks])
-    block_index = torch.arange(num_blocks, device=device)[None]
-    rest = (weight, weight[:, 0], sink_tokens, block_index, form)
-    o = triton_near_and_far(q, k, v, q_features, far_sums, valid, *rest)
-    exact = near_and_far(q, k, v, q_features, far_sums.double(), valid, *rest)
-    return [o], [exact]
+    operands = WindowOperands(
+        q,
+        k,
+        v,
+        q_features,
+        far_sums,
+        weight,
+        balance=weight[:, 0],
+        sink_k=k[:, :4],
+        sink_v=v[:, :4],
+        sink_valid=valid[:, :4],
+        valid=valid,
+        block_index=torch.arange(num_blocks, device=device)[None],
+        block_size=block_size,
+        lag=lag,
+        scale=0.125,
+        normalize=True,
+        dtype=torch.float32,
+    )
+    return [TRITON_LOCAL(*operands)], [near_and_far(operands._replace(far_sums=far_sums.double()))]

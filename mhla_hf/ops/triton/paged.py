@@ -11,6 +11,7 @@ from typing import Any, no_type_check
 import torch
 
 from ..decays import Decays, LocalForm
+from ..inputs import WindowedInputs
 from ..local import local_attention
 from ..torch_layout import ring_slot
 from .common import constexpr, invert_or_zero
@@ -185,7 +186,7 @@ def page_step(
         pages: int64 [N, P], the pages of each request, with the KV heads in the order of the model's.
         position: int64 [N], the position of the new token; where it is 0, what the pages hold is ignored. Rows of padding
             have position -1, and outputs 0.
-        decays, balance, form: As in `local_attention`.
+        decays, balance, form: As in `WindowedInputs`.
 
     Returns:
         fp32 [N, H, V].
@@ -290,5 +291,6 @@ def small_page_call(
         old = k_features[None, max(t - (form.lag - 1) * form.block_size, 0)]
         outputs.append(page_step(q[None, t], q_features[None, t], old, tensors, pages, position, decays, balance, form))
     q, k, v, q_features, k_features = (x[None].double() for x in (q, k, v, q_features, k_features))
-    exact = local_attention(q, k, v, q_features, k_features, decays.to(torch.float64), balance, form)
+    inputs = WindowedInputs(q, k, v, q_features, decays.to(torch.float64), balance, form)
+    exact = local_attention(inputs, k_features)
     return [torch.cat(outputs)], [exact[0]]

@@ -151,10 +151,6 @@ class KernelCall:
 
     Args:
         inputs: The arguments of the operator. The last axes of q, k, and v must be contiguous.
-
-    Attributes:
-        s, z: Summaries of keys and values, from `summaries`; z is None if not normalized.
-        states, states_z: Their mixtures.
     """
 
     def __init__(self, inputs: TritonInputs):
@@ -173,22 +169,6 @@ class KernelCall:
         # Query heads that share both a KV head and the mixing matrix read the same state.
         self.num_state_heads = q.shape[2] if mixing.dim() == 3 else k.shape[2]
         self.share = q.shape[2] // self.num_state_heads
-        self.s, self.z = summaries(
-            k,
-            v,
-            self.key_blocks,
-            self.dot_as,
-            num_heads=k.shape[2],
-            causal=inputs.causal,
-            with_z=inputs.normalize,
-            key_mask=self.key_mask,
-        )
-        self.states = self.mix(self.s, self.num_state_heads)
-        self.states_z = None if self.z is None else self.mix(self.z, self.num_state_heads)
-
-    def mix(self, s: torch.Tensor, num_heads: int, transposed: bool = False) -> torch.Tensor:
-        """Mix summaries into states for `num_heads` heads; see `mix_states`."""
-        return mix_states(self.mixing, s, num_heads, self.num_chunks, transposed=transposed)
 
     def launch(
         self,
@@ -236,20 +216,26 @@ class KernelCall:
         return make(shape or like.shape, dtype=dtype or like.dtype, device=like.device)
 
     def mixing_grad(
-        self, dstates: torch.Tensor, dstates_z: torch.Tensor | None, diagonal_grad: torch.Tensor | None
+        self,
+        s: torch.Tensor,
+        z: torch.Tensor | None,
+        dstates: torch.Tensor,
+        dstates_z: torch.Tensor | None,
+        diagonal_grad: torch.Tensor | None,
     ) -> torch.Tensor:
         """Compute the gradient of the mixing matrix.
 
         Args:
-            dstates, dstates_z: The gradients of the mixed summaries; dstates_z is None if not normalized.
+            s, z: Summaries of keys and values, from `summaries`; z and dstates_z are None if not normalized.
+            dstates, dstates_z: The gradients of the mixed summaries, also from `summaries`.
             diagonal_grad: [B, H, M * chunks, K], written by `dq_kernel`; None if not causal.
 
         Returns:
             fp32 [Mq, Mk] or [H, Mq, Mk], not yet multiplied by `scale`.
         """
-        grad = mix_states_grads(dstates, self.s, self.mixing.dim(), self.num_chunks)
-        if dstates_z is not None and self.z is not None:
-            grad = grad + mix_states_grads(dstates_z, self.z, self.mixing.dim(), self.num_chunks)
+        grad = mix_states_grads(dstates, s, self.mixing.dim(), self.num_chunks)
+        if dstates_z is not None and z is not None:
+            grad = grad + mix_states_grads(dstates_z, z, self.mixing.dim(), self.num_chunks)
         if diagonal_grad is not None:
             diagonal_grad = diagonal_grad.unflatten(2, (-1, self.num_chunks)).sum((0, 3, 4))  # [H, M]
             grad = grad + torch.diag_embed(diagonal_grad if self.mixing.dim() == 3 else diagonal_grad.sum(0))
@@ -267,6 +253,18 @@ def triton_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = (contiguous_rows(x) for x in inputs[:3])
     with on_device(q), torch.autocast(q.device.type, enabled=False):
         call = KernelCall(inputs._replace(q=q, k=k, v=v))
+        s, z = summaries(
+            k,
+            v,
+            call.key_blocks,
+            call.dot_as,
+            num_heads=k.shape[2],
+            causal=inputs.causal,
+            with_z=inputs.normalize,
+            key_mask=inputs.key_mask,
+        )
+        states = mix_states(call.mixing, s, call.num_state_heads, call.num_chunks)
+        states_z = None if z is None else mix_states(call.mixing, z, call.num_state_heads, call.num_chunks)
         o = call.allocate(v, *q.shape[:3], v.shape[3], dtype=inputs.dtype)
         inv = call.allocate(q, *q.shape[:3], dtype=torch.float32) if inputs.normalize else None
         call.launch(
@@ -276,8 +274,8 @@ def triton_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
             q=with_strides(q),
             k=with_strides(k),
             v=with_strides(v),
-            states=call.states,
-            states_z=call.states_z,
+            states=states,
+            states_z=states_z,
             inv=inv,
             share=call.share,
         )
@@ -303,11 +301,23 @@ def triton_backward(
     inv = inv if normalize else None
     with on_device(q), torch.autocast(q.device.type, enabled=False):
         call = KernelCall(inputs._replace(q=q, k=k, v=v))
+        s, z = summaries(
+            k,
+            v,
+            call.key_blocks,
+            call.dot_as,
+            num_heads=k.shape[2],
+            causal=inputs.causal,
+            with_z=inputs.normalize,
+            key_mask=inputs.key_mask,
+        )
+        states = mix_states(call.mixing, s, call.num_state_heads, call.num_chunks)
+        states_z = None if z is None else mix_states(call.mixing, z, call.num_state_heads, call.num_chunks)
         dq, dk, dv = (call.allocate(x) for x in (q, k, v))
         r = None if inv is None else torch.empty_like(inv)
         diagonal_grad = None
         if causal:
-            shape = q.shape[0], q.shape[2], call.s.shape[2], q.shape[3]
+            shape = q.shape[0], q.shape[2], s.shape[2], q.shape[3]
             diagonal_grad = torch.empty(shape, dtype=torch.float32, device=q.device)
         tokens = {"q": with_strides(q), "k": with_strides(k), "v": with_strides(v), "do": with_strides(do)}
         call.launch(
@@ -317,8 +327,8 @@ def triton_backward(
             **tokens,
             o=with_strides(o) if normalize else None,
             inv=inv,
-            states=call.states,
-            states_z=call.states_z,
+            states=states,
+            states_z=states_z,
             r=r,
             diagonal_grad=diagonal_grad,
             share=call.share,
@@ -335,6 +345,10 @@ def triton_backward(
             v_factor=inv,
             z_factor=r,
         )
+        dsummaries = mix_states(call.mixing, dstates, k.shape[2], call.num_chunks, transposed=True)
+        dsummaries_z = None
+        if dstates_z is not None:
+            dsummaries_z = mix_states(call.mixing, dstates_z, k.shape[2], call.num_chunks, transposed=True)
         call.launch(
             dkdv_kernel,
             call.key_blocks,
@@ -342,10 +356,10 @@ def triton_backward(
             **tokens,
             inv=inv,
             r=r,
-            dstates=call.mix(dstates, k.shape[2], transposed=True),
-            dstates_z=None if dstates_z is None else call.mix(dstates_z, k.shape[2], transposed=True),
+            dstates=dsummaries,
+            dstates_z=dsummaries_z,
         )
-        dmixing = call.mixing_grad(dstates, dstates_z, diagonal_grad) * inputs.scale
+        dmixing = call.mixing_grad(s, z, dstates, dstates_z, diagonal_grad) * inputs.scale
     return dq, dk, dv, dmixing.to(inputs.mixing.dtype)
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from tools.ops_cases import DEVICE, KERNELS, distance
+from tools.ops_cases import DEVICE, KERNELS, attend_window, distance
 from tools.small_models import refused
 from torch._dynamo.utils import counters
 
@@ -14,7 +14,7 @@ from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.ops import api
 from mhla_hf.ops.decays import Decays, LocalForm
-from mhla_hf.ops.local import local_attention
+from mhla_hf.ops.inputs import WindowedInputs
 from mhla_hf.ops.local_state import LocalState, continue_local
 from mhla_hf.ops.reference import local_reference
 from mhla_hf.ops.triton import check, local
@@ -55,14 +55,14 @@ def problem(form, tokens=83, batch=2, groups=1, dtype=F32):
 
 
 def attend(form, q, k, v, fq, fk, weight, log_rate, balance=None, **padding):
-    o = local_attention(q, k, v, fq, fk, Decays(weight, log_rate), balance, form, **padding)
+    o = attend_window(q, k, v, fq, fk, Decays(weight, log_rate), balance, form, **padding)
     return o * padding["key_mask"][..., None, None] if "key_mask" in padding else o
 
 
 def exact(form, *inputs, **padding):
     q, k, v, fq, fk, weight, log_rate, *balance = (x.double() for x in inputs)
-    mixing = Decays(weight, log_rate).matrix(-(-q.shape[1] // form.block_size))
-    o = local_reference(q, k, v, fq, fk, mixing, *(balance or [None]), form, **padding)
+    decays = Decays(weight, log_rate)
+    o = attend_window(q, k, v, fq, fk, decays, *(balance or [None]), form, local_reference, **padding)
     return o * padding["key_mask"][..., None, None] if "key_mask" in padding else o
 
 
@@ -118,9 +118,10 @@ def test_a_state_continued_in_pieces_equals_the_whole(cuts, monkeypatch):
     q, k, v, fq, _, weight, log_rate, balance = inputs
     state, begin, outputs = LocalState.empty(k, v, 3, 6, WINDOW), 0, []
     for end in cuts:
-        rest = (lambda x, _: map_features(x), Decays(weight, log_rate), balance, WINDOW, state)
-        first = {"fresh": begin == 0, "starts": None if begin else starts}
-        outputs.append(continue_local(*(x[:, begin:end] for x in (q, k, v, fq)), *rest, **first))
+        tokens = (x[:, begin:end] for x in (q, k, v, fq))
+        padding = None if begin else starts
+        piece = WindowedInputs(*tokens, Decays(weight, log_rate), balance, WINDOW, starts=padding)
+        outputs.append(continue_local(piece, lambda x, _: map_features(x), state, fresh=begin == 0))
         begin = end
     assert distance(torch.cat(outputs, 1), want) <= TOLERANCE[F32]
 
@@ -161,7 +162,7 @@ def test_opcheck():
 def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog):
     monkeypatch.setattr(api, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(api, "ANNOUNCED_CHOICES", set())
-    right, inputs, auto = local.triton_near_and_far, problem(form, 40, batch=1), dataclasses.replace(form, impl="auto")
+    right, inputs, auto = local.TRITON_LOCAL, problem(form, 40, batch=1), dataclasses.replace(form, impl="auto")
     wrong, failing = (lambda *given: right(*given) * 1.05), (lambda *given: None + 1)
     verdicts = {
         right: "agreed with fp64",
@@ -170,7 +171,7 @@ def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog)
     }
     for kernel, said in verdicts.items():
         monkeypatch.setattr(check, "KERNEL_FAULTS", {})
-        monkeypatch.setattr(local, "triton_near_and_far", kernel)
+        monkeypatch.setattr(local, "TRITON_LOCAL", kernel)
         caplog.clear()
         with caplog.at_level(logging.INFO, "mhla_hf"):
             got = [attend(auto, *inputs) for _ in range(2)]
