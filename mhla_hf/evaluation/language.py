@@ -284,7 +284,7 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
                 judge.accelerator = accelerator
                 judge._rank, judge._world_size = (0, 1) if has_depths else (state.process_index, state.num_processes)
             with quiet_harness(args.progress):
-                facts = {**subject.facts(model.device, item.name), **shared_facts}
+                facts = {**subject.provenance(model.device, item.name), **shared_facts}
                 records = score(judge, item, seeds=seeds, facts=facts)
             if state.is_main_process:
                 subject.store(records)
