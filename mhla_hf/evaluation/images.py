@@ -156,8 +156,8 @@ class _Judge(PipelineJudge):
     def _reference(self, missing: set[str]) -> tuple[Any, dict[str, Moments]]:
         """Return the reference's features [N, D] (None if its moments suffice), and its moments by name of features.
 
-        Moments in an .npz file are Inception's; for other extractors they are computed from the images in the file, like all
-        features, and then returned on the main process only. All processes must call this.
+        The moments in an .npz file are those of Inception's features; for another extractor they are computed from the
+        images in the file. What is computed is returned on the main process only. All processes must call this.
         """
         path = Path(self.protocol.reference)
         moments = {}

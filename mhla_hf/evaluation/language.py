@@ -216,7 +216,7 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
 
 
 def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, filed: set[str] | None) -> Requested:
-    """Load the tasks of one name, after seeding `random` and NumPy. Only those that read files may be, unless None."""
+    """Load the tasks of one name, after seeding `random` and NumPy; with `filed`, only those that read files."""
     random.seed(HARNESS_SEEDS[0])  # RULER generates its questions while it loads, from the global generators
     numpy.random.seed(HARNESS_SEEDS[1])
     try:

@@ -129,7 +129,7 @@ class Subject:
 
 
 def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
-    """Return the shell command that repeats an evaluation, or of a recipe with the task `task` only that task."""
+    """Return the shell command that repeats an evaluation, or only `task` if the recipe has a task of that name."""
     args, recipe = subjects[0].args, subjects[0].args.recipe
     models = [subject.name if subject.loaded else shorten_path(subject.source) for subject in subjects]
     words = ["mhla-hf", "evaluate", *models, *(["--recipe", shorten_path(recipe.name)] if recipe.name else [])]
