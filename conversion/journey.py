@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 import mhla_hf
-from mhla_hf.checkpoints.file_io import write_text
 from mhla_hf.checkpoints.load import load_pipeline
 from mhla_hf.cli.values import parse_settings
-from mhla_hf.hub.card import render_plain_card, write_card
-from mhla_hf.hub.facts import find_license
+from mhla_hf.hub.card import write_card, write_first_card
+from mhla_hf.hub.facts import Person, find_license
 from mhla_hf.training.recipe import read_recipe
 
 
@@ -83,5 +82,5 @@ def run(about: str, recipe: str, arguments: list[str] | None = None) -> Any:
         print(scores)
         write_card(args.out, name=args.out.name, base_model=base, **terms)
     else:
-        write_text(args.out / "README.md", render_plain_card(args.out, args.out.name, base, terms))
+        write_first_card(args.out, Person(args.out.name, base, **terms))
     return student

@@ -288,7 +288,7 @@ def store_scores(
     options = types.SimpleNamespace(dtype="auto", seed=seed, command=command, **unused)
     (subject,) = find_subjects(transformer_folder, options)
     task_hash = hash_json([fingerprint_model(judge), count, SAMPLING_STEPS])
-    subject.keep("digits", scores, task_hash, started, "cpu")
+    subject.store_scores("digits", scores, task_hash, started, "cpu")
 
 
 @torch.no_grad()

@@ -156,8 +156,8 @@ class _Judge(PipelineJudge):
     def _reference(self, missing: set[str]) -> tuple[Any, dict[str, Moments]]:
         """Return the reference's features [N, D] (None if its moments suffice), and its moments by name of features.
 
-        Moments in an .npz file are Inception's; for other extractors they are computed from the images in the file, like all
-        features, and then returned on the main process only. All processes must call this.
+        The moments in an .npz file are those of Inception's features; for another extractor they are computed from the
+        images in the file. What is computed is returned on the main process only. All processes must call this.
         """
         path = Path(self.protocol.reference)
         moments = {}
@@ -204,7 +204,8 @@ class _Judge(PipelineJudge):
         plan, name, count = self._plan(), self.subject.name, self.count
         folder = self.folder / f"{self.protocol.name}-{count}"
         # Read the reference before images are generated, so that an invalid one is reported early.
-        known, known_moments = self._reference(missing) if missing & REFERENCE_METRICS else (None, {})
+        reference: Any = self._reference(missing) if missing & REFERENCE_METRICS else (None, {})
+        reference_features, reference_moments = reference
         identity = {"plan": hash_json([dataclasses.astuple(sample) for sample in plan])}
         sampling = {"output_type": "pil", **self.protocol.sampling}
         options = {"batch_size": self.args.batch_size, "label": f"{name}: images"}
@@ -218,20 +219,22 @@ class _Judge(PipelineJudge):
         scores: dict[str, tuple[Any, ...]] = {}  # metric -> value, standard error, higher is better, number of images
         for metric in missing & {"FID", "sFID"}:
             kind = FEATURES_BY_METRIC[metric]
-            scores[metric] = frechet_distance(Moments.of(features[kind]), known_moments[kind]), None, False, count
+            scores[metric] = frechet_distance(Moments.of(features[kind]), reference_moments[kind]), None, False, count
         if "IS" in missing:
             scores["IS"] = *inception_score(features["logits"], self.protocol.splits, self.seed), True, count
         if missing & {"precision", "recall"}:
-            precision, recall = precision_recall(features["features"], known, self.protocol.neighbors)
+            precision, recall = precision_recall(features["features"], reference_features, self.protocol.neighbors)
             scores["precision"] = precision, fraction_error(precision, count), True, count
-            scores["recall"] = recall, fraction_error(recall, len(known)), True, count
+            scores["recall"] = recall, fraction_error(recall, len(reference_features)), True, count
         if "CLIP score" in missing:
             prompts = [sample.condition for sample in plan]
             values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.args.batch_size)
             error = (values.std() / count**0.5).item() if count > 1 else None
             scores["CLIP score"] = values.mean().item(), error, True, count
         labeled = {self.label(metric): scores[metric] for metric in scores if metric in missing}
-        self.subject.keep(self.protocol.name, labeled, self.hash, started, self.device, keep_other_sample_counts=True)
+        self.subject.store_scores(
+            self.protocol.name, labeled, self.hash, started, self.device, keep_other_sample_counts=True
+        )
 
 
 @checked
@@ -290,6 +293,6 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
         bar = subject.name if args.progress else None
         accuracy = top1_accuracy(model, images.renumber_for(model.config), used_processor, args.batch_size, bar)
         scores = {"acc": (accuracy, fraction_error(accuracy, count), True, count)}
-        subject.keep(task, scores, task_hash, started, model.device)
+        subject.store_scores(task, scores, task_hash, started, model.device)
     wanted = (task, args.limit)
     return {x.name: Results(r for r in x.kept if (r.task, r.limit) == wanted) for x in subjects}

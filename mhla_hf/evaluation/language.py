@@ -224,7 +224,7 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
 
 
 def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, filed: set[str] | None) -> Requested:
-    """Load the tasks of one name, after seeding `random` and NumPy. Only those that read files may be, unless None."""
+    """Load the tasks of one name, after seeding `random` and NumPy; with `filed`, only those that read files."""
     random.seed(HARNESS_SEEDS[0])  # RULER generates its questions while it loads, from the global generators
     numpy.random.seed(HARNESS_SEEDS[1])
     try:
@@ -292,7 +292,7 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
                 judge.accelerator = accelerator
                 judge._rank, judge._world_size = (0, 1) if has_depths else (state.process_index, state.num_processes)
             with quiet_harness(args.progress):
-                facts = {**subject.facts(model.device, item.name), **shared_facts}
+                facts = {**subject.provenance(model.device, item.name), **shared_facts}
                 records = score(judge, item, seeds=seeds, facts=facts)
             if state.is_main_process:
                 subject.store(records)

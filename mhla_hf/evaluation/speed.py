@@ -40,7 +40,7 @@ def judge_speed(models: object, args: Any) -> dict[str, Results]:
     protocol, subjects = read_settings(SpeedProtocol, args.recipe.settings), find_subjects(models, args)
     args.command = args.command or format_command(subjects)
     task_hash = hash_json([sorted(x.fingerprint for x in subjects), *vars(protocol).values(), args.device])
-    metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in protocol.lengths]
+    metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in protocol.lengths]  # type: ignore[union-attr]
     if not all(subject.knows(SPEED, metric, task_hash) for subject in subjects for metric in metrics):
         started = time.perf_counter()
         loaded = {subject.name: subject.source for subject in subjects}
@@ -50,7 +50,7 @@ def judge_speed(models: object, args: Any) -> dict[str, Results]:
         measured = measure_speed(loaded, protocol, args.progress)
         for subject in subjects:
             scores = {metric: (value, None, False, protocol.rounds) for metric, value in measured[subject.name].items()}
-            subject.keep(SPEED, scores, task_hash, started, loaded[subject.name].device)
+            subject.store_scores(SPEED, scores, task_hash, started, loaded[subject.name].device)
     return {subject.name: Results(r for r in subject.kept if r.task_hash == task_hash) for subject in subjects}
 
 

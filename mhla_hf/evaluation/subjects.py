@@ -86,7 +86,7 @@ class Subject:
             tasks = ", ".join(dict.fromkeys(record.task for record in records))
             logger.info("%s: the scores of %s are stored in %s", self.name, tasks, self.target)
 
-    def facts(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
+    def provenance(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
         """Return the fields of a `Result` about run, model, and limit; the recorded command repeats `task`."""
         return {
             **describe_run(self.args.command or format_command([self], task), device),
@@ -97,7 +97,7 @@ class Subject:
             "limit": self.args.limit,
         }
 
-    def keep(
+    def store_scores(
         self,
         task: str,
         scores: Mapping[str, tuple[Any, ...]],
@@ -110,7 +110,7 @@ class Subject:
 
         `started` is `time.perf_counter()` at the start of the measurement.
         """
-        facts = {**self.facts(device), "task": task, "task_hash": task_hash, "task_version": VERSION}
+        facts = {**self.provenance(device), "task": task, "task_hash": task_hash, "task_version": VERSION}
         facts |= {"shots": 0, "seed": self.args.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
         names = ("value", "stderr", "higher_is_better", "samples")
         records = [Result(metric=metric, **dict(zip(names, x, strict=True)), **facts) for metric, x in scores.items()]
@@ -118,7 +118,7 @@ class Subject:
 
 
 def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
-    """Return the shell command that repeats an evaluation, or of a recipe with the task `task` only that task."""
+    """Return the shell command that repeats an evaluation, or only `task` if the recipe has a task of that name."""
     args, recipe = subjects[0].args, subjects[0].args.recipe
     models = [subject.name if subject.loaded else shorten_path(subject.source) for subject in subjects]
     words = ["mhla-hf", "evaluate", *models, *(["--recipe", shorten_path(recipe.name)] if recipe.name else [])]

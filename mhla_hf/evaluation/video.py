@@ -200,7 +200,9 @@ class _Judge(PipelineJudge):
         numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
         is_mean = len(numbers) == len(values) > 1 and abs(statistics.fmean(numbers) - average) <= 1e-6
         error = statistics.stdev(numbers) / len(numbers) ** 0.5 if is_mean else None
-        self.subject.keep(TASK, {dimension: (average, error, True, len(values))}, self.hash, started, self.device)
+        self.subject.store_scores(
+            TASK, {dimension: (average, error, True, len(values))}, self.hash, started, self.device
+        )
 
     def _keep_totals(self) -> None:
         """Store quality, semantic, and total, if the run is not limited and has all dimensions and 5 videos per prompt."""
@@ -215,7 +217,7 @@ class _Judge(PipelineJudge):
         }:
             samples = sum(known[name].samples for name in DIMENSIONS)
             scores = {name: (value, None, True, samples) for name, value in totals.items()}
-            self.subject.keep(TASK, scores, self.hash, time.perf_counter(), self.device)
+            self.subject.store_scores(TASK, scores, self.hash, time.perf_counter(), self.device)
 
 
 def save_video(frames: Any, path: str | Path, fps: int) -> None:

@@ -133,11 +133,6 @@ def write_first_card(folder: Path, person: Person) -> Path:
     return write_text(folder / CARD_FILE, render_card(Facts(*facts_module.read_model(folder), person)))
 
 
-def render_plain_card(folder: PathLike, name: str, base_model: str | None, terms: Mapping[str, Any]) -> str:
-    """Render the card of a model that was converted and not evaluated; `terms` is the result of `find_license`."""
-    return render_card(Facts(*facts_module.read_model(folder), Person(name, base_model, **terms)))
-
-
 def render_card(facts: Facts) -> str:
     """Return the text of README.md: YAML metadata and the card's sections."""
     person = facts.person

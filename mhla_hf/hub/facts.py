@@ -264,7 +264,10 @@ def find_license(
     license_name: str | None = None,
     license_link: str | None = None,
 ) -> dict[str, str | None]:
-    """Return the license in the base model's card (the teacher's README.md first) or, without one, that of the user."""
+    """Return the license in the base model's card (the teacher's README.md first) or, without one, that of the user.
+
+    Raise ValueError if there is neither, or the user's contradicts the card.
+    """
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
     cards: list[Path | str] = []
     if teacher and Path(teacher, CARD_FILE).is_file():

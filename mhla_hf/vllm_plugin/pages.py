@@ -24,7 +24,11 @@ from ..ops.triton.paged import PageTensors, page_step, small_page_call
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Shapes and dtypes of what a page holds, the state of `heads` KV heads. The ring's `num_slots` tokens include sinks."""
+    """Shapes and dtypes of what a page holds: the state of U KV heads (`heads`) of one request.
+
+    That is sums over F features for each of R decay rates, and a ring of S slots, sinks included, with keys of width D and
+    values of width V.
+    """
 
     heads: int
     num_rates: int

@@ -15,7 +15,8 @@ from tools.tiny_pipelines import PIPELINES, TRANSFORMERS, inputs, tiny_transform
 import mhla_hf
 from mhla_hf.conversion import calibration
 from mhla_hf.conversion.grid_fit import Call, grid_layers, move, run_call, softmax_layers
-from mhla_hf.hub.card import render_plain_card
+from mhla_hf.hub.card import write_first_card
+from mhla_hf.hub.facts import Person
 from mhla_hf.training.denoising import call
 
 SOFTMAX = [name for name in TRANSFORMERS if not name.startswith("sana")]
@@ -98,7 +99,7 @@ def test_layers_that_matter_keep_softmax_and_the_record_is_saved(tmp_path):
     assert loaded.config.mhla_measured == report
     arguments = Call((), inputs("sd3"))
     torch.testing.assert_close(run_call(loaded, arguments), run_call(model, arguments))
-    card = render_plain_card(tmp_path, "me/toy", None, {"license": "mit"})
+    card = write_first_card(tmp_path, Person("me/toy", None, "mit")).read_text()
     assert f"| with softmax layers | {report['output']['kept']:.4f} |" in card
     assert f"changes the output most: {chosen}." in card
 

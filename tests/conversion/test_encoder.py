@@ -18,7 +18,8 @@ from mhla_hf.conversion import encoder
 from mhla_hf.conversion.encoder import embed, read_encoder_rows
 from mhla_hf.conversion.fit import OutputFit
 from mhla_hf.conversion.teacher import mhla_layers, softmax_instead
-from mhla_hf.hub.card import render_plain_card
+from mhla_hf.hub.card import write_first_card
+from mhla_hf.hub.facts import Person
 
 SMALL = {"block_size": 8, "progress": False}
 TEXT = torch.randint(3, 60, (6000,), generator=torch.Generator().manual_seed(0))
@@ -135,7 +136,7 @@ def test_the_command_and_the_card(tmp_path, capsys, tokenizer):
     measured = json.loads((out / "config.json").read_text())["mhla_measured"]
     fitted = [f"{value:.4f}" for value in measured["fitted"]["cosine"].values()]
     assert "cosine, 64 tokens" in told and all(value in told for value in fitted)
-    card = render_plain_card(out, "toy", None, {"license": "mit"})
+    card = write_first_card(out, Person("toy", None, "mit")).read_text()
     assert f"| all heads MHLA | {fitted[0]} | {fitted[1]} |" in card
     assert "What the conversion kept" in card and "KV heads" not in card and "Nothing was measured" not in card
     assert main([*line[:2], str(tmp_path / "plain")]) == 0
