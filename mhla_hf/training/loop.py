@@ -106,11 +106,7 @@ def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Ta
     """Train two models of one pipeline, one after the other, so that only one at a time is on the device.
 
     The first run has a folder of its own next to `out`, from which a killed call resumes; it is removed at the end.
-
-    Args:
-        parts: The tasks of both models. The last one returns and saves the pipeline.
-        folder: The folders of the last run.
-        train: Trains the model of a task.
+    The last run returns and saves the pipeline.
     """
     first, last = parts
     first_folder = RunFolder(folder.out.with_name(f"{folder.out.name}.high_noise"))
@@ -135,10 +131,7 @@ def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Ta
 def _resolve(
     task: Task, stages: Any, recipe: Any, data: Any, seed: Any, run_arguments: Mapping[str, Any]
 ) -> tuple[tuple[CommonStage, ...], Any, Options]:
-    """Return the checked stages, data and options. Arguments override the recipe, which overrides the defaults.
-
-    Raise ValueError if an argument or the recipe is not valid, or there are both or neither of stages and recipe.
-    """
+    """Return the checked stages, data and options. Arguments override the recipe, which overrides the defaults."""
     if (stages is None) == (recipe is None):
         passed = "None and no recipe" if recipe is None else "stages and a recipe"
         raise ValueError(f"stages: got {passed}, expected one of the two.")

@@ -18,16 +18,10 @@ from .trainable import HALF_DTYPES
 def sample_calls(
     pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
 ) -> list[Call]:
-    """Sample with a pipeline, and return the calls of a transformer that it makes, one for each sample, on the CPU.
+    """Sample with a pipeline, and return the calls of `transformer`, which replaces its component, one for each sample.
 
-    Args:
-        pipeline: A pipeline of diffusers. Its models are moved to the device of `transformer`, of two
-            transformers only the one in use.
-        component: Name of a transformer of the pipeline.
-        transformer: The module to use in its place.
-        arguments: Arguments of the pipeline.
-        stage: The stage, which sets the other arguments; see `make_call_options`.
-        seed: Seed of the noise.
+    The pipeline's models are moved to the transformer's device, of two transformers only the one in use. `stage` and the
+    row `arguments` of the data set the pipeline's arguments; see `make_call_options`. The calls are on the CPU.
     """
     device = next(transformer.parameters()).device
     options = make_options(pipeline, device, arguments, stage, seed)
@@ -47,7 +41,7 @@ def sample_calls(
 def sample_images(
     pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
 ) -> list[Image]:
-    """Sample with a pipeline, and return the image, or the frames of the video. See `sample_calls` for the arguments."""
+    """Sample as `sample_calls` does, and return the image, or the frames of the video."""
     device = next(transformer.parameters()).device
     options = make_options(pipeline, device, arguments, stage, seed)
     dtypes = {module.dtype for module in pipeline.components.values() if isinstance(module, torch.nn.Module)}
@@ -63,7 +57,7 @@ def sample_images(
 def make_options(
     pipeline: Any, device: torch.device, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
 ) -> dict[str, Any]:
-    """Return the arguments of a call of a pipeline, with tensors and random generator on a device; see `sample_calls`."""
+    """Return the arguments of a call of a pipeline, with tensors and random generator on a device."""
     options = move(make_call_options(pipeline, arguments, stage), device)
     return {**options, "generator": torch.Generator(device).manual_seed(seed)}
 
@@ -74,13 +68,9 @@ class LastCall(Exception):
 
 @contextlib.contextmanager
 def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = False) -> Iterator[None]:
-    """Context manager that keeps only the transformer in use on the device, if the pipeline has two (Wan 2.2).
+    """Keep only the transformer in use on the device, if the pipeline has two (Wan 2.2), before and after `component`.
 
-    Args:
-        pipeline: A pipeline of diffusers.
-        component: Name of the transformer that is in use before and after. Sharded ones stay where they are.
-        device: The device.
-        stops: Whether to stop the pipeline, without an error, where it would call the second one.
+    Sharded ones stay where they are. With `stops`, the pipeline ends, without an error, where it would call the second one.
     """
     first, second = (pipeline.components.get(name) for name in TRANSFORMERS)
     if second is None:
@@ -108,14 +98,9 @@ def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = F
 
 @contextlib.contextmanager
 def prepared(pipeline: Any, component: str, transformer: Any) -> Iterator[None]:
-    """Context manager that makes a pipeline ready to sample on the device of `transformer`, without a progress bar.
+    """Make a pipeline ready to sample with `transformer`, on its device and without a progress bar.
 
-    At the end, the other models return to their devices.
-
-    Args:
-        pipeline: A pipeline of diffusers.
-        component: Name of a transformer of the pipeline.
-        transformer: The module to use in its place until the end.
+    At the end, the other models return to their devices, and the component to its place.
     """
     device = next(transformer.parameters()).device
     # The module may be sharded or trained, so it does not become the component that the pipeline saves.

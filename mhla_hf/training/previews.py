@@ -11,13 +11,7 @@ MILLISECONDS_PER_FRAME = 100
 
 
 def save_preview(frames: Sequence[Image], folder: Path, name: str) -> Path:
-    """Save an image as .png, or a video as animated .gif. Return the file.
-
-    Args:
-        frames: The image, or the frames of the video.
-        folder: Folder to write to; created if it does not exist.
-        name: Name of the file without its ending.
-    """
+    """Save an image as .png, or the frames of a video as animated .gif, in `folder`. Return the file."""
     folder.mkdir(exist_ok=True)
     file = folder / f"{name}.{'png' if len(frames) == 1 else 'gif'}"
     if len(frames) == 1:

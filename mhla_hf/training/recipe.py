@@ -62,13 +62,11 @@ class CommonStage:
     ema: Number = values.fraction_below_one(0.0)
 
     def validate_trainable(self) -> None:
-        """Raise ValueError if the loss is "transfer" and `trainable` is neither "mhla" nor "attention"."""
         if self.loss == "transfer" and self.trainable not in ("mhla", "attention"):
             raise ValueError(f"trainable: got {self.trainable!r} with loss 'transfer', expected 'mhla' or 'attention'.")
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the loss needs the teacher model."""
         return self.loss not in self.WITHOUT_TEACHER
 
     def lr_factor(self, step: int) -> float:
@@ -109,7 +107,7 @@ class Stage(CommonStage):
     top_k: int = values.at_least(0, 0)
 
     def validate_top_k(self) -> None:
-        """Raise ValueError if the temperature is not 1 and only the probabilities of the most likely tokens are known."""
+        """With `top_k`, the teacher's other logits are not known, so that no temperature can be applied."""
         if self.top_k and self.temperature != 1:
             raise ValueError(
                 f"temperature: got {self.temperature} with a KL divergence over the most likely tokens, expected 1."
@@ -200,7 +198,6 @@ class ImageStage(CommonStage):
 
     @property
     def reads_labels(self) -> bool:
-        """Whether the loss depends on the labels of the images."""
         return self.loss == "labels" or (self.loss == "logits" and self.ce_weight > 0)
 
 
@@ -292,15 +289,12 @@ def describe_recipes() -> list[dict[str, Any]]:
 
 
 def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """Read one of the package's recipes, or a YAML file.
+    """Read and check one of `recipe_names()`, or a YAML file; a `Recipe` is returned unchanged.
 
     Args:
-        name: One of `recipe_names()`, or the path of a YAML file. A `Recipe` is returned unchanged.
+        name: Name of a recipe, or the path of a YAML file.
         changes: Values that override those of the recipe. Keys are "STAGE.FIELD", "*.FIELD" (in every stage),
             "settings.FIELD", "run.FIELD", or the name of a field of `Recipe`.
-
-    Returns:
-        The checked recipe.
 
     Raises:
         ValueError: There is no such recipe, or anything in it is not valid.
@@ -314,15 +308,7 @@ def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = N
 
 
 def apply_changes(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a recipe's YAML content with some values replaced.
-
-    Args:
-        content: The recipe as read from YAML, before validation.
-        changes: See `read_recipe`.
-
-    Raises:
-        ValueError: The recipe has no stage of that name.
-    """
+    """Return a copy of a recipe's YAML content, not validated yet, with the values that `changes` of `read_recipe` names."""
     content = copy.deepcopy(content)
     stage_list = content.get("stages")
     mappings = [stage for stage in stage_list if isinstance(stage, dict)] if isinstance(stage_list, list) else []
@@ -345,18 +331,7 @@ def apply_changes(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[s
 
 
 def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[CommonStage, ...]:
-    """Create and check the stages of a run.
-
-    Args:
-        stages: A list of stages, or of dicts with their fields.
-        stage_type: The class of all stages.
-
-    Returns:
-        The stages as objects of `stage_type`.
-
-    Raises:
-        ValueError: There is no stage, a field is unknown or not valid, or names are missing or not unique.
-    """
+    """Make checked stages of stages or dicts of their fields. Raise ValueError if names repeat or a field is wrong."""
     if not isinstance(stages, (list, tuple)) or not stages:
         raise ValueError(
             f"stages: got {stages!r:.80}, expected a list of {stage_type.__name__} or of mappings, at least one."

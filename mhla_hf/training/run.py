@@ -43,29 +43,16 @@ Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the devi
 
 
 class Run:
-    """One training run of `distill`. Sets `show_bars` and `has_weights` of the task.
+    """One training run of `distill`. Its `progress` is the state of the loop, saved as progress.json:
 
-    Args:
-        accelerator: Accelerate's `Accelerator`.
-        task: The task, with student and teacher.
-        source: The opened training data.
-        stages: The checked stages.
-        options: The options of the run.
-        seed: Random seed.
-        folder: The folders of the run.
-        progress: Whether to show progress on stderr.
-        command: Shell command that repeats the run, for the record.
-
-    Attributes:
-        progress: The state of the loop, saved as progress.json:
-            - "stage": number of the current stage, 0-based;
-            - "step", "total": optimizer steps done in this stage, and in the run;
-            - "tokens", "images" or "samples": units processed;
-            - "seconds": time spent in steps;
-            - "resumed": how often the run was resumed;
-            - "reader": state of the data reader;
-            - "history": log entries, one every `log_every` steps;
-            - "sums", "since": sums of losses that are not logged yet, and the number of steps in them.
+    - "stage": number of the current stage, 0-based;
+    - "step", "total": optimizer steps done in this stage, and in the run;
+    - "tokens", "images" or "samples": units processed;
+    - "seconds": time spent in steps;
+    - "resumed": how often the run was resumed;
+    - "reader": state of the data reader;
+    - "history": log entries, one every `log_every` steps;
+    - "sums", "since": sums of losses that are not logged yet, and the number of steps in them.
     """
 
     def __init__(
@@ -104,18 +91,10 @@ class Run:
         }
 
     def execute(self) -> Any:
-        """Train the student and save it to the output folder; resume an interrupted run, and load a finished one.
+        """Train the student in place and save it to the output folder; resume an interrupted run, and load a finished one.
 
-        All processes must call this. The student is changed in place. At the end its parameters have the dtypes that were
-        saved; `requires_grad` and the training mode are as before.
-
-        Returns:
-            The student, or the pipeline that contains it.
-
-        Raises:
-            ValueError: The output folder belongs to another run, a saved state is damaged, or a loss is not finite.
-            OSError: A folder of the run cannot be written.
-            KeyboardInterrupt: Ctrl-C was pressed. A state is saved first, unless it was pressed twice.
+        All processes must call this. At the end the parameters have the dtypes that were saved; `requires_grad` and the
+        training mode are as before. Return the student, or the pipeline that contains it.
         """
         from accelerate.utils import broadcast_object_list
 
@@ -261,8 +240,7 @@ class Run:
     def _restore(self, latest: Path) -> None:
         """Load the weights, optimizer, average and random generators from a saved state.
 
-        If the number of processes has changed, a process without saved random generators keeps its own. Raise ValueError if
-        a file cannot be read.
+        If the number of processes has changed, a process without saved random generators keeps its own.
         """
         from accelerate.utils import load
 
@@ -281,19 +259,7 @@ class Run:
     def _step(
         self, objective: Any, optimizer: Any, trained: Sequence[nn.Parameter], reader: Any, stage: CommonStage, sums: Sums,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Run one optimizer step.
-
-        Args:
-            objective: The prepared `Objective`.
-            optimizer: The prepared optimizer of `trained`.
-            trained: All trained parameters.
-            reader: The reader of the stage's batches.
-            stage: The current stage.
-            sums: Sums of the logged quantities, changed in place: those of this step are added.
-
-        Returns:
-            The norm of the gradient before clipping, or None without clipping.
-        """
+        """Run one optimizer step, and add its logged quantities to `sums`. Return the gradient's norm, None if not clipped."""
         accelerator = self.accelerator
         grad_norm = None
         for group in optimizer.param_groups:
@@ -344,10 +310,7 @@ class Run:
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
         """Evaluate the student, add the scores and the means of `sums` to the history, and update trackers and `bar`.
 
-        All processes must call this; it waits for the device. Raise ValueError if the loss or gradient norm is not finite.
-
-        Returns:
-            Whether any process was interrupted.
+        All processes must call this; it waits for the device. Return whether any process was interrupted.
         """
         progress = self.progress
         unit = self.task.unit
@@ -390,7 +353,6 @@ class Run:
             track_preview(frames, self.accelerator.trackers, self.progress["total"])
 
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
-        """Raise ValueError if the loss or the gradient norm is not finite."""
         norm = 0.0 if grad_norm is None else float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise ValueError(
@@ -399,10 +361,7 @@ class Run:
             )
 
     def _save_state(self, reader: Any, sums: Sums, grad_norm: torch.Tensor | None, stage: CommonStage) -> None:
-        """Save a state from which the run can resume. All processes must call this.
-
-        Raise ValueError if the loss or the gradient norm is not finite, so that such a state is never saved.
-        """
+        """Save a state from which the run can resume, unless a loss is not finite. All processes must call this."""
         from accelerate.utils import broadcast_object_list
 
         progress, accelerator = self.progress, self.accelerator
@@ -459,7 +418,6 @@ class Run:
         return merge_records(earlier, record, unit) if earlier is not None else record
 
     def _make_stage_records(self) -> list[dict[str, Any]]:
-        """Return the settings, units processed, seconds, and first and last loss of each stage, for train.json."""
         records = []
         previous_seconds = 0.0
         for stage in self.stages:
@@ -474,7 +432,7 @@ class Run:
         return records
 
     def _describe_identity(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict of everything that determines the trained weights.
+        """Return everything that determines the trained weights, JSON-serializable.
 
         If a run cannot resume, the error names the first key whose value differs.
         """

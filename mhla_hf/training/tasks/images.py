@@ -16,7 +16,6 @@ from .base import LossAndLogs, Objective, Task, relative_error
 
 
 def is_classifier(model: Any) -> bool:
-    """Return whether a model is an image classifier, by the name of its class."""
     return "ForImageClassification" in type(model).__name__
 
 
@@ -34,10 +33,7 @@ class ImageObjective(Objective):
     def forward(self, pixels: torch.Tensor, targets: torch.Tensor, image_weight: float) -> LossAndLogs:
         """Return the loss of a micro-batch, and the values to log.
 
-        Args:
-            pixels: Pixels [B, C, H, W] of B images with C channels, H rows and W columns.
-            targets: Class probabilities [B, number of classes].
-            image_weight: 1 / number of images in the whole batch.
+        `pixels` are [B, C, H, W], `targets` probabilities [B, classes]; `image_weight` is 1 / images in the whole batch.
         """
         teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
         if self.stage.loss == "transfer":
@@ -86,12 +82,8 @@ class ImageObjective(Objective):
 class ImageTask(Task[ImageStage]):
     """The task of a transformers image classifier or vision tower.
 
-    Args:
-        student: See `Task`.
-        teacher: See `Task`.
-        processor: The student's image processor, which is saved with the model. None: the processor of a classifier that
-            is trained from scratch, made from its configuration.
-        test: Labeled images, in any form that `open_images` accepts, on which the accuracy is logged as "test_accuracy".
+    `processor` is the student's image processor, which is saved with the model. None: that of a classifier from scratch,
+    made from its configuration. On `test`, images for `open_images`, the accuracy is logged as "test_accuracy".
     """
 
     name = "images"
@@ -107,10 +99,7 @@ class ImageTask(Task[ImageStage]):
         self.test_images: LabeledImages | None = None
 
     def check(self, stages: Sequence[ImageStage]) -> None:
-        """Check student, teacher and stages; see `Task.check`. Set `processor` and `channels`.
-
-        Also check that losses on logits or labels have classifiers, and that the processor fits the student.
-        """
+        """Also check that losses on logits or labels have classifiers, and that the processor fits the student."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
         if losses & {"logits", "labels"} or self.test is not None:
@@ -125,16 +114,11 @@ class ImageTask(Task[ImageStage]):
         find_output_size(self.processor, self.channels)
 
     def _check_classifier(self, argument: str, model: Any) -> None:
-        """Raise ValueError unless a model is an image classifier."""
         if not is_classifier(model):
             raise ValueError(f"{argument}: got {type(model).__name__}, expected an image classifier.")
 
     def open(self, data: Any, stages: Sequence[ImageStage]) -> LabeledImages:
-        """Open labeled images with `open_images`, and set `test_images` and `num_classes`.
-
-        If a loss reads labels, they are converted to the student's class numbers; otherwise they are all 0. See `Task.open`
-        for the errors.
-        """
+        """Open labeled images, with the student's class numbers if a loss reads labels; otherwise they are all 0."""
         config = self.student.config
         reads_labels = any(stage.reads_labels for stage in stages)
         images = open_images(data, labeled=reads_labels)
@@ -150,7 +134,6 @@ class ImageTask(Task[ImageStage]):
         return LabeledImages(images.items, no_labels, images.name, identity=images.describe()["sha256"])
 
     def reader(self, source: Any, stage: ImageStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of augmented images."""
         return ImageReader(source, stage, (seed, number), self.processor, self.channels, self.num_classes, state)
 
     def evaluate(self) -> dict[str, float]:

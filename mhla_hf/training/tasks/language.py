@@ -30,11 +30,8 @@ class LanguageObjective(Objective):
     ) -> LossAndLogs:
         """Return the loss of a micro-batch of B sequences of L tokens, and the values to log.
 
-        Args:
-            ids: Token ids, int64 [B, L].
-            labels: int64 [B, L], not shifted; -100 marks tokens without a loss.
-            token_weight: 1 / number of predicted tokens in the whole batch.
-            sequence_weight: 1 / number of sequences in the whole batch.
+        `ids` and `labels` are int64 [B, L]; labels are not shifted, and -100 marks tokens without a loss. The weights are
+        1 / predicted tokens and 1 / sequences in the whole batch.
         """
         if self.stage.loss == "transfer":
             loss = sequence_weight * self.attention_transfer_loss(
@@ -68,10 +65,7 @@ class LanguageObjective(Objective):
         return loss, {"loss": loss.detach(), **logs}
 
     def _teacher_targets(self, head: OutputHead | None) -> Callable[[torch.Tensor], Tensors]:
-        """Return the argument `to_teacher_targets` of `next_token_loss`.
-
-        It is a function of the teacher's hidden states or, if `head` is None, of its logits.
-        """
+        """Return `to_teacher_targets` of `next_token_loss`: a function of hidden states or, if `head` is None, of logits."""
         top_k = self.stage.top_k
 
         def to_targets(x: torch.Tensor) -> Tensors:
@@ -108,17 +102,12 @@ def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, 
 
 
 def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return the output of MHLA attention without the teacher's mask, which it does not need, as there is no padding."""
+    """Call MHLA attention without the teacher's mask, which it does not need, as there is no padding."""
     return attention(*args, **{**kwargs, "attention_mask": None})
 
 
 def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Run a model on the token ids [B, L] of B sequences of L tokens.
-
-    Returns:
-        The model's output, and the inputs of `head`, hidden states [B, L, width], or if `head` is None the logits
-        [B, L, vocab].
-    """
+    """Return a model's output for ids [B, L], and the inputs of `head` [B, L, width] or, without one, the logits."""
     if head is not None:
         return run_without_head(model, head, ids)
     output = model(input_ids=ids, use_cache=False)
@@ -130,25 +119,13 @@ def next_token_loss(
     ce_weight: float = 0.0, head: OutputHead | None = None,
     to_teacher_targets: Callable[..., Tensors] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the sums over tokens of the distillation loss, its KL divergence and its cross-entropy.
+    """Return the sums over tokens of T^2 * KL(teacher / T || student / T) + ce_weight * CE, of KL, and of CE: fp32 [3].
 
-    The loss is T^2 * KL(teacher / T || student / T) + ce_weight * cross-entropy. It is computed in chunks of tokens, so that
-    no tensor of the size of all logits is allocated, apart from the logits themselves if there is no `head`. N is the
-    number of tokens.
-
-    Args:
-        student: Inputs of `head`, hidden states [N, width]; without a head, the logits [N, vocab].
-        targets: int64 [N]; -100 marks tokens without a loss.
-        teacher: The teacher's logits [N, vocab]; or its k most likely tokens, int64 [N, k], and their log-probabilities
-            [N, k], where all other tokens are merged into one; or an empty sequence, for a KL divergence of 0.
-        temperature: T. Used only with the teacher's logits.
-        ce_weight: Weight of the cross-entropy.
-        head: The student's output head, or None.
-        to_teacher_targets: Function applied to the tensors of `teacher`, chunk by chunk, if these are something else, such
-            as hidden states. It returns the logits, or the most likely tokens and their log-probabilities.
-
-    Returns:
-        Loss, KL divergence and cross-entropy, fp32 [3]. Only the loss has a gradient.
+    Only the first has a gradient. Sums are computed in chunks of the N tokens, so that no tensor of the size of all logits
+    is allocated. `student` is the input of `head` [N, width] or, without one, the logits [N, vocab]; `targets` int64 [N],
+    -100 without a loss. `teacher` has its logits; or its k most likely tokens, int64 [N, k], with log-probabilities, all
+    other tokens being merged into one; or nothing, for a KL of 0. `to_teacher_targets` makes these, chunk by chunk, of
+    something else, such as hidden states.
     """
 
     def chunk_loss(logits: torch.Tensor, chunk_targets: torch.Tensor, *chunk_teacher: torch.Tensor) -> torch.Tensor:
@@ -163,12 +140,7 @@ def next_token_loss(
 def _kl_and_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, teacher: Tensors, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return T^2 * KL and the cross-entropy, two scalars, summed over the tokens with a target.
-
-    Args:
-        logits: The student's logits for N tokens, [N, vocab].
-        targets, teacher, temperature: See `next_token_loss`.
-    """
+    """Return T^2 * KL and the cross-entropy, two scalars, summed over the tokens with a target."""
     log_q = logits.float().log_softmax(-1)
     ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=IGNORED_LABEL)
     if len(teacher) == 1:
@@ -190,11 +162,7 @@ def _kl_and_cross_entropy(
 class LanguageTask(Task[Stage]):
     """The task of a transformers causal language model.
 
-    Args:
-        student: See `Task`.
-        teacher: See `Task`.
-        tokenizer: A transformers tokenizer, required if the data are text, and saved with the model.
-        text_field: The column of a dataset that holds the text.
+    `tokenizer` is required if the data are text, and saved with the model; `text_field` is the column of a dataset.
     """
 
     name = "language"
@@ -210,14 +178,14 @@ class LanguageTask(Task[Stage]):
         self.text_field = text_field
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Check student, teacher and stages; see `Task.check`. Raise TypeError if the student has no output head."""
+        """Also check that the student has an output head."""
         head = getattr(self.student, "get_output_embeddings", lambda: self)()
         if head is None:
             raise TypeError(f"student: got {type(self.student).__name__}, expected {self.expected_model}.")
         super().check(stages)
 
     def open(self, data: Any, stages: Sequence[Stage]) -> Any:
-        """Open text with `open_text`; see `Task.open` for the arguments, the result and the errors."""
+        """Open text, and check that it and the model's positions are long enough for the longest sequences."""
         vocab_size = self.student.get_input_embeddings().weight.shape[0]
         source = open_text(data, self.preprocessor, text_field=self.text_field, vocab_size=vocab_size)
         longest = max(stage.seq_len for stage in stages)
@@ -228,15 +196,12 @@ class LanguageTask(Task[Stage]):
         return source
 
     def reader(self, source: Any, stage: Stage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of sequences of `seq_len` tokens."""
         return source.reader(stage.seq_len, seed, number, state)
 
     def take(self, reader: Any, stage: Stage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
-        """Return the arguments of `LanguageObjective.forward`."""
         tensors = reader.take(stage.batch_size)
         num_predicted = int((tensors[1].numpy()[:, 1:] != IGNORED_LABEL).sum())
         return tuple(x[rows] for x in tensors), (1 / max(1, num_predicted), 1 / stage.batch_size)
 
     def units_per_step(self, stage: Stage) -> int:
-        """Return the number of tokens that one optimizer step processes."""
         return stage.batch_size * stage.seq_len
