@@ -105,7 +105,7 @@ class NoiseProcess:
         return self.prediction == "flow_prediction"
 
     def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
-        """Draw a time on the scheduler's scale, a whole number for DDPM. `shift` (None: the scheduler's) is of flow matching."""
+        """Draw a time on the scheduler's scale, a whole number for DDPM. `shift` is for flow matching alone."""
         while True:
             time = self._draw_any_time(generator, distribution, shift)
             if self.times[0] <= time < self.times[1]:

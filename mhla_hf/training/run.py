@@ -259,7 +259,7 @@ class Run:
     def _step(
         self, objective: Any, optimizer: Any, trained: Sequence[nn.Parameter], reader: Any, stage: CommonStage, sums: Sums,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Run one optimizer step, and add its logged quantities to `sums`. Return the gradient's norm, None if not clipped."""
+        """Run one optimizer step, and add its logged quantities to `sums`. Return the gradient's norm if it is clipped."""
         accelerator = self.accelerator
         grad_norm = None
         for group in optimizer.param_groups:

@@ -161,7 +161,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def result(self) -> Iterator[Path]:
-        """Yield an empty folder, which becomes `out` at the end, with files of trackers and previews. Then remove the state."""
+        """Yield an empty folder, which becomes `out` at the end, with files of trackers and previews. The state goes."""
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
             for name in RUN_OUTPUTS:
