@@ -50,17 +50,14 @@ def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str,
     Floating-point tensors in `arguments`, except for the time, get the transformer's dtype; those in `constants` do not.
     """
     casts = {
-        key: value.to(transformer.dtype) if key != "timestep" and is_floating_point(value) else value
+        key: value.to(transformer.dtype) if torch.is_tensor(value) and value.is_floating_point() else value
         for key, value in arguments.items()
+        if key != "timestep"
     }
-    arguments = {**casts, **(constants or {})}
+    arguments = {**arguments, **casts, **(constants or {})}
     output = transformer(**arguments, return_dict=False)
     output = output if isinstance(output, torch.Tensor) else output[0]  # Kandinsky 5 returns no tuple
     return keep_new_images(transformer, output, (), arguments).float()
-
-
-def is_floating_point(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -105,21 +102,22 @@ class NoiseProcess:
         return self.prediction == "flow_prediction"
 
     def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
-        """Draw a time on the scheduler's scale, a whole number for DDPM. `shift` is for flow matching alone."""
+        """Draw a time on the scheduler's scale, a whole number for DDPM.
+
+        In flow matching, `shift` moves times toward noise; None means the scheduler's.
+        """
+        shift = self.shift if shift is None else shift
         while True:
-            time = self._draw_any_time(generator, distribution, shift)
+            if distribution == "logit-normal":
+                fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
+            else:
+                fraction = torch.rand((), generator=generator, dtype=torch.float64).item()
+            if self.is_flow:
+                time = self.num_times * shift * fraction / (1 + (shift - 1) * fraction)
+            else:
+                time = float(min(int(fraction * self.num_times), self.num_times - 1))
             if self.times[0] <= time < self.times[1]:
                 return time
-
-    def _draw_any_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
-        if distribution == "logit-normal":
-            fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
-        else:
-            fraction = torch.rand((), generator=generator, dtype=torch.float64).item()
-        if not self.is_flow:
-            return float(min(int(fraction * self.num_times), self.num_times - 1))
-        shift = self.shift if shift is None else shift
-        return self.num_times * shift * fraction / (1 + (shift - 1) * fraction)
 
     def mix(self, clean: torch.Tensor, noise: torch.Tensor, time: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return noisy latents at `time` and the target of the transformer's prediction, both in the shape of `clean`."""

@@ -88,24 +88,25 @@ class RunFolder:
         current = json.loads(json.dumps(identity))
         initial_hashes = INITIAL_HASHES.setdefault(student, {})
         self.identity = {**current, "student": initial_hashes.get(self.out, current["student"])}
-        latest = self._find_latest()
-        if latest is None:
+        latest: Path | Literal["finished"] | None
+        if (self.out / RECORD).is_file():
+            earlier = (read_json(self.out / RECORD) or {}).get("fingerprint", {})
+            latest = "finished"
+        else:
+            self.check_free()
+            latest = self.newest_state()
+            earlier = read_json(latest / IDENTITY) if latest else None
+            if latest and earlier is None:
+                raise unreadable_state(latest, f"{IDENTITY} is missing")
+        if earlier is None:
             self.identity = current
+        elif changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
+            name = IDENTITY_NAMES.get(changed[0], changed[0])
+            raise ValueError(
+                f"out: got {str(self.out)!r}, begun with another {name}, expected the same, or another folder."
+            )
         initial_hashes[self.out] = self.identity["student"]
         return latest
-
-    def _find_latest(self) -> Path | Literal["finished"] | None:
-        if (self.out / RECORD).is_file():
-            self._check_identity((read_json(self.out / RECORD) or {}).get("fingerprint", {}))
-            return "finished"
-        self.check_free()
-        state = self.newest_state()
-        if state is not None:
-            stored_identity = read_json(state / IDENTITY)
-            if stored_identity is None:
-                raise unreadable_state(state, f"{IDENTITY} is missing")
-            self._check_identity(stored_identity)
-        return state
 
     def check_free(self) -> None:
         """Raise ValueError if a folder cannot be made for the result or the state, or holds files of something else."""
@@ -148,20 +149,18 @@ class RunFolder:
 
     def find_damage(self, state: Path) -> str:
         """Compare a state with its checksums. Return a description of the first difference, or "" if there is none."""
-        expected = (read_json(state / IDENTITY) or {}).get("files") or {}
-        if not expected:
-            return f"{IDENTITY} has no checksums"
         checksums = _compute_checksums(state)
-        for name, checksum in expected.items():
-            if name not in checksums:
-                return f"{name} is missing"
-            if checksums[name] != checksum:
-                return f"{name} is damaged"
+        for name, checksum in (read_json(state / IDENTITY) or {})["files"].items():
+            if checksums.get(name) != checksum:
+                return f"{name} is {'damaged' if name in checksums else 'missing'}"
         return ""
 
     @contextlib.contextmanager
     def result(self) -> Iterator[Path]:
-        """Yield an empty folder, which becomes `out` at the end, with files of trackers and previews. The state goes."""
+        """Yield an empty folder, which becomes `out` at the end.
+
+        Files of trackers and previews are moved into it, and the state is removed.
+        """
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
             for name in RUN_OUTPUTS:
@@ -198,16 +197,7 @@ class RunFolder:
         return max(self._list_states(), default=None)
 
     def _list_states(self) -> list[Path]:
-        """Return the folders of all saved states, in any order."""
         return list(self.state.glob(STATE_PATTERN))
-
-    def _check_identity(self, earlier: dict[str, Any]) -> None:
-        """Raise ValueError if the identity of an earlier call differs from `self.identity`."""
-        if changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
-            name = IDENTITY_NAMES.get(changed[0], changed[0])
-            raise ValueError(
-                f"out: got {str(self.out)!r}, begun with another {name}, expected the same, or another folder."
-            )
 
 
 def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dict[str, Any]:

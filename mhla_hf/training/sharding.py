@@ -7,6 +7,7 @@ weights are gathered in the main process.
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,10 @@ def make_accelerator(**options: Any) -> Any:
             raise ValueError(f"distributed_type: got {engine} from the launcher, expected FSDP or data parallel.")
     cpu_only = not torch.accelerator.is_available()
     if not launched_with("FSDP"):
-        return share_state_names(accelerate.Accelerator(cpu=cpu_only, **options))
+        accelerator = accelerate.Accelerator(cpu=cpu_only, **options)
+        accelerator.register_save_state_pre_hook(_remove_ddp_prefix)
+        accelerator.register_load_state_pre_hook(functools.partial(_unwrap, accelerator))
+        return accelerator
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
         raise ValueError(f"fsdp_version: got {version} from the launcher, expected 2.")
@@ -67,31 +71,14 @@ def make_accelerator(**options: Any) -> Any:
     return accelerator
 
 
-def share_state_names(accelerator: Any) -> Any:
-    """Make the accelerator save states without DistributedDataParallel's prefix "module.", and return it.
-
-    Runs with and without data parallelism can then resume from each other's states.
-    """
-
-    def remove_prefix(_models: Any, state_dicts: list[dict[str, Any]], _folder: str) -> None:
-        for state_dict in state_dicts:
-            consume_prefix_in_state_dict_if_present(state_dict, "module.")
-
-    def unwrap(models: list[nn.Module], _folder: str) -> None:
-        models[:] = map(accelerator.unwrap_model, models)
-
-    accelerator.register_save_state_pre_hook(remove_prefix)
-    accelerator.register_load_state_pre_hook(unwrap)
-    return accelerator
+def _remove_ddp_prefix(_models: Any, state_dicts: list[dict[str, Any]], _folder: str) -> None:
+    """Remove "module." from saved names, so that runs with and without data parallelism read each other's states."""
+    for state_dict in state_dicts:
+        consume_prefix_in_state_dict_if_present(state_dict, "module.")
 
 
-def evaluate_sharded(accelerator: Any, task: Task) -> dict[str, float]:
-    """Return the scores of `task.evaluate()`, called with the student unsharded. All processes must call this."""
-    (root,) = accelerator._models
-    root.unshard()
-    scores = task.evaluate()
-    root.reshard()
-    return scores
+def _unwrap(accelerator: Any, models: list[nn.Module], _folder: str) -> None:
+    models[:] = map(accelerator.unwrap_model, models)
 
 
 def save_average(accelerator: Any, average: Any, folder: Path) -> None:

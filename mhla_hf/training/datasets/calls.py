@@ -250,27 +250,3 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
 
     with transformer.register_forward_pre_hook(record, with_kwargs=True):
         yield calls
-
-
-def make_call_options(pipeline: Any, arguments: Mapping[str, Any], stage: DiffusionStage) -> dict[str, Any]:
-    """Return the arguments with which a pipeline samples for a row of the data, which overrides what the stage says."""
-    parameters = inspect.signature(type(pipeline).__call__).parameters
-    options: dict[str, Any] = {"num_inference_steps": stage.sampling_steps, "guidance_scale": stage.guidance}
-    options["use_resolution_binning"] = False  # which would sample at another size
-    if stage.size:
-        # A pipeline that changes a video takes the number of frames from it.
-        frames = next((name for name in FRAME_ARGUMENTS if name in parameters), FRAME_ARGUMENTS[0])
-        options |= dict(zip((frames, "height", "width")[-len(stage.size) :], stage.size, strict=True))
-        height, width = stage.size[-2:]
-        # VACE takes the size of its videos from themselves.
-        arguments = {
-            name: [image.resize((width, height)) for image in value] if _is_video(name, value) else value
-            for name, value in arguments.items()
-        }
-    return {**{name: value for name, value in options.items() if name in parameters}, **arguments}
-
-
-def _is_video(name: str, value: Any) -> bool:
-    """Return whether an argument of a pipeline is a video, or a mask of one."""
-    is_images = isinstance(value, list) and bool(value) and all(isinstance(image, Image) for image in value)
-    return is_images and name in ("video", "mask")

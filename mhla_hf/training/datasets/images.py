@@ -5,7 +5,7 @@ processor computes the pixels in a few threads, one batch ahead.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ MAX_ASPECT = 4 / 3  # largest aspect ratio of random boxes; the smallest is its 
 ERASED_AREA = (0.02, 1 / 3)  # smallest and largest fraction of an image that `erase` replaces
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 [C, H, W], class probabilities fp32 [classes]
-Box = tuple[float, float, float, float]  # left, top, right, bottom, as fractions of an image
 
 
 class LabeledImages:
@@ -255,9 +254,11 @@ class ImageReader(Reader):
         current_samples = self.next_samples or self.pool.map(self._make_sample, [self.next + row for row in needed])
         self.next_samples = self.pool.map(self._make_sample, [self.next + count + row for row in needed])
         samples = dict(zip(needed, current_samples, strict=True))
-        pixels, targets = _stack(samples[row] for row in row_numbers)
+        # [rows, C, H, W] and [rows, classes]
+        pixels, targets = map(torch.stack, zip(*(samples[row] for row in row_numbers), strict=True))
         if is_mixed:
-            pixels, targets = self._mix(pixels, targets, *_stack(samples[row] for row in partners))
+            others = map(torch.stack, zip(*(samples[row] for row in partners), strict=True))
+            pixels, targets = self._mix(pixels, targets, *others)
         self.next += count
         return pixels, targets
 
@@ -269,7 +270,7 @@ class ImageReader(Reader):
         image = self.images.image(index, self.channels)
         changes: dict[str, Any] = {}
         if stage.crop < 1:
-            box = _scale_box(draw_random_box(random, stage.crop), *image.size)
+            box = draw_random_box(random, image.size, stage.crop)
             image = image.resize(self.size[::-1], self.processor.resample, box=box)
             changes = {"do_resize": False, "do_center_crop": False}
         pixels = preprocess(self.processor, [image], **changes)[0]
@@ -278,8 +279,7 @@ class ImageReader(Reader):
         if stage.shift:
             pixels = pixels.roll(tuple(random.integers(-stage.shift, stage.shift + 1, 2).tolist()), (1, 2))
         if stage.erase and random.random() < stage.erase:
-            box = _scale_box(draw_random_box(random, *ERASED_AREA), *self.size[::-1])
-            left, top, right, bottom = map(round, box)
+            left, top, right, bottom = map(round, draw_random_box(random, self.size[::-1], *ERASED_AREA))
             erased = pixels[:, top:bottom, left:right]
             erased.copy_(torch.from_numpy(random.standard_normal(erased.shape)))
         target = torch.full((self.num_classes,), stage.smoothing / self.num_classes)
@@ -318,25 +318,18 @@ class ImageReader(Reader):
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _stack(samples: Iterable[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    pixels, targets = zip(*samples, strict=True)
-    return torch.stack(pixels), torch.stack(targets)
+def draw_random_box(
+    random: numpy.random.Generator, size: tuple[int, int], min_area: float, max_area: float = 1.0
+) -> tuple[float, float, float, float]:
+    """Return left, top, right, and bottom of a random box in an image of `size` (width, height), in pixels.
 
-
-def draw_random_box(random: numpy.random.Generator, min_area: float, max_area: float = 1.0) -> Box:
-    """Return a random box inside an image, with an aspect ratio between 3/4 and 4/3 before it is cut to the image."""
+    Its area is a fraction of the image's. Its aspect ratio, relative to the image's, is from 3/4 to 4/3 before it is cut.
+    """
     area = random.uniform(min_area, max_area)
     aspect = numpy.exp(random.uniform(-numpy.log(MAX_ASPECT), numpy.log(MAX_ASPECT)))
-    width = min(1.0, (area * aspect) ** 0.5)
-    height = min(1.0, (area / aspect) ** 0.5)
+    width, height = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)
     left, top = random.uniform(0, 1 - width), random.uniform(0, 1 - height)
-    return left, top, left + width, top + height
-
-
-def _scale_box(box: Box, width: int, height: int) -> Box:
-    """Convert a box from fractions of an image to pixels."""
-    left, top, right, bottom = box
-    return left * width, top * height, right * width, bottom * height
+    return left * size[0], top * size[1], (left + width) * size[0], (top + height) * size[1]
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -38,18 +38,9 @@ DROPPED = ("prompt", "class_labels", "encoder_hidden_states", "encoder_attention
 Condition = dict[str, Any]
 Batch = dict[str, torch.Tensor]
 Key = tuple[int, int]  # (seed, number of the stage)
+ConditionEncoder: TypeAlias = "ClassConditions | TextConditions"  # draws conditions, and makes batches of them
 # (number of the sample, [(latents, time), ...] in random order, condition)
 Trajectory = tuple[int, list[tuple[torch.Tensor, float]], Condition]
-
-
-class ConditionEncoder(Protocol):
-    """Interface for collating the conditions of samples into a batch; see `ClassConditions` and `TextConditions`."""
-
-    def draw(self, generator: torch.Generator) -> Condition:
-        """Return a random condition."""
-
-    def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions of B samples, [B, ...] each."""
 
 
 class Latents:

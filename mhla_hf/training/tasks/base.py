@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -26,15 +26,6 @@ from ..trainable import check_student, check_teacher, find_mhla_attentions
 StageT = TypeVar("StageT", bound=CommonStage)
 LossAndLogs = tuple[torch.Tensor, dict[str, torch.Tensor]]  # scalar loss, detached scalars by name
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
-
-
-class DataSource(Protocol):
-    """Interface of opened training data, the result of `Task.open`."""
-
-    name: str
-
-    def describe(self) -> dict[str, Any]:
-        """Return a JSON-serializable description that identifies the data."""
 
 
 class Task(abc.ABC, Generic[StageT]):
@@ -76,21 +67,17 @@ class Task(abc.ABC, Generic[StageT]):
                 raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         if self.teacher is not None:
             for loss, field in self.equal_sizes:
-                if any(stage.loss == loss for stage in stages):
-                    self._check_equal_size(field)
+                sizes = [getattr(model.config, field, None) for model in (self.student, self.teacher)]
+                if any(stage.loss == loss for stage in stages) and sizes[0] != sizes[1]:
+                    raise ValueError(f"teacher: got {field} {sizes[1]}, expected {sizes[0]} as the student has.")
         check_student(self.student, stages)
         check_teacher(self.student, self.teacher, stages)
 
-    def _check_equal_size(self, field: str) -> None:
-        student_size = getattr(self.student.config, field, None)
-        teacher_size = getattr(self.teacher.config, field, None)
-        if student_size != teacher_size:
-            raise ValueError(f"teacher: got {field} {teacher_size}, expected {student_size} as the student has.")
-
     @abc.abstractmethod
     def open(self, data: Any, stages: Sequence[StageT]) -> Any:
-        """Open the data that were passed to `distill` or named in the recipe, check that they fit the model and all stages,
-        and return a `DataSource`.
+        """Open the data that were passed to `distill` or named in the recipe, if they fit the model and all stages.
+
+        The result has a `name`, and a method `describe` that returns a JSON-serializable dict that identifies the data.
         """
 
     @abc.abstractmethod
@@ -198,8 +185,10 @@ class Objective(nn.Module):
             if isinstance(attention, FSDPModule):
                 args, kwargs = _require_grad_of_first_input(args, kwargs)
             with torch.enable_grad():
-                output = (call_attention or _call)(attention, *args, **kwargs)
-                losses.append(relative_error(_first(output), _first(teacher_output), magnitude))
+                output = call_attention(attention, *args, **kwargs) if call_attention else attention(*args, **kwargs)
+                # Attention modules may return a tuple, which begins with the hidden states.
+                states, teacher_states = (x[0] if isinstance(x, tuple) else x for x in (output, teacher_output))
+                losses.append(relative_error(states, teacher_states, magnitude))
 
         with contextlib.ExitStack() as hooks, torch.no_grad():
             for name in find_mhla_attentions(self.student):
@@ -207,15 +196,6 @@ class Objective(nn.Module):
                 hooks.enter_context(self.teacher.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
             run_teacher()
         return functools.reduce(torch.add, losses)
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)
-
-
-def _first(output: Any) -> torch.Tensor:
-    """Return the hidden states from the output of an attention module, which may be a tuple."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -134,17 +134,6 @@ class DiffusionTask(Task[DiffusionStage]):
         """Whether the pipeline has two transformers, as Wan 2.2."""
         return self.pipeline.components.get(TRANSFORMERS[1]) is not None
 
-    @property
-    def _takes_text(self) -> bool:
-        return "encoder_hidden_states" in self.condition_names
-
-    def _time_range(self) -> tuple[float, float]:
-        """Return the range of times, without its end, for which the transformer is used."""
-        if not self._has_two_transformers:
-            return 0.0, math.inf
-        boundary = self.pipeline.config.boundary_ratio * self.pipeline.scheduler.config.num_train_timesteps
-        return (boundary, math.inf) if self.component == TRANSFORMERS[0] else (0.0, boundary)
-
     def load(self, folder: Path) -> None:
         """Load what `save` wrote to `folder`, of a pipeline all transformers that are trained by then."""
         if self.returned is self.student:
@@ -155,28 +144,24 @@ class DiffusionTask(Task[DiffusionStage]):
 
     def check(self, stages: Sequence[DiffusionStage]) -> None:
         """Also check that families and channels match, and set `condition_names`, `fixed_size`, and `reads_calls`."""
-        family = self._check_model("student", self.student)
         models = [self.student] if self.teacher is None else [self.student, self.teacher]
-        if self.teacher is not None:
-            self._check_model("teacher", self.teacher)
+        families = [family_of(model) if is_of_diffusers(model) else None for model in models]
+        for argument, model, family in zip(("student", "teacher"), models, families, strict=False):
+            if family is None:
+                raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         if self.pipeline is None:
             raise ValueError("teacher: got no pipeline as student or teacher, expected one of them, for its scheduler.")
         descriptions = [f"{_base_of(model)} of {model.config.get('in_channels')} channels" for model in models]
         if descriptions[0] != descriptions[-1]:
             raise ValueError(f"teacher: got a {descriptions[-1]}, expected a {descriptions[0]} as the student is.")
+        family = cast(Family, families[0])
         self.condition_names = family.conditions
         self.fixed_size = family.fixed_size
+        self.takes_text = "encoder_hidden_states" in family.conditions
         self.reads_calls = not family.conditions or bool(self._image_columns()) or self._has_two_transformers
         super().check(stages)
         if any(stage.trainable == "lora" for stage in stages):
             import_peft()
-
-    def _check_model(self, argument: str, model: Any) -> Family:
-        """Return the family of a model. Raise TypeError if it cannot be trained."""
-        family = family_of(model) if is_of_diffusers(model) else None
-        if family is None:
-            raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
-        return family
 
     def _image_columns(self) -> list[str]:
         """Return the columns of latents that the model needs besides a text or a class."""
@@ -206,7 +191,7 @@ class DiffusionTask(Task[DiffusionStage]):
             for stage in stages:
                 self._check_shape(self._latent_shape(stage) if latents is None else latents.shape, stage, latents)
         conditions: Any
-        if self._takes_text:
+        if self.takes_text:
             conditions = TextConditions(self._encode, prompts)
         else:
             conditions = ClassConditions(self.student.config.get("num_embeds_ada_norm"))
@@ -228,7 +213,12 @@ class DiffusionTask(Task[DiffusionStage]):
         """Return a reader of noisy latents or, if there are no latents, of points on the teacher's trajectories."""
         key = (seed, number)
         if source.latents is not None:
-            process = NoiseProcess(self.pipeline.scheduler, self._time_range())
+            scheduler = self.pipeline.scheduler
+            times = (0.0, math.inf)  # for which the transformer is used
+            if self._has_two_transformers:
+                boundary = self.pipeline.config.boundary_ratio * scheduler.config.num_train_timesteps
+                times = (boundary, math.inf) if self.component == TRANSFORMERS[0] else (0.0, boundary)
+            process = NoiseProcess(scheduler, times)
             return LatentReader(source.latents, source.conditions, process, stage, key, state)
         if self.reads_calls:
 
@@ -314,7 +304,7 @@ class DiffusionTask(Task[DiffusionStage]):
         columns = () if latents is None else latents.columns
         if latents is not None:
             self._check_latents(latents)
-        if arguments is None and latents is None and (self._takes_text or self.reads_calls):
+        if arguments is None and latents is None and (self.takes_text or self.reads_calls):
             raise ValueError("data: got None with a model of texts, expected latents or a list of prompts.")
         if arguments is not None and "class_labels" in self.condition_names:
             raise ValueError("data: got prompts with a model of classes, expected latents or None.")
@@ -324,7 +314,7 @@ class DiffusionTask(Task[DiffusionStage]):
         encodes = "prompt_embeds" not in columns or any(stage.drop_condition for stage in stages)
         if arguments is not None:
             encodes = "prompt" in arguments.rows[0]
-        if self._takes_text and encodes and self.pipeline.components.get("text_encoder") is None:
+        if self.takes_text and encodes and self.pipeline.components.get("text_encoder") is None:
             raise ValueError(
                 "teacher: got a pipeline without text encoder, expected "
                 "one, or latents with prompt_embeds and drop_condition 0."
@@ -338,7 +328,7 @@ class DiffusionTask(Task[DiffusionStage]):
         parameters = inspect.signature(type(self.pipeline).__call__).parameters
         if self.pipeline.config.get("expand_timesteps") and "image" in parameters:
             raise ValueError("data: got latents with a first frame as condition (TI2V), expected prompts and images.")
-        text_columns = ("prompt_embeds", "prompt") if self._takes_text else ("class_labels", "label")
+        text_columns = ("prompt_embeds", "prompt") if self.takes_text else ("class_labels", "label")
         missing = [column for column in self._image_columns() if column not in latents.columns]
         if not set(text_columns) & set(latents.columns):
             missing.insert(0, text_columns[0])

@@ -102,20 +102,16 @@ class ImageTask(Task[ImageStage]):
         """Also check that losses on logits or labels have classifiers, and that the processor fits the student."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
-        if losses & {"logits", "labels"} or self.test is not None:
-            self._check_classifier("student", self.student)
-        if "logits" in losses:
-            self._check_classifier("teacher", self.teacher)
+        classifies = {"student": losses & {"logits", "labels"} or self.test is not None, "teacher": "logits" in losses}
+        for argument, model in (("student", self.student), ("teacher", self.teacher)):
+            if classifies[argument] and not is_classifier(model):
+                raise ValueError(f"{argument}: got {type(model).__name__}, expected an image classifier.")
         config = self.student.config
         if self.preprocessor is None and not hasattr(config, "preprocessing"):
             raise ValueError(f"processor: got None for {type(self.student).__name__}, expected its image processor.")
         self.processor = self.preprocessor or ViTImageProcessorPil.from_dict(config.preprocessing())
         self.channels = getattr(config, "num_channels", 3)
         find_output_size(self.processor, self.channels)
-
-    def _check_classifier(self, argument: str, model: Any) -> None:
-        if not is_classifier(model):
-            raise ValueError(f"{argument}: got {type(model).__name__}, expected an image classifier.")
 
     def open(self, data: Any, stages: Sequence[ImageStage]) -> LabeledImages:
         """Open labeled images, with the student's class numbers if a loss reads labels; otherwise they are all 0."""

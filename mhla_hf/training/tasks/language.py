@@ -1,5 +1,6 @@
 """The task of causal language models: text cut into sequences of full length, and next-token losses."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ class LanguageObjective(Objective):
         if self.stage.loss == "logits":
             with torch.no_grad():
                 teacher_values = [_run(self.teacher, teacher_head, ids)[1].flatten(0, 1)]
-            to_targets = self._teacher_targets(teacher_head)
+            to_targets = functools.partial(_teacher_targets, teacher_head, self.stage.top_k)
         output, hidden = _run(self.student, student_head, ids)
         targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED_LABEL)], dim=1).flatten()
         sums = next_token_loss(
@@ -63,16 +64,6 @@ class LanguageObjective(Objective):
         if getattr(output, "aux_loss", None) is not None:  # load-balancing loss of experts, a mean over the micro-batch
             loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * sequence_weight)
         return loss, {"loss": loss.detach(), **logs}
-
-    def _teacher_targets(self, head: OutputHead | None) -> Callable[[torch.Tensor], Tensors]:
-        """Return `to_teacher_targets` of `next_token_loss`: a function of hidden states or, if `head` is None, of logits."""
-        top_k = self.stage.top_k
-
-        def to_targets(x: torch.Tensor) -> Tensors:
-            logits = x if head is None else head(x)
-            return most_likely_tokens(logits, top_k) if top_k else [logits]
-
-        return to_targets
 
     def _find_heads(self, ids: torch.Tensor) -> Heads:
         """Return the output heads of student and teacher, or (None, None) if one of them cannot be separated.
@@ -93,6 +84,12 @@ class LanguageObjective(Objective):
             logger.info("stage %r: computes its loss %s", self.stage.name, method)
             self.heads = (None, None) if reasons else (heads[0], heads[-1])
         return self.heads
+
+
+def _teacher_targets(head: OutputHead | None, top_k: int, x: torch.Tensor) -> Tensors:
+    """Return the logits, or the most likely tokens and their log-probabilities; without a head, `x` are the logits."""
+    logits = x if head is None else head(x)
+    return most_likely_tokens(logits, top_k) if top_k else [logits]
 
 
 def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
