@@ -20,7 +20,9 @@ class CommonStage:
 
     Args:
         name: Identifies the stage in logs and records; unique within a run.
-        loss: One of the losses that the subclass lists.
+        loss: One of the losses that the subclass lists. "transfer" is the relative squared error (L1 for diffusion) between
+            the attention outputs of each MHLA layer and of the softmax original, both computed from the teacher's hidden
+            states.
         steps: Number of optimizer steps.
         lr: Peak learning rate.
         batch_size: Samples per optimizer step, over all processes and accumulation steps.
@@ -86,8 +88,7 @@ class Stage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
-              original, both computed from the teacher's hidden states;
+            - "transfer": see `CommonStage`;
             - "logits": KL divergence from the teacher's next-token distribution, plus `ce_weight` times cross-entropy;
             - "lm": cross-entropy.
         seq_len: Tokens per sequence.
@@ -120,8 +121,7 @@ class DiffusionStage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": relative L1 error between the attention outputs of each MHLA layer and of the softmax original,
-              both computed from the teacher's hidden states;
+            - "transfer": see `CommonStage`;
             - "prediction": squared error against the teacher's prediction (velocity, noise or clean sample), plus
               `data_weight` times the loss "denoising";
             - "denoising": the usual flow-matching or DDPM loss on data.
@@ -168,8 +168,7 @@ class ImageStage(CommonStage):
             - "labels": cross-entropy;
             - "logits": KL divergence from the teacher's class distribution, plus `ce_weight` times cross-entropy;
             - "features": relative squared error against the teacher's last hidden state;
-            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
-              original, both computed from the teacher's hidden states.
+            - "transfer": see `CommonStage`.
         ce_weight: Weight of the cross-entropy in "logits".
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
         smoothing: Label smoothing, from 0 to 1.
@@ -207,8 +206,7 @@ class EncoderStage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
-              original, both computed from the teacher's hidden states;
+            - "transfer": see `CommonStage`;
             - "embeddings": sum of three cosine distances between the last hidden states of student and teacher: the average
               over tokens, the distance of the first token, and the distance of the means over tokens.
         seq_len: Tokens per sequence, including special tokens.
