@@ -1,6 +1,5 @@
 """Stages and recipes of training runs: dataclasses that validate their values and reject unknown keys."""
 
-import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -300,32 +299,24 @@ def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = N
     if isinstance(name, Recipe):
         return name
     content = read_yaml(find_yaml(name, RECIPE_FOLDER, "recipe"), "recipe")
-    if changes and isinstance(content, dict):
-        content = apply_changes(content, changes)
-    return read_settings(Recipe, content, f"recipe {str(name)!r}: ")
-
-
-def apply_changes(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a recipe's YAML content, not validated yet, with the values that `changes` of `read_recipe` names."""
-    content = copy.deepcopy(content)
-    stage_list = content.get("stages")
-    mappings = [stage for stage in stage_list if isinstance(stage, dict)] if isinstance(stage_list, list) else []
-    stages = {stage.get("name"): stage for stage in mappings}
-    for key, value in changes.items():
+    fields: dict[str, Any] = content if isinstance(content, dict) else {}  # what does not fit is refused below
+    stage_list = fields["stages"] if isinstance(fields.get("stages"), list) else []
+    stages = {stage.get("name"): stage for stage in stage_list if isinstance(stage, dict)}
+    for key, value in (changes or {}).items():
         section, dot, field = key.rpartition(".")
         if not dot:
-            content[field] = value
+            fields[field] = value
         elif section == "*":
             for stage in stages.values():
                 stage[field] = value
         elif section in ("settings", "run"):
-            content[section] = {**(content.get(section) or {}), field: value}
+            fields[section] = {**(fields.get(section) or {}), field: value}
         elif section in stages:
             stages[section][field] = value
         else:
             allowed_keys = ", ".join(f"{name}.*" for name in (*stages, "settings", "run"))
             raise ValueError(f"set: got {key!r}, expected one of {allowed_keys}.")
-    return content
+    return read_settings(Recipe, content, f"recipe {str(name)!r}: ")
 
 
 def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[CommonStage, ...]:
