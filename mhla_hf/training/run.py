@@ -242,8 +242,15 @@ class Run:
 
         If the number of processes has changed, a process without saved random generators keeps its own.
         """
+        from accelerate.utils import load
+
         try:
             self.accelerator.load_state(str(latest))
+            processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+            if self.progress.get("processes", processes) == processes:
+                random_states = load(latest / f"random_states_{rank}.pkl")  # load_state ignores what it cannot load
+                if not torch.equal(random_states["torch_manual_seed"], torch.get_rng_state()):
+                    raise ValueError("its random states do not fit these versions")
             if self.average:
                 load_average(self.accelerator, self.average, latest)
         except Exception as error:  # a damaged file can raise anything
@@ -346,6 +353,7 @@ class Run:
 
         progress, accelerator = self.progress, self.accelerator
         progress["reader"] = reader.state()
+        progress["processes"] = accelerator.num_processes
         progress["sums"] = {key: accelerator.reduce(value, reduction="mean").item() for key, value in sums.items()}
         self._check_finite(stage, progress["sums"].get("loss", 0.0), grad_norm)
         with self.folder.new_state(progress["total"]) if self.is_main else nullcontext() as main_folder:
