@@ -1,7 +1,7 @@
 """The task of image models: classifiers learn from labels, a teacher's logits, or both; vision towers from its features."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,15 @@ class ImageObjective(Objective):
         """
         teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
         if self.stage.loss == "transfer":
+            grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
+
+            def call_attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
+                if "mhla_grid" in inspect.signature(attention.forward).parameters:  # only in models from scratch
+                    kwargs["mhla_grid"] = grid
+                return attention(*args, **kwargs)
+
             run_teacher = lambda: get_tower(self.teacher)(pixel_values=teacher_pixels)  # noqa: E731
-            loss = self.attention_transfer_loss(run_teacher, self._attention_caller(pixels)) * image_weight
+            loss = self.attention_transfer_loss(run_teacher, call_attention) * image_weight
             return loss, {"loss": loss.detach()}
         if self.stage.loss == "features":
             with torch.no_grad():
@@ -63,20 +70,6 @@ class ImageObjective(Objective):
             total = kl + total
             logs["kl"] = kl.detach()
         return total, {"loss": total.detach(), **logs}
-
-    def _attention_caller(self, pixels: torch.Tensor) -> Callable[..., Any]:
-        """Return a function that calls an attention module of the student.
-
-        It also passes the size of the grid of tokens if the module takes it, which the teacher's modules do not.
-        """
-        grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
-
-        def call_attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
-            if "mhla_grid" in inspect.signature(attention.forward).parameters:  # only in models from scratch
-                kwargs["mhla_grid"] = grid
-            return attention(*args, **kwargs)
-
-        return call_attention
 
 
 class ImageTask(Task[ImageStage]):
