@@ -85,9 +85,10 @@ class LastCall(Exception):
 
 @contextlib.contextmanager
 def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = False) -> Iterator[None]:
-    """Keep only the transformer in use on the device, if the pipeline has two (Wan 2.2), before and after `component`.
+    """Keep only the transformer in use on the device, if the pipeline has two (Wan 2.2).
 
-    Sharded ones stay where they are. With `stops`, the pipeline ends, without an error, where it would call the second one.
+    `component` is in use before and after. Sharded transformers stay where they are. With `stops`, the pipeline ends,
+    without an error, where it would call the second one.
     """
     first, second = (pipeline.components.get(name) for name in TRANSFORMERS)
     if second is None:

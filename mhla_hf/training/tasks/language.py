@@ -116,13 +116,15 @@ def next_token_loss(
     ce_weight: float = 0.0, head: OutputHead | None = None,
     to_teacher_targets: Callable[..., Tensors] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the sums over tokens of T^2 * KL(teacher / T || student / T) + ce_weight * CE, of KL, and of CE: fp32 [3].
+    """Return sums over N tokens, fp32 [3]: of T^2 * KL(teacher / T || student / T) + ce_weight * CE, of the KL, and of the CE.
 
-    Only the first has a gradient. Sums are computed in chunks of the N tokens, so that no tensor of the size of all logits
-    is allocated. `student` is the input of `head` [N, width] or, without one, the logits [N, vocab]; `targets` int64 [N],
-    -100 without a loss. `teacher` has its logits; or its k most likely tokens, int64 [N, k], with log-probabilities, all
-    other tokens being merged into one; or nothing, for a KL of 0. `to_teacher_targets` makes these, chunk by chunk, of
-    something else, such as hidden states.
+    Only the first has a gradient. They are computed in chunks, so that no tensor of the size of all logits is allocated.
+
+    - `student`: inputs of `head` [N, width] or, without one, the logits [N, vocab].
+    - `targets`: int64 [N]; -100 marks tokens without a loss.
+    - `teacher`: the logits; or its k most likely tokens, int64 [N, k], and their log-probabilities, all other tokens being
+      merged into one; or nothing, for a KL of 0.
+    - `to_teacher_targets`: makes these of `teacher`, chunk by chunk, if it holds something else, such as hidden states.
     """
 
     def chunk_loss(logits: torch.Tensor, chunk_targets: torch.Tensor, *chunk_teacher: torch.Tensor) -> torch.Tensor:
