@@ -116,7 +116,7 @@ def next_token_loss(
     ce_weight: float = 0.0, head: OutputHead | None = None,
     to_teacher_targets: Callable[..., Tensors] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return sums over N tokens, fp32 [3]: of T^2 * KL(teacher / T || student / T) + ce_weight * CE, of the KL, and of the CE.
+    """Return sums over N tokens, fp32 [3]: T^2 * KL(teacher / T || student / T) + ce_weight * CE, the KL, and the CE.
 
     Only the first has a gradient. They are computed in chunks, so that no tensor of the size of all logits is allocated.
 
