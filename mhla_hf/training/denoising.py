@@ -23,14 +23,8 @@ def make_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments with which a diffusion transformer is called.
 
-    B is the batch size; the latents of a sample have C channels, h rows, w columns and, for video, F frames.
-
-    Args:
-        transformer: A diffusers transformer.
-        noisy: Noisy latents [B, C, (F,) h, w].
-        times: Timesteps [B], on the scheduler's scale (0 to 1,000).
-        conditions: Keyword arguments of the transformer, as listed in `Family.conditions`. "condition" [B, D, (F,) h, w]
-            becomes further channels of the latents, as in models of image to video.
+    `noisy` is [B, C, (F,) h, w], `times` [B] on the scheduler's scale (0 to 1,000). Of the conditions (`Family.conditions`),
+    "condition" [B, D, (F,) h, w] becomes further channels of the latents, as in models of image to video.
     """
     arguments: dict[str, Any] = dict(conditions)
     if (condition := arguments.pop("condition", None)) is not None:
@@ -53,33 +47,23 @@ def make_arguments(
 def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> torch.Tensor:
     """Call a diffusion transformer, and return its first output in fp32, without that for images to edit.
 
-    Args:
-        transformer: A diffusers transformer.
-        arguments: Its keyword arguments. Tensors in floating point, except for the time, get the dtype of the transformer.
-        constants: Further keyword arguments, passed as they are.
+    Floating-point tensors in `arguments`, except for the time, get the transformer's dtype; those in `constants` do not.
     """
     casts = {
-        key: value.to(transformer.dtype) if key != "timestep" and is_floating_point(value) else value
+        key: value.to(transformer.dtype) if torch.is_tensor(value) and value.is_floating_point() else value
         for key, value in arguments.items()
+        if key != "timestep"
     }
-    arguments = {**casts, **(constants or {})}
+    arguments = {**arguments, **casts, **(constants or {})}
     output = transformer(**arguments, return_dict=False)
     output = output if isinstance(output, torch.Tensor) else output[0]  # Kandinsky 5 returns no tuple
     return keep_new_images(transformer, output, (), arguments).float()
 
 
-def is_floating_point(value: Any) -> bool:
-    """Return whether a value is a tensor in floating point."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
 def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Return the prediction of a diffusion transformer: the velocity, the noise or the clean sample.
+    """Return the transformer's prediction (velocity, noise or clean sample), fp32 in the shape of `noisy`.
 
-    See `make_arguments` for the arguments.
-
-    Returns:
-        The prediction, fp32, in the shape of `noisy`. The variance that DiT and PixArt also predict is dropped.
+    The variance that DiT and PixArt also predict is dropped.
     """
     output = call(transformer, make_arguments(transformer, noisy, times, conditions))
     return output[:, : noisy.shape[1]]
@@ -90,15 +74,8 @@ class NoiseProcess:
 
     x_0 stands for the clean latents, x_t for the noisy ones at time t. In flow matching, with s = t / `num_times`:
     x_t = (1 - s) x_0 + s noise, and the prediction is the velocity noise - x_0. In DDPM, with a_t = `alphas_cumprod[t]`:
-    x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction is the noise, the sample or the velocity, depending on the
-    `prediction_type` of the scheduler.
-
-    Args:
-        scheduler: A diffusers scheduler.
-        times: The lowest time that is drawn and the one below which all are, on the scheduler's scale.
-
-    Raises:
-        ValueError: The scheduler is for neither flow matching nor DDPM.
+    x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction depends on the scheduler's `prediction_type`.
+    Times are drawn from the range `times`, without its end.
     """
 
     def __init__(self, scheduler: Any, times: tuple[float, float] = (0.0, math.inf)) -> None:
@@ -125,44 +102,25 @@ class NoiseProcess:
         return self.prediction == "flow_prediction"
 
     def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
-        """Draw a random time on the scheduler's scale.
+        """Draw a time on the scheduler's scale, a whole number for DDPM.
 
-        Args:
-            generator: Random number generator.
-            distribution: "logit-normal" or "uniform".
-            shift: Shift toward noise, for flow matching only; None means the scheduler's.
-
-        Returns:
-            The time: from 0 to `num_times` for flow matching, and a whole number below it for DDPM; drawn again until it is
-            in the range `times`.
+        In flow matching, `shift` moves times toward noise; None means the scheduler's.
         """
+        shift = self.shift if shift is None else shift
         while True:
-            time = self._draw_any_time(generator, distribution, shift)
+            if distribution == "logit-normal":
+                fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
+            else:
+                fraction = torch.rand((), generator=generator, dtype=torch.float64).item()
+            if self.is_flow:
+                time = self.num_times * shift * fraction / (1 + (shift - 1) * fraction)
+            else:
+                time = float(min(int(fraction * self.num_times), self.num_times - 1))
             if self.times[0] <= time < self.times[1]:
                 return time
 
-    def _draw_any_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
-        """Draw a random time; see `draw_time`."""
-        if distribution == "logit-normal":
-            fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
-        else:
-            fraction = torch.rand((), generator=generator, dtype=torch.float64).item()
-        if not self.is_flow:
-            return float(min(int(fraction * self.num_times), self.num_times - 1))
-        shift = self.shift if shift is None else shift
-        return self.num_times * shift * fraction / (1 + (shift - 1) * fraction)
-
     def mix(self, clean: torch.Tensor, noise: torch.Tensor, time: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add noise to clean latents.
-
-        Args:
-            clean: Clean latents.
-            noise: Gaussian noise of the same shape.
-            time: Time on the scheduler's scale.
-
-        Returns:
-            The noisy latents and the target of the transformer's prediction, both in the shape of `clean`.
-        """
+        """Return noisy latents at `time` and the target of the transformer's prediction, both in the shape of `clean`."""
         if self.is_flow:
             sigma = time / self.num_times
             return (1 - sigma) * clean + sigma * noise, noise - clean
@@ -180,21 +138,10 @@ def sample_latents(
     steps: int, guidance: float, generators: Sequence[torch.Generator] | None = None,
     on_step: Callable[[torch.Tensor, float], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sample clean latents from noise with classifier-free guidance, in the same way as a diffusers pipeline.
+    """Sample clean latents with classifier-free guidance (1: none), as a diffusers pipeline does.
 
-    Args:
-        transformer: A diffusers transformer.
-        scheduler: A diffusers scheduler. A copy of it is used.
-        noise: Gaussian noise, fp32 [B, C, (F,) h, w]; see `predict` for the letters.
-        conditions: Keyword arguments of the transformer, [B, ...] each.
-        unconditional: The conditions without text or class, for guidance; not used if `guidance` is 1.
-        steps: Number of sampling steps.
-        guidance: Scale of classifier-free guidance; 1 turns it off.
-        generators: One random generator per row, for schedulers that add noise.
-        on_step: Called before every step as `on_step(model_input, time)`.
-
-    Returns:
-        Clean latents, fp32, in the shape of `noise`.
+    `noise` and the result are fp32 [B, C, (F,) h, w]. Row i of a stochastic scheduler draws from `generators[i]`.
+    `on_step(model_input, time)` is called before every step.
     """
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device=noise.device)

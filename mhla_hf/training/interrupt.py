@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Interrupt:
-    """Context manager that defers Ctrl-C: the first one only sets `requested`, so that the current step can finish.
+    """Defers Ctrl-C: the first one only sets `requested`, so that the current step can finish; the second one stops at once.
 
-    The second Ctrl-C raises KeyboardInterrupt at once. If the block ends without an error after the first Ctrl-C,
-    KeyboardInterrupt is raised then. Outside the main thread, Ctrl-C is not handled.
+    If the block ends without an error after the first one, KeyboardInterrupt is raised then. Outside the main thread,
+    Ctrl-C is not handled.
     """
 
     requested = False

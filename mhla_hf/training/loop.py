@@ -6,6 +6,7 @@ not logged yet, the position in a stream) is saved in a state folder, which is w
 renamed. The loop waits for the device only when it logs or saves.
 """
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -95,10 +96,9 @@ def distill(
     folder = RunFolder(out)
     if not (folder.out / RECORD).is_file():
         folder.check_free()
-
-    def train(part: Task, folder: RunFolder) -> Any:
-        return _train(part, checked_stages, data, run_options, seed, folder, progress, command)
-
+    train = functools.partial(
+        _train, stages=checked_stages, data=data, options=run_options, seed=seed, progress=progress, command=command
+    )
     return train(task, folder) if len(parts) == 1 else _train_in_turn(parts, folder, train)
 
 
@@ -106,11 +106,7 @@ def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Ta
     """Train two models of one pipeline, one after the other, so that only one at a time is on the device.
 
     The first run has a folder of its own next to `out`, from which a killed call resumes; it is removed at the end.
-
-    Args:
-        parts: The tasks of both models. The last one returns and saves the pipeline.
-        folder: The folders of the last run.
-        train: Trains the model of a task.
+    The last run returns and saves the pipeline.
     """
     first, last = parts
     first_folder = RunFolder(folder.out.with_name(f"{folder.out.name}.high_noise"))
@@ -135,10 +131,7 @@ def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Ta
 def _resolve(
     task: Task, stages: Any, recipe: Any, data: Any, seed: Any, run_arguments: Mapping[str, Any]
 ) -> tuple[tuple[CommonStage, ...], Any, Options]:
-    """Return the checked stages, data and options. Arguments override the recipe, which overrides the defaults.
-
-    Raise ValueError if an argument or the recipe is not valid, or there are both or neither of stages and recipe.
-    """
+    """Return the checked stages, data and options. Arguments override the recipe, which overrides the defaults."""
     if (stages is None) == (recipe is None):
         passed = "None and no recipe" if recipe is None else "stages and a recipe"
         raise ValueError(f"stages: got {passed}, expected one of the two.")
@@ -159,7 +152,7 @@ def _resolve(
 
 
 def _train(
-    task: Task, stages: Sequence[CommonStage], data: Any, options: Options, seed: int, folder: RunFolder, progress: bool,
+    task: Task, folder: RunFolder, stages: Sequence[CommonStage], data: Any, options: Options, seed: int, progress: bool,
     command: str | None,
 ) -> Any:  # fmt: skip
     """Create an `Accelerator`, open the data, train, and return the result of `Run.execute`.
@@ -180,7 +173,15 @@ def _train(
         kwargs_handlers=[ddp],
     )
     try:
-        _check_launch(accelerator, stages)
+        processes, precision = accelerator.num_processes, accelerator.mixed_precision
+        if precision not in ("no", "bf16"):
+            raise ValueError(f"mixed_precision: got {precision!r} from the launcher, expected 'no' or 'bf16'.")
+        for stage in stages:
+            if stage.batch_size % (processes * stage.grad_accum):
+                raise ValueError(
+                    f"batch_size: got {stage.batch_size} in stage {stage.name!r}, expected "
+                    f"a multiple of {processes} processes times grad_accum {stage.grad_accum}."
+                )
         if options.preview_every and accelerator.is_fsdp2:
             raise ValueError(
                 f"preview_every: got {options.preview_every} with FSDP, which shards the model, expected 0."
@@ -192,20 +193,4 @@ def _train(
     finally:
         accelerator.free_memory()
         if is_first_accelerator:
-            is_single_process = accelerator.num_processes == 1
-            accelerate.state.AcceleratorState._reset_state(reset_partial_state=is_single_process)
-
-
-def _check_launch(accelerator: Any, stages: Sequence[CommonStage]) -> None:
-    """Raise ValueError if the launcher set an unsupported precision, or the processes cannot split a batch evenly."""
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise ValueError(
-            f"mixed_precision: got {accelerator.mixed_precision!r} from the launcher, expected 'no' or 'bf16'."
-        )
-    processes = accelerator.num_processes
-    for stage in stages:
-        if stage.batch_size % (processes * stage.grad_accum):
-            raise ValueError(
-                f"batch_size: got {stage.batch_size} in stage {stage.name!r}, expected "
-                f"a multiple of {processes} processes times grad_accum {stage.grad_accum}."
-            )
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=processes == 1)

@@ -30,7 +30,7 @@ class OutputHead(NamedTuple):
     cap: float | None
 
     def transform(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and soft-cap the outputs of the linear layer, [..., vocab], and return the logits, of the same shape."""
+        """Scale and soft-cap the outputs of the linear layer, [..., vocab]."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -41,17 +41,10 @@ class OutputHead(NamedTuple):
 
 @torch.no_grad()
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
-    """Return the output head of a model if it can be separated from the rest of the model.
+    """Return the output head of a model, or the reason why it cannot be separated from the rest of the model.
 
-    To verify this, the model runs on a few tokens while the output of its linear layer is replaced by fixed logits. It must
-    return the result of `OutputHead.transform` for these logits. The states of random generators are restored.
-
-    Args:
-        model: A transformers causal language model.
-        ids: Token ids, int64 [B, L], of B rows of L tokens; only the first few of the first row are used.
-
-    Returns:
-        The head, or a string with the reason why it cannot be separated.
+    To verify this, the model runs on a few tokens of `ids` [B, L] while the output of its linear layer is replaced by
+    fixed logits. It must return the result of `OutputHead.transform` for these logits.
     """
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
@@ -80,15 +73,9 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
 
 
 def run_without_head(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Run a model without its output head.
+    """Run a model without its output head on ids [B, L].
 
-    Args:
-        model: A transformers causal language model.
-        head: The output head that `find_head` returned for it.
-        ids: Token ids, int64 [B, L], of B sequences of L tokens.
-
-    Returns:
-        The model's output, whose logits must not be used, and the inputs of the head, hidden states [B, L, width].
+    Return its output, whose logits must not be used, and the inputs of the head, hidden states [B, L, width].
     """
     inputs: list[torch.Tensor] = []
 
@@ -103,7 +90,7 @@ def run_without_head(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[A
 
 @contextlib.contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Context manager that replaces the `forward` of `module`, and restores it at the end."""
+    """Replace the `forward` of `module`, and restore it at the end."""
     instance: Any = module
     previous = vars(module).get("forward")  # Accelerate sets one on the instance
     instance.forward = forward
@@ -126,10 +113,7 @@ class _SumInChunks(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
         loss: ChunkLoss, token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the sums of `sum_in_chunks`, and compute the gradients of the first of them.
-
-        `weight` and `bias` are those of the head; they are arguments so that autograd tracks them.
-        """
+        """`weight` and `bias` are those of the head; they are arguments so that autograd tracks them."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
         need_hidden, need_weight, need_bias = (needs and grad_enabled for needs in ctx.needs_input_grad[:3])
@@ -169,17 +153,11 @@ class _SumInChunks(torch.autograd.Function):
 def sum_in_chunks(
     hidden: torch.Tensor, head: OutputHead | None, loss: ChunkLoss, token_tensors: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """Sum a loss over N tokens without ever storing the logits of all tokens.
+    """Return S sums of a loss over N tokens, [S], without ever storing the logits of all tokens.
 
-    Args:
-        hidden: Inputs of the head, hidden states [N, width]; without a head, the logits [N, vocab].
-        head: The output head, or None.
-        loss: Called as `loss(logits, *rows)` with the logits of a chunk and the same rows of `token_tensors`; returns S sums
-            over the chunk's tokens, [S].
-        token_tensors: Further inputs of the loss, [N, ...] each.
-
-    Returns:
-        The sums over all tokens, [S]. Only the first has a gradient, with respect to the hidden states and the head.
+    `hidden` are the inputs of the head [N, width] or, without a head, the logits. `loss(logits, *rows)` returns the sums
+    over a chunk, [S], from its logits and the same rows of `token_tensors`, [N, ...] each. Only the first sum has a
+    gradient, with respect to the hidden states and the head.
     """
     weight, bias = (None, None) if head is None else (head.layer.weight, head.layer.bias)
     return _SumInChunks.apply(hidden, weight, bias, head, loss, token_tensors, torch.is_grad_enabled())

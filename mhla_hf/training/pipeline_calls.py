@@ -1,6 +1,7 @@
 """Calls of diffusers pipelines during training: they sample the teacher's trajectories and the student's previews."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..conversion.grid_fit import move
 from ..conversion.model_family import TRANSFORMERS
-from .datasets.calls import Call, make_call_options, recorded
+from .datasets.calls import FRAME_ARGUMENTS, Call, recorded
 from .recipe import DiffusionStage
 from .trainable import HALF_DTYPES
 
@@ -18,16 +19,10 @@ from .trainable import HALF_DTYPES
 def sample_calls(
     pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
 ) -> list[Call]:
-    """Sample with a pipeline, and return the calls of a transformer that it makes, one for each sample, on the CPU.
+    """Sample with a pipeline, with `transformer` as its component; return its calls, one for each sample, on the CPU.
 
-    Args:
-        pipeline: A pipeline of diffusers. Its models are moved to the device of `transformer`, of two
-            transformers only the one in use.
-        component: Name of a transformer of the pipeline.
-        transformer: The module to use in its place.
-        arguments: Arguments of the pipeline.
-        stage: The stage, which sets the other arguments; see `make_call_options`.
-        seed: Seed of the noise.
+    The pipeline's models are moved to the transformer's device, of two transformers only the one in use. `stage` and the
+    row `arguments` of the data set the pipeline's arguments; see `make_options`.
     """
     device = next(transformer.parameters()).device
     options = make_options(pipeline, device, arguments, stage, seed)
@@ -47,7 +42,7 @@ def sample_calls(
 def sample_images(
     pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
 ) -> list[Image]:
-    """Sample with a pipeline, and return the image, or the frames of the video. See `sample_calls` for the arguments."""
+    """Sample as `sample_calls` does, and return the image, or the frames of the video."""
     device = next(transformer.parameters()).device
     options = make_options(pipeline, device, arguments, stage, seed)
     dtypes = {module.dtype for module in pipeline.components.values() if isinstance(module, torch.nn.Module)}
@@ -63,9 +58,25 @@ def sample_images(
 def make_options(
     pipeline: Any, device: torch.device, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
 ) -> dict[str, Any]:
-    """Return the arguments of a call of a pipeline, with tensors and random generator on a device; see `sample_calls`."""
-    options = move(make_call_options(pipeline, arguments, stage), device)
-    return {**options, "generator": torch.Generator(device).manual_seed(seed)}
+    """Return the arguments of a call of a pipeline for a row of the data, which overrides what the stage says.
+
+    Tensors and the random generator are on the device.
+    """
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    options: dict[str, Any] = {"num_inference_steps": stage.sampling_steps, "guidance_scale": stage.guidance}
+    options["use_resolution_binning"] = False  # which would sample at another size
+    if stage.size:
+        # A pipeline that changes a video takes the number of frames from it.
+        frames = next((name for name in FRAME_ARGUMENTS if name in parameters), FRAME_ARGUMENTS[0])
+        options |= dict(zip((frames, "height", "width")[-len(stage.size) :], stage.size, strict=True))
+        height, width = stage.size[-2:]
+        arguments = dict(arguments)
+        for name in ("video", "mask"):  # VACE takes the size of its videos from themselves
+            video = arguments.get(name)
+            if isinstance(video, list) and all(isinstance(image, Image) for image in video):
+                arguments[name] = [image.resize((width, height)) for image in video]
+    options = {**{name: value for name, value in options.items() if name in parameters}, **arguments}
+    return {**move(options, device), "generator": torch.Generator(device).manual_seed(seed)}
 
 
 class LastCall(Exception):
@@ -74,13 +85,10 @@ class LastCall(Exception):
 
 @contextlib.contextmanager
 def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = False) -> Iterator[None]:
-    """Context manager that keeps only the transformer in use on the device, if the pipeline has two (Wan 2.2).
+    """Keep only the transformer in use on the device, if the pipeline has two (Wan 2.2).
 
-    Args:
-        pipeline: A pipeline of diffusers.
-        component: Name of the transformer that is in use before and after. Sharded ones stay where they are.
-        device: The device.
-        stops: Whether to stop the pipeline, without an error, where it would call the second one.
+    `component` is in use before and after. Sharded transformers stay where they are. With `stops`, the pipeline ends,
+    without an error, where it would call the second one.
     """
     first, second = (pipeline.components.get(name) for name in TRANSFORMERS)
     if second is None:
@@ -108,14 +116,9 @@ def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = F
 
 @contextlib.contextmanager
 def prepared(pipeline: Any, component: str, transformer: Any) -> Iterator[None]:
-    """Context manager that makes a pipeline ready to sample on the device of `transformer`, without a progress bar.
+    """Make a pipeline ready to sample with `transformer`, on its device and without a progress bar.
 
-    At the end, the other models return to their devices.
-
-    Args:
-        pipeline: A pipeline of diffusers.
-        component: Name of a transformer of the pipeline.
-        transformer: The module to use in its place until the end.
+    At the end, the other models return to their devices, and the component to its place.
     """
     device = next(transformer.parameters()).device
     # The module may be sharded or trained, so it does not become the component that the pipeline saves.

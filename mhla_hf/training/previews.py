@@ -10,25 +10,15 @@ from PIL.Image import Image
 MILLISECONDS_PER_FRAME = 100
 
 
-def save_preview(frames: Sequence[Image], folder: Path, name: str) -> Path:
-    """Save an image as .png, or a video as animated .gif. Return the file.
-
-    Args:
-        frames: The image, or the frames of the video.
-        folder: Folder to write to; created if it does not exist.
-        name: Name of the file without its ending.
-    """
+def save_preview(frames: Sequence[Image], folder: Path, step: int, trackers: Sequence[Any]) -> None:
+    """Save an image as .png, or the frames of a video as animated .gif; log them to trackers that take images."""
     folder.mkdir(exist_ok=True)
-    file = folder / f"{name}.{'png' if len(frames) == 1 else 'gif'}"
+    file = folder / f"step-{step:09d}"
     if len(frames) == 1:
-        frames[0].save(file)
+        frames[0].save(file.with_suffix(".png"))
     else:
-        frames[0].save(file, save_all=True, append_images=frames[1:], duration=MILLISECONDS_PER_FRAME, loop=0)
-    return file
-
-
-def track_preview(frames: Sequence[Image], trackers: Sequence[Any], step: int) -> None:
-    """Log the frames as images to all trackers of Accelerate that take images."""
+        gif = file.with_suffix(".gif")
+        frames[0].save(gif, save_all=True, append_images=frames[1:], duration=MILLISECONDS_PER_FRAME, loop=0)
     images = numpy.stack([numpy.asarray(frame.convert("RGB")) for frame in frames])  # [F, H, W, 3]
     for tracker in trackers:
         if hasattr(tracker, "log_images"):

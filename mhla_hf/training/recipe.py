@@ -1,6 +1,5 @@
 """Stages and recipes of training runs: dataclasses that validate their values and reject unknown keys."""
 
-import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -20,7 +19,9 @@ class CommonStage:
 
     Args:
         name: Identifies the stage in logs and records; unique within a run.
-        loss: One of the losses that the subclass lists.
+        loss: One of the losses that the subclass lists. "transfer" is the relative squared error (L1 for diffusion) between
+            the attention outputs of each MHLA layer and of the softmax original, both computed from the teacher's hidden
+            states.
         steps: Number of optimizer steps.
         lr: Peak learning rate.
         batch_size: Samples per optimizer step, over all processes and accumulation steps.
@@ -62,13 +63,11 @@ class CommonStage:
     ema: Number = values.fraction_below_one(0.0)
 
     def validate_trainable(self) -> None:
-        """Raise ValueError if the loss is "transfer" and `trainable` is neither "mhla" nor "attention"."""
         if self.loss == "transfer" and self.trainable not in ("mhla", "attention"):
             raise ValueError(f"trainable: got {self.trainable!r} with loss 'transfer', expected 'mhla' or 'attention'.")
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the loss needs the teacher model."""
         return self.loss not in self.WITHOUT_TEACHER
 
     def lr_factor(self, step: int) -> float:
@@ -88,8 +87,7 @@ class Stage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
-              original, both computed from the teacher's hidden states;
+            - "transfer": see `CommonStage`;
             - "logits": KL divergence from the teacher's next-token distribution, plus `ce_weight` times cross-entropy;
             - "lm": cross-entropy.
         seq_len: Tokens per sequence.
@@ -109,7 +107,7 @@ class Stage(CommonStage):
     top_k: int = values.at_least(0, 0)
 
     def validate_top_k(self) -> None:
-        """Raise ValueError if the temperature is not 1 and only the probabilities of the most likely tokens are known."""
+        """With `top_k`, the teacher's other logits are not known, so that no temperature can be applied."""
         if self.top_k and self.temperature != 1:
             raise ValueError(
                 f"temperature: got {self.temperature} with a KL divergence over the most likely tokens, expected 1."
@@ -122,8 +120,7 @@ class DiffusionStage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": relative L1 error between the attention outputs of each MHLA layer and of the softmax original,
-              both computed from the teacher's hidden states;
+            - "transfer": see `CommonStage`;
             - "prediction": squared error against the teacher's prediction (velocity, noise or clean sample), plus
               `data_weight` times the loss "denoising";
             - "denoising": the usual flow-matching or DDPM loss on data.
@@ -170,8 +167,7 @@ class ImageStage(CommonStage):
             - "labels": cross-entropy;
             - "logits": KL divergence from the teacher's class distribution, plus `ce_weight` times cross-entropy;
             - "features": relative squared error against the teacher's last hidden state;
-            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
-              original, both computed from the teacher's hidden states.
+            - "transfer": see `CommonStage`.
         ce_weight: Weight of the cross-entropy in "logits".
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
         smoothing: Label smoothing, from 0 to 1.
@@ -200,7 +196,6 @@ class ImageStage(CommonStage):
 
     @property
     def reads_labels(self) -> bool:
-        """Whether the loss depends on the labels of the images."""
         return self.loss == "labels" or (self.loss == "logits" and self.ce_weight > 0)
 
 
@@ -210,8 +205,7 @@ class EncoderStage(CommonStage):
 
     Args:
         loss: One of
-            - "transfer": relative squared error between the attention outputs of each MHLA layer and of the softmax
-              original, both computed from the teacher's hidden states;
+            - "transfer": see `CommonStage`;
             - "embeddings": sum of three cosine distances between the last hidden states of student and teacher: the average
               over tokens, the distance of the first token, and the distance of the means over tokens.
         seq_len: Tokens per sequence, including special tokens.
@@ -292,15 +286,12 @@ def describe_recipes() -> list[dict[str, Any]]:
 
 
 def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """Read one of the package's recipes, or a YAML file.
+    """Read and check one of `recipe_names()`, or a YAML file; a `Recipe` is returned unchanged.
 
     Args:
-        name: One of `recipe_names()`, or the path of a YAML file. A `Recipe` is returned unchanged.
+        name: Name of a recipe, or the path of a YAML file.
         changes: Values that override those of the recipe. Keys are "STAGE.FIELD", "*.FIELD" (in every stage),
             "settings.FIELD", "run.FIELD", or the name of a field of `Recipe`.
-
-    Returns:
-        The checked recipe.
 
     Raises:
         ValueError: There is no such recipe, or anything in it is not valid.
@@ -308,55 +299,28 @@ def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = N
     if isinstance(name, Recipe):
         return name
     content = read_yaml(find_yaml(name, RECIPE_FOLDER, "recipe"), "recipe")
-    if changes and isinstance(content, dict):
-        content = apply_changes(content, changes)
-    return read_settings(Recipe, content, f"recipe {str(name)!r}: ")
-
-
-def apply_changes(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a recipe's YAML content with some values replaced.
-
-    Args:
-        content: The recipe as read from YAML, before validation.
-        changes: See `read_recipe`.
-
-    Raises:
-        ValueError: The recipe has no stage of that name.
-    """
-    content = copy.deepcopy(content)
-    stage_list = content.get("stages")
-    mappings = [stage for stage in stage_list if isinstance(stage, dict)] if isinstance(stage_list, list) else []
-    stages = {stage.get("name"): stage for stage in mappings}
-    for key, value in changes.items():
+    fields: dict[str, Any] = content if isinstance(content, dict) else {}  # what does not fit is refused below
+    stage_list = fields["stages"] if isinstance(fields.get("stages"), list) else []
+    stages = {stage.get("name"): stage for stage in stage_list if isinstance(stage, dict)}
+    for key, value in (changes or {}).items():
         section, dot, field = key.rpartition(".")
         if not dot:
-            content[field] = value
+            fields[field] = value
         elif section == "*":
             for stage in stages.values():
                 stage[field] = value
         elif section in ("settings", "run"):
-            content[section] = {**(content.get(section) or {}), field: value}
+            fields[section] = {**(fields.get(section) or {}), field: value}
         elif section in stages:
             stages[section][field] = value
         else:
             allowed_keys = ", ".join(f"{name}.*" for name in (*stages, "settings", "run"))
             raise ValueError(f"set: got {key!r}, expected one of {allowed_keys}.")
-    return content
+    return read_settings(Recipe, content, f"recipe {str(name)!r}: ")
 
 
 def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[CommonStage, ...]:
-    """Create and check the stages of a run.
-
-    Args:
-        stages: A list of stages, or of dicts with their fields.
-        stage_type: The class of all stages.
-
-    Returns:
-        The stages as objects of `stage_type`.
-
-    Raises:
-        ValueError: There is no stage, a field is unknown or not valid, or names are missing or not unique.
-    """
+    """Make checked stages of stages or dicts of their fields. Raise ValueError if names repeat or a field is wrong."""
     if not isinstance(stages, (list, tuple)) or not stages:
         raise ValueError(
             f"stages: got {stages!r:.80}, expected a list of {stage_type.__name__} or of mappings, at least one."

@@ -20,11 +20,11 @@ from ..checkpoints.load import require_extra, summarize_error
 from ..checkpoints.provenance import describe_run, public_name
 from ..checkpoints.save import count_bytes
 from .interrupt import Interrupt
-from .previews import save_preview, track_preview
+from .previews import save_preview
 from .recipe import CommonStage, Options, read_recipe
 from .run_folder import RECORD, RunFolder, identify, identify_student, merge_records, unreadable_state
-from .sharding import attach_wrapping_hints, evaluate_sharded, gather_weights, load_average, save_average, sharded
-from .tasks.base import DataSource, Task
+from .sharding import attach_wrapping_hints, gather_weights, load_average, save_average, sharded
+from .tasks.base import Task
 from .trainable import (
     HALF_DTYPES,
     count_state_bytes,
@@ -43,33 +43,20 @@ Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the devi
 
 
 class Run:
-    """One training run of `distill`. Sets `show_bars` and `has_weights` of the task.
+    """One training run of `distill`. Its `progress` is the state of the loop, saved as progress.json:
 
-    Args:
-        accelerator: Accelerate's `Accelerator`.
-        task: The task, with student and teacher.
-        source: The opened training data.
-        stages: The checked stages.
-        options: The options of the run.
-        seed: Random seed.
-        folder: The folders of the run.
-        progress: Whether to show progress on stderr.
-        command: Shell command that repeats the run, for the record.
-
-    Attributes:
-        progress: The state of the loop, saved as progress.json:
-            - "stage": number of the current stage, 0-based;
-            - "step", "total": optimizer steps done in this stage, and in the run;
-            - "tokens", "images" or "samples": units processed;
-            - "seconds": time spent in steps;
-            - "resumed": how often the run was resumed;
-            - "reader": state of the data reader;
-            - "history": log entries, one every `log_every` steps;
-            - "sums", "since": sums of losses that are not logged yet, and the number of steps in them.
+    - "stage": number of the current stage, 0-based;
+    - "step", "total": optimizer steps done in this stage, and in the run;
+    - "tokens", "images" or "samples": units processed;
+    - "seconds": time spent in steps;
+    - "resumed": how often the run was resumed;
+    - "reader": state of the data reader;
+    - "history": log entries, one every `log_every` steps;
+    - "sums", "since": sums of losses that are not logged yet, and the number of steps in them.
     """
 
     def __init__(
-        self, accelerator: Any, task: Task, source: DataSource, stages: Sequence[CommonStage], options: Options, seed: int,
+        self, accelerator: Any, task: Task, source: Any, stages: Sequence[CommonStage], options: Options, seed: int,
         folder: RunFolder, progress: bool, command: str | None,
     ) -> None:  # fmt: skip
         self.accelerator = accelerator
@@ -90,32 +77,14 @@ class Run:
         task.show_bars = self.show_bars
         task.has_weights = self.is_main or not accelerator.is_fsdp2
         self.total_steps = sum(stage.steps for stage in stages)
-        self.progress: dict[str, Any] = {
-            "stage": 0,
-            "step": 0,
-            "total": 0,
-            task.unit: 0,
-            "seconds": 0.0,
-            "resumed": 0,
-            "reader": None,
-            "sums": {},
-            "since": 0,
-            "history": [],
-        }
+        counts = dict.fromkeys(("stage", "step", "total", task.unit, "resumed", "since"), 0)
+        self.progress: dict[str, Any] = {**counts, "seconds": 0.0, "reader": None, "sums": {}, "history": []}
 
     def execute(self) -> Any:
-        """Train the student and save it to the output folder; resume an interrupted run, and load a finished one.
+        """Train the student in place and save it to the output folder; resume an interrupted run, and load a finished one.
 
-        All processes must call this. The student is changed in place. At the end its parameters have the dtypes that were
-        saved; `requires_grad` and the training mode are as before.
-
-        Returns:
-            The student, or the pipeline that contains it.
-
-        Raises:
-            ValueError: The output folder belongs to another run, a saved state is damaged, or a loss is not finite.
-            OSError: A folder of the run cannot be written.
-            KeyboardInterrupt: Ctrl-C was pressed. A state is saved first, unless it was pressed twice.
+        All processes must call this. At the end the parameters have the dtypes that were saved; `requires_grad` and the
+        training mode are as before. Return the student, or the pipeline that contains it.
         """
         from accelerate.utils import broadcast_object_list
 
@@ -147,7 +116,14 @@ class Run:
                 set_dtypes(self.student, training_dtypes, self.task.has_weights)
                 self._train(latest, requires_grad)
                 set_dtypes(self.student, saved_dtypes)
-                self._save_result()
+                self.accelerator.wait_for_everyone()
+                if self.is_main:
+                    with self.folder.result() as temporary:
+                        self.task.save(temporary)
+                        write_json(temporary / RECORD, self._make_record())
+                    steps, seconds = self.progress["total"], self.progress["seconds"]
+                    self._report(f"{self.folder.out} is finished: {steps} steps in {seconds:.0f} s")
+                self.accelerator.wait_for_everyone()
                 dtypes = saved_dtypes
         finally:
             set_dtypes(self.student, dtypes)
@@ -207,7 +183,12 @@ class Run:
             attach_wrapping_hints(accelerator, objective, objective.student, objective.student)
         objective, optimizer = accelerator.prepare(objective, optimizer)
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.average = self._make_average(trained, stage)
+        self.average = None
+        if stage.ema:
+            with require_extra("ema", "diffusers", "diffusers"):
+                from diffusers.training_utils import EMAModel
+
+            self.average = EMAModel(trained, decay=stage.ema)
         if latest is None:
             progress.update(stage=number, step=0, sums={}, since=0)
         else:
@@ -217,6 +198,7 @@ class Run:
         direct_mixings = find_direct_mixings(self.task.student)
         label = f"{stage.name} ({number + 1}/{len(self.stages)})"
         bar = tqdm(total=stage.steps, initial=progress["step"], desc=label, unit="step", disable=not self.show_bars)
+        units_per_step = self.task.units_per_step(stage)
         last_time = time.monotonic()
         try:
             while progress["step"] < stage.steps:
@@ -225,7 +207,11 @@ class Run:
                     mixing.data.clamp_(min=0.0)
                 if self.average:
                     self.average.step(trained)
-                last_time = self._count_step(stage, last_time)
+                now = time.monotonic()
+                progress["seconds"] += now - last_time
+                last_time = now
+                for key, count in (("step", 1), ("total", 1), ("since", 1), (self.task.unit, units_per_step)):
+                    progress[key] += count
                 if progress["total"] == FIRST_STEPS:
                     self._report_time_left()
                 bar.update()
@@ -236,8 +222,10 @@ class Run:
                     sums.clear()
                 if is_last or stop or progress["step"] % self.options.save_every == 0:
                     self._save_state(reader, sums, grad_norm, stage)
-                if self.options.preview_every and progress["total"] % self.options.preview_every == 0:
-                    self._preview(stage)
+                if self.options.preview_every and progress["total"] % self.options.preview_every == 0 and self.is_main:
+                    with torch.random.fork_rng(), accelerator.autocast():
+                        frames = self.task.preview(self.source, stage, self.seed)
+                    save_preview(frames, self.folder.state / "previews", progress["total"], accelerator.trackers)
                 if stop and progress["total"] < self.total_steps:
                     step = f"step {progress['total']} of {self.total_steps}, saved in {self.folder.state}"
                     raise KeyboardInterrupt(f"stopped after {step}; the same command resumes the run")
@@ -250,20 +238,10 @@ class Run:
             bar.close()
             reader.close()
 
-    def _make_average(self, trained: Sequence[nn.Parameter], stage: CommonStage) -> Any:
-        """Return an `EMAModel` of diffusers for the trained parameters, or None if the stage has no `ema`."""
-        if not stage.ema:
-            return None
-        with require_extra("ema", "diffusers", "diffusers"):
-            from diffusers.training_utils import EMAModel
-
-        return EMAModel(trained, decay=stage.ema)
-
     def _restore(self, latest: Path) -> None:
         """Load the weights, optimizer, average and random generators from a saved state.
 
-        If the number of processes has changed, a process without saved random generators keeps its own. Raise ValueError if
-        a file cannot be read.
+        If the number of processes has changed, a process without saved random generators keeps its own.
         """
         from accelerate.utils import load
 
@@ -271,7 +249,7 @@ class Run:
             self.accelerator.load_state(str(latest))
             processes, rank = self.accelerator.num_processes, self.accelerator.process_index
             if self.progress.get("processes", processes) == processes:
-                random_states = load(latest / f"random_states_{rank}.pkl")  # load_state would ignore a bad file
+                random_states = load(latest / f"random_states_{rank}.pkl")  # load_state ignores what it cannot load
                 if not torch.equal(random_states["torch_manual_seed"], torch.get_rng_state()):
                     raise ValueError("its random states do not fit these versions")
             if self.average:
@@ -282,18 +260,9 @@ class Run:
     def _step(
         self, objective: Any, optimizer: Any, trained: Sequence[nn.Parameter], reader: Any, stage: CommonStage, sums: Sums,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Run one optimizer step.
+        """Run one optimizer step, and add its logged quantities to `sums`.
 
-        Args:
-            objective: The prepared `Objective`.
-            optimizer: The prepared optimizer of `trained`.
-            trained: All trained parameters.
-            reader: The reader of the stage's batches.
-            stage: The current stage.
-            sums: Sums of the logged quantities, changed in place: those of this step are added.
-
-        Returns:
-            The norm of the gradient before clipping, or None without clipping.
+        Return the norm of the gradient before clipping, or None without clipping.
         """
         accelerator = self.accelerator
         grad_norm = None
@@ -322,16 +291,6 @@ class Run:
         optimizer.zero_grad()
         return grad_norm
 
-    def _count_step(self, stage: CommonStage, last_time: float) -> float:
-        """Add a step, and the seconds since `last_time`, to the progress. Return the current time in seconds."""
-        now = time.monotonic()
-        self.progress["step"] += 1
-        self.progress["total"] += 1
-        self.progress["since"] += 1
-        self.progress[self.task.unit] += self.task.units_per_step(stage)
-        self.progress["seconds"] += now - last_time
-        return now
-
     def _report_time_left(self) -> None:
         """Report the time that all stages together still take, and on a CPU, if it is long, the recipe for a CPU."""
         seconds = self.task.seconds_of(self.stages, self.progress)
@@ -345,15 +304,11 @@ class Run:
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
         """Evaluate the student, add the scores and the means of `sums` to the history, and update trackers and `bar`.
 
-        All processes must call this; it waits for the device. Raise ValueError if the loss or gradient norm is not finite.
-
-        Returns:
-            Whether any process was interrupted.
+        All processes must call this; it waits for the device. Return whether any process was interrupted.
         """
         progress = self.progress
         unit = self.task.unit
-        device = self.accelerator.device
-        interrupted = torch.tensor(float(self.interrupt.requested), device=device)
+        interrupted = torch.tensor(float(self.interrupt.requested), device=self.accelerator.device)
         means = self.accelerator.reduce(torch.stack([*sums.values(), interrupted]), reduction="mean").tolist()
         num_interrupted = means.pop()
         entry = {"stage": stage.name, "step": progress["step"], "total": progress["total"], unit: progress[unit]}
@@ -364,10 +319,13 @@ class Run:
         if grad_norm is not None:
             entry["grad_norm"] = float(grad_norm)
         self._check_finite(stage, entry["loss"], grad_norm)
-        if self.accelerator.is_fsdp2:
-            entry.update(evaluate_sharded(self.accelerator, self.task))
-        elif self.is_main:
+        sharded_models = self.accelerator._models if self.accelerator.is_fsdp2 else []
+        for model in sharded_models:
+            model.unshard()
+        if self.is_main or sharded_models:
             entry.update(self.task.evaluate())
+        for model in sharded_models:
+            model.reshard()
         progress["history"].append(entry)
         progress["since"] = 0
         tracked = (key for key in (*sums, "lr", "grad_norm") if key in entry)
@@ -382,16 +340,7 @@ class Run:
             self._report(f"{label}: step {progress['step']} of {stage.steps}, {values}")
         return num_interrupted > 0
 
-    def _preview(self, stage: CommonStage) -> None:
-        """Let the student make an image or a video in the main process; save it, and show it in trackers."""
-        if self.is_main:
-            with torch.random.fork_rng(), self.accelerator.autocast():
-                frames = self.task.preview(self.source, stage, self.seed)
-            save_preview(frames, self.folder.state / "previews", f"step-{self.progress['total']:09d}")
-            track_preview(frames, self.accelerator.trackers, self.progress["total"])
-
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
-        """Raise ValueError if the loss or the gradient norm is not finite."""
         norm = 0.0 if grad_norm is None else float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise ValueError(
@@ -400,10 +349,7 @@ class Run:
             )
 
     def _save_state(self, reader: Any, sums: Sums, grad_norm: torch.Tensor | None, stage: CommonStage) -> None:
-        """Save a state from which the run can resume. All processes must call this.
-
-        Raise ValueError if the loss or the gradient norm is not finite, so that such a state is never saved.
-        """
+        """Save a state from which the run can resume, unless a loss is not finite. All processes must call this."""
         from accelerate.utils import broadcast_object_list
 
         progress, accelerator = self.progress, self.accelerator
@@ -421,21 +367,24 @@ class Run:
                 write_json(state / "progress.json", progress)
         accelerator.wait_for_everyone()
 
-    def _save_result(self) -> None:
-        """Save the trained model with its tokenizer or processor, and the record. All processes must call this."""
-        self.accelerator.wait_for_everyone()
-        if self.is_main:
-            with self.folder.result() as temporary:
-                self.task.save(temporary)
-                write_json(temporary / RECORD, self._make_record())
-            steps, seconds = self.progress["total"], self.progress["seconds"]
-            self._report(f"{self.folder.out} is finished: {steps} steps in {seconds:.0f} s")
-        self.accelerator.wait_for_everyone()
-
     def _make_record(self) -> dict[str, Any]:
         """Return the content of train.json."""
         progress = self.progress
         unit = self.task.unit
+        stages = []
+        earlier_seconds = 0.0
+        for stage in self.stages:
+            entries = [entry for entry in progress["history"] if entry["stage"] == stage.name]
+            stages.append(
+                {
+                    **dataclasses.asdict(stage),
+                    unit: stage.steps * self.task.units_per_step(stage),
+                    "seconds": round(entries[-1]["seconds"] - earlier_seconds, 3),
+                    "first_loss": entries[0]["loss"],
+                    "last_loss": entries[-1]["loss"],
+                }
+            )
+            earlier_seconds = entries[-1]["seconds"]
         record = {
             "format_version": 1,
             "seed": self.folder.identity["seed"],
@@ -445,7 +394,7 @@ class Run:
             "student": type(self.student).__name__,
             "parameters": self.student.num_parameters(),
             "teacher": self.teacher and public_name(getattr(self.teacher.config, "_name_or_path", None)),
-            "stages": self._make_stage_records(),
+            "stages": stages,
             "steps": progress["total"],
             unit: progress[unit],
             "resumed": progress["resumed"],
@@ -459,23 +408,8 @@ class Run:
         earlier = self.task.earlier_record
         return merge_records(earlier, record, unit) if earlier is not None else record
 
-    def _make_stage_records(self) -> list[dict[str, Any]]:
-        """Return the settings, units processed, seconds, and first and last loss of each stage, for train.json."""
-        records = []
-        previous_seconds = 0.0
-        for stage in self.stages:
-            entries = [entry for entry in self.progress["history"] if entry["stage"] == stage.name]
-            record = dataclasses.asdict(stage)
-            record[self.task.unit] = stage.steps * self.task.units_per_step(stage)
-            record["seconds"] = round(entries[-1]["seconds"] - previous_seconds, 3)
-            record["first_loss"] = entries[0]["loss"]
-            record["last_loss"] = entries[-1]["loss"]
-            records.append(record)
-            previous_seconds = entries[-1]["seconds"]
-        return records
-
     def _describe_identity(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict of everything that determines the trained weights.
+        """Return everything that determines the trained weights, JSON-serializable.
 
         If a run cannot resume, the error names the first key whose value differs.
         """

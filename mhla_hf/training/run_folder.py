@@ -56,10 +56,6 @@ def identify(model: Any, frozen: Sequence[str] = ()) -> str:
     """Return a hash, 32 hex digits, of a model's weights, its configuration, and the names of its frozen parameters.
 
     `VOLATILE_ENTRIES` of the configuration are left out. Reading all weights takes about a second per gigabyte.
-
-    Args:
-        model: A transformers or diffusers model.
-        frozen: Names of the parameters that are frozen.
     """
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     config = {key: value for key, value in config.items() if key not in VOLATILE_ENTRIES}
@@ -72,14 +68,7 @@ def identify_student(student: Any) -> str:
 
 
 class RunFolder:
-    """The output folder and the state folder of one run.
-
-    Args:
-        out: The folder that the run creates.
-
-    Raises:
-        TypeError: `out` is not a path.
-    """
+    """The folder `out`, which a run creates, and the folder of the run's state."""
 
     def __init__(self, out: Any) -> None:
         if not isinstance(out, (str, os.PathLike)):
@@ -91,43 +80,33 @@ class RunFolder:
         self.identity: dict[str, Any] = {}
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
-        """Find the result or the newest state of an earlier call of this run, and set `self.identity`.
+        """Return "finished", the newest state to resume from, or None. Refuse the folder of another run.
 
-        Training changes the weights of the student. If an earlier call in this process began to train the same object into
-        this folder, the identity therefore contains the hash of the student from before that call.
-
-        Args:
-            identity: JSON-serializable values that make this run different from others.
-            student: The model that is trained.
-
-        Returns:
-            "finished", the folder of the newest state to resume from, or None if there is nothing yet.
-
-        Raises:
-            ValueError: The folder belongs to another run, or to something else.
+        Training changes the student's weights. If an earlier call in this process began to train the same object into this
+        folder, `self.identity` therefore contains the hash of the student from before that call.
         """
         current = json.loads(json.dumps(identity))
         initial_hashes = INITIAL_HASHES.setdefault(student, {})
         self.identity = {**current, "student": initial_hashes.get(self.out, current["student"])}
-        latest = self._find_latest()
-        if latest is None:
+        latest: Path | Literal["finished"] | None
+        if (self.out / RECORD).is_file():
+            earlier = (read_json(self.out / RECORD) or {}).get("fingerprint", {})
+            latest = "finished"
+        else:
+            self.check_free()
+            latest = self.newest_state()
+            earlier = read_json(latest / IDENTITY) if latest else None
+            if latest and earlier is None:
+                raise unreadable_state(latest, f"{IDENTITY} is missing")
+        if earlier is None:
             self.identity = current
+        elif changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
+            name = IDENTITY_NAMES.get(changed[0], changed[0])
+            raise ValueError(
+                f"out: got {str(self.out)!r}, begun with another {name}, expected the same, or another folder."
+            )
         initial_hashes[self.out] = self.identity["student"]
         return latest
-
-    def _find_latest(self) -> Path | Literal["finished"] | None:
-        """Return the result of `find`, after comparing the stored identity with `self.identity`."""
-        if (self.out / RECORD).is_file():
-            self._check_identity((read_json(self.out / RECORD) or {}).get("fingerprint", {}))
-            return "finished"
-        self.check_free()
-        state = self.newest_state()
-        if state is not None:
-            stored_identity = read_json(state / IDENTITY)
-            if stored_identity is None:
-                raise unreadable_state(state, f"{IDENTITY} is missing")
-            self._check_identity(stored_identity)
-        return state
 
     def check_free(self) -> None:
         """Raise ValueError if a folder cannot be made for the result or the state, or holds files of something else."""
@@ -143,12 +122,7 @@ class RunFolder:
             )
 
     def begin(self) -> None:
-        """Create the state folder, lock it, and remove unfinished files of a killed process.
-
-        Raises:
-            ValueError: Another process has locked it.
-            OSError: It cannot be written.
-        """
+        """Create the state folder, lock it against other processes, and remove unfinished files of a killed one."""
         with self._explain_errors("the run's state"):
             self.state.mkdir(parents=True, exist_ok=True)
             (self.state / MARKER).touch()
@@ -162,16 +136,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def new_state(self, step: int) -> Iterator[Path]:
-        """Context manager that yields an empty folder, which becomes the newest state at the end.
+        """Yield an empty folder, which becomes the newest state, of `step` optimizer steps in the whole run, at the end.
 
-        The identity and checksums of all files are added to it, and all but the newest `NUM_KEPT_STATES` states are
-        removed.
-
-        Args:
-            step: Number of optimizer steps that the whole run has done.
-
-        Raises:
-            OSError: The state cannot be written.
+        The identity and checksums of all files are added to it, and all but the newest `NUM_KEPT_STATES` states are removed.
         """
         target = self.state / f"step-{step:09d}"
         with self._explain_errors("a state"), atomic_folder(target, parent=self.unfinished) as temporary:
@@ -182,22 +149,17 @@ class RunFolder:
 
     def find_damage(self, state: Path) -> str:
         """Compare a state with its checksums. Return a description of the first difference, or "" if there is none."""
-        expected = (read_json(state / IDENTITY) or {}).get("files") or {}
-        if not expected:
-            return f"{IDENTITY} has no checksums"
         checksums = _compute_checksums(state)
-        for name, checksum in expected.items():
-            if name not in checksums:
-                return f"{name} is missing"
-            if checksums[name] != checksum:
-                return f"{name} is damaged"
+        for name, checksum in (read_json(state / IDENTITY) or {})["files"].items():
+            if checksums.get(name) != checksum:
+                return f"{name} is {'damaged' if name in checksums else 'missing'}"
         return ""
 
     @contextlib.contextmanager
     def result(self) -> Iterator[Path]:
-        """Context manager that yields an empty folder, which becomes `out` at the end.
+        """Yield an empty folder, which becomes `out` at the end.
 
-        Files of trackers and previews are moved into it, and the state is removed. Raise OSError if it cannot be written.
+        Files of trackers and previews are moved into it, and the state is removed.
         """
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
@@ -220,7 +182,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _explain_errors(self, content: str) -> Iterator[None]:
-        """Context manager that turns an error while writing `content` into an OSError that names the output folder."""
+        """Turn an error while writing `content` into an OSError that names the output folder."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -232,30 +194,14 @@ class RunFolder:
             ) from error
 
     def newest_state(self) -> Path | None:
-        """Return the folder of the newest saved state, or None if there is none."""
         return max(self._list_states(), default=None)
 
     def _list_states(self) -> list[Path]:
-        """Return the folders of all saved states, in any order."""
         return list(self.state.glob(STATE_PATTERN))
-
-    def _check_identity(self, earlier: dict[str, Any]) -> None:
-        """Raise ValueError if the identity of an earlier call differs from `self.identity`."""
-        if changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
-            name = IDENTITY_NAMES.get(changed[0], changed[0])
-            raise ValueError(
-                f"out: got {str(self.out)!r}, begun with another {name}, expected the same, or another folder."
-            )
 
 
 def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dict[str, Any]:
-    """Return the record of two runs that trained the transformers of one pipeline.
-
-    Args:
-        first: Record of the first run.
-        last: Record of the last run.
-        unit: What is counted, such as "samples".
-    """
+    """Return the record of two runs that trained the transformers of one pipeline, counted in `unit`, such as "samples"."""
     merged = dict(last)
     for key in ("parameters", "steps", unit, "resumed", "seconds"):
         merged[key] = first[key] + last[key]
@@ -269,7 +215,6 @@ def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dic
 
 
 def unreadable_state(state: Path, reason: str) -> ValueError:
-    """Return the ValueError to raise for a saved state that cannot be read."""
     return ValueError(
         f"out: got the state {str(state)!r}, which cannot be read ({reason}), "
         "expected an intact one: delete it to resume from the state before it."
@@ -277,6 +222,6 @@ def unreadable_state(state: Path, reason: str) -> ValueError:
 
 
 def _compute_checksums(folder: Path) -> dict[str, str]:
-    """Return a dict from relative path to SHA-256 of every file in a state except `IDENTITY`."""
+    """Return the SHA-256 of every file in a state except `IDENTITY`, by relative path."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / IDENTITY)
     return {file.relative_to(folder).as_posix(): hash_file(file) for file in files}

@@ -7,6 +7,7 @@ weights are gathered in the main process.
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,13 +35,9 @@ def launched_with(engine: str) -> bool:
 
 
 def make_accelerator(**options: Any) -> Any:
-    """Create an `accelerate.Accelerator` for the launched processes, on GPUs or, without one, on CPUs with gloo.
+    """Create an `Accelerator` for the launched processes, on GPUs or, without one, on CPUs with gloo.
 
-    Args:
-        **options: Arguments of `Accelerator`.
-
-    Raises:
-        ValueError: The launcher is configured for FSDP1, for another engine, or for offloading without a GPU.
+    Raise ValueError if the launcher is configured for FSDP1, another engine, or offloading without a GPU.
     """
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -51,7 +48,10 @@ def make_accelerator(**options: Any) -> Any:
             raise ValueError(f"distributed_type: got {engine} from the launcher, expected FSDP or data parallel.")
     cpu_only = not torch.accelerator.is_available()
     if not launched_with("FSDP"):
-        return share_state_names(accelerate.Accelerator(cpu=cpu_only, **options))
+        accelerator = accelerate.Accelerator(cpu=cpu_only, **options)
+        accelerator.register_save_state_pre_hook(_remove_ddp_prefix)
+        accelerator.register_load_state_pre_hook(functools.partial(_unwrap, accelerator))
+        return accelerator
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
         raise ValueError(f"fsdp_version: got {version} from the launcher, expected 2.")
@@ -71,38 +71,18 @@ def make_accelerator(**options: Any) -> Any:
     return accelerator
 
 
-def share_state_names(accelerator: Any) -> Any:
-    """Register hooks that save states without DistributedDataParallel's prefix "module.", and return `accelerator`.
-
-    Runs with and without data parallelism can then resume from each other's states.
-    """
-
-    def remove_prefix(_models: Any, state_dicts: list[dict[str, Any]], _folder: str) -> None:
-        for state_dict in state_dicts:
-            consume_prefix_in_state_dict_if_present(state_dict, "module.")
-
-    def unwrap(models: list[nn.Module], _folder: str) -> None:
-        models[:] = map(accelerator.unwrap_model, models)
-
-    accelerator.register_save_state_pre_hook(remove_prefix)
-    accelerator.register_load_state_pre_hook(unwrap)
-    return accelerator
+def _remove_ddp_prefix(_models: Any, state_dicts: list[dict[str, Any]], _folder: str) -> None:
+    """Remove "module." from saved names, so that runs with and without data parallelism read each other's states."""
+    for state_dict in state_dicts:
+        consume_prefix_in_state_dict_if_present(state_dict, "module.")
 
 
-def evaluate_sharded(accelerator: Any, task: Task) -> dict[str, float]:
-    """Return the scores of `task.evaluate()`, called with the student unsharded. All processes must call this."""
-    (root,) = accelerator._models
-    root.unshard()
-    scores = task.evaluate()
-    root.reshard()
-    return scores
+def _unwrap(accelerator: Any, models: list[nn.Module], _folder: str) -> None:
+    models[:] = map(accelerator.unwrap_model, models)
 
 
 def save_average(accelerator: Any, average: Any, folder: Path) -> None:
-    """Save an `EMAModel` in the folder of a state. All processes must call this.
-
-    Without FSDP, the main process writes a file; with FSDP, each process writes its shard.
-    """
+    """Save an `EMAModel` in the folder of a state, with FSDP each process its shard. All processes must call this."""
     if accelerator.is_fsdp2:
         save_shards(average.state_dict(), checkpoint_id=folder / AVERAGE_FOLDER)
     elif accelerator.is_main_process:
@@ -110,7 +90,7 @@ def save_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 
 def load_average(accelerator: Any, average: Any, folder: Path) -> None:
-    """Load into the `EMAModel` `average`, in place, the state that `save_average` wrote. All processes must call this."""
+    """Load into an `EMAModel`, in place, what `save_average` wrote. All processes must call this."""
     if accelerator.is_fsdp2:
         state = average.state_dict()
         load_shards(state, checkpoint_id=folder / AVERAGE_FOLDER)
@@ -122,15 +102,9 @@ def load_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """Context manager that, with FSDP, replaces the models of `task` by copies, and restores them at the end.
+    """With FSDP, replace the models of `task` by copies until the end: a sharded teacher, and a student still to be sharded.
 
-    The student is replaced by a copy that `Accelerator.prepare` will shard, the teacher by a sharded copy. Without FSDP,
-    the teacher is only moved to the device and put in eval mode. All processes must enter it.
-
-    Args:
-        accelerator: An `Accelerator`.
-        task: The task, whose `student` and `teacher` are set.
-        needs_teacher: Whether the stage uses the teacher. Otherwise, the teacher is left alone.
+    Without FSDP, the teacher is only moved to the device and put in eval mode. All processes must enter this.
     """
     student, teacher = task.student, task.teacher
     if not accelerator.is_fsdp2:
@@ -148,16 +122,10 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
 
 
 def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
-    """Set the attributes that Accelerate reads to shard `root`: the classes of FSDP units, and methods for tied weights.
+    """Set what Accelerate reads to shard `root`, which contains `model`: classes of units, and methods for tied weights.
 
     Attention modules that are MHLA in the student are units of their own in both models, because the loss "transfer" calls
     them while the rest of their layer is not gathered.
-
-    Args:
-        accelerator: The `Accelerator`. The classes of the units are set in its FSDP plugin.
-        root: Module that contains `model`. The methods of `model` that Accelerate looks for are set on it.
-        model: Student or teacher.
-        student: The student, which determines the attention modules that are MHLA.
     """
     modules = dict(model.named_modules())
     attention_classes = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}
@@ -172,10 +140,7 @@ def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, s
 
 @torch.no_grad()
 def gather_weights(accelerator: Any, root: nn.Module, student: nn.Module) -> None:
-    """Copy the weights of the sharded student in `root` into the main process's `student`, in place.
-
-    All processes must call this.
-    """
+    """Copy the sharded student's weights in `root` into the main process's `student`. All processes must call this."""
     state_dict = accelerator.get_state_dict(root)
     for name, value in state_dict.items():
         student.get_parameter(name.removeprefix("student.")).copy_(value)
@@ -209,13 +174,9 @@ def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> 
 
 
 def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:
-    """Return a copy of a model to be sharded. Its buffers are non-persistent, because FSDP does not shard them.
+    """Return a copy of a model to be sharded, with non-persistent buffers, because FSDP does not shard them.
 
-    Args:
-        model: The model.
-        is_main: Whether this is the main process, in which the copy shares the weights of `model`. In other processes its
-            weights are uninitialized; memory that is never written takes no space.
-        frozen: Whether no parameter of the copy requires a gradient.
+    In the main process it shares the model's weights; elsewhere they are memory that is never written and takes no space.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():

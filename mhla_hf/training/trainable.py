@@ -27,12 +27,7 @@ def find_mhla_attentions(model: nn.Module) -> list[str]:
 
 
 def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
-    """Check that every stage has parameters to train.
-
-    Raises:
-        ValueError: The student is quantized, lacks the MHLA layers that a stage trains, or a stage trains only frozen
-            parameters.
-    """
+    """Raise ValueError if weights are quantized, or a stage has no MHLA layers or no parameters to train."""
     attentions = find_mhla_attentions(student)
     parameters = dict(student.named_parameters())
     for name, parameter in parameters.items():
@@ -55,11 +50,7 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequence[CommonStage]) -> None:
-    """Check that the teacher is suitable for the stages that need one.
-
-    Raises:
-        ValueError: The teacher is missing, shares weights with the student, or is not its softmax original.
-    """
+    """Raise ValueError if a stage needs a teacher that is missing, shares weights, or is not the student's original."""
     teacher_stages = [stage for stage in stages if stage.needs_teacher]
     if not teacher_stages:
         return
@@ -85,17 +76,13 @@ def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequenc
 
 
 def get_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of every parameter and buffer, by name."""
     return {name: value.dtype for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
 def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtypes in which parameters and buffers are saved, by name.
+    """Return the dtypes in which a student's parameters and buffers are saved, by name. `dtype=None`: each keeps its own.
 
-    Args:
-        model: The student before training.
-        dtype: Dtype of the weights; None means that each keeps its own. Weights that the model's class always keeps in
-            float32 are saved in float32 instead of a half precision.
+    Weights that the model's class always keeps in float32 are saved in float32 instead of a half precision.
     """
     model_class = type(model)  # an attribute of the instance may come from the class before the conversion
     if hasattr(model_class, "_keep_in_fp32_modules_strict"):  # transformers
@@ -111,13 +98,9 @@ def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, t
 
 
 def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights: bool = True) -> None:
-    """Convert parameters and buffers in place, and drop all gradients.
+    """Convert parameters and buffers in place, by name, and drop all gradients.
 
-    Args:
-        model: The model, which is changed in place.
-        dtypes: Dtype by name of the parameter or buffer; all others keep theirs.
-        keep_weights: Whether to keep the values of parameters. Otherwise they become uninitialized memory, which takes
-            no space; for processes that do not hold the weights.
+    Without `keep_weights`, parameters become uninitialized memory, which takes no space, as in processes without weights.
     """
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         dtype = dtypes.get(name, value.dtype)
@@ -129,14 +112,7 @@ def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights
 
 
 def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowed: bool) -> bool:
-    """Return whether `stage` trains the parameter `name`.
-
-    Args:
-        name: Name of the parameter.
-        attentions: Names of the attention modules with an MHLA core.
-        stage: The stage.
-        allowed: Whether the parameter may be trained; False if it was frozen before the run.
-    """
+    """Return whether `stage` trains the parameter `name`; `allowed` is False if it was frozen before the run."""
     if not allowed:
         return False
     trainable: str = stage.trainable
@@ -150,11 +126,7 @@ def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowe
 def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Parameter, bool]) -> None:
     """Set `requires_grad` for the parameters that `stage` trains, and clear it for all others.
 
-    Args:
-        student: The model, which is changed in place.
-        stage: The stage.
-        allowed: Whether each parameter may be trained; False for those that were frozen before the run. Parameters that
-            are not listed may be trained.
+    `allowed` is False for those that were frozen before the run; parameters that are not listed may be trained.
     """
     attentions = find_mhla_attentions(student)
     for name, parameter in student.named_parameters():
@@ -176,9 +148,8 @@ def count_state_bytes(student: nn.Module, stages: Sequence[CommonStage]) -> int:
 def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups for the parameters that require gradients.
 
-    Parameters under `.mhla.` have the peak learning rate `stage.lr_mhla` and no weight decay. The others have `stage.lr`,
-    and weight decay if they are matrices. The peak learning rate of a group is its `top_lr`; its `lr` is 0 until the loop
-    sets it at each step.
+    Parameters under `.mhla.` have the peak learning rate `lr_mhla` and no weight decay; of the others, matrices have weight
+    decay. A group's peak learning rate is its `top_lr`; its `lr` is 0 until the loop sets it at each step.
     """
     lr_mhla = stage.lr if stage.lr_mhla is None else stage.lr_mhla
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -199,10 +170,9 @@ def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[s
 
 
 def find_direct_mixings(student: nn.Module) -> list[nn.Parameter]:
-    """Return the trained mixing matrices of the form "direct".
+    """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative after each step.
 
-    The loop clamps them to be nonnegative after each step. All other forms are nonnegative by their parametrization, or may
-    have any sign.
+    All other forms are nonnegative by their parametrization, or may have any sign.
     """
     mixings: list[Any] = [module for name, module in student.named_modules() if name.endswith(".mhla.mixing")]
     return [

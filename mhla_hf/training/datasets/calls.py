@@ -29,12 +29,9 @@ FRAME_ARGUMENTS = ("num_frames", "frames", "video_length")
 
 
 class PipelineArguments:
-    """A dataset of arguments of a pipeline, such as prompts and images.
+    """A dataset whose rows are dicts of a pipeline's arguments, such as prompts and images.
 
-    Args:
-        rows: Map-style dataset whose rows are dicts of arguments.
-        name: Name of the data in error messages.
-        identity: JSON-serializable value that identifies the data.
+    `name` is for error messages; `identity` identifies the data, and is JSON-serializable.
     """
 
     def __init__(self, rows: Any, name: str, identity: Any) -> None:
@@ -60,23 +57,17 @@ class PipelineArguments:
                 raise ValueError(f"size: got {stage.size} in stage {stage.name!r}, expected {expected}.")
 
     def describe(self) -> dict[str, Any]:
-        """Return a JSON-serializable description that identifies the data."""
         return {"kind": "trajectories", "samples": len(self.rows), "source": self.identity}
 
 
 def open_arguments(data: Any) -> PipelineArguments | None:
-    """Open arguments of a pipeline; return None if the data hold something else, such as latents.
+    """Open arguments of a pipeline; return None if the data hold something else, such as latents. The data are one of
 
-    Args:
-        data: One of
-            - prompts (see `read_prompts`);
-            - a list of dicts of arguments, such as {"prompt": text, "image": PIL image};
-            - a folder of images with a `metadata.jsonl` or `.csv`, as `datasets` reads it: "file_name" becomes the argument
-              `image`, "last_image_file_name" `last_image`, and other columns are arguments, too;
-            - the id of a dataset on the Hub, or a Dataset of `datasets`, whose columns are arguments.
-
-    Raises:
-        ValueError, ImportError: The data cannot be opened.
+    - prompts (see `read_prompts`);
+    - a list of dicts of arguments, such as {"prompt": text, "image": PIL image};
+    - a folder of images with a `metadata.jsonl` or `.csv`, as `datasets` reads it: "file_name" becomes the argument
+      `image`, "last_image_file_name" `last_image`, and other columns are arguments, too;
+    - the id of a dataset on the Hub, or a Dataset of `datasets`, whose columns are arguments.
     """
     if isinstance(data, (list, tuple)) and data and all(isinstance(row, Mapping) for row in data):
         return PipelineArguments(list(data), "a list of arguments", hash_json([_identify(row) for row in data]))
@@ -114,18 +105,10 @@ def _identify(value: Any) -> Any:
 class CallReader(Reader):
     """Reads calls of the teacher's transformer, in random order, from trajectories that its pipeline samples.
 
-    Every row of the batch has a trajectory. With guidance, every step of it gives two inputs, with and without text. After
-    the last input, new trajectories are sampled. A process samples those of its own rows only, and when a run resumes, it
-    samples the current ones again.
-
-    Args:
-        sample: Function of a row of the data and a seed that samples a trajectory and returns its calls.
-        source: The data.
-        key: (seed, number of the stage).
-        state: A result of `state()` from which to resume; None starts at the beginning.
-
-    Attributes:
-        constants: Arguments of the transformer that are the same in all rows of the current batch.
+    Every row of the batch has a trajectory, which `sample(row, seed)` returns as calls. With guidance, every step of it
+    gives two inputs, with and without text. After the last input, new trajectories are sampled. A process samples those of
+    its own rows only, and when a run resumes, it samples the current ones again. `constants` are the transformer's
+    arguments that are the same in all rows of the current batch.
     """
 
     def __init__(
@@ -140,22 +123,10 @@ class CallReader(Reader):
         self.constants: Call = {}
 
     def state(self) -> dict[str, Any]:
-        """Return the state from which a new reader can resume, a JSON-serializable dict."""
         return {"next": self.next, "position": self.position}
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Read the next batch, and return this process's rows; sample new trajectories first if all calls were read.
-
-        Args:
-            count: Number of samples in the batch.
-            rows: The rows to return; R of them.
-
-        Returns:
-            The arguments that differ from row to row, [R, ...] each, on the CPU.
-
-        Raises:
-            ValueError: The rows cannot be one batch.
-        """
+        """Return what differs among this process's R rows of the next batch, [R, ...] each, on the CPU."""
         if not self.trajectories:
             self.trajectories = [self._sample(self.next * count + row) for row in range(*rows.indices(count))]
         calls = [trajectory[self.position] for trajectory in self.trajectories]
@@ -182,17 +153,9 @@ class CallReader(Reader):
 
 
 def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
-    """Make a batch of calls with one sample each.
+    """Make a batch of R calls with one sample each; raise ValueError if they differ in what a batch has only once.
 
-    Args:
-        calls: R calls, whose tensors [1, ...], also in dicts, become those of the batch. All other arguments have to be
-            equal.
-
-    Returns:
-        The tensors, [R, ...] each; and dicts of such tensors, and the arguments that all calls have in common.
-
-    Raises:
-        ValueError: The calls differ in an argument, or in the shape of a tensor.
+    Return the tensors, [R, ...] each; and dicts of such tensors, with the arguments that all calls have in common.
     """
     tensors: Batch = {}
     constants: Call = {}
@@ -211,11 +174,7 @@ def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
 
 
 class Constant:
-    """A tensor, or a structure of tensors, that has no axis for samples, such as rotary embeddings.
-
-    Args:
-        value: The tensor or the structure.
-    """
+    """A tensor, or a structure of tensors, that has no axis for samples, such as rotary embeddings."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -254,7 +213,7 @@ def _has_rows(value: Any, count: int) -> bool:
 
 @contextlib.contextmanager
 def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
-    """Context manager that yields a list, to which the calls of `transformer` are appended, one for each sample."""
+    """Yield a list, to which the calls of `transformer` are appended, one for each sample."""
     parameters = inspect.signature(transformer.forward).parameters
     calls: list[Call] = []
     # (tensor, copy) by the tensor's id. The tensor is kept so that its id is not used again.
@@ -291,33 +250,3 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
 
     with transformer.register_forward_pre_hook(record, with_kwargs=True):
         yield calls
-
-
-def make_call_options(pipeline: Any, arguments: Mapping[str, Any], stage: DiffusionStage) -> dict[str, Any]:
-    """Return the arguments with which a pipeline samples for a row of the data.
-
-    Args:
-        pipeline: A pipeline of diffusers.
-        arguments: A row of the data. It overrides what the stage says.
-        stage: The stage, which sets the size, the number of steps, and the guidance.
-    """
-    parameters = inspect.signature(type(pipeline).__call__).parameters
-    options: dict[str, Any] = {"num_inference_steps": stage.sampling_steps, "guidance_scale": stage.guidance}
-    options["use_resolution_binning"] = False  # which would sample at another size
-    if stage.size:
-        # A pipeline that changes a video takes the number of frames from it.
-        frames = next((name for name in FRAME_ARGUMENTS if name in parameters), FRAME_ARGUMENTS[0])
-        options |= dict(zip((frames, "height", "width")[-len(stage.size) :], stage.size, strict=True))
-        height, width = stage.size[-2:]
-        # VACE takes the size of its videos from themselves.
-        arguments = {
-            name: [image.resize((width, height)) for image in value] if _is_video(name, value) else value
-            for name, value in arguments.items()
-        }
-    return {**{name: value for name, value in options.items() if name in parameters}, **arguments}
-
-
-def _is_video(name: str, value: Any) -> bool:
-    """Return whether an argument of a pipeline is a video, or a mask of one."""
-    is_images = isinstance(value, list) and bool(value) and all(isinstance(image, Image) for image in value)
-    return is_images and name in ("video", "mask")

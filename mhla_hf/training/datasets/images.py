@@ -5,7 +5,7 @@ processor computes the pixels in a few threads, one batch ahead.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,21 +26,13 @@ MAX_ASPECT = 4 / 3  # largest aspect ratio of random boxes; the smallest is its 
 ERASED_AREA = (0.02, 1 / 3)  # smallest and largest fraction of an image that `erase` replaces
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 [C, H, W], class probabilities fp32 [classes]
-Box = tuple[float, float, float, float]  # left, top, right, bottom, as fractions of an image
 
 
 class LabeledImages:
-    """Images with labels: N images with C channels, H rows and W columns.
+    """N images with integer labels [N].
 
-    Args:
-        items: Images as a tensor, uint8 [N, C, H, W], or as a sequence of paths or PIL images.
-        labels: Integers [N].
-        name: Name of the data in error messages.
-        class_names: Names of the classes in the order of their numbers, or None.
-        identity: Hash that identifies the images. With None it is computed from `items`, which then has to be a tensor.
-
-    Raises:
-        ValueError: There are no images, or the number of labels differs.
+    `items` are a tensor, uint8 [N, C, H, W], or a sequence of paths or PIL images; `class_names` are in the order of their
+    numbers. `name` is for error messages. `identity` is a hash of the images, computed from a tensor if it is None.
     """
 
     def __init__(
@@ -61,7 +53,6 @@ class LabeledImages:
         return len(self.labels)
 
     def describe(self) -> dict[str, Any]:
-        """Return a JSON-serializable description that identifies the data."""
         if self.identity is None:
             content = self.items.numpy().tobytes() + self.labels.numpy().tobytes()
             self.identity = hashlib.sha256(content).hexdigest()[:32]
@@ -74,15 +65,7 @@ class LabeledImages:
         return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": label2id}
 
     def renumber_as(self, class_names: Sequence[str], training_name: str) -> "LabeledImages":
-        """Return these test images, relabeled with the class numbers of the training data.
-
-        Args:
-            class_names: Names of the training classes, in the order of their numbers.
-            training_name: Name of the training data in error messages.
-
-        Raises:
-            ValueError: The training data lack a class, or a label has no name.
-        """
+        """Return these test images, relabeled with the class numbers of the training data, which must have all classes."""
         names = self.class_names or ()
         for name in names:
             if name not in class_names:
@@ -97,13 +80,6 @@ class LabeledImages:
 
         Classes are matched by name. If the model has none of the names, but the same number of classes, they are matched by
         order.
-
-        Args:
-            config: The model's configuration.
-            argument: Name of the argument in error messages.
-
-        Raises:
-            ValueError: The model has only some of the names, has another number of classes, or a label is out of range.
         """
         names = self.class_names or ()
         model_numbers = {str(label): int(number) for number, label in config.id2label.items()}
@@ -124,7 +100,7 @@ class LabeledImages:
         return images
 
     def _renumber(self, numbers: Sequence[int], class_names: Sequence[str] | None = None) -> "LabeledImages":
-        """Return these images with every label i replaced by numbers[i]. Raise ValueError if a label is out of range."""
+        """Return these images with every label i replaced by numbers[i]."""
         self.check_labels(len(numbers))
         labels = torch.tensor(numbers)[self.labels]
         return LabeledImages(self.items, labels, self.name, class_names, self.describe()["sha256"])
@@ -138,7 +114,7 @@ class LabeledImages:
             )
 
     def image(self, index: int, channels: int) -> Image.Image:
-        """Return one image in RGB, or in grayscale if `channels` is 1. Raise ValueError if it cannot be read."""
+        """Return one image in RGB, or in grayscale if `channels` is 1."""
         item = self.items[index]
         if isinstance(item, torch.Tensor):
             item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
@@ -148,26 +124,12 @@ class LabeledImages:
 
 
 def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) -> torch.Tensor:
-    """Apply an image processor to N images, and return the pixels, fp32 [N, C, H, W]; see `LabeledImages`.
-
-    Args:
-        processor: A transformers image processor.
-        images: PIL images.
-        **changes: Arguments that override the processor's settings.
-    """
+    """Apply a transformers image processor to N images, and return the pixels, fp32 [N, C, H, W]."""
     return processor(images=images, return_tensors="pt", **changes)["pixel_values"].float()
 
 
 def find_output_size(processor: Any, channels: int) -> tuple[int, int]:
-    """Return the height and width of an image processor's output.
-
-    Args:
-        processor: A transformers image processor.
-        channels: 1 for grayscale images, any other number for RGB images.
-
-    Raises:
-        ValueError: They depend on the input, or the processor does not accept such images.
-    """
+    """Return the height and width of an image processor's output; raise ValueError if they depend on the input."""
     blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
     expected = f"one that makes images of one height and width and {channels} channels"
     with wrap_errors(f"processor: got {type(processor).__name__}, expected {expected}"):
@@ -176,18 +138,18 @@ def find_output_size(processor: Any, channels: int) -> tuple[int, int]:
 
 
 def open_images(data: Any, split: str = "train", labeled: bool = True) -> LabeledImages:
-    """Open images from a folder, a dataset or tensors. See `LabeledImages` for the letters in shapes.
+    """Open images from a folder, a dataset or tensors: N images with C channels, H rows and W columns.
 
     Args:
         data: One of
             - a pair of tensors, images uint8 [N, C, H, W] and labels [N];
             - a folder with one folder of images per class, optionally inside a folder named after the split;
-            - the id of a dataset on the Hub, "id" or "id:configuration", or a `datasets.Dataset`, with columns of images and
-              class labels;
+            - the id of a dataset on the Hub, "id" or "id:configuration", or a `datasets.Dataset`, with columns of images
+              and class labels;
             - `LabeledImages`, which are returned unchanged.
         split: "train" or "test". The folder of "test" may also be called "val" or "validation".
-        labeled: Whether labels are needed. Without them, a folder may hold images anywhere, and a dataset needs no column of
-            labels; all labels are 0 then.
+        labeled: Whether labels are needed. Without them, a folder may hold images anywhere, and a dataset needs no column
+            of labels; all labels are 0 then.
 
     Raises:
         ValueError, TypeError, ImportError: The data cannot be opened.
@@ -213,7 +175,7 @@ def open_images(data: Any, split: str = "train", labeled: bool = True) -> Labele
 
 
 def _open_folder(folder: Path, split: str, labeled: bool) -> LabeledImages:
-    """Open a folder with one folder of images per class; see `open_images`. Images are identified by path and size."""
+    """Open a folder with one folder of images per class. Images are identified by path and size."""
     split_folders = (folder / name for name in SPLIT_FOLDERS[split])
     root = next((path for path in split_folders if path.is_dir()), folder)
     if root is folder:
@@ -242,7 +204,7 @@ def _open_folder(folder: Path, split: str, labeled: bool) -> LabeledImages:
 
 
 def _open_table(table: Any, name: str, labeled: bool) -> LabeledImages:
-    """Open a `datasets.Dataset`. Raise ValueError if it has no column of images or, if `labeled`, none of labels."""
+    """Open a `datasets.Dataset` with a column of images and, if `labeled`, one of labels."""
     types = {column: type(feature).__name__ for column, feature in table.features.items()}
     image_columns = [column for column, type_name in types.items() if type_name == "Image"]
     label_columns = [
@@ -262,16 +224,8 @@ def _open_table(table: Any, name: str, labeled: bool) -> LabeledImages:
 class ImageReader(Reader):
     """Reads and augments the batches of an `ImageStage`. Every epoch reads all images in a new random order.
 
-    The images are prepared in threads, which run until `close` is called.
-
-    Args:
-        images: Labeled images, with the model's class numbers.
-        stage: The stage, which sets the augmentation.
-        key: (seed, number of the stage).
-        processor: The model's image processor.
-        channels: Number of channels of the model's input.
-        num_classes: Number of classes of the model.
-        state: A result of `state()` from which to resume; None starts at the beginning.
+    The images are prepared in threads, which run until `close` is called. `key` is (seed, number of the stage), `channels`
+    and `num_classes` are the model's.
     """
 
     def __init__(
@@ -289,15 +243,9 @@ class ImageReader(Reader):
         self.next_samples: Iterator[Sample] | None = None  # samples of the next batch, which the pool is computing
 
     def take_rows(self, count: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the next batch, return this process's rows of it, and start to compute the batch after it.
+        """Return this process's R rows of the next batch, and start to compute the batch after it.
 
-        Args:
-            count: Number of images in the batch.
-            rows: The rows to return.
-
-        Returns:
-            Pixels, fp32 [number of rows, C, H, W] (see `LabeledImages`), and class probabilities, fp32 [number of rows,
-            number of classes].
+        These are pixels, fp32 [R, C, H, W], and class probabilities, fp32 [R, classes].
         """
         row_numbers = list(range(count))[rows]
         is_mixed = bool(self.stage.mixup or self.stage.cutmix)
@@ -306,9 +254,11 @@ class ImageReader(Reader):
         current_samples = self.next_samples or self.pool.map(self._make_sample, [self.next + row for row in needed])
         self.next_samples = self.pool.map(self._make_sample, [self.next + count + row for row in needed])
         samples = dict(zip(needed, current_samples, strict=True))
-        pixels, targets = _stack(samples[row] for row in row_numbers)
+        # [rows, C, H, W] and [rows, classes]
+        pixels, targets = map(torch.stack, zip(*(samples[row] for row in row_numbers), strict=True))
         if is_mixed:
-            pixels, targets = self._mix(pixels, targets, *_stack(samples[row] for row in partners))
+            others = map(torch.stack, zip(*(samples[row] for row in partners), strict=True))
+            pixels, targets = self._mix(pixels, targets, *others)
         self.next += count
         return pixels, targets
 
@@ -320,7 +270,7 @@ class ImageReader(Reader):
         image = self.images.image(index, self.channels)
         changes: dict[str, Any] = {}
         if stage.crop < 1:
-            box = _scale_box(draw_random_box(random, stage.crop), *image.size)
+            box = draw_random_box(random, image.size, stage.crop)
             image = image.resize(self.size[::-1], self.processor.resample, box=box)
             changes = {"do_resize": False, "do_center_crop": False}
         pixels = preprocess(self.processor, [image], **changes)[0]
@@ -329,8 +279,7 @@ class ImageReader(Reader):
         if stage.shift:
             pixels = pixels.roll(tuple(random.integers(-stage.shift, stage.shift + 1, 2).tolist()), (1, 2))
         if stage.erase and random.random() < stage.erase:
-            box = _scale_box(draw_random_box(random, *ERASED_AREA), *self.size[::-1])
-            left, top, right, bottom = map(round, box)
+            left, top, right, bottom = map(round, draw_random_box(random, self.size[::-1], *ERASED_AREA))
             erased = pixels[:, top:bottom, left:right]
             erased.copy_(torch.from_numpy(random.standard_normal(erased.shape)))
         target = torch.full((self.num_classes,), stage.smoothing / self.num_classes)
@@ -343,13 +292,6 @@ class ImageReader(Reader):
         """Apply mixup or CutMix to each image and its neighbor in the batch, with one proportion for the whole batch.
 
         CutMix changes `pixels` in place.
-
-        Args:
-            pixels, targets: The results of `take_rows` before mixing.
-            other_pixels, other_targets: The same of the neighbors.
-
-        Returns:
-            The mixed pixels and targets.
         """
         random = numpy.random.default_rng((*self.key, self.next, 2))
         height, width = self.size
@@ -376,47 +318,25 @@ class ImageReader(Reader):
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _stack(samples: Iterable[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack the pixels and the class probabilities of samples along a new first axis."""
-    pixels, targets = zip(*samples, strict=True)
-    return torch.stack(pixels), torch.stack(targets)
+def draw_random_box(
+    random: numpy.random.Generator, size: tuple[int, int], min_area: float, max_area: float = 1.0
+) -> tuple[float, float, float, float]:
+    """Return left, top, right, and bottom of a random box in an image of `size` (width, height), in pixels.
 
-
-def draw_random_box(random: numpy.random.Generator, min_area: float, max_area: float = 1.0) -> Box:
-    """Return a random box inside an image, with an aspect ratio between 3/4 and 4/3 before it is cut to the image.
-
-    Args:
-        random: NumPy random generator.
-        min_area: Smallest fraction of the image's area.
-        max_area: Largest fraction of the image's area.
+    Its area is a fraction of the image's. Its aspect ratio, relative to the image's, is from 3/4 to 4/3 before it is cut.
     """
     area = random.uniform(min_area, max_area)
     aspect = numpy.exp(random.uniform(-numpy.log(MAX_ASPECT), numpy.log(MAX_ASPECT)))
-    width = min(1.0, (area * aspect) ** 0.5)
-    height = min(1.0, (area / aspect) ** 0.5)
+    width, height = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)
     left, top = random.uniform(0, 1 - width), random.uniform(0, 1 - height)
-    return left, top, left + width, top + height
-
-
-def _scale_box(box: Box, width: int, height: int) -> Box:
-    """Convert a box from fractions of an image to pixels."""
-    left, top, right, bottom = box
-    return left * width, top * height, right * width, bottom * height
+    return left * size[0], top * size[1], (left + width) * size[0], (top + height) * size[1]
 
 
 @torch.no_grad()
 def top1_accuracy(
     model: Any, images: LabeledImages, processor: Any, batch_size: int = 128, bar: str | None = None
 ) -> float:
-    """Return the top-1 accuracy of an image classifier in eval mode, from 0 to 1.
-
-    Args:
-        model: A transformers image classifier, whose training mode is restored at the end.
-        images: Labeled images, with the model's class numbers.
-        processor: The model's image processor.
-        batch_size: Images per forward pass.
-        bar: Label of a progress bar on stderr; None for no bar.
-    """
+    """Return the top-1 accuracy of an image classifier in eval mode, from 0 to 1. `bar` is the label of a progress bar."""
     was_training = model.training
     num_correct = 0
     model.eval()

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -38,33 +38,16 @@ DROPPED = ("prompt", "class_labels", "encoder_hidden_states", "encoder_attention
 Condition = dict[str, Any]
 Batch = dict[str, torch.Tensor]
 Key = tuple[int, int]  # (seed, number of the stage)
+ConditionEncoder: TypeAlias = "ClassConditions | TextConditions"  # draws conditions, and makes batches of them
 # (number of the sample, [(latents, time), ...] in random order, condition)
 Trajectory = tuple[int, list[tuple[torch.Tensor, float]], Condition]
-
-
-class ConditionEncoder(Protocol):
-    """Interface for collating the conditions of samples into a batch; see `ClassConditions` and `TextConditions`."""
-
-    def draw(self, generator: torch.Generator) -> Condition:
-        """Return a random condition."""
-
-    def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions of B samples, [B, ...] each."""
 
 
 class Latents:
     """A dataset of latents with their conditions.
 
-    The latents of a sample have C channels, h rows, w columns and, for video, F frames.
-
-    Args:
-        rows: Map-style dataset whose rows are dicts with `latents` [C, (F,) h, w] and either some of `CONDITION_COLUMNS`
-            or a text `prompt`.
-        name: Name of the data in error messages.
-        identity: JSON-serializable value that identifies the data.
-
-    Raises:
-        ValueError: There are no rows, or they have no latents.
+    Its rows are dicts with `latents` [C, (F,) h, w] (C channels, h rows, w columns and, for video, F frames) and either
+    some of `CONDITION_COLUMNS` or a text `prompt`. `name` is for error messages; `identity` identifies the data.
     """
 
     def __init__(self, rows: Any, name: str, identity: Any) -> None:
@@ -80,7 +63,6 @@ class Latents:
         self.columns = tuple(column for column in (*CONDITION_COLUMNS, "prompt") if column in row)
 
     def describe(self) -> dict[str, Any]:
-        """Return a JSON-serializable description that identifies the data."""
         return {"kind": "latents", "samples": len(self.rows), "shape": list(self.shape), "source": self.identity}
 
     def sample(self, index: int) -> tuple[torch.Tensor, Condition]:
@@ -95,16 +77,7 @@ class Latents:
 
 
 class LatentReader(Reader):
-    """Reads batches of noisy latents. Every epoch reads all samples in a new random order.
-
-    Args:
-        source: Clean latents.
-        conditions: Encodes the conditions of a batch.
-        process: Adds the noise.
-        stage: The stage, which sets the distribution of times and the fraction of dropped conditions.
-        key: (seed, number of the stage).
-        state: A result of `state()` from which to resume; None starts at the beginning.
-    """
+    """Reads batches of noisy latents. Every epoch reads all samples in a new random order."""
 
     def __init__(
         self, source: Latents, conditions: ConditionEncoder, process: NoiseProcess, stage: DiffusionStage, key: Key,
@@ -117,15 +90,9 @@ class LatentReader(Reader):
         self.stage = stage
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Read the next batch, and return this process's rows of it.
+        """Return this process's R rows of the next batch.
 
-        Args:
-            count: Number of samples in the batch.
-            rows: The rows to return; R of them.
-
-        Returns:
-            A dict with "noisy" and "target", [R, C, (F,) h, w] each (see `Latents`), "times" [R], and the conditions,
-            [R, ...] each.
+        These are "noisy" and "target", [R, C, (F,) h, w] each, "times" [R], and the conditions, [R, ...] each.
         """
         samples = [self._make_sample(self.next + row) for row in range(*rows.indices(count))]
         self.next += count
@@ -146,20 +113,11 @@ class LatentReader(Reader):
 
 
 class TrajectoryReader(Reader):
-    """Reads points on trajectories that the teacher samples.
+    """Reads points on trajectories that the teacher, (transformer, scheduler), samples.
 
     Every row of the batch has a trajectory, whose points are read in random order, one per training step. After the last
     point, new trajectories are sampled. A process samples the trajectories of its own rows only, and when a run resumes, it
     samples the current ones again.
-
-    Args:
-        teacher: (transformer, scheduler).
-        shape: Shape of the latents of one sample, [C, (F,) h, w]; see `Latents`.
-        conditions: Draws and encodes the conditions of the trajectories.
-        stage: The stage, which sets the sampling steps, guidance and fraction of dropped conditions.
-        key: (seed, number of the stage).
-        state: A result of `state()` from which to resume; None starts at the beginning.
-        show_bar: Whether to show a progress bar while trajectories are sampled.
     """
 
     def __init__(
@@ -176,10 +134,7 @@ class TrajectoryReader(Reader):
         self.trajectories: list[Trajectory] = []
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Read the next batch, and return this process's rows; sample new trajectories first if all points were read.
-
-        See `LatentReader.take_rows` for the arguments and the result, which has no "target" here.
-        """
+        """Return this process's rows of the next batch, without "target"; see `LatentReader.take_rows`."""
         current_round, position = divmod(self.next, self.stage.sampling_steps)
         if current_round != self.round:
             numbers = [current_round * count + row for row in range(*rows.indices(count))]
@@ -239,7 +194,6 @@ class TrajectoryReader(Reader):
 def _collate(
     noisy: Sequence[torch.Tensor], times: Sequence[float], conditions: Sequence[Condition], encoder: ConditionEncoder
 ) -> Batch:
-    """Return a dict with "noisy" [B, ...], "times" [B] and the conditions [B, ...] of B samples."""
     return {"noisy": torch.stack(list(noisy)), "times": torch.tensor(times), **encoder.batch(conditions)}
 
 
@@ -249,21 +203,15 @@ def _without_text(condition: Condition) -> Condition:
 
 
 class ClassConditions:
-    """Collates class labels. The label of an unconditional sample is `num_classes`.
-
-    Args:
-        num_classes: Number of classes.
-    """
+    """Collates class labels. The label of an unconditional sample is `num_classes`."""
 
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
 
     def draw(self, generator: torch.Generator) -> Condition:
-        """Return {"class_labels": a random class, an int64 scalar}."""
         return {"class_labels": torch.randint(self.num_classes, (), generator=generator)}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return {"class_labels": int64 [B]} for B samples. Raise ValueError for labels that the model does not have."""
         labels = torch.tensor([int(row.get("class_labels", self.num_classes)) for row in samples])
         if not 0 <= labels.min() <= labels.max() <= self.num_classes:
             raise ValueError(
@@ -275,10 +223,8 @@ class ClassConditions:
 class TextConditions:
     """Encodes and collates texts. An unconditional sample has the empty prompt.
 
-    Args:
-        encode: Function of B texts that returns their conditions, [B, ...] each, and the conditions of the empty prompt,
-            [1, ...] each.
-        prompts: Texts for which trajectories are sampled.
+    `encode` returns the conditions of B texts, [B, ...] each, and those of the empty prompt, [1, ...] each. Trajectories
+    are sampled for `prompts`.
     """
 
     def __init__(
@@ -289,17 +235,12 @@ class TextConditions:
         self.empty: Conditions | None = None  # conditions of the empty prompt, set by the first call of `encode`
 
     def draw(self, generator: torch.Generator) -> Condition:
-        """Return {"prompt": a random prompt}."""
         return {"prompt": self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions of a batch. The conditions of the empty prompt are stored for later batches.
+        """Return the conditions that all B samples have, [B, ...] each, on the CPU.
 
-        Args:
-            samples: Conditions of B samples, with a text "prompt", encoded texts, or neither for the empty prompt.
-
-        Returns:
-            The conditions that all samples have, [B, ...] each, on the CPU.
+        A sample has a text "prompt", encoded texts, or neither for the empty prompt, whose conditions are stored.
         """
         texts = [sample["prompt"] for sample in samples if "prompt" in sample]
         encoded: Conditions = {}
@@ -359,7 +300,6 @@ def open_latents(data: Any) -> Latents:
 
 
 def _open_folder(path: Path, name: str) -> Latents:
-    """Open a folder of safetensors files. Raise ValueError if the folder has no such file, or one cannot be read."""
     files = sorted(path.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"data: got the folder {name!r} without latents, expected .safetensors files.")
@@ -377,11 +317,7 @@ def read_prompt_lines(path: Path) -> list[str]:
 
 
 def read_prompts(data: Any) -> list[str] | None:
-    """Return the prompts in a list, or in a .txt file with one prompt per line; None if `data` is anything else.
-
-    Raises:
-        ValueError: The file does not exist, there is no prompt, or a prompt is not a string.
-    """
+    """Return the prompts in a list, or in a .txt file with one prompt per line; None if `data` is anything else."""
     if isinstance(data, (str, Path)) and Path(data).suffix.lower() == ".txt":
         path = check_data_path(data)
         if not path.is_file():

@@ -13,25 +13,12 @@ from .language import LanguageTask
 
 
 def find_task(student: Any, teacher: Any, options: Mapping[str, Any]) -> Task:
-    """Return the task that trains `student`.
-
-    Args:
-        student: The student that was passed to `distill`.
-        teacher: The teacher that was passed to `distill`, or None.
-        options: Further arguments of the task, such as a tokenizer.
-
-    Raises:
-        TypeError: The task has no such option.
-    """
-    return _find_task_type(student)(student, teacher, **options)
-
-
-def _find_task_type(student: Any) -> type[Task]:
-    """Return the class of the task that trains `student`. For an unknown model this is `LanguageTask`, which rejects it."""
+    """Return the task that trains `student`. Raise TypeError if it does not take one of the options, such as a tokenizer."""
+    task_type: type[Task] = LanguageTask  # which rejects unknown models
     if is_of_diffusers(student):
-        return DiffusionTask
-    if getattr(student, "main_input_name", None) == "pixel_values":
-        return ImageTask
-    if family_of(student) in ENCODERS:
-        return EncoderTask
-    return LanguageTask
+        task_type = DiffusionTask
+    elif getattr(student, "main_input_name", None) == "pixel_values":
+        task_type = ImageTask
+    elif family_of(student) in ENCODERS:
+        task_type = EncoderTask
+    return task_type(student, teacher, **options)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -28,26 +28,11 @@ LossAndLogs = tuple[torch.Tensor, dict[str, torch.Tensor]]  # scalar loss, detac
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
-class DataSource(Protocol):
-    """Interface of opened training data, the result of `Task.open`."""
-
-    name: str
-
-    def describe(self) -> dict[str, Any]:
-        """Return a JSON-serializable description that identifies the data."""
-
-
 class Task(abc.ABC, Generic[StageT]):
     """Base class for the training of one kind of model: its data, batches, losses and files.
 
-    Args:
-        student: The student passed to `distill`: a transformers model, or a transformer or pipeline of diffusers.
-        teacher: The softmax original, or None.
-
-    Attributes:
-        returned: The object that `distill` saves and returns: the student, or the pipeline that contains it.
-        student: The module that is trained.
-        teacher: The module that computes targets, or None. The loop moves it to the device and never trains it.
+    `returned` is what `distill` saves and returns: the student, or the pipeline that contains it. The loop moves `teacher`
+    (the softmax original, or None) to the device and never trains it.
     """
 
     name: str  # key of recipe.STAGE_TYPES; appears in recipes and records
@@ -76,71 +61,42 @@ class Task(abc.ABC, Generic[StageT]):
         return (self,)
 
     def check(self, stages: Sequence[StageT]) -> None:
-        """Check student, teacher and stages before any data is opened or anything is written.
-
-        Raises:
-            TypeError: Student or teacher is not the kind of model that this task trains.
-            ValueError: Student, teacher and stages do not fit together.
-        """
+        """Raise TypeError or ValueError if student, teacher and stages do not fit together, before any data are opened."""
         for argument, model in (("student", self.student), ("teacher", self.teacher)):
             if not hasattr(model, "num_parameters") and (argument == "student" or model is not None):
                 raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         if self.teacher is not None:
             for loss, field in self.equal_sizes:
-                if any(stage.loss == loss for stage in stages):
-                    self._check_equal_size(field)
+                sizes = [getattr(model.config, field, None) for model in (self.student, self.teacher)]
+                if any(stage.loss == loss for stage in stages) and sizes[0] != sizes[1]:
+                    raise ValueError(f"teacher: got {field} {sizes[1]}, expected {sizes[0]} as the student has.")
         check_student(self.student, stages)
         check_teacher(self.student, self.teacher, stages)
 
-    def _check_equal_size(self, field: str) -> None:
-        """Raise ValueError if a configuration field differs between student and teacher."""
-        student_size = getattr(self.student.config, field, None)
-        teacher_size = getattr(self.teacher.config, field, None)
-        if student_size != teacher_size:
-            raise ValueError(f"teacher: got {field} {teacher_size}, expected {student_size} as the student has.")
-
     @abc.abstractmethod
     def open(self, data: Any, stages: Sequence[StageT]) -> Any:
-        """Open the training data, and return a `DataSource`.
+        """Open the data that were passed to `distill` or named in the recipe, if they fit the model and all stages.
 
-        Args:
-            data: The data passed to `distill`, or named in the recipe.
-            stages: All stages of the run.
-
-        Raises:
-            ValueError, TypeError, ImportError: The data cannot be opened or do not fit the model or a stage.
+        The result has a `name`, and a method `describe` that returns a JSON-serializable dict that identifies the data.
         """
 
     @abc.abstractmethod
     def reader(self, source: Any, stage: StageT, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of the batches of one stage.
+        """Return a reader of the batches of a stage, which is number `number`, 0-based, of the run.
 
-        Args:
-            source: The data that `open` returned.
-            stage: The stage.
-            number: 0-based position of the stage in the run.
-            seed: Random seed of the run.
-            state: The state from which to continue, as `Reader.state` or the previous stage's `Reader.handover` returned
-                it; None starts at the beginning.
+        It continues from `state`, which `Reader.state` or the previous stage's `Reader.handover` returned, if not None.
         """
 
     def take(self, reader: Any, stage: StageT, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
-        """Read the next batch.
+        """Read the next batch, the same in all processes, and return the objective's arguments for this process's `rows`.
 
-        Args:
-            reader: The stage's reader. All processes read the same batches.
-            stage: The stage.
-            rows: The rows of the batch that belong to this process.
-
-        Returns:
-            The arguments of the objective: tensors [number of rows, ...], which the loop splits into `grad_accum`
-            micro-batches, and weights such as 1 / batch size, which turn sums over samples into means over the batch. The
-            loop multiplies the weights by the number of processes, because gradients are averaged over processes.
+        These are tensors [number of rows, ...], which the loop splits into `grad_accum` micro-batches, and weights such as
+        1 / batch size, which turn sums over samples into means over the batch. The loop multiplies the weights by the number
+        of processes, because gradients are averaged over processes.
         """
         return reader.take_rows(stage.batch_size, rows), (1 / stage.batch_size,)
 
     def objective(self, stage: StageT) -> "Objective":
-        """Return the module that computes the loss of `stage`."""
         return self.objective_type(self.student, self.teacher, stage)
 
     def units_per_step(self, stage: StageT) -> int:
@@ -160,22 +116,15 @@ class Task(abc.ABC, Generic[StageT]):
         raise ValueError("preview_every: got a number with a model that makes no images, expected 0.")
 
     def preview(self, source: Any, stage: StageT, seed: int) -> list[Any]:
-        """Return an image that the student makes, or the frames of a video, as PIL images.
-
-        Args:
-            source: The data that `open` returned.
-            stage: The current stage.
-            seed: Random seed of the run.
-        """
+        """Return an image that the student makes, or the frames of a video, as PIL images."""
         raise NotImplementedError
 
     @contextlib.contextmanager
     def prepare(self, stage: StageT) -> Iterator[None]:
-        """Context manager that changes the student for the duration of `stage`, for example by adding LoRA."""
+        """Change the student for the duration of `stage`, for example by adding LoRA."""
         yield
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Turn gradient checkpointing of the student on or off."""
         set_gradient_checkpointing(self.student, enabled)
 
     def save(self, folder: Path) -> None:
@@ -190,13 +139,7 @@ class Task(abc.ABC, Generic[StageT]):
 
 
 def load_weights(model: Any, folder: Path, subfolder: str = "") -> None:
-    """Load into a model, in place, the weights that were saved to a folder, or as a component of a pipeline.
-
-    Args:
-        model: A model of transformers or diffusers.
-        folder: The folder.
-        subfolder: Name of the component.
-    """
+    """Load into a model, in place, the weights that were saved to a folder, or as a pipeline's component `subfolder`."""
     trained = type(model).from_pretrained(folder, subfolder=subfolder, dtype=model.dtype)
     model.load_state_dict(trained.state_dict())
 
@@ -206,12 +149,7 @@ class Objective(nn.Module):
 
     `forward` takes the tensors and weights that `Task.take` returned. It returns the loss of a micro-batch and a dict of
     detached scalars to log, including "loss". The values of all micro-batches add up to those of the batch.
-
-    Args:
-        student: The model that is trained; a submodule.
-        teacher: The model that computes targets, or None. It is not a submodule, so that Accelerate does not move, wrap or
-            save it.
-        stage: The stage, which selects the loss.
+    The teacher is not a submodule, so that Accelerate does not move, wrap or save it.
     """
 
     student: Any
@@ -229,20 +167,11 @@ class Objective(nn.Module):
         call_attention: Callable[..., Any] | None = None,
         magnitude: Elementwise = torch.square,
     ) -> torch.Tensor:
-        """Return the relative error of the student's attention outputs on the teacher's hidden states.
+        """Return the `relative_error` of the student's attention outputs, summed over MHLA layers and samples, in fp32.
 
-        The teacher runs with temporary forward hooks on its attention modules. Each hook calls the student's attention
-        module of the same layer with the same inputs. No other part of the student runs, so every layer is trained without
-        the errors of earlier layers.
-
-        Args:
-            run_teacher: Runs the teacher on the batch.
-            call_attention: Called as `call_attention(attention, *args, **kwargs)` with the student's attention module and
-                the inputs of the teacher's module (default: call the module).
-            magnitude: Elementwise function applied to errors and to outputs before they are summed.
-
-        Returns:
-            The sum of `relative_error` over MHLA layers and samples, a scalar in fp32.
+        While the teacher runs, hooks on its attention modules call the student's module of the same layer with the same
+        inputs, by `call_attention(attention, *args, **kwargs)` if there is one. No other part of the student runs, so every
+        layer is trained without the errors of earlier layers.
         """
         losses: list[torch.Tensor] = []
         dtype = self.student.dtype
@@ -256,8 +185,10 @@ class Objective(nn.Module):
             if isinstance(attention, FSDPModule):
                 args, kwargs = _require_grad_of_first_input(args, kwargs)
             with torch.enable_grad():
-                output = (call_attention or _call)(attention, *args, **kwargs)
-                losses.append(relative_error(_first(output), _first(teacher_output), magnitude))
+                output = call_attention(attention, *args, **kwargs) if call_attention else attention(*args, **kwargs)
+                # Attention modules may return a tuple, which begins with the hidden states.
+                states, teacher_states = (x[0] if isinstance(x, tuple) else x for x in (output, teacher_output))
+                losses.append(relative_error(states, teacher_states, magnitude))
 
         with contextlib.ExitStack() as hooks, torch.no_grad():
             for name in find_mhla_attentions(self.student):
@@ -265,16 +196,6 @@ class Objective(nn.Module):
                 hooks.enter_context(self.teacher.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
             run_teacher()
         return functools.reduce(torch.add, losses)
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return the output of a module."""
-    return module(*args, **kwargs)
-
-
-def _first(output: Any) -> torch.Tensor:
-    """Return the hidden states from the output of an attention module, which may be a tuple."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -291,18 +212,9 @@ def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def relative_error(output: torch.Tensor, target: torch.Tensor, magnitude: Elementwise = torch.square) -> torch.Tensor:
-    """Return the relative error of each sample, summed over samples.
+    """Return magnitude(output - target) / magnitude(target), each summed over a sample's elements, summed over samples.
 
-    The error of a sample is magnitude(output - target) / magnitude(target), where both magnitudes are summed over the
-    elements of the sample.
-
-    Args:
-        output: [B, ...] for B samples, any floating dtype.
-        target: Tensor of the same shape.
-        magnitude: `torch.square` or `torch.abs`.
-
-    Returns:
-        A scalar, fp32.
+    Both tensors are [B, ...] in any floating dtype, `magnitude` is `torch.square` or `torch.abs`; the result is in fp32.
     """
     output, target = output.float().flatten(1), target.float().flatten(1)
     scale = magnitude(target).sum(1).clamp_min(torch.finfo(torch.float32).tiny)

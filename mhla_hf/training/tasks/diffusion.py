@@ -10,7 +10,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -35,13 +35,8 @@ LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_query", "to_key", "to_va
 class DiffusionObjective(Objective):
     """A diffusion transformer with one of the losses that `DiffusionStage` describes.
 
-    Args:
-        student: See `Objective`.
-        teacher: See `Objective`.
-        stage: See `Objective`.
-        get_batch: Function that returns the names of the tensors of the current batch, in order, and further arguments of
-            the transformer. The names are "noisy", "times", those of the conditions, and with data "target"; or those of
-            arguments of the transformer.
+    `get_batch` returns the names of the current batch's tensors, in order, and further arguments of the transformer. The
+    names are "noisy", "times", those of the conditions, and with data "target"; or arguments of the transformer.
     """
 
     def __init__(
@@ -52,11 +47,7 @@ class DiffusionObjective(Objective):
         self.get_batch = get_batch
 
     def forward(self, *tensors_and_weight: Any) -> LossAndLogs:
-        """Return the loss of a micro-batch, and the values to log.
-
-        Args:
-            *tensors_and_weight: The tensors in the order of `get_batch()`, then 1 / number of samples in the whole batch.
-        """
+        """Return the loss of a micro-batch and the values to log; the last argument is 1 / samples in the whole batch."""
         names, constants = self.get_batch()
         batch = dict(zip(names, tensors_and_weight[:-1], strict=True))
         sample_weight = tensors_and_weight[-1]
@@ -84,10 +75,7 @@ class DiffusionObjective(Objective):
         return total, {"loss": total.detach(), **logs}
 
     def _transfer_loss(self, arguments: dict[str, Any], constants: dict[str, Any]) -> torch.Tensor:
-        """Return the relative L1 error of attention outputs, summed over layers and samples; see `Objective`.
-
-        The student's attention modules are called with the size of the grid that the tokens form.
-        """
+        """Call the student's attention modules with the size of the grid that the tokens form."""
         grid = self.student.token_grid(**arguments, **constants)
         state = self.student.mhla_state
 
@@ -107,15 +95,9 @@ def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 class DiffusionTask(Task[DiffusionStage]):
     """The task of a diffusers transformer, or of a pipeline with one or two. A pipeline is saved as a whole.
 
-    Args:
-        student: A transformer or a pipeline.
-        teacher: A transformer or a pipeline, or None. Student or teacher must be a pipeline, because its scheduler is used.
-        component: Name of the transformer in a pipeline.
-
-    Attributes:
-        pipeline: The teacher or, if it is none, the student, as a pipeline.
-        reads_calls: Whether batches without latents are calls that the pipeline makes, rather than points on trajectories
-            that `sample_latents` samples.
+    Student or teacher must be a pipeline, because its scheduler is used. `component` is the transformer's name in it.
+    `reads_calls` says whether batches without latents are calls that the pipeline makes, rather than points on
+    trajectories that `sample_latents` samples.
     """
 
     name = "diffusion"
@@ -133,10 +115,7 @@ class DiffusionTask(Task[DiffusionStage]):
         self.batch: tuple[tuple[str, ...], dict[str, Any]] = ((), {})  # see `DiffusionObjective`
 
     def parts(self) -> tuple[Task, ...]:
-        """Return a task for each transformer of Wan 2.2: first high noise, which is saved alone, then low noise.
-
-        Raise ValueError if only one of student and teacher has two transformers, or the pipeline has no `boundary_ratio`.
-        """
+        """Return a task for each transformer of Wan 2.2: first high noise, which is saved alone, then low noise."""
         if all(getattr(model, TRANSFORMERS[1], None) is None for model in self.models):
             return (self,)
         for argument, model in zip(("student", "teacher"), self.models, strict=True):
@@ -155,20 +134,8 @@ class DiffusionTask(Task[DiffusionStage]):
         """Whether the pipeline has two transformers, as Wan 2.2."""
         return self.pipeline.components.get(TRANSFORMERS[1]) is not None
 
-    @property
-    def _takes_text(self) -> bool:
-        """Whether the model is conditioned on encoded texts."""
-        return "encoder_hidden_states" in self.condition_names
-
-    def _time_range(self) -> tuple[float, float]:
-        """Return the range of times, without its end, for which the transformer is used; see `NoiseProcess`."""
-        if not self._has_two_transformers:
-            return 0.0, math.inf
-        boundary = self.pipeline.config.boundary_ratio * self.pipeline.scheduler.config.num_train_timesteps
-        return (boundary, math.inf) if self.component == TRANSFORMERS[0] else (0.0, boundary)
-
     def load(self, folder: Path) -> None:
-        """Load into the student, in place, the weights that `save` wrote to `folder`, of a pipeline all transformers."""
+        """Load what `save` wrote to `folder`, of a pipeline all transformers that are trained by then."""
         if self.returned is self.student:
             super().load(folder)
             return
@@ -176,33 +143,25 @@ class DiffusionTask(Task[DiffusionStage]):
             load_weights(getattr(self.returned, component), folder, component)
 
     def check(self, stages: Sequence[DiffusionStage]) -> None:
-        """Check student, teacher and stages; see `Task.check`.
-
-        Also check that families and channels match, and that the student or the teacher is a pipeline. Set
-        `condition_names`, `fixed_size`, and `reads_calls`, which the other methods use.
-        """
-        family = self._check_model("student", self.student)
+        """Also check that families and channels match, and set `condition_names`, `fixed_size`, and `reads_calls`."""
         models = [self.student] if self.teacher is None else [self.student, self.teacher]
-        if self.teacher is not None:
-            self._check_model("teacher", self.teacher)
+        families = [family_of(model) if is_of_diffusers(model) else None for model in models]
+        for argument, model, family in zip(("student", "teacher"), models, families, strict=False):
+            if family is None:
+                raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         if self.pipeline is None:
             raise ValueError("teacher: got no pipeline as student or teacher, expected one of them, for its scheduler.")
         descriptions = [f"{_base_of(model)} of {model.config.get('in_channels')} channels" for model in models]
         if descriptions[0] != descriptions[-1]:
             raise ValueError(f"teacher: got a {descriptions[-1]}, expected a {descriptions[0]} as the student is.")
+        family = cast(Family, families[0])
         self.condition_names = family.conditions
         self.fixed_size = family.fixed_size
+        self.takes_text = "encoder_hidden_states" in family.conditions
         self.reads_calls = not family.conditions or bool(self._image_columns()) or self._has_two_transformers
         super().check(stages)
         if any(stage.trainable == "lora" for stage in stages):
             import_peft()
-
-    def _check_model(self, argument: str, model: Any) -> Family:
-        """Return the family of a model. Raise TypeError if it cannot be trained."""
-        family = family_of(model) if is_of_diffusers(model) else None
-        if family is None:
-            raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
-        return family
 
     def _image_columns(self) -> list[str]:
         """Return the columns of latents that the model needs besides a text or a class."""
@@ -215,10 +174,7 @@ class DiffusionTask(Task[DiffusionStage]):
         return [column for column, is_needed in needs.items() if is_needed]
 
     def open(self, data: Any, stages: Sequence[DiffusionStage]) -> Any:
-        """Open latents (see `open_latents`) or arguments of the pipeline (see `open_arguments`); None means random classes.
-
-        See `Task.open` for the arguments, the result and the errors.
-        """
+        """Open latents or arguments of the pipeline (see `open_latents`, `open_arguments`); None means random classes."""
         arguments = None if data is None else open_arguments(data)
         latents = open_latents(data) if data is not None and arguments is None else None
         self._check_data(stages, arguments, latents)
@@ -235,7 +191,7 @@ class DiffusionTask(Task[DiffusionStage]):
             for stage in stages:
                 self._check_shape(self._latent_shape(stage) if latents is None else latents.shape, stage, latents)
         conditions: Any
-        if self._takes_text:
+        if self.takes_text:
             conditions = TextConditions(self._encode, prompts)
         else:
             conditions = ClassConditions(self.student.config.get("num_embeds_ada_norm"))
@@ -257,7 +213,12 @@ class DiffusionTask(Task[DiffusionStage]):
         """Return a reader of noisy latents or, if there are no latents, of points on the teacher's trajectories."""
         key = (seed, number)
         if source.latents is not None:
-            process = NoiseProcess(self.pipeline.scheduler, self._time_range())
+            scheduler = self.pipeline.scheduler
+            times = (0.0, math.inf)  # for which the transformer is used
+            if self._has_two_transformers:
+                boundary = self.pipeline.config.boundary_ratio * scheduler.config.num_train_timesteps
+                times = (boundary, math.inf) if self.component == TRANSFORMERS[0] else (0.0, boundary)
+            process = NoiseProcess(scheduler, times)
             return LatentReader(source.latents, source.conditions, process, stage, key, state)
         if self.reads_calls:
 
@@ -274,7 +235,7 @@ class DiffusionTask(Task[DiffusionStage]):
         PipelineArguments([self._preview_arguments(source)], source.name, None).check(self._student_pipeline())
 
     def preview(self, source: Any, stage: DiffusionStage, seed: int) -> list[Any]:
-        """Return what the student samples for the first row of the data; see `Task.preview`."""
+        """Return what the student samples for the first row of the data."""
         arguments = self._preview_arguments(source)
         return sample_images(self._student_pipeline(), self.component, self.student, arguments, stage, seed)
 
@@ -305,15 +266,13 @@ class DiffusionTask(Task[DiffusionStage]):
         return tuple(batch.values()), (1 / stage.batch_size,)
 
     def objective(self, stage: DiffusionStage) -> Objective:
-        """Return the module that computes the loss of `stage`."""
         return DiffusionObjective(self.student, self.teacher, stage, lambda: self.batch)
 
     @contextlib.contextmanager
     def prepare(self, stage: DiffusionStage) -> Iterator[None]:
-        """Context manager that adds LoRA to the student if `stage` trains it, and merges it at the end.
+        """Add LoRA to the student if `stage` trains it, and merge it at the end.
 
-        It also puts the student in eval mode, because in training mode DiT would randomly drop labels that the teacher
-        sees. The mode is not restored.
+        The student is put in eval mode, for good: in training mode DiT would randomly drop labels that the teacher sees.
         """
         self.student.eval()
         if stage.trainable != "lora":
@@ -333,7 +292,6 @@ class DiffusionTask(Task[DiffusionStage]):
                     self.student.set_submodule(name, module.get_base_layer())
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Turn gradient checkpointing of the student on or off."""
         if enabled:
             self.student.enable_gradient_checkpointing()
         else:
@@ -346,7 +304,7 @@ class DiffusionTask(Task[DiffusionStage]):
         columns = () if latents is None else latents.columns
         if latents is not None:
             self._check_latents(latents)
-        if arguments is None and latents is None and (self._takes_text or self.reads_calls):
+        if arguments is None and latents is None and (self.takes_text or self.reads_calls):
             raise ValueError("data: got None with a model of texts, expected latents or a list of prompts.")
         if arguments is not None and "class_labels" in self.condition_names:
             raise ValueError("data: got prompts with a model of classes, expected latents or None.")
@@ -356,7 +314,7 @@ class DiffusionTask(Task[DiffusionStage]):
         encodes = "prompt_embeds" not in columns or any(stage.drop_condition for stage in stages)
         if arguments is not None:
             encodes = "prompt" in arguments.rows[0]
-        if self._takes_text and encodes and self.pipeline.components.get("text_encoder") is None:
+        if self.takes_text and encodes and self.pipeline.components.get("text_encoder") is None:
             raise ValueError(
                 "teacher: got a pipeline without text encoder, expected "
                 "one, or latents with prompt_embeds and drop_condition 0."
@@ -370,7 +328,7 @@ class DiffusionTask(Task[DiffusionStage]):
         parameters = inspect.signature(type(self.pipeline).__call__).parameters
         if self.pipeline.config.get("expand_timesteps") and "image" in parameters:
             raise ValueError("data: got latents with a first frame as condition (TI2V), expected prompts and images.")
-        text_columns = ("prompt_embeds", "prompt") if self._takes_text else ("class_labels", "label")
+        text_columns = ("prompt_embeds", "prompt") if self.takes_text else ("class_labels", "label")
         missing = [column for column in self._image_columns() if column not in latents.columns]
         if not set(text_columns) & set(latents.columns):
             missing.insert(0, text_columns[0])
@@ -380,10 +338,9 @@ class DiffusionTask(Task[DiffusionStage]):
             )
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
-        """Return the shape of a sample's latents: (channels, rows, columns), for video (channels, frames, rows, columns).
+        """Return the shape (channels, (frames,) rows, columns) of a sample's latents.
 
-        It is computed from the stage's size in pixels or, without one, the model's `sample_size`. Raise ValueError if the
-        size does not have as many axes as the model.
+        It is computed from the stage's size in pixels or, without one, the model's `sample_size`.
         """
         config = self.student.config
         channels = _latent_channels(self.student)
@@ -424,10 +381,9 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> tuple[Conditions, Conditions]:
-        """Encode B texts with the pipeline. Its text encoder is on the student's device only for that.
+        """Return the conditions of B texts, [B, ...] each, and those of the empty prompt, [1, ...] each.
 
-        Returns:
-            The conditions of the texts, [B, ...] each, and those of the empty prompt, [1, ...] each.
+        The pipeline's text encoder is on the student's device only for that.
         """
         pipeline = self.pipeline
         encoder_device = pipeline.text_encoder.device

@@ -19,9 +19,7 @@ class EncoderObjective(Objective):
     def forward(self, ids: torch.Tensor, sequence_weight: float) -> LossAndLogs:
         """Return the loss of a micro-batch, and the values to log.
 
-        Args:
-            ids: Token ids, int64 [B, L], of B sequences of L tokens.
-            sequence_weight: 1 / number of sequences in the whole batch.
+        `ids` are int64 [B, L]; `sequence_weight` is 1 / sequences in the whole batch.
         """
         if self.stage.loss == "transfer":
             loss = sequence_weight * self.attention_transfer_loss(lambda: self.teacher.base_model(input_ids=ids))
@@ -39,12 +37,7 @@ class EncoderObjective(Objective):
 class EncoderTask(Task[EncoderStage]):
     """The task of a transformers text encoder. A head on the encoder is not trained.
 
-    Args:
-        student: See `Task`.
-        teacher: See `Task`.
-        tokenizer: A transformers tokenizer, required if the data are text, and saved with the model.
-        text_field: The column of a dataset that holds the text.
-        files: Further files to save with the model, a result of `checkpoints.save.read_sentence_files`.
+    `files`, a result of `checkpoints.save.read_sentence_files`, are saved with the model.
     """
 
     name = "encoders"
@@ -62,11 +55,7 @@ class EncoderTask(Task[EncoderStage]):
         self.files = files
 
     def open(self, data: Any, stages: Sequence[EncoderStage]) -> Any:
-        """Open text with `open_text`, and set `special_tokens`.
-
-        Raise ValueError if a stage's sequences have no room for more than the special tokens, are longer than the model's
-        positions, or longer than the text.
-        """
+        """Open text, and check that a stage's sequences have room for special tokens, and fit the model's positions."""
         tokenizer = self.preprocessor
         self.special_tokens = special_tokens(tokenizer)
         num_special = sum(map(len, self.special_tokens))
@@ -93,10 +82,8 @@ class EncoderTask(Task[EncoderStage]):
         return (with_special_tokens(ids, self.special_tokens),), (1 / stage.batch_size,)
 
     def units_per_step(self, stage: EncoderStage) -> int:
-        """Return the number of tokens that one optimizer step processes, including special tokens."""
         return stage.batch_size * stage.seq_len
 
     def save(self, folder: Any) -> None:
-        """Write the model, its tokenizer and the further `files` into an existing folder."""
         super().save(folder)
         write_files(folder, self.files)

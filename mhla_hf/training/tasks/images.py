@@ -1,7 +1,7 @@
 """The task of image models: classifiers learn from labels, a teacher's logits, or both; vision towers from its features."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from .base import LossAndLogs, Objective, Task, relative_error
 
 
 def is_classifier(model: Any) -> bool:
-    """Return whether a model is an image classifier, by the name of its class."""
     return "ForImageClassification" in type(model).__name__
 
 
@@ -34,15 +33,19 @@ class ImageObjective(Objective):
     def forward(self, pixels: torch.Tensor, targets: torch.Tensor, image_weight: float) -> LossAndLogs:
         """Return the loss of a micro-batch, and the values to log.
 
-        Args:
-            pixels: Pixels [B, C, H, W] of B images with C channels, H rows and W columns.
-            targets: Class probabilities [B, number of classes].
-            image_weight: 1 / number of images in the whole batch.
+        `pixels` are [B, C, H, W], `targets` probabilities [B, classes]; `image_weight` is 1 / images in the whole batch.
         """
         teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
         if self.stage.loss == "transfer":
+            grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
+
+            def call_attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
+                if "mhla_grid" in inspect.signature(attention.forward).parameters:  # only in models from scratch
+                    kwargs["mhla_grid"] = grid
+                return attention(*args, **kwargs)
+
             run_teacher = lambda: get_tower(self.teacher)(pixel_values=teacher_pixels)  # noqa: E731
-            loss = self.attention_transfer_loss(run_teacher, self._attention_caller(pixels)) * image_weight
+            loss = self.attention_transfer_loss(run_teacher, call_attention) * image_weight
             return loss, {"loss": loss.detach()}
         if self.stage.loss == "features":
             with torch.no_grad():
@@ -68,30 +71,12 @@ class ImageObjective(Objective):
             logs["kl"] = kl.detach()
         return total, {"loss": total.detach(), **logs}
 
-    def _attention_caller(self, pixels: torch.Tensor) -> Callable[..., Any]:
-        """Return a function that calls an attention module of the student.
-
-        It also passes the size of the grid of tokens if the module takes it, which the teacher's modules do not.
-        """
-        grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
-
-        def call_attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
-            if "mhla_grid" in inspect.signature(attention.forward).parameters:  # only in models from scratch
-                kwargs["mhla_grid"] = grid
-            return attention(*args, **kwargs)
-
-        return call_attention
-
 
 class ImageTask(Task[ImageStage]):
     """The task of a transformers image classifier or vision tower.
 
-    Args:
-        student: See `Task`.
-        teacher: See `Task`.
-        processor: The student's image processor, which is saved with the model. None: the processor of a classifier that
-            is trained from scratch, made from its configuration.
-        test: Labeled images, in any form that `open_images` accepts, on which the accuracy is logged as "test_accuracy".
+    `processor` is the student's image processor, which is saved with the model. None: that of a classifier from scratch,
+    made from its configuration. On `test`, images for `open_images`, the accuracy is logged as "test_accuracy".
     """
 
     name = "images"
@@ -107,16 +92,13 @@ class ImageTask(Task[ImageStage]):
         self.test_images: LabeledImages | None = None
 
     def check(self, stages: Sequence[ImageStage]) -> None:
-        """Check student, teacher and stages; see `Task.check`. Set `processor` and `channels`.
-
-        Also check that losses on logits or labels have classifiers, and that the processor fits the student.
-        """
+        """Also check that losses on logits or labels have classifiers, and that the processor fits the student."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
-        if losses & {"logits", "labels"} or self.test is not None:
-            self._check_classifier("student", self.student)
-        if "logits" in losses:
-            self._check_classifier("teacher", self.teacher)
+        classifies = {"student": losses & {"logits", "labels"} or self.test is not None, "teacher": "logits" in losses}
+        for argument, model in (("student", self.student), ("teacher", self.teacher)):
+            if classifies[argument] and not is_classifier(model):
+                raise ValueError(f"{argument}: got {type(model).__name__}, expected an image classifier.")
         config = self.student.config
         if self.preprocessor is None and not hasattr(config, "preprocessing"):
             raise ValueError(f"processor: got None for {type(self.student).__name__}, expected its image processor.")
@@ -124,17 +106,8 @@ class ImageTask(Task[ImageStage]):
         self.channels = getattr(config, "num_channels", 3)
         find_output_size(self.processor, self.channels)
 
-    def _check_classifier(self, argument: str, model: Any) -> None:
-        """Raise ValueError unless a model is an image classifier."""
-        if not is_classifier(model):
-            raise ValueError(f"{argument}: got {type(model).__name__}, expected an image classifier.")
-
     def open(self, data: Any, stages: Sequence[ImageStage]) -> LabeledImages:
-        """Open labeled images with `open_images`, and set `test_images` and `num_classes`.
-
-        If a loss reads labels, they are converted to the student's class numbers; otherwise they are all 0. See `Task.open`
-        for the errors.
-        """
+        """Open labeled images, with the student's class numbers if a loss reads labels; otherwise they are all 0."""
         config = self.student.config
         reads_labels = any(stage.reads_labels for stage in stages)
         images = open_images(data, labeled=reads_labels)
@@ -150,7 +123,6 @@ class ImageTask(Task[ImageStage]):
         return LabeledImages(images.items, no_labels, images.name, identity=images.describe()["sha256"])
 
     def reader(self, source: Any, stage: ImageStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of augmented images."""
         return ImageReader(source, stage, (seed, number), self.processor, self.channels, self.num_classes, state)
 
     def evaluate(self) -> dict[str, float]:

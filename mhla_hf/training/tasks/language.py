@@ -1,5 +1,6 @@
 """The task of causal language models: text cut into sequences of full length, and next-token losses."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,11 +31,8 @@ class LanguageObjective(Objective):
     ) -> LossAndLogs:
         """Return the loss of a micro-batch of B sequences of L tokens, and the values to log.
 
-        Args:
-            ids: Token ids, int64 [B, L].
-            labels: int64 [B, L], not shifted; -100 marks tokens without a loss.
-            token_weight: 1 / number of predicted tokens in the whole batch.
-            sequence_weight: 1 / number of sequences in the whole batch.
+        `ids` and `labels` are int64 [B, L]; labels are not shifted, and -100 marks tokens without a loss. The weights are
+        1 / predicted tokens and 1 / sequences in the whole batch.
         """
         if self.stage.loss == "transfer":
             loss = sequence_weight * self.attention_transfer_loss(
@@ -47,7 +45,7 @@ class LanguageObjective(Objective):
         if self.stage.loss == "logits":
             with torch.no_grad():
                 teacher_values = [_run(self.teacher, teacher_head, ids)[1].flatten(0, 1)]
-            to_targets = self._teacher_targets(teacher_head)
+            to_targets = functools.partial(_teacher_targets, teacher_head, self.stage.top_k)
         output, hidden = _run(self.student, student_head, ids)
         targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED_LABEL)], dim=1).flatten()
         sums = next_token_loss(
@@ -66,19 +64,6 @@ class LanguageObjective(Objective):
         if getattr(output, "aux_loss", None) is not None:  # load-balancing loss of experts, a mean over the micro-batch
             loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * sequence_weight)
         return loss, {"loss": loss.detach(), **logs}
-
-    def _teacher_targets(self, head: OutputHead | None) -> Callable[[torch.Tensor], Tensors]:
-        """Return the argument `to_teacher_targets` of `next_token_loss`.
-
-        It is a function of the teacher's hidden states or, if `head` is None, of its logits.
-        """
-        top_k = self.stage.top_k
-
-        def to_targets(x: torch.Tensor) -> Tensors:
-            logits = x if head is None else head(x)
-            return most_likely_tokens(logits, top_k) if top_k else [logits]
-
-        return to_targets
 
     def _find_heads(self, ids: torch.Tensor) -> Heads:
         """Return the output heads of student and teacher, or (None, None) if one of them cannot be separated.
@@ -101,6 +86,12 @@ class LanguageObjective(Objective):
         return self.heads
 
 
+def _teacher_targets(head: OutputHead | None, top_k: int, x: torch.Tensor) -> Tensors:
+    """Return the logits, or the most likely tokens and their log-probabilities; without a head, `x` are the logits."""
+    logits = x if head is None else head(x)
+    return most_likely_tokens(logits, top_k) if top_k else [logits]
+
+
 def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `count` most likely tokens, int64 [..., count], and their log-probabilities, fp32 [..., count]."""
     top = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
@@ -108,17 +99,12 @@ def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, 
 
 
 def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return the output of MHLA attention without the teacher's mask, which it does not need, as there is no padding."""
+    """Call MHLA attention without the teacher's mask, which it does not need, as there is no padding."""
     return attention(*args, **{**kwargs, "attention_mask": None})
 
 
 def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Run a model on the token ids [B, L] of B sequences of L tokens.
-
-    Returns:
-        The model's output, and the inputs of `head`, hidden states [B, L, width], or if `head` is None the logits
-        [B, L, vocab].
-    """
+    """Return a model's output for ids [B, L], and the inputs of `head` [B, L, width] or, without one, the logits."""
     if head is not None:
         return run_without_head(model, head, ids)
     output = model(input_ids=ids, use_cache=False)
@@ -130,25 +116,15 @@ def next_token_loss(
     ce_weight: float = 0.0, head: OutputHead | None = None,
     to_teacher_targets: Callable[..., Tensors] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the sums over tokens of the distillation loss, its KL divergence and its cross-entropy.
+    """Return sums over N tokens, fp32 [3]: T^2 * KL(teacher / T || student / T) + ce_weight * CE, the KL, and the CE.
 
-    The loss is T^2 * KL(teacher / T || student / T) + ce_weight * cross-entropy. It is computed in chunks of tokens, so that
-    no tensor of the size of all logits is allocated, apart from the logits themselves if there is no `head`. N is the
-    number of tokens.
+    Only the first has a gradient. They are computed in chunks, so that no tensor of the size of all logits is allocated.
 
-    Args:
-        student: Inputs of `head`, hidden states [N, width]; without a head, the logits [N, vocab].
-        targets: int64 [N]; -100 marks tokens without a loss.
-        teacher: The teacher's logits [N, vocab]; or its k most likely tokens, int64 [N, k], and their log-probabilities
-            [N, k], where all other tokens are merged into one; or an empty sequence, for a KL divergence of 0.
-        temperature: T. Used only with the teacher's logits.
-        ce_weight: Weight of the cross-entropy.
-        head: The student's output head, or None.
-        to_teacher_targets: Function applied to the tensors of `teacher`, chunk by chunk, if these are something else, such
-            as hidden states. It returns the logits, or the most likely tokens and their log-probabilities.
-
-    Returns:
-        Loss, KL divergence and cross-entropy, fp32 [3]. Only the loss has a gradient.
+    - `student`: inputs of `head` [N, width] or, without one, the logits [N, vocab].
+    - `targets`: int64 [N]; -100 marks tokens without a loss.
+    - `teacher`: the logits; or its k most likely tokens, int64 [N, k], and their log-probabilities, all other tokens being
+      merged into one; or nothing, for a KL of 0.
+    - `to_teacher_targets`: makes these of `teacher`, chunk by chunk, if it holds something else, such as hidden states.
     """
 
     def chunk_loss(logits: torch.Tensor, chunk_targets: torch.Tensor, *chunk_teacher: torch.Tensor) -> torch.Tensor:
@@ -163,12 +139,7 @@ def next_token_loss(
 def _kl_and_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, teacher: Tensors, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return T^2 * KL and the cross-entropy, two scalars, summed over the tokens with a target.
-
-    Args:
-        logits: The student's logits for N tokens, [N, vocab].
-        targets, teacher, temperature: See `next_token_loss`.
-    """
+    """Return T^2 * KL and the cross-entropy, two scalars, summed over the tokens with a target."""
     log_q = logits.float().log_softmax(-1)
     ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=IGNORED_LABEL)
     if len(teacher) == 1:
@@ -190,11 +161,7 @@ def _kl_and_cross_entropy(
 class LanguageTask(Task[Stage]):
     """The task of a transformers causal language model.
 
-    Args:
-        student: See `Task`.
-        teacher: See `Task`.
-        tokenizer: A transformers tokenizer, required if the data are text, and saved with the model.
-        text_field: The column of a dataset that holds the text.
+    `tokenizer` is required if the data are text, and saved with the model; `text_field` is the column of a dataset.
     """
 
     name = "language"
@@ -210,14 +177,14 @@ class LanguageTask(Task[Stage]):
         self.text_field = text_field
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Check student, teacher and stages; see `Task.check`. Raise TypeError if the student has no output head."""
+        """Also check that the student has an output head."""
         head = getattr(self.student, "get_output_embeddings", lambda: self)()
         if head is None:
             raise TypeError(f"student: got {type(self.student).__name__}, expected {self.expected_model}.")
         super().check(stages)
 
     def open(self, data: Any, stages: Sequence[Stage]) -> Any:
-        """Open text with `open_text`; see `Task.open` for the arguments, the result and the errors."""
+        """Open text, and check that it and the model's positions are long enough for the longest sequences."""
         vocab_size = self.student.get_input_embeddings().weight.shape[0]
         source = open_text(data, self.preprocessor, text_field=self.text_field, vocab_size=vocab_size)
         longest = max(stage.seq_len for stage in stages)
@@ -228,15 +195,12 @@ class LanguageTask(Task[Stage]):
         return source
 
     def reader(self, source: Any, stage: Stage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of sequences of `seq_len` tokens."""
         return source.reader(stage.seq_len, seed, number, state)
 
     def take(self, reader: Any, stage: Stage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
-        """Return the arguments of `LanguageObjective.forward`."""
         tensors = reader.take(stage.batch_size)
         num_predicted = int((tensors[1].numpy()[:, 1:] != IGNORED_LABEL).sum())
         return tuple(x[rows] for x in tensors), (1 / max(1, num_predicted), 1 / stage.batch_size)
 
     def units_per_step(self, stage: Stage) -> int:
-        """Return the number of tokens that one optimizer step processes."""
         return stage.batch_size * stage.seq_len

@@ -103,7 +103,7 @@ def test_augmentations_do_what_they_say():
     assert ((pixels[pair] == plain[pair]) | (pixels[pair] == plain[pair + 1])).all()
     assert from_other == pytest.approx(1 - mixed[pair, labels[pair].argmax()].item(), abs=0.02)
     random = numpy.random.default_rng(0)
-    for left, top, right, bottom in (draw_random_box(random, 0.1) for _ in range(200)):
+    for left, top, right, bottom in (draw_random_box(random, (1, 1), 0.1) for _ in range(200)):
         assert 0 <= left < right <= 1 + 1e-9 and 0 <= top < bottom <= 1 + 1e-9
         assert 0.05 < (right - left) * (bottom - top) <= 1 + 1e-9
 
