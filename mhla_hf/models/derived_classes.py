@@ -217,7 +217,7 @@ def calls_interface(attention_class: Any) -> bool:
 
 
 def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
-    """Return `num_heads`, `num_kv_heads`, `key_dim`, and `value_dim` for the MHLA core of an attention module."""
+    """Return the sizes of the MHLA core of an attention module: its arguments except `settings` and `norm_eps`."""
     num_heads, num_groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if isinstance(num_groups, int) and num_heads % num_groups:
         raise ValueError(
@@ -230,6 +230,7 @@ def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
         # In latent attention, keys and values differ in width.
         "key_dim": getattr(attention, "qk_head_dim", width),
         "value_dim": getattr(attention, "v_head_dim", width),
+        "hidden_size": config.hidden_size,
     }
 
 

@@ -113,7 +113,7 @@ CAUSAL = AttentionKind(
 ENCODER = AttentionKind(
     noun="an encoder",
     entry="models.converted",
-    sources=dict.fromkeys(("decay", "matrix"), "models.converted:encoder_class"),
+    sources={"decay": "models.converted:decay_encoder_class", "matrix": "models.converted:matrix_encoder_class"},
     defaults={**WINDOWED_DECAYS, "window": 1, "sinks": 0},
     auto_classes=(
         "AutoModel",

@@ -253,6 +253,7 @@ class MHLA(MHLACore):
                     options[name] = move_tokens(options[name], source, inverse)
         options["starts"] = starts
         blocks = Blocks.sequence(q.shape[1], settings.block_size)
+        o: Any
         if cache is None:
             mixing = self.mixing(blocks.num_blocks)
             o = mhla(q, k, v, mixing, blocks=blocks, causal=True, cu_seqlens=cu_seqlens, impl=settings.impl, **options)

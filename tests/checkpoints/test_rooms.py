@@ -73,8 +73,14 @@ def test_a_bundle_holds_nothing_of_other_models(bundles):
             assert not re.search(rf"(class|def) {word}\b", language), word
     encoder = "GridMHLA MHLA Mixer DecayMHLA LocalState continue_local attend_local GridConv mhla_step torch_step"
     encoder += " pass_padding GridCall"
-    for word in (*encoder.split(), "MHLACacheLayer", "mhla_attention", "MHLAConfig", "WanTransformer", "ViTModel"):
-        assert not re.search(rf"(class|def) {word}\b", bundles["models.converted:encoder_class"]), word
+    encoder += " MHLACacheLayer mhla_attention MHLAConfig WanTransformer ViTModel"
+    for form, words in {
+        "decay": "SequenceMHLA GridMixing mhla",
+        "matrix": "TwoWayMHLA DecayMixing Decays",
+    }.items():
+        text = bundles[f"models.converted:{form}_encoder_class"]
+        for word in (*encoder.split(), *words.split()):
+            assert not re.search(rf"(class|def) {word}\b", text), (form, word)
     for word in ("MHLACacheLayer", "LlamaForCausalLM", "class MHLA(", "mhla_step("):
         assert word not in bundles["models.diffusion.converted_transformer"], word
 

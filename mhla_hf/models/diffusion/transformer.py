@@ -226,9 +226,8 @@ class MHLAProcessorsMixin:
         Raises:
             ValueError, KeyError: The dictionary does not have the names of the model's processors.
         """
-        if (
-            isinstance(processor, dict) and processor.keys() != self.attn_processors.keys()
-        ):  # diffusers raises the error
+        if isinstance(processor, dict) and processor.keys() != self.attn_processors.keys():
+            # Raises the error of diffusers.
             return super().set_attn_processor(processor)  # type: ignore[misc]
         mhla_processors = {name: current for name, current in self.attn_processors.items() if holds_mhla(current)}
         processors = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
@@ -273,11 +272,9 @@ def make_constructor(base: Any, further: dict[str, Any]) -> Any:
 
 def make_forward(base: Any) -> Callable[..., Any]:
     """Wrap the forward of `base` so that it checks the MHLA processors first, and then runs with the grid of its latents."""
-
     names = tuple(inspect.signature(base.forward).parameters)[2:]
-    base_forward = (
-        base.forward
-    )  # torch.compile cannot read it from classes such as LTX's, which are allowed in its graphs
+    # torch.compile cannot read it from classes such as LTX's, which are allowed in its graphs.
+    base_forward = base.forward
 
     @functools.wraps(base_forward)
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

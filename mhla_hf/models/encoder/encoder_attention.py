@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
-from ...nn.local import TwoWayMHLA
-from ...nn.sequence import SequenceMHLA
 from ...ops.namespace import NAMESPACE
 from ..derived_classes import AttentionSwap, attention_sizes, calls_interface
 
@@ -68,11 +66,6 @@ def find_encoder_attentions(model: nn.Module) -> dict[int, Any]:
     return dict(enumerate(attentions))
 
 
-def encoder_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
-    """Return the keyword arguments of an encoder's MHLA core, except for `settings`."""
-    return {**attention_sizes(attention, config), "hidden_size": config.hidden_size}
-
-
 def pass_rows(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
@@ -109,12 +102,11 @@ def first_position(body: nn.Module) -> int:
     return embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_input_ids") else 0
 
 
+# The cores depend on the source of the model: see `models/converted.py`.
 ENCODER_SWAP = AttentionSwap(
     function_name=ENCODER_ATTENTION_NAME,
     mixin=MHLAEncoderMixer,
     find_attentions=find_encoder_attentions,
-    core_sizes=encoder_core_sizes,
-    matrix_core=SequenceMHLA,
-    decay_core=TwoWayMHLA,
+    core_sizes=attention_sizes,
     prepare=pass_rows,
 )

@@ -173,8 +173,7 @@ def find_causal_attentions(model: nn.Module) -> dict[int, Any]:
 
 def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
     """Return the keyword arguments of a language model's MHLA core, except for `settings`."""
-    widths = {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
-    return {**attention_sizes(attention, config), **widths}
+    return {**attention_sizes(attention, config), "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
 
 
 def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
