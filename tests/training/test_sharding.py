@@ -11,7 +11,7 @@ from tools.small_scores import TRAINING, save_llama
 
 from mhla_hf.cli.main import main
 
-TESTS = Path(__file__).parents[1]
+TOOLS = Path(__file__).parents[1] / "tools"
 RECIPE = """\
 settings: {layers: [1, 2], block_size: 16}
 stages:
@@ -73,7 +73,7 @@ def test_launched_processes_equal_one(place, one, setup, processes):
 @pytest.mark.parametrize("kind", ["dit", "wan", "images"])
 def test_other_kinds_of_models_sharded_equal_one_process(tmp_path, kind):
     """With LoRA, moving averages and a test set; and killed amid LoRA, the last stage, and resumed by more processes."""
-    script = TESTS / "sharded_kinds.py"
+    script = TOOLS / "sharded_kinds.py"
     kill(tmp_path, "fsdp2_8gpu", 2, lambda: newest(tmp_path, "4") >= 14, False, kind, "4", script=script)
     for setup, processes in ((None, 1), ("fsdp2_8gpu", 2), ("fsdp2_8gpu", 4)):
         code, text = launch(tmp_path, setup, processes, kind, f"{processes}", script=script)
@@ -87,7 +87,7 @@ def test_other_kinds_of_models_sharded_equal_one_process(tmp_path, kind):
 def test_two_transformers_sharded_equal_one_process(tmp_path):
     """Each in its run, on what the teacher's pipeline samples with both."""
     for setup, processes in ((None, 1), ("fsdp2_8gpu", 2)):
-        script = TESTS / "sharded_kinds.py"
+        script = TOOLS / "sharded_kinds.py"
         code, text = launch(tmp_path, setup, processes, "experts", f"{processes}", script=script)
         assert code == 0, text
     compare(tmp_path / "1", tmp_path / "2")
@@ -162,7 +162,7 @@ def test_a_batch_that_three_processes_cannot_share(place):
 @pytest.mark.parametrize("loss", ["transfer", "logits", "logits tied"])
 def test_bytes_of_parameters_per_process(tmp_path, loss):
     """An equal share of student and teacher, one layer, and a tied embedding; in a step travels what docs/scale.md says."""
-    code, text = launch(tmp_path, "fsdp2_8gpu", 4, "out", *loss.split(), script=TESTS / "sharded_bytes.py")
+    code, text = launch(tmp_path, "fsdp2_8gpu", 4, "out", *loss.split(), script=TOOLS / "sharded_bytes.py")
     assert code == 0, text
     found = [json.loads(part) for part in re.findall(r"\{\"rank\".*?\}", text)]
     assert len(found) == 4
