@@ -29,8 +29,8 @@ from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 from mhla_hf.nn.grid import GridMHLA, GridMixing
+from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.reference import mhla_reference
 from mhla_hf.plots import PALETTE, STYLE, drawing
 
 FRAMED_STYLE = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}
@@ -60,14 +60,16 @@ class Attention:
         q, k = (x[sample, :, head : head + 1].double()[None] for x in (self.q, self.k))
         units = torch.eye(k.shape[1], dtype=torch.float64)[None, :, None]
         if self.kind == "softmax":
-            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, units)), **options)[0, 0]
+            q, k, units = (x.transpose(1, 2) for x in (q, k, units))
+            return F.scaled_dot_product_attention(q, k, units, **options)[0, 0]
         mixing = options.pop("mixing").double()
         for name in ("q_den", "k_den"):
             if options.get(name) is not None:
                 options[name] = options[name][sample, :, head : head + 1].double()[None]
         if options.get("key_mask") is not None:
             options["key_mask"] = options["key_mask"][[sample]]
-        return mhla_reference(q, k, units, mixing[[head if len(mixing) > 1 else 0]], **options)[0, :, 0]
+        mixing = mixing[[head if len(mixing) > 1 else 0]]
+        return mhla(q, k, units, mixing, impl="reference", **options)[0, :, 0]
 
 
 class SoftmaxRecorder(TorchFunctionMode):
@@ -144,7 +146,7 @@ def measure_calls(calls: Sequence[Attention], tolerance: float | None = None) ->
     Singular values above `tolerance` times the largest count toward the rank (default: N times fp32's eps). "layers" has a
     dict for each call, with the largest possible rank as "bound"; "mean" has the means over layers.
     """
-    layers = []
+    layers: list[dict[str, Any]] = []
     for call in calls:
         samples, tokens, heads, width = call.q.shape
         limit = tokens * torch.finfo(torch.float32).eps if tolerance is None else tolerance
@@ -158,7 +160,7 @@ def measure_calls(calls: Sequence[Attention], tolerance: float | None = None) ->
             measures.setdefault("uniform_entropy", []).append((matrix != 0).sum(-1).double().log().mean().item())
         bounds = {"linear": min(tokens, width), "softmax": tokens}
         bound = bounds[call.kind] if call.kind in bounds else rank_bound(call.options["blocks"].sizes(), width)
-        means = {name: statistics.fmean(values) for name, values in measures.items()}
+        means: dict[str, Any] = {name: statistics.fmean(values) for name, values in measures.items()}
         layers.append({"kind": call.kind, "tokens": tokens, "bound": bound, **means})
     names = ("rank", "effective_rank", "entropy")
     return {"layers": layers, "mean": {name: statistics.fmean(layer[name] for layer in layers) for name in names}}

@@ -38,7 +38,12 @@ from mhla_hf.training.tasks import find_task
 from mhla_hf.training.trainable import set_trainable
 
 WAN = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960}
-SANA = {"num_attention_heads": 36, "attention_head_dim": 32, "num_cross_attention_heads": 16, "sample_size": 16}
+SANA: dict[str, Any] = {
+    "num_attention_heads": 36,
+    "attention_head_dim": 32,
+    "num_cross_attention_heads": 16,
+    "sample_size": 16,
+}
 SANA |= {"_class_name": "SanaTransformer2DModel", "cross_attention_head_dim": 72, "cross_attention_dim": 1152}
 SMOLLM = {"vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}
@@ -90,7 +95,8 @@ def make_task(base: Any, recipe: Recipe, stage: Any) -> Any:
     preset = settings.pop("preset", None)
     if recipe.task == "diffusion":
         base_class: Any = getattr(diffusers, base["_class_name"])
-        cls: Any = mhla_class(transformer_family(base_class), base_class)
+        family: Any = transformer_family(base_class)
+        cls: Any = mhla_class(family, base_class)
         original = base_class.from_config(base)
         student = cls.from_preset(preset, **settings) if preset else cls.from_config({**base, "mhla": settings})
     elif preset:

@@ -396,8 +396,9 @@ class _Demo:
         settings = {"lengths": self._window(), "items": self.items, "text": str(self.out / "data" / "heldout.txt")}
         for name in self.models:
             self.say(f"{LABELS[name]}:")
-            options = {"recipe": "recall", "settings": settings, "progress": self.progress}
-            evaluate(self.folder(name, seed), "lookups_recall_*", **options)
+            evaluate(
+                self.folder(name, seed), "lookups_recall_*", recipe="recall", settings=settings, progress=self.progress
+            )
 
     def _window(self) -> int:
         """Return the number of tokens of a held-out text."""

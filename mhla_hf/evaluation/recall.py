@@ -142,9 +142,9 @@ def make_text(
         questions.append((kind, prompt, answer, choices))
     room = length - reserve - max(count(prompt) for _, prompt, _, _ in questions)
     room_for_filler = room - sum(count("".join(statement[1:])) for statement in statements)
-    start = rng.randrange(len(lines))
+    first = rng.randrange(len(lines))
     filler: list[str] = []
-    for line in itertools.cycle([*lines[start:], *lines[:start]]):
+    for line in itertools.cycle([*lines[first:], *lines[:first]]):
         room_for_filler -= count(line)
         if room_for_filler < 0:
             break
@@ -162,7 +162,10 @@ def make_text(
             break
         filler.pop()  # tokens of a line can be more behind another line
     pairs = zip(ends, questions, strict=True)
-    return "".join(pieces), [Question(kind, end, *rest) for end, (kind, *rest) in pairs]
+    questions_with_ends = [
+        Question(kind, end, prompt, answer, choices) for end, (kind, prompt, answer, choices) in pairs
+    ]
+    return "".join(pieces), questions_with_ends
 
 
 def _make_statements(tokenizer: Any, kinds: Sequence[str], rng: random.Random) -> list[tuple[str, str, str, str]]:
