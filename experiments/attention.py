@@ -69,7 +69,8 @@ class Attention:
         if options.get("key_mask") is not None:
             options["key_mask"] = options["key_mask"][[sample]]
         mixing = mixing[[head if len(mixing) > 1 else 0]]
-        return mhla(q, k, units, mixing, impl="reference", **options)[0, :, 0]
+        o: Any = mhla(q, k, units, mixing, impl="reference", **options)
+        return o[0, :, 0]
 
 
 class SoftmaxRecorder(TorchFunctionMode):
