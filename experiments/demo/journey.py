@@ -45,7 +45,7 @@ KEEP, EFFORT, SEED = 1 / 6, 1 / 3, 0
 ROW_TOKENS, ROWS = 4096, 2  # of the held-out text
 BIN = 512  # positions whose scores are averaged
 # What each part takes after the first, in forward passes of the softmax model over `BIN` tokens.
-PASSES = {"convert": 400, "judge": 150, "costs": 60, "share": 30}
+PASSES = {"convert": 240, "judge": 190, "costs": 25, "share": 35}
 PROMPT_TOKENS, NEW_TOKENS = 1024, 60
 DECODE_LENGTHS, DECODE_ROUNDS = (512, 2048, 8000), 2
 DECODED_TOKENS = STEPS * (DECODE_ROUNDS + 1)  # per model and length, with the warm-up
@@ -449,7 +449,9 @@ def render_journey(results: Mapping[str, Any]) -> str:
 
 def render_short(results: Mapping[str, Any]) -> str:
     """Render the table for a Markdown document, at most 90 columns wide."""
-    return render_rows(*make_table(results), "markdown", left=1)
+    header, rows = make_table(results)
+    first_line, *lines = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    return "\n".join([first_line, "|---" + "|---:" * (len(header) - 1) + "|", *lines])
 
 
 def render_adapter_card(results: Mapping[str, Any], base: str, folder: Path) -> str:
