@@ -64,7 +64,7 @@ def fail(error, after=0):
 def test_a_language_model_after_a_failure(monkeypatch, stopped, name, error, after, attention):
     model = language_model()
     model.set_attn_implementation(attention)
-    model.generation_config.remark = "code"
+    model.generation_config.custom_generate = "code"
     model.model.register_forward_pre_hook(lambda *_: None)
     model.train().model.layers[1].eval()
     expected, before = model(TEXT[None, :60]).logits, snapshot(model)
@@ -73,10 +73,10 @@ def test_a_language_model_after_a_failure(monkeypatch, stopped, name, error, aft
         mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
     check_unchanged(model, before)
     assert torch.equal(model(TEXT[None, :60]).logits, expected)
-    assert model.config._attn_implementation == attention and model.generation_config.remark == "code"
+    assert model.config._attn_implementation == attention and model.generation_config.custom_generate == "code"
     monkeypatch.undo()
     mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
-    assert model.config._attn_implementation == attention and not hasattr(model.generation_config, "remark")
+    assert model.config._attn_implementation == attention and not hasattr(model.generation_config, "custom_generate")
     is_training = {name: module.training for name, module in model.named_modules()}
     assert is_training["model.layers.0.self_attn"] and not is_training["model.layers.1.self_attn"]
     assert all(layer.mhla.q_map.training == layer.training for layer in mhla_layers(model).values())

@@ -35,8 +35,7 @@ def test_from_scratch_and_what_is_said_of_a_bad_text(run, refused, base, tmp_pat
     recipe, settings = tmp_path / "short.yaml", "settings: {preset: tiny, vocab_size: 400}"
     recipe.write_text(f"{settings}\ntokenizer: {base / 'model'}\nstages: [{STAGE.format('lm', 'all')}]\n")
     said = refused("language", "--recipe", recipe, "--data", tmp_path / "none.txt", "--out", tmp_path / "out")
-    assert re.fullmatch(
-        r"language\.py: data: got '.*none.txt', which does not exist, expected a file or a folder\.\n", said
-    )
+    expected = r"expected a file, a folder, a dataset, or a list of texts\.\n"
+    assert re.fullmatch(rf"language\.py: data: got '.*none.txt', which does not exist, {expected}", said)
     run("language", "--recipe", recipe, "--data", base / "text.txt", "--out", tmp_path / "out")
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "MHLAForCausalLM"
