@@ -16,6 +16,7 @@ from transformers import ByT5Tokenizer
 
 from mhla_hf.checkpoints.save import list_saved_files, read_sentence_files, save_model
 from mhla_hf.cli import main
+from mhla_hf.share.facts import Person
 from mhla_hf.share.folder_checks import stage_folder
 
 VISITOR = """
@@ -154,13 +155,13 @@ def test_an_encoder_keeps_the_modules_of_sentence_transformers_and_is_shared_wit
     assert main(["info", str(out)]) == 0 and capsys.readouterr().out.endswith("\nscore:      none\n")
     assert {*list_saved_files(out)} == {file for file in out.rglob("*") if file.is_file()}
     monkeypatch.setattr("mhla_hf.share.folder_checks.check_isolated_load", lambda *given: None)
-    assert stage_folder(out, tmp_path / "staged", card="---\nlicense: mit\n---\n") == ()
+    assert stage_folder(out, tmp_path / "staged", person=Person("me/encoder", None, "mit")) == ()
     assert (tmp_path / "staged/1_Pooling/config.json").is_file()
     (out / "sentence_bert_config.json").write_text(json.dumps(odd))
     with pytest.raises(
         ValueError, match=r"sentence_bert_config\.json: got the key 'model_args', expected only keys that"
     ):
-        stage_folder(out, tmp_path / "again", card="---\nlicense: mit\n---\n")
+        stage_folder(out, tmp_path / "again", person=Person("me/encoder", None, "mit"))
     assert main(["convert", str(sentence_encoder), str(out), "--overwrite"]) == 0
 
 
