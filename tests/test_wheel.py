@@ -43,7 +43,7 @@ def test_the_wheel_alone(tmp_path):
     run(sys.executable, "-m", "build", ROOT, "--outdir", tmp_path, folder=tmp_path)
     (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     files = [path for path in (ROOT / "mhla_hf").rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    package = {path.relative_to(ROOT).as_posix() for path in files}
+    package = {path.relative_to(ROOT).as_posix() for path in files} | {"mhla_hf_command.py"}
     assert "mhla_hf/py.typed" in package
     assert {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name} == package
     with tarfile.open(source) as archive:
