@@ -21,7 +21,7 @@ RELEASE_TESTS := $(addprefix tests/,models/test_transformers_api.py models/test_
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@$(TICK) $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
-	@$(TICK) $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[train,eval,peft]'
+	@$(TICK) $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[diffusers,train,eval,peft]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
@@ -49,7 +49,7 @@ test-slow: $(VENV)/.test  ## the long ones, by hand
 $(VENV)-%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
-	$(VENV)-$*/bin/python -m pip install -q $(PIP_ARGS) -e '.[train,eval,peft]' pytest pytest-xdist hypothesis 'triton>=3.6,<3.10' $(RELEASE_$*)
+	$(VENV)-$*/bin/python -m pip install -q $(PIP_ARGS) -e '.[diffusers,train,eval,peft]' pytest pytest-xdist hypothesis 'triton>=3.6,<3.10' $(RELEASE_$*)
 	touch $@
 
 test-releases: $(RELEASES:%=$(VENV)-%/.installed)  ## the main job on the oldest and the newest releases
