@@ -268,13 +268,13 @@ def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipelin
     return Subject(name, model, fingerprint, dtype, target, args)
 
 
-def check_writable(target: Path, argument: str = "output") -> None:
-    """Raise ValueError if the file `target` cannot be written, without creating it; `argument` begins the message."""
+def check_writable(target: Path) -> None:
+    """Raise ValueError if the file `target` cannot be written, without creating it."""
     folder = target.parent
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or target.is_dir():
-        raise ValueError(f"{argument}: got {str(target)!r}, which cannot be written, expected another file or folder.")
+        raise ValueError(f"output: got {str(target)!r}, which cannot be written, expected another file or folder.")
 
 
 def shorten_path(path: Any) -> str:
