@@ -5,8 +5,7 @@
     python conversion/dit.py --recipe dit_distill --out out/dit                 without any data
 
 From scratch, only the VAE and the noise schedule come from the base. LATENTS has `latents` and `class_labels`; without it,
-the softmax original samples images of random classes. The steps are in `journey.py`; `experiments/digits_dit.py` is a small
-but real example.
+the softmax original samples images of random classes. The steps are in `journey.py`.
 """
 
 from typing import Any

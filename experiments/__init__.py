@@ -6,14 +6,11 @@ python -m experiments.classifiers     softmax, plain linear attention, and MHLA 
 python -m experiments.digits_vit      a softmax ViT on real digits, converted and distilled without labels
 python -m experiments.calibrate_grids a start from the softmax original for tiny diffusion models
 python -m experiments.distill_grids   the same models distilled, and which digits a judge recognizes in their samples
-python -m experiments.digits_dit      a DiT on real digits, trained from scratch, and converted and distilled
 python -m experiments.recipe_costs    the memory of every recipe; parameters and multiply-adds of the paper's classifiers
 python -m experiments.heads           how many KV heads of a real language model keep softmax, and what that costs
 python -m experiments.judge           lookups, tasks, and chats of a real language model and its conversions
 python -m experiments.kvpress_rows    conversion against cache compression at equal bytes
 python -m experiments.encoder         a real text encoder and its conversions
-python -m experiments.mqar            associative recall, trained from scratch
-python -m experiments.far_forms       variants of the far part, one layer of a real language model at a time
 python -m experiments.speed           a converted language model beside its original, by length
 python -m experiments.vllm_serving    a conversion inside vLLM, against softmax and against transformers
 python -m experiments.bench           the operator beside softmax and plain linear attention (`make bench`)

@@ -6,7 +6,6 @@
 the N x N matrices are computed in fp64, so that ranks are measured and not derived. No size is measured twice.
 """
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -32,6 +31,8 @@ from mhla_hf.nn.grid import GridMHLA, GridMixing
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.plots import PALETTE, STYLE, drawing
+
+from .rows import make_parser
 
 FRAMED_STYLE = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}
 LENGTHS, WIDTHS, BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096), (16, 32, 64, 72), 16  # of random features
@@ -276,9 +277,8 @@ def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: 
     for kind in KINDS:
         values = torch.linalg.svdvals(calls[kind].matrix())
         row["rank"][kind] = count_rank(values, row["tolerance"])
-        row["bound"][kind] = {"linear": min(tokens, width), "softmax": tokens}.get(
-            kind, rank_bound(grid.sizes(), width)
-        )
+        bounds = {"linear": min(tokens, width), "softmax": tokens}
+        row["bound"][kind] = bounds.get(kind, rank_bound(grid.sizes(), width))
         row["smallest"][kind] = (values[row["rank"][kind] - 1] / values[0]).item()
     return {**row, "mixing_condition": torch.linalg.cond(random_mixing[0]).item()}
 
@@ -311,9 +311,8 @@ def plot_random_rank(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             lengths = [row["tokens"] for row in chosen]
             for (kind, (label, marker)), color in zip(MARKERS.items(), PALETTE, strict=False):
                 axes.plot(lengths, [row["bound"][kind] for row in chosen], "--", color=color, linewidth=1)
-                axes.plot(
-                    lengths, [row["rank"][kind] for row in chosen], marker, color=color, markersize=6, label=label
-                )
+                ranks = [row["rank"][kind] for row in chosen]
+                axes.plot(lengths, ranks, marker, color=color, markersize=6, label=label)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)
             axes.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
@@ -337,9 +336,7 @@ def render_random_rank(record: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the ranks, and print the table."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", default="out/rank", help="folder of rank.json and rank.png (default: out/rank)")
     torch.set_num_threads(1)
     print(render_random_rank(study_random_rank(parser.parse_args(arguments).out)))

@@ -5,15 +5,12 @@ process, and the fastest round of each counts, so that other load on the machine
 fails, or does not fit gets the reason in place of a time. `make gpu` times the paper's operators and whole models, below.
 """
 
-import argparse
 import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import math
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +26,8 @@ from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 from mhla_hf.evaluation.speed import clock
+
+from .rows import make_parser, parse_call
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
 MIN_TURN_SECONDS = 0.02  # in which a call is repeated and timed
@@ -412,14 +411,12 @@ def find_fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | No
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the default cases, and return the record. The exit code is 1 if a result was wrong."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser("python -m experiments.bench", description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu", help="as torch names it (default: cpu)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--out", help="JSON file to write")
-    args = parser.parse_args(arguments)
+    args, command = parse_call(parser, "bench", arguments)
     torch.set_num_threads(args.threads)
-    command = shlex.join(["python", "-m", "experiments.bench", *arguments])
     record = {**describe_run(command, args.device), "seed": 0, "rows": []}
     for case in tqdm(quick_cases(), desc="bench"):
         record["rows"] += time_case(case, args.device)

@@ -8,18 +8,17 @@ Each is then converted in several ways. The results are `calibrate_grids.json` a
 trajectories of the softmax model, also on a larger image and a longer video than those of the fit.
 """
 
-import argparse
 import copy
 import functools
 import itertools
-import shlex
+import re
 import statistics
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.nn.functional as F
 from diffusers import (
@@ -29,19 +28,19 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_digits
 
 import mhla_hf
 from mhla_hf.checkpoints.file_io import atomic_file, atomic_folder, write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
-from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers, softmax_layers
-from mhla_hf.conversion.teacher import replaced_cores
+from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
 from mhla_hf.nn.joint import JointMHLA
 from mhla_hf.training.denoising import Conditions, NoiseProcess, predict, sample_latents
 
-from .digits_dit import CLASSES, SIDE, digits, folder_of
-from .rows import describe_setup, format_range
+from .rows import describe_setup, format_range, make_parser, parse_call
 
+SIDE, CLASSES, HELD_OUT = 16, 10, 497
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TEXT_WIDTH, TEXT_LENGTH = 32, 5
@@ -53,22 +52,23 @@ OFF = -30.0  # balance at which MHLA has no weight
 LOCALITY, SOFTMAX_PART = "locality (the default without samples)", "softmax part alone"
 LINEAR_CALIBRATED = "plain linear attention, calibrated"
 CALIBRATED, ONE_KEPT = "calibrated", "calibrated, one of four layers softmax"
-HEADS_KEPT = "calibrated, as many heads of any layers softmax"
 Size = tuple[int, ...]  # rows and columns, for video also frames, of latents
-Head = tuple[int, int]  # layer, and head in it
 Point = tuple[torch.Tensor, torch.Tensor, Conditions]  # noisy latents, times, and conditions
 
 
+@functools.cache
+def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return training images, their labels, held-out images, and theirs: [N, 1, 16, 16] from -1 to 1, and int64 [N]."""
+    data = load_digits()
+    order = numpy.random.default_rng(0).permutation(len(data.images))
+    images = torch.tensor(data.images[order], dtype=torch.float32)[:, None] / 8 - 1
+    images = F.interpolate(images, size=(SIDE, SIDE), mode="bilinear")
+    labels = torch.tensor(data.target[order])
+    return images[:-HELD_OUT], labels[:-HELD_OUT], images[-HELD_OUT:], labels[-HELD_OUT:]
+
+
 def text_conditions(labels: torch.Tensor, pooled: bool) -> Conditions:
-    """Encode the names of classes: a fixed random vector for every letter.
-
-    Args:
-        labels: Classes, int64 [B].
-        pooled: Whether to add the mean as "pooled_projections".
-
-    Returns:
-        "encoder_hidden_states" [B, TEXT_LENGTH, TEXT_WIDTH], zero after the end of a name.
-    """
+    """Encode the names of classes [B], a fixed random vector for every letter; `pooled` adds "pooled_projections"."""
     table = torch.randn(1 + len(LETTERS), TEXT_WIDTH, generator=torch.Generator().manual_seed(0))
     table[0] = 0.0
     codes = torch.tensor([[1 + LETTERS.index(x) for x in name] + [0] * (TEXT_LENGTH - len(name)) for name in NAMES])
@@ -77,16 +77,7 @@ def text_conditions(labels: torch.Tensor, pooled: bool) -> Conditions:
 
 
 def place_digits(images: torch.Tensor, size: Size, generator: torch.Generator) -> torch.Tensor:
-    """Put each digit at a random place of a canvas; in videos, it moves straight and bounces off the edges.
-
-    Args:
-        images: [B, 1, side, side].
-        size: Size of the canvas, in which a digit fits; for videos, its first number is that of frames.
-        generator: Random number generator.
-
-    Returns:
-        [B, 1, *size].
-    """
+    """Put each digit [B, 1, side, side] at a random place of a canvas [B, 1, *size]; in videos, it moves and bounces."""
     *frames, height, width = size
     side, num_frames = images.shape[-1], frames[0] if frames else 1
     canvas = torch.full((len(images), 1, num_frames, height, width), -1.0)
@@ -103,17 +94,9 @@ def place_digits(images: torch.Tensor, size: Size, generator: torch.Generator) -
 def draw_digits(
     images: torch.Tensor, labels: torch.Tensor, size: Size, count: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw random digits on canvases of one size; those of videos are smaller, so that they have room to move.
+    """Draw random digits on `count` canvases of one size; those of videos are smaller, so that they have room to move.
 
-    Args:
-        images: Images to draw from, [N, 1, 16, 16].
-        labels: Their classes, [N].
-        size: Size of the canvas, as for `place_digits`.
-        count: Number of canvases B.
-        generator: Random number generator.
-
-    Returns:
-        Canvases [B, 1, *size], and their classes [B].
+    Returns canvases [count, 1, *size], and their classes.
     """
     rows = torch.randint(len(images), (count,), generator=generator)
     side = VIDEO_SIDE if len(size) == 3 else SIDE
@@ -121,39 +104,23 @@ def draw_digits(
 
 
 class Task(NamedTuple):
-    """A model to train and to convert.
+    """A model to train and to convert."""
 
-    Attributes:
-        make: Returns the softmax model, with random weights.
-        conditions: Returns the conditions of classes [B].
-        sizes: Sizes of the latents that it is trained on; it is fitted on the first.
-        batch: Samples per training step.
-        steps: Training steps.
-        fit_batch: Samples per trajectory to fit and to measure on.
-        frame_steps: Earlier training steps on single frames of videos, `FRAMES_PER_VIDEO` times as many per step.
-    """
-
-    make: Callable[[], Any]
-    conditions: Callable[[torch.Tensor], Conditions]
-    sizes: tuple[Size, ...]
+    make: Callable[[], Any]  # returns the softmax model, with random weights
+    conditions: Callable[[torch.Tensor], Conditions]  # of classes [B]
+    sizes: tuple[Size, ...]  # of the latents that it is trained on; it is fitted on the first
     batch: int
     steps: int
-    fit_batch: int
-    frame_steps: int = 0
+    fit_batch: int  # samples per trajectory to fit and to measure on
+    frame_steps: int = 0  # earlier steps on single frames of videos, `FRAMES_PER_VIDEO` times as many per step
 
 
 class Start(NamedTuple):
-    """A way to convert a model.
+    """A way to convert a model."""
 
-    Attributes:
-        settings: Settings of `convert`.
-        learns: Whether the MHLA layers are fitted.
-        tasks: Tasks that it is for; empty for all.
-    """
-
-    settings: dict[str, Any]
-    learns: bool = False
-    tasks: tuple[str, ...] = ()
+    settings: dict[str, Any]  # of `convert`
+    learns: bool = False  # whether the MHLA layers are fitted
+    tasks: tuple[str, ...] = ()  # that it is for; empty for all
 
 
 LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
@@ -208,27 +175,13 @@ TASKS = {
 }
 
 
-@functools.cache
-def training_digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the images and labels to train on; see `digits`."""
-    return digits()[:2]
-
-
 def frame_size(size: Size) -> Size:
     """Return the size of an image as it is, and that of a video with one frame."""
     return size if len(size) == 2 else (1, *size[1:])
 
 
 def train(task: Task, path: Path) -> Any:
-    """Train the softmax model of a task by flow matching, or load it.
-
-    Args:
-        task: The task.
-        path: File of the weights, written if it does not exist.
-
-    Returns:
-        The model, in eval mode.
-    """
+    """Train the softmax model of a task by flow matching, or load its weights from `path`; it is in eval mode."""
     torch.manual_seed(0)
     model = task.make()
     if not path.exists():
@@ -243,7 +196,7 @@ def train(task: Task, path: Path) -> Any:
             size, count = task.sizes[step % len(task.sizes)], task.batch
             if step < task.frame_steps:
                 size, count = frame_size(size), FRAMES_PER_VIDEO * count
-            clean, labels = draw_digits(*training_digits(), size, count, generator)
+            clean, labels = draw_digits(*digits()[:2], size, count, generator)
             times = [process.draw_time(generator, "logit-normal", None) for _ in labels]
             noise = torch.randn(clean.shape, generator=generator)
             noisy, target = (torch.stack(x) for x in zip(*map(process.mix, clean, noise, times), strict=True))
@@ -263,19 +216,7 @@ def train(task: Task, path: Path) -> Any:
 
 
 def trajectories(task: Task, model: Any, size: Size, batch: int, generator: torch.Generator, steps: int) -> list[Point]:
-    """Sample random classes with a model, without guidance.
-
-    Args:
-        task: The task.
-        model: The softmax model.
-        size: Size of the latents.
-        batch: Number of samples.
-        generator: Random number generator.
-        steps: Sampling steps.
-
-    Returns:
-        Noisy latents [batch, 1, *size], times [batch], and conditions of each step.
-    """
+    """Sample random classes with a softmax model, without guidance, and return what it gets in each step."""
     conditions = task.conditions(torch.randint(CLASSES, (batch,), generator=generator))
     noise = torch.randn(batch, 1, *size, generator=generator)
     points: list[Point] = []
@@ -310,19 +251,13 @@ def converted(task: Task, teacher: Any, start: Start, seed: int) -> Any:
     return mhla_hf.convert(student, samples=sample, keep=0, seed=seed, progress=False, **start.settings)
 
 
+def folder_of(name: str, seed: int) -> str:
+    """Return the name of a model's folder."""
+    return "-".join(re.findall(r"[A-Za-z]+", name)) + f"-{seed}"
+
+
 def convert_or_load(name: str, teacher: Any, row: str, seed: int, folder: Path) -> Any:
-    """Convert a copy of a softmax model, or load it, if its layers are fitted and a folder has it from an earlier call.
-
-    Args:
-        name: Key of `TASKS`.
-        teacher: The softmax model.
-        row: Key of `STARTS`.
-        seed: Seed of the fit.
-        folder: Folder of the trained models, in which those that are fitted are saved, too.
-
-    Returns:
-        The student, in eval mode.
-    """
+    """Convert a copy of a softmax model (a key of `TASKS`) with a key of `STARTS`; load it, if it was fitted earlier."""
     start, path = STARTS[row], folder / f"{name}-{folder_of(row, seed)}"
     if not start.learns:
         return converted(TASKS[name], teacher, start, seed)
@@ -348,47 +283,6 @@ def most_damaging_layer(student: Any) -> int:
     return int(max(layers, key=lambda index: layers[index]["alone"]))
 
 
-class SomeHeadsCore(GridSoftmaxCore):
-    """Computes some heads of a layer by softmax, and the others by MHLA.
-
-    Args:
-        core: The MHLA core.
-        by_softmax: Which heads softmax computes, bool [H].
-    """
-
-    def __init__(self, core: Any, by_softmax: torch.Tensor) -> None:
-        super().__init__(core)
-        self.by_softmax = by_softmax[:, None]
-
-    def forward(self, *heads: Any, **options: Any) -> Any:
-        """Attend. See `GridSoftmaxCore` for the arguments and the result."""
-        softmax, mhla = super().forward(*heads, **options), self.core(*heads, **options)
-        if isinstance(softmax, tuple):  # the grid and the text
-            return torch.where(self.by_softmax, softmax[0], mhla[0]), softmax[1]
-        return torch.where(self.by_softmax, softmax, mhla)
-
-
-def softmax_heads(student: Any, heads: Collection[Head]) -> AbstractContextManager[Any]:
-    """Return a context manager that computes some heads of a student by softmax."""
-    layers = grid_layers(student)
-    numbers = range(student.config.num_attention_heads)
-    by_softmax = {
-        holder.mhla: torch.tensor([(index, number) in heads for number in numbers]) for index, holder in layers.items()
-    }
-    return replaced_cores(layers, lambda core: SomeHeadsCore(core, by_softmax[core]))
-
-
-def most_damaging_heads(student: Any, teacher: Any, points: Sequence[Point]) -> list[Head]:
-    """Return as many heads as a layer has: those whose conversion alone changes the velocity at some points most."""
-    num_heads = student.config.num_attention_heads
-    heads = list(itertools.product(grid_layers(student), range(num_heads)))
-    damage = {}
-    for head in heads:
-        with softmax_heads(student, set(heads) - {head}):
-            damage[head] = velocity_error(student, teacher, points)
-    return sorted(heads, key=lambda head: -damage[head])[:num_heads]
-
-
 def turn_mhla_off(student: Any) -> None:
     """Leave only the softmax part of joint layers, which reads the text and the own block, in place; others stay."""
     for holder in grid_layers(student).values():
@@ -399,21 +293,13 @@ def turn_mhla_off(student: Any) -> None:
 def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
     """Convert the model of a task in all ways, and measure its velocity on held-out trajectories of the softmax model.
 
-    Args:
-        name: Key of `TASKS`.
-        folder: Folder with the weights of the softmax models, which are trained if it does not have them.
-        seeds: Number of seeds of each fit.
-
-    Returns:
-        "errors": errors by start and then by size, one for each seed; "reports" of the fits and the "heads" that keep
-        softmax in `HEADS_KEPT`, by seed; "parameters" of the softmax model.
+    Returns "errors" by start and then by size, one for each seed of a fit; "reports" of the fits; and "parameters".
     """
     task = TASKS[name]
     teacher = train(task, folder / f"{name}.safetensors")
     held_out = held_out_points(task, teacher)
     errors: dict[str, dict[str, list[float]]] = {}
     reports: list[dict[str, Any]] = []
-    heads: list[list[Head]] = []
 
     def store(row: str, student: Any) -> None:
         by_size = errors.setdefault(row, {size: [] for size in held_out})
@@ -428,23 +314,12 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
             student = convert_or_load(name, teacher, row, seed, folder)
             if row == SOFTMAX_PART:
                 turn_mhla_off(student)
-            if row == CALIBRATED:
-                reports.append(student.config.mhla_measured)
             store(row, student)
             if row == CALIBRATED:
+                reports.append(student.config.mhla_measured)
                 with softmax_layers({0: grid_layers(student)[most_damaging_layer(student)]}):
                     store(ONE_KEPT, student)
-                generator = torch.Generator().manual_seed(5000 + seed)
-                points = trajectories(task, teacher, task.sizes[0], task.fit_batch, generator, HELD_OUT_STEPS)
-                heads.append(most_damaging_heads(student, teacher, points))
-                with softmax_heads(student, heads[-1]):
-                    store(HEADS_KEPT, student)
-    return {
-        "errors": errors,
-        "reports": reports,
-        "heads": heads,
-        "parameters": teacher.num_parameters(),
-    }
+    return {"errors": errors, "reports": reports, "parameters": teacher.num_parameters()}
 
 
 def render_calibration(record: Mapping[str, Any]) -> str:
@@ -467,23 +342,15 @@ def render_calibration(record: Mapping[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the script, and return the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/grids"), help="folder to create, or with trained models")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds of each fit (default: 3)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    arguments = sys.argv[1:] if arguments is None else arguments
-    args = parser.parse_args(arguments)
-    if args.seeds < 1:
-        parser.error(f"--seeds: got {args.seeds}, expected at least 1.")
-    torch.set_num_threads(args.threads)
+    args, command = parse_call(parser, "calibrate_grids", arguments)
+    torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    results = {
-        "tasks": {name: measure(name, args.out, args.seeds) for name in args.tasks},
-        "seeds": list(range(args.seeds)),
-        "threads": args.threads,
-        **describe_run(shlex.join(["python", "-m", "experiments.calibrate_grids", *arguments])),
-    }
+    tasks = {name: measure(name, args.out, args.seeds) for name in args.tasks}
+    results = {"tasks": tasks, "seeds": list(range(args.seeds)), "threads": 1, **describe_run(command)}
     write_json(args.out / "calibrate_grids.json", results)
     print(render_calibration(results))
     return results

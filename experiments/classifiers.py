@@ -8,11 +8,8 @@ hold: the 95 % interval of the difference, paired by seed, is above zero, below,
 table, and figures of accuracy by epoch, rank and entropy by layer, attention maps, and the learned mixing.
 """
 
-import argparse
 import json
-import shlex
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,7 @@ from mhla_hf.training.run_folder import RECORD
 
 from .attention import describe_mixing, measure_calls, plot_layers, plot_maps, plot_mixing, record_model
 from .digits_vit import load_digits
-from .rows import over_seeds
+from .rows import make_parser, over_seeds, parse_call
 
 KINDS = {"softmax": "softmax", "plain linear": "linear", "MHLA": "mhla"}
 MODEL: dict[str, Any] = {
@@ -185,17 +182,13 @@ def plot_accuracy(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]],
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Train, measure, and return the content of results.json."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        "python -m experiments.classifiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/images"), help="folder to create, or to go on in")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     parser.add_argument("--epochs", type=int, default=25, help="number of epochs (default: 25)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    args = parser.parse_args(arguments)
+    args, command = parse_call(parser, "classifiers", arguments)
     torch.set_num_threads(args.threads)
-    command = shlex.join(["python", "-m", "experiments.classifiers", *arguments])
     train(args.out, args.seeds, args.epochs, command)
     results = collect(args.out, args.seeds, command)
     write_json(args.out / "results.json", results)

@@ -7,10 +7,8 @@ runs the same 20 sampling steps from the same noise as the original: at a size t
 with 13.5 times as many tokens, where attention takes most of the time. No weight of the original changes.
 """
 
-import argparse
 import contextlib
 import functools
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,9 +28,17 @@ from mhla_hf.conversion.teacher import replaced_cores
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.training.denoising import sample_latents
 
-from .calibrate_grids import CALIBRATED, TASKS, Size, convert_or_load, most_damaging_layer, train
-from .digits_dit import CLASSES
-from .rows import describe_setup, format_range
+from .calibrate_grids import (
+    CALIBRATED,
+    CLASSES,
+    LINEAR_CALIBRATED,
+    TASKS,
+    Size,
+    convert_or_load,
+    most_damaging_layer,
+    train,
+)
+from .rows import describe_setup, format_range, make_parser, parse_call
 
 SIZES: tuple[Size, ...] = ((16, 16, 16), (24, 48, 48))
 STEPS, EXACT_STEPS = 20, 5
@@ -40,7 +46,6 @@ ROUNDS = 2  # of the first seed; the fastest run of all counts
 TILE = (4, 4, 8)  # tokens along each axis
 NEAR_TILES = 1  # that local attention reads on each side
 SPARSE_SHARE = 8  # sparse attention reads one of so many tiles
-PLAIN = "plain linear attention, calibrated"
 compiled_attention = torch.compile(flex_attention)
 TileChoice = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], torch.Tensor]
 
@@ -63,10 +68,8 @@ def similar_tiles(q: torch.Tensor, k: torch.Tensor, counts: tuple[int, ...]) -> 
 class TiledCore(nn.Module):
     """Computes softmax attention over some tiles of the grid, by PyTorch's `flex_attention`, in place of an MHLA core.
 
-    Args:
-        core: The MHLA core.
-        choose: Called with q and k [B, H, T, K], tile by tile, and the number of tiles along each axis. Returns which tiles
-            of keys each tile of queries reads, bool [B or 1, H or 1, tiles, tiles].
+    `choose` gets q and k [B, H, T, K], tile by tile, and the number of tiles along each axis, and returns which tiles of
+    keys each tile of queries reads, bool [B or 1, H or 1, tiles, tiles].
     """
 
     def __init__(self, core: Any, choose: TileChoice) -> None:
@@ -97,17 +100,11 @@ def tile_order(grid: Size, counts: Size) -> torch.Tensor:
 
 
 class Method(NamedTuple):
-    """A method to run the model.
+    """A method to run the model."""
 
-    Attributes:
-        start: Key of `STARTS`, or None for the original.
-        context: Returns a context manager in which the model runs by this method.
-        exact_steps: Number of first steps that use the original's attention.
-    """
-
-    start: str | None
-    context: Callable[[Any, Callable[[], float]], contextlib.AbstractContextManager[Any]]
-    exact_steps: int = 0
+    start: str | None  # key of `STARTS`; None: the original
+    context: Callable[[Any, Callable[[], float]], contextlib.AbstractContextManager[Any]]  # in which the model runs
+    exact_steps: int = 0  # first steps that use the original's attention
 
 
 def unchanged(model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
@@ -148,7 +145,7 @@ METHODS = {
     "MHLA, calibrated": Method(CALIBRATED, unchanged),
     "MHLA, calibrated, one of four layers softmax": Method(CALIBRATED, one_kept),
     f"MHLA, calibrated, softmax in the first {EXACT_STEPS} steps": Method(CALIBRATED, unchanged, EXACT_STEPS),
-    PLAIN: Method(PLAIN, unchanged),
+    LINEAR_CALIBRATED: Method(LINEAR_CALIBRATED, unchanged),
     "local: tiles of 128 tokens and their neighbors (`flex_attention`)": Method(
         CALIBRATED, functools.partial(tiled, near_tiles)
     ),
@@ -161,17 +158,7 @@ METHODS = {
 
 
 def sample(model: Any, method: Method, size: Size, seed: int) -> tuple[torch.Tensor, float]:
-    """Sample one video with a method.
-
-    Args:
-        model: The model, converted if the method needs it.
-        method: The method.
-        size: Size of the latents.
-        seed: Seed of the noise and of the class.
-
-    Returns:
-        The video [1, 1, *size], and the seconds per step.
-    """
+    """Sample one video [1, 1, *size] with a method, and return it and the seconds per step."""
     generator = torch.Generator().manual_seed(seed)
     conditions = TASKS["wan"].conditions(torch.randint(CLASSES, (1,), generator=generator))
     noise = torch.randn(1, 1, *size, generator=generator)
@@ -191,22 +178,19 @@ def sample(model: Any, method: Method, size: Size, seed: int) -> tuple[torch.Ten
 
 
 def measure(folder: Path, seeds: int) -> list[dict[str, Any]]:
-    """Measure all methods.
+    """Measure all methods with several seeds, each of a fit and of a video.
 
-    Args:
-        folder: Folder with the weights of the original, which is trained if it has none.
-        seeds: Number of seeds, each of a fit and of a video.
-
-    Returns:
-        Rows with "method", "size", "distances" (squared, relative to the squared norm of the original's video, by seed), and
-        "seconds" per step.
+    Returns rows with "method", "size", "distances" (squared, relative to the squared norm of the original's video, by seed),
+    and "seconds" per step.
     """
     task = TASKS["wan"]
     teacher = train(task, folder / "wan.safetensors")
     rows: dict[tuple[str, Size], dict[str, Any]] = {}
     for seed in range(seeds):
         models: dict[str | None, Any] = {None: teacher}
-        models |= {start: convert_or_load("wan", teacher, start, seed, folder) for start in (CALIBRATED, PLAIN)}
+        models |= {
+            start: convert_or_load("wan", teacher, start, seed, folder) for start in (CALIBRATED, LINEAR_CALIBRATED)
+        }
         for size in SIZES:
             for _ in range(ROUNDS if seed == 0 else 1):
                 for name, method in METHODS.items():
@@ -241,17 +225,13 @@ def render_peers(record: Mapping[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the script, and return the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/grids"), help="folder to create, or with a trained model")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
-    arguments = sys.argv[1:] if arguments is None else arguments
-    args = parser.parse_args(arguments)
-    if args.seeds < 1:
-        parser.error(f"--seeds: got {args.seeds}, expected at least 1.")
+    args, command = parse_call(parser, "diffusion_peers", arguments)
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = measure(args.out, args.seeds)
-    record = {"rows": rows, **describe_run(shlex.join(["python", "-m", "experiments.diffusion_peers", *arguments]))}
+    record = {"rows": measure(args.out, args.seeds), **describe_run(command)}
     write_json(args.out / "diffusion_peers.json", record)
     print(render_peers(record))
     return record

@@ -13,11 +13,8 @@ card, for
     mhla-hf card out/digits_vit/MHLA-0 --shelve model_cards/digits_vit --over-seeds out/digits_vit/digits_vit.json
 """
 
-import argparse
 import copy
-import shlex
 import statistics
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +33,7 @@ from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.training.datasets.images import open_images, top1_accuracy
 from mhla_hf.training.recipe import ImageStage
 
-from .rows import format_mean
+from .rows import format_mean, make_parser, parse_call
 
 Split = tuple[torch.Tensor, torch.Tensor]
 
@@ -56,10 +53,9 @@ COMMON: dict[str, Any] = {"batch_size": 64, "shift": 3, "beta2": 0.99}
 
 
 def load_digits(size: int) -> tuple[Split, Split]:
-    """Load scikit-learn's 1,797 digits, 8 x 8 scans, enlarged bilinearly to `size` x `size`.
+    """Load scikit-learn's 1,797 digits, 8 x 8 scans, enlarged to `size` x `size`: 1,300 to train on, and 497 to test on.
 
-    Returns:
-        (train, test), each (images uint8 [N, 1, size, size], labels int64 [N]), with N = 1,300 and 497.
+    Each part is (images uint8 [N, 1, size, size], labels int64 [N]).
     """
     digits: Any = datasets.load_digits()
     images = torch.from_numpy(digits.images).float()[:, None]
@@ -88,18 +84,7 @@ def folder_of(name: str, seed: int) -> str:
 
 
 def run(out: Path, seeds: int, steps: int, distill_steps: int, command: str) -> dict[str, Any]:
-    """Train the teacher and all students, or load those that are finished.
-
-    Args:
-        out: Folder of the models, and of `digits_vit.json`.
-        seeds: Number of seeds per student.
-        steps: Steps of the teacher.
-        distill_steps: Steps of each student, after a quarter as many that match attention outputs.
-        command: Shell command, for the records.
-
-    Returns:
-        The content of `digits_vit.json`.
-    """
+    """Train the teacher and all students, or load those that are finished, and return the content of `digits_vit.json`."""
     train, test = load_digits(SIDE)
     processor = ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}, resample=3, **NORMAL)
     options = {"data": train, "test": test, "processor": processor, "command": command, "log_every": 25}
@@ -111,12 +96,8 @@ def run(out: Path, seeds: int, steps: int, distill_steps: int, command: str) -> 
         "train", "labels", steps, 1.5e-3, warmup=min(50, steps // 5), weight_decay=0.05, smoothing=0.05, **COMMON
     )
     teacher = mhla_hf.distill(softmax_vit(0), out=out / "teacher", stages=[stage], seed=0, **options)
-    record: dict[str, Any] = {
-        "teacher": accuracy(teacher),
-        "students": [],
-        "steps": steps,
-        "distill_steps": distill_steps,
-    }
+    record: dict[str, Any] = {"steps": steps, "distill_steps": distill_steps}
+    record |= {"teacher": accuracy(teacher), "students": [], "seeds": list(range(seeds))}
     stages = [
         ImageStage("transfer", "transfer", max(1, distill_steps // 4), 3e-3, trainable="attention", warmup=5, **COMMON),
         ImageStage("distill", "logits", distill_steps, 1e-3, warmup=min(20, distill_steps // 4), **COMMON),
@@ -130,23 +111,15 @@ def run(out: Path, seeds: int, steps: int, distill_steps: int, command: str) -> 
             row["distilled"] = accuracy(student)
             record["students"].append(row)
             write_json(out / "digits_vit.json", record)
-    record["images"] = len(train[1])
-    record["judged_on"] = len(test[1])
-    record["parameters"] = teacher.num_parameters()
-    record["seeds"] = list(range(seeds))
-    record.update(describe_run(command))
+    record |= {"images": len(train[1]), "judged_on": len(test[1]), "parameters": teacher.num_parameters()}
+    record |= describe_run(command)
     write_json(out / "digits_vit.json", record)
     make_card(out, test)
     return record
 
 
 def make_card(out: Path, test: Split) -> None:
-    """Evaluate the teacher and the students of seed 0 with `mhla_hf.evaluate`, and write the MHLA student's card.
-
-    Args:
-        out: Folder of the models.
-        test: Images and labels to test on, which are written to `out / "test"`.
-    """
+    """Evaluate the teacher and the students of seed 0 on images in `out / "test"`, and write the MHLA student's card."""
     test_folder = out / "test"
     if not test_folder.exists():
         with atomic_folder(test_folder) as temporary_folder:
@@ -177,26 +150,16 @@ def table(record: Mapping[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the script, and return the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path("out/digits_vit"), help="folder to create, or of a run to resume"
-    )
+    parser = make_parser(__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/digits_vit"), help="folder to create, or to resume")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds per student (default: 3)")
     parser.add_argument("--steps", type=int, default=1600, help="steps of the teacher (default: 1600)")
-    parser.add_argument(
-        "--distill-steps",
-        type=int,
-        default=300,
-        help="steps of each student, after a quarter as many of transfer (default: 300)",
-    )
-    arguments = sys.argv[1:] if arguments is None else arguments
-    args = parser.parse_args(arguments)
-    for name in ("seeds", "steps", "distill_steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"{name}: got {getattr(args, name)}, expected at least 1.")
+    distill_help = "steps of each student, after a quarter as many of transfer (default: 300)"
+    parser.add_argument("--distill-steps", type=int, default=300, help=distill_help)
+    args, command = parse_call(parser, "digits_vit", arguments)
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    record = run(**vars(args), command=shlex.join(["python", "-m", "experiments.digits_vit", *arguments]))
+    record = run(**vars(args), command=command)
     print(table(record))
     return record
 

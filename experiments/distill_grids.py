@@ -8,12 +8,9 @@ network that was trained on the same digits, and on no samples, judges whether s
 record has one row per model and seed and is written after each; the next call adds what is missing.
 """
 
-import argparse
 import functools
 import itertools
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +34,8 @@ from mhla_hf.training.denoising import Conditions, predict, sample_latents
 
 from .calibrate_grids import (
     CALIBRATED,
+    CLASSES,
+    HELD_OUT,
     LINEAR_CALIBRATED,
     LOCALITY,
     TASKS,
@@ -44,18 +43,17 @@ from .calibrate_grids import (
     Size,
     Task,
     convert_or_load,
+    digits,
     draw_digits,
     frame_size,
     held_out_points,
     most_damaging_layer,
     train,
-    training_digits,
     trajectories,
     turn_mhla_off,
     velocity_error,
 )
-from .digits_dit import CLASSES, HELD_OUT, Judge, digits
-from .rows import Row, add_rows, describe_setup, format_range
+from .rows import Row, add_rows, describe_setup, format_range, make_parser, parse_call
 
 REAL, TEACHER, MHLA = "real digits, held out", "softmax, the teacher", "MHLA"
 ONE_KEPT, PLAIN, LOCAL = "MHLA, one of four layers softmax", "plain linear attention", "local alone"
@@ -65,53 +63,33 @@ LEARNING_RATE, SAMPLING_STEPS, JUDGE_STEPS = 1e-3, 10, 600
 
 
 class Recipe(NamedTuple):
-    """Sizes of the distillation of a task.
+    """Sizes of the distillation of a task."""
 
-    Attributes:
-        trajectories: Trajectories of the teacher to learn from.
-        batch: Points on them per step.
-        steps: Steps.
-        samples: Samples to judge, at each size.
-    """
-
-    trajectories: int
-    batch: int
+    trajectories: int  # of the teacher to learn from
+    batch: int  # points on them per step
     steps: int
-    samples: int
+    samples: int  # to judge, at each size
 
 
 RECIPES = {"dit": Recipe(64, 16, 150, 400), "sd3": Recipe(64, 16, 150, 400), "wan": Recipe(16, 2, 150, 100)}
 LONGER = {"wan": Recipe(64, 2, 600, 100)}  # for `MHLA` and `PLAIN`
 
 
-class CanvasJudge(Judge):
-    """A classifier of a digit anywhere on a canvas of any size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            *list(self.body)[:6], nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten()
-        )
-
-
-def train_judge(task: Task, path: Path) -> CanvasJudge:
-    """Train a judge on the canvases that a task's model is trained on, for videos on single frames, or load it.
-
-    Args:
-        task: The task.
-        path: File of the weights, written if it does not exist.
-
-    Returns:
-        The judge, in eval mode.
-    """
+def train_judge(task: Task, path: Path) -> nn.Module:
+    """Train a classifier of canvases of any size like those of a task, of videos single frames, or load it."""
     torch.manual_seed(0)
-    judge, generator = CanvasJudge(), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    judge = nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten(),
+        nn.Linear(64, CLASSES),
+    )  # fmt: skip
     if not path.exists():
         optimizer = torch.optim.AdamW(judge.parameters(), 2e-3, weight_decay=0.05)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=JUDGE_STEPS)
         for step in range(JUDGE_STEPS):
             size = frame_size(task.sizes[step % len(task.sizes)])
-            canvases, labels = draw_digits(*training_digits(), size, 64, generator)
+            canvases, labels = draw_digits(*digits()[:2], size, 64, generator)
             F.cross_entropy(judge(frames_of(canvases)), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -128,33 +106,20 @@ def frames_of(canvases: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def recognized_share(judge: Judge, canvases: torch.Tensor, labels: torch.Tensor) -> float:
-    """Compute the share of canvases in which a judge recognizes the label; of videos, it averages log-probabilities.
-
-    Args:
-        judge: The judge.
-        canvases: [B, 1, h, w], or [B, 1, F, h, w] for videos.
-        labels: Classes, int64 [B].
-    """
+def recognized_share(judge: nn.Module, canvases: torch.Tensor, labels: torch.Tensor) -> float:
+    """Compute the share of canvases in which a judge recognizes the label; of videos, it averages log-probabilities."""
     log_probabilities = judge(frames_of(canvases.clamp(-1, 1))).log_softmax(-1)
     mean = log_probabilities.view(len(canvases), -1, CLASSES).mean(1)
     return float((mean.argmax(-1) == labels).double().mean())
 
 
 class Pool(NamedTuple):
-    """Points on trajectories of a teacher, N of each.
-
-    Attributes:
-        noisy: Noisy latents.
-        times: Times.
-        conditions: Conditions.
-        targets: The teacher's velocities.
-    """
+    """Points on trajectories of a teacher, N of each."""
 
     noisy: torch.Tensor
     times: torch.Tensor
     conditions: Conditions
-    targets: torch.Tensor
+    targets: torch.Tensor  # the teacher's velocities
 
     @classmethod
     def sample(cls, task: Task, teacher: Any, recipe: Recipe, seed: int) -> "Pool":
@@ -173,14 +138,7 @@ class Pool(NamedTuple):
 
 
 def distill(student: Any, pool: Pool, recipe: Recipe, seed: int) -> None:
-    """Train all parameters of a student to match the velocity of its teacher, in place.
-
-    Args:
-        student: A converted model; it is in eval mode before and after.
-        pool: What it learns from.
-        recipe: Sizes.
-        seed: Seed of the batches.
-    """
+    """Train all parameters of a student, in eval mode, to match the velocity of its teacher, in place."""
     generator = torch.Generator().manual_seed(seed)
     parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
@@ -197,11 +155,7 @@ def distill(student: Any, pool: Pool, recipe: Recipe, seed: int) -> None:
 
 
 class BlockSoftmaxCore(nn.Module):
-    """Computes softmax attention within each block of the grid, in place of the MHLA core of a layer without text.
-
-    Args:
-        core: The MHLA core.
-    """
+    """Computes softmax attention within each block of the grid, in place of the MHLA core of a layer without text."""
 
     def __init__(self, core: GridMHLA) -> None:
         super().__init__()
@@ -217,18 +171,10 @@ class BlockSoftmaxCore(nn.Module):
 
 
 def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) -> Any:
-    """Convert a teacher.
+    """Convert a teacher to one of `STUDENTS`, in eval mode.
 
-    Args:
-        task: Key of `TASKS`.
-        teacher: The softmax model.
-        name: One of `STUDENTS`.
-        seed: Seed of the fit.
-        folder: Folder of the trained models; see `convert_or_load`.
-
-    Returns:
-        The student in eval mode. The layer of `ONE_KEPT` that keeps softmax is that whose conversion alone changes the
-        velocity most. In `LOCAL`, tokens attend by softmax to those of their own block and of the text, if it has one.
+    The layer of `ONE_KEPT` that keeps softmax is that whose conversion alone changes the velocity most. In `LOCAL`, tokens
+    attend by softmax to those of their own block and of the text, if it has one.
     """
     start = {MHLA: CALIBRATED, ONE_KEPT: CALIBRATED, PLAIN: LINEAR_CALIBRATED, LOCAL: LOCALITY}[name]
     student = convert_or_load(task, teacher, start, seed, folder)
@@ -244,11 +190,7 @@ def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) ->
 
 
 def draw_samples(task: Task, model: Any, size: Size, recipe: Recipe, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample without guidance; the classes take turns, and all models get the same noise.
-
-    Returns:
-        Samples [B, 1, *size], and their classes [B].
-    """
+    """Sample without guidance; the classes take turns, and all models get the same noise. Returns the classes as well."""
     noise = torch.randn(recipe.samples, 1, *size, generator=torch.Generator().manual_seed(3000 + seed))
     labels = torch.arange(recipe.samples) % CLASSES
     scheduler = FlowMatchEulerDiscreteScheduler()
@@ -260,7 +202,7 @@ def draw_samples(task: Task, model: Any, size: Size, recipe: Recipe, seed: int) 
 
 
 @functools.lru_cache(maxsize=1)
-def prepare(name: str, recipe: Recipe, seed: int, folder: Path) -> tuple[Any, Judge, Pool]:
+def prepare(name: str, recipe: Recipe, seed: int, folder: Path) -> tuple[Any, nn.Module, Pool]:
     """Return the teacher of a task, its judge, and what its students learn from; see `make_row` for the arguments."""
     folder.mkdir(parents=True, exist_ok=True)
     teacher = train(TASKS[name], folder / f"{name}.safetensors")
@@ -271,13 +213,7 @@ def prepare(name: str, recipe: Recipe, seed: int, folder: Path) -> tuple[Any, Ju
 def make_row(job: Row, folder: Path) -> Row:
     """Distill and judge one student, or judge the teacher or real digits.
 
-    Args:
-        job: "task", "model" (one of `STUDENTS`, `TEACHER` or `REAL`), "seed", and the fields of `Recipe`.
-        folder: Folder of the teachers and judges, which are trained if it does not have them.
-
-    Returns:
-        The job with "recognized", the share by size; of a student also "errors", [before, after] distillation by size,
-        and the seconds of its distillation.
+    Returns the job with "recognized", the share by size; of a student also "errors", [before, after] distillation by size.
     """
     task, seed, recipe = TASKS[job["task"]], job["seed"], Recipe(*(job[key] for key in Recipe._fields))
     teacher, judge, pool = prepare(job["task"], recipe, seed, folder)
@@ -352,19 +288,14 @@ def jobs_of(tasks: Sequence[str], seeds: int) -> list[Row]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the script, and return the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/evidence/distill_grids.json"), help="record to extend")
     parser.add_argument("--folder", type=Path, default=Path("out/grids"), help="folder of the trained models")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
-    arguments = sys.argv[1:] if arguments is None else arguments
-    args = parser.parse_args(arguments)
-    if args.seeds < 1:
-        parser.error(f"--seeds: got {args.seeds}, expected at least 1.")
-    jobs = jobs_of(args.tasks, args.seeds)
-    command = shlex.join(["python", "-m", "experiments.distill_grids", *arguments])
+    args, command = parse_call(parser, "distill_grids", arguments)
     make = functools.partial(make_row, folder=args.folder)
-    record = add_rows(args.out, make, jobs, describe, workers=1, command=command)
+    record = add_rows(args.out, make, jobs_of(args.tasks, args.seeds), describe, workers=1, command=command)
     print(render_distilled(record))
     return record
 

@@ -25,7 +25,7 @@ from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
 from mhla_hf.models.transformers_api import forward_cached
 from mhla_hf.training.recipe import read_recipe, recipe_names
 
-from . import digits_dit, digits_vit
+from . import digits_vit
 from .attention import render_random_rank
 from .bench import render_bench
 from .calibrate_grids import render_calibration
@@ -39,7 +39,6 @@ from .encoder import render_encoder
 from .heads import BYTES_AT, render_heads
 from .judge import render_lookups, render_tasks
 from .kvpress_rows import render as render_kvpress
-from .mqar import render_mqar
 from .recipe_costs import render_classifiers, render_costs
 from .rows import describe_setup
 from .speed import prefill_table, render_speed, speed_table
@@ -216,23 +215,6 @@ def render_gpu(record: Mapping[str, Any]) -> str:
     )
 
 
-def render_diffusers_tests(record: Mapping[str, Any]) -> str:
-    """Render how many of diffusers' own tests passed and failed, with the stock class and with the MHLA class.
-
-    A star marks families of which only some of the pipeline's tests were run.
-    """
-    lines = [
-        "| family | model tests: stock | MHLA | pipeline tests: stock | MHLA | fails only with MHLA |",
-        "|---|---:|---:|---:|---:|---|",
-    ]
-    for row in record["rows"]:
-        runs = [row[kind][side] if row[kind] else None for kind in ("models", "pipelines") for side in (0, 1)]
-        cells = ["-" if run is None else f"{run[0]} / {run[1]}" for run in runs]
-        star = "*" if "partial" in row else ""
-        lines.append(f"| {row['family']}{star} | {' | '.join(cells)} | {', '.join(row['differs']) or '-'} |")
-    return "\n".join(lines)
-
-
 KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, which is None if there is no JSON file
     "bench": lambda record: f"{command_and_date(record)} {render_bench(record)}",
     "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
@@ -246,17 +228,14 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "calibration": render_calibration,
     "distilled_grids": render_distilled,
     "kvpress": render_kvpress,
-    "mqar": render_mqar,
     "encoder": render_encoder,
     "speed": render_speed,
     "vllm": render_vllm,
     "costs": render_classifiers,
     "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
-    "diffusers_tests": render_diffusers_tests,
     "diffusion_peers": render_peers,
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),
-    "digits_dit": lambda record: f"```text\n{digits_dit.render(record['over_seeds'])}\n```",
     "rank": render_random_rank,
     "study": render_study,
 }

@@ -7,11 +7,8 @@ original's. An embedding is the mean over tokens, as sentence-transformers compu
 the file are kept.
 """
 
-import argparse
 import functools
 import json
-import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +27,7 @@ from mhla_hf.conversion.fit import OutputFit
 from mhla_hf.conversion.teacher import mhla_layers
 from mhla_hf.data import special_tokens, with_special_tokens
 
-from .rows import Row, add_rows, describe_setup, format_mean, open_text
+from .rows import Row, add_rows, describe_setup, format_mean, make_parser, open_text, parse_call
 
 LENGTHS = {128: 64, 512: 32}  # tokens of a passage: number of passages
 MAX_SENTENCE_TOKENS = 256  # as in the model's sentence_bert_config.json
@@ -69,13 +66,7 @@ def load_tokenizer(folder: str) -> Any:
 
 
 def make_model(arguments: Mapping[str, Any], form: str, seed: int) -> Any:
-    """Load or convert a model.
-
-    Args:
-        arguments: Command line of the script, and "folders", where seed 0 of some forms is.
-        form: A key of `FORMS`, or `DISTILLED`.
-        seed: Selects the text that the far part is fitted on.
-    """
+    """Load or convert the model of a form; the seed selects the text that the far part is fitted on."""
     if not seed and form in arguments["folders"]:
         return load(arguments["folders"][form])
     settings, far_part = FORMS[form]
@@ -96,15 +87,7 @@ def make_model(arguments: Mapping[str, Any], form: str, seed: int) -> Any:
 
 
 def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
-    """Make and evaluate the model of one form and seed.
-
-    Args:
-        arguments: As for `make_model`.
-        job: "form" and "seed".
-
-    Returns:
-        The job, "seconds" (to make the model), and "scores" (the keys of `KEYS`).
-    """
+    """Make and evaluate the model of one form and seed: "seconds" (to make it), and "scores" (the keys of `KEYS`)."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     started = time.monotonic()
@@ -120,8 +103,7 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
 
 
 def read_pairs(path: str | Path) -> list[dict[str, Any]]:
-    """Read the pairs of STS-B: lines of JSON with "sentence1", "sentence2", and "score", in a file that may be
-    compressed."""
+    """Read the pairs of STS-B: lines of JSON with "sentence1", "sentence2", and "score", in a file that may be gzipped."""
     with open_text(path) as lines:
         return [json.loads(line) for line in lines]
 
@@ -157,11 +139,7 @@ def rank_correlation(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def read_passages(tokenizer: Any, path: str | Path) -> dict[int, torch.Tensor]:
-    """Cut evenly spaced passages from the whole of a text, each between the tokenizer's special tokens.
-
-    Returns:
-        Passages int64 `[N, length]` by length.
-    """
+    """Cut evenly spaced passages `[N, length]` from the whole of a text, each between the tokenizer's special tokens."""
     text = Path(path).read_text(encoding="utf-8")
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     special = special_tokens(tokenizer)
@@ -182,14 +160,7 @@ def original_embeddings(folder: str, text: str) -> dict[int, torch.Tensor]:
 
 
 def compare(embeddings: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
-    """Compare embeddings with the original's.
-
-    Args:
-        embeddings, expected: `[N, width]`, of norm 1.
-
-    Returns:
-        "cosine" (the mean cosine to the original's) and "rank" (the rank correlation of the cosines of all pairs).
-    """
+    """Return the mean "cosine" of embeddings to the original's, and the "rank" correlation of the cosines of all pairs."""
     is_pair = torch.ones(len(embeddings), len(embeddings)).triu(1).bool()
     rank = rank_correlation((embeddings @ embeddings.T)[is_pair], (expected @ expected.T)[is_pair])
     return {"cosine": float((embeddings * expected).sum(-1).mean()), "rank": rank}
@@ -218,7 +189,7 @@ def render_encoder(record: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Run the script."""
-    parser = argparse.ArgumentParser("python -m experiments.encoder", description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("model", help="folder of the softmax encoder")
     parser.add_argument("--fit", required=True, help="text file to fit on")
     parser.add_argument("--sts", required=True, help="lines of JSON with sentence1, sentence2, and score")
@@ -228,17 +199,15 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=(*FORMS, DISTILLED), help="default: all")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds of forms that are fitted (default: 3)")
     parser.add_argument("--out", default="docs/evidence/encoder.json", help="JSON file to create or to extend")
-    arguments = vars(parser.parse_args())
-    folders = {"MHLA": arguments["converted"], DISTILLED: arguments["distilled"]}
-    arguments["folders"] = {form: folder for form, folder in folders.items() if folder}
+    args, command = parse_call(parser, "encoder", None)
+    folders = {"MHLA": args.converted, DISTILLED: args.distilled}
+    arguments = {**vars(args), "folders": {form: folder for form, folder in folders.items() if folder}}
     jobs = [{"form": form, "seed": 0} for form in dict.fromkeys((*FORMS, *arguments["folders"]))]
     fitted = [form for form, (_, far_part) in FORMS.items() if far_part == "fitted"]
-    jobs += [{"form": form, "seed": seed} for seed in range(1, arguments["seeds"]) for form in fitted]
-    jobs = [job for job in jobs if job["form"] in (arguments["forms"] or (*FORMS, DISTILLED))]
-    command = ["python", "-m", "experiments.encoder", *(Path(x).name if "/" in x else x for x in sys.argv[1:])]
+    jobs += [{"form": form, "seed": seed} for seed in range(1, args.seeds) for form in fitted]
+    jobs = [job for job in jobs if job["form"] in (args.forms or (*FORMS, DISTILLED))]
     make = functools.partial(make_row, arguments)
-    record = add_rows(arguments["out"], make, jobs, describe, workers=1, command=shlex.join(command))
-    print(render_encoder(record))
+    print(render_encoder(add_rows(args.out, make, jobs, describe, workers=1, command=command)))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,11 @@ The prefix that questions share (a long text, or the examples) is read once, and
 cache, so that many questions can be asked on a small machine. Forms are those of `experiments.heads`.
 """
 
-import argparse
 import copy
 import functools
 import itertools
 import random
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ from mhla_hf.evaluation.recall import filler_lines, make_text
 from mhla_hf.models.transformers_api import forward_cached
 
 from .heads import FORMS, converted, load, read_text
-from .rows import Row, add_rows, describe_setup, format_mean
+from .rows import Row, add_rows, describe_setup, format_mean, make_parser, parse_call
 
 SOFTMAX = "softmax"
 LENGTHS = {1024: 2, 4096: 1, 8192: 1}  # tokens of a long text: number of texts
@@ -67,15 +64,7 @@ Question = tuple[list[int], list[int], list[int]]  # token ids of question, answ
 
 @functools.lru_cache(maxsize=2)
 def load_subject(model_folder: str, fit_text: str, work: str, form: str, heads: int) -> tuple[Any, Any]:
-    """Load the original or make a conversion, with its tokenizer.
-
-    Args:
-        model_folder: Folder of the softmax model.
-        fit_text: Text that conversions are fitted on.
-        work: Folder for fitted conversions.
-        form: `SOFTMAX`, or a form of `experiments.heads`.
-        heads: Number of KV heads that keep softmax.
-    """
+    """Load the original, or make a conversion to a form of `experiments.heads`, with its tokenizer."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
@@ -86,17 +75,8 @@ def load_subject(model_folder: str, fit_text: str, work: str, form: str, heads: 
 
 @torch.no_grad()
 def answer_scores(model: Any, prefix: Sequence[int], questions: Sequence[Question]) -> list[tuple[float, bool]]:
-    """Score the answers to questions that all follow the same prefix.
-
-    Args:
-        model: A language model.
-        prefix: Token ids.
-        questions: Each has the token ids of the question (at least one), those of the answer, and the choices: token
-            ids of answers of one token, of which the likeliest counts. Without choices, greedy decoding decides.
-
-    Returns:
-        For each question, the log-probability of the answer, and whether the model gives it.
-    """
+    """Return the log-probabilities of the answers to questions that all follow the same prefix, and whether the model gives
+    them: the likeliest of a question's choices (answers of one token), or without choices what greedy decoding writes."""
     _, cache = forward_cached(model, torch.tensor([prefix]), logits_to_keep=1)
     scores = []
     for first in range(0, len(questions), BATCH_SIZE):
@@ -122,9 +102,8 @@ def make_lookups(
 ) -> tuple[list[int], list[tuple[str, int, Question]]]:
     """Make a text with facts at even distances, none in its last `NEAR` tokens, and questions about them.
 
-    Returns:
-        The token ids of the text, at most `length` or a few more, and for each fact its kind ("code" or "lookup"), how many
-        tokens before the end it ends, and a `Question`.
+    Returns the token ids of the text, about `length`, and for each fact its kind ("code" or "lookup"), how many tokens
+    before the end it ends, and a `Question`.
     """
     rng = random.Random(f"lookups {length} {seed}")
 
@@ -153,10 +132,9 @@ def make_lookups(
 
 
 def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Ask about the facts in one long text, whose lines are from the text file `data`.
+    """Ask about the facts between lines of the text file `data`.
 
-    Returns:
-        "answers": for each question [kind, tokens back, log-probability of the answer, whether it is right].
+    "answers" are for each question [kind, tokens back, log-probability of the answer, whether it is right].
     """
     ids, rows = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
     scores = answer_scores(model, ids, [question for _, _, question in rows])
@@ -164,11 +142,7 @@ def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, 
 
 
 class PrefixReader(HFLM):
-    """lm-eval's model, except that the prefix that all requests of a task share is read once.
-
-    Attributes:
-        shared: Tokens of the last prefix.
-    """
+    """lm-eval's model, except that the prefix that all requests of a task share (`shared` tokens) is read once."""
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """Return what `answer_scores` does for the requests, after reading their shared prefix."""
@@ -181,18 +155,10 @@ class PrefixReader(HFLM):
 
 
 def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Evaluate a few-shot task of lm-eval, on the documents after those that serve as examples.
+    """Evaluate a few-shot task of lm-eval, on the documents after those that serve as examples in every prompt.
 
-    Every prompt has the same examples, so that they are read once.
-
-    Args:
-        model, tokenizer: The model.
-        data: Folder with the files that `mhla-hf evaluate --data-files` takes.
-        job: "task", a key of `TASKS`.
-
-    Returns:
-        "shots" (number of examples), "shared_tokens" (of the examples), and "answers": for each document [its index,
-        whether the answer is right, log-likelihoods of the choices].
+    `data` is what `mhla-hf evaluate --data-files` takes. "answers" are for each document [its index, whether the answer is
+    right, log-likelihoods of the choices].
     """
     name = job["task"]
     folder, shots = TASKS[name]
@@ -221,22 +187,14 @@ def make_chats(tokenizer: Any, text: str) -> tuple[Sequence[str], Sequence[str]]
 
 
 def judge_chats(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Answer the prompts of `make_chats` by greedy decoding.
-
-    Returns:
-        "answers": for each chat [tokens of the prompt, its last line, the answer].
-    """
+    """Answer the prompts of `make_chats` by greedy decoding: for each [tokens of the prompt, its last line, the answer]."""
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.eos_token
     answers: list[list[Any]] = []
     for prompts in make_chats(tokenizer, read_text(data)):
-        inputs = tokenizer.apply_chat_template(
-            [[{"role": "user", "content": prompt}] for prompt in prompts],
-            add_generation_prompt=True,
-            padding=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
+        inputs = tokenizer.apply_chat_template(chats, **options)
         output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         num_tokens = inputs["attention_mask"].sum(1).tolist()
@@ -282,15 +240,7 @@ Answers = dict[Any, list[list[Any]]]  # by the value of a row's key
 
 
 def answers_by_model(record: Mapping[str, Any], key: str) -> tuple[dict[tuple[str, int], Answers], Answers]:
-    """Collect the answers of each model.
-
-    Args:
-        record: A record with "rows".
-        key: The key of a row by which the answers of a model are grouped.
-
-    Returns:
-        The answers by (form, heads), and those of the original.
-    """
+    """Return the answers by (form, heads) and a key of the rows, and those of the original."""
     models: dict[tuple[str, int], Answers] = {}
     for row in sorted(record["rows"], key=lambda row: row.get("seed", 0)):
         answers = models.setdefault((row["form"], row["heads"]), {})
@@ -326,10 +276,7 @@ def render_lookups(record: Mapping[str, Any]) -> str:
 
 
 def render_tasks(record: Mapping[str, Any]) -> str:
-    """Render the tasks that the original and the first conversion have in common.
-
-    The columns are the accuracy of both, their difference over documents, and how often both choose the same answer.
-    """
+    """Render the accuracy of the original and the first conversion, and how often both choose the same answer."""
     models, original = answers_by_model(record, "task")
     model, converted_answers = next(item for item in models.items() if item[0] != (SOFTMAX, 0))
     groups = {task: (original[task], converted_answers[task]) for task in original if task in converted_answers}
@@ -358,24 +305,20 @@ def choice(answer: Sequence[Any]) -> Any:
 
 def main() -> None:
     """Run the script."""
-    parser = argparse.ArgumentParser("python -m experiments.judge", description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("what", choices=JUDGES, help="kind of evaluation")
     parser.add_argument("model", help="folder of a softmax language model with a chat template")
     parser.add_argument(
-        "data", help="for lookups, a text file; for tasks, lm-eval's data files; for chats, WikiText-2's test split"
+        "data", help="lookups: a text file; tasks: lm-eval's data files; chats: WikiText-2's test split"
     )
     parser.add_argument("--fit", required=True, help="text file to fit conversions on")
-    parser.add_argument(
-        "--rows", nargs="+", required=True, metavar="FORM[:HEADS]", help=f"{SOFTMAX}, {', '.join(FORMS)}"
-    )
+    rows_help = f"{SOFTMAX}, {', '.join(FORMS)}"
+    parser.add_argument("--rows", nargs="+", required=True, metavar="FORM[:HEADS]", help=rows_help)
     parser.add_argument("--work", default="out-heads", help="folder for fitted conversions")
-    arguments = vars(parser.parse_args())
-    out = f"docs/language/{arguments['what']}.json"
-    command = shlex.join(
-        ["python", "-m", "experiments.judge", *(Path(x).name if "/" in x else x for x in sys.argv[1:])]
-    )
-    make = functools.partial(make_row, arguments)
-    add_rows(out, make, list(jobs_of(arguments)), describe, workers=1, command=command)
+    args, command = parse_call(parser, "judge", None)
+    make = functools.partial(make_row, vars(args))
+    jobs = list(jobs_of(vars(args)))
+    add_rows(f"docs/language/{args.what}.json", make, jobs, describe, workers=1, command=command)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ kvpress 0.5.5 needs transformers < 5.3, so its rows are made in a separate envir
 
     pip install torch==2.13.0 kvpress==0.5.5
     python experiments/kvpress_rows.py MODEL TEXT... --out presses.json
-    python experiments/kvpress_rows.py MODEL TEXT... --out presses.json --show
 
 Folders that `mhla_hf.convert` and `save_pretrained` made are measured in mhla_hf's environment, on the same tokens:
 
@@ -15,13 +14,12 @@ it. The model reads the prompt, a press makes the cache smaller, and the model i
 sees the prompt alone, as it would while a language model generates text.
 
 - kl: KL(full cache || small cache) in nats, the mean over the 512 tokens after the prompt.
-- perplexity: of these tokens except the first, which is predicted by the prompt's last token, before any press.
 - recall: after the same prompt, the model is fed a copy of 256 tokens from its middle, [L/2, L/2 + 256). The mean
   log-probability of the copy's tokens after the first 16, which are the cue.
 - kept: bytes of the cache after the prompt over those of the full cache. AdaKV, CriticalAdaKV, and KVzip evict different
   numbers of entries from the heads. kvpress masks these entries and does not free them; here, they count as freed.
-- press_seconds: what a press adds to prefill_seconds. Presses do not change what prefill computes, so one prefill serves
-  all of them: their forward hooks are called afterwards, with the inputs and outputs of the layers. Seconds are CPU time.
+- seconds: CPU time of the prefill with a press. Presses do not change what prefill computes, so one prefill serves all of
+  them: their forward hooks are called afterwards, with the inputs and outputs of the layers.
 
 Only a few presses use random numbers, with seed 0. Existing rows of the file are kept.
 """
@@ -33,7 +31,6 @@ import gzip
 import importlib.metadata
 import itertools
 import json
-import math
 import os
 import platform
 import shlex
@@ -54,11 +51,9 @@ CHUNK = 32  # tokens that are fed at once after the prompt
 FULL = "full cache"
 MEASURES = {
     "kl": ("KL from the full cache, nats", "{:.3f}"),
-    "perplexity": ("perplexity", "{:.2f}"),
     "recall": ("recall, mean log probability", "{:.2f}"),
     "kept": ("cache that is kept", "{:.3f}"),
-    "prefill_seconds": ("seconds of the prefill, with the press", "{:.1f}"),
-    "after_seconds": ("seconds of the 512 tokens after it", "{:.1f}"),
+    "seconds": ("seconds of the prefill, with the press", "{:.1f}"),
 }
 PRESSES = ("StreamingLLM", "SnapKV", "ExpectedAttention", "AdaKV(ExpectedAttention)", "Compactor", "KVzip")
 
@@ -85,20 +80,7 @@ def tokenize(tokenizer: Any, path: Path) -> torch.Tensor:
 
 
 def row_parts(ids: torch.Tensor, length: int, row: int) -> RowParts:
-    """Cut a row from a text.
-
-    Args:
-        ids: Token ids of the text, `[N]`.
-        length: Tokens of the prompt.
-        row: Number of the row, which begins at token row * (length + 512).
-
-    Returns:
-        Token ids of the prompt `[length]`, of the text after it `[512]`, and of the copy `[256]`, which begins in the middle
-        of the prompt.
-
-    Raises:
-        ValueError: The text ends before the row does.
-    """
+    """Cut a row from the token ids of a text: the prompt, the 512 tokens after it, and the copy from the prompt's middle."""
     start = row * (length + AFTER)
     prompt, after = ids[start : start + length], ids[start + length : start + length + AFTER]
     if len(after) < AFTER:
@@ -121,17 +103,7 @@ def divergence(teacher: torch.Tensor, logits: torch.Tensor) -> float:
 
 
 def forward(model: Any, ids: torch.Tensor, cache: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-    """Run a forward pass with a cache.
-
-    Args:
-        model: A language model.
-        ids: Token ids, `[N]`.
-        cache: Cache of the tokens before them; None if there are none.
-        **kwargs: Further arguments of the model.
-
-    Returns:
-        Logits `[.., V]`, and the cache with the tokens added.
-    """
+    """Run a forward pass over ids `[N]`, and return the logits and the cache with these tokens added."""
     try:
         from mhla_hf.models.transformers_api import forward_cached
     except ModuleNotFoundError:  # kvpress' environment
@@ -148,28 +120,17 @@ def prefill(model: Any, prompt: torch.Tensor) -> tuple[Any, float]:
     return cache, time.process_time() - started
 
 
-def feed(model: Any, cache: Any, ids: torch.Tensor, start: int) -> tuple[torch.Tensor, float]:
-    """Feed tokens after a copy of a cache.
-
-    Args:
-        model: A language model.
-        cache: The cache, which stays as it is.
-        ids: Token ids, `[N]`.
-        start: Position of the first of them.
-
-    Returns:
-        Logits `[N, V]`, and the seconds that they took.
-    """
+def feed(model: Any, cache: Any, ids: torch.Tensor, start: int) -> torch.Tensor:
+    """Feed tokens `[N]`, the first at position `start`, after a copy of a cache, and return the logits `[N, V]`."""
     cache = copy.deepcopy(cache)
     logits = []
-    started = time.process_time()
     for part in ids.split(CHUNK):
         # A pressed cache is shorter than the text before these tokens, so the model cannot infer their positions from it.
         positions = torch.arange(start, start + len(part))[None]
         part_logits, cache = forward(model, part, cache, position_ids=positions)
         logits.append(part_logits)
         start += len(part)
-    return torch.cat(logits), time.process_time() - started
+    return torch.cat(logits)
 
 
 def judge(
@@ -180,25 +141,16 @@ def judge(
     start: int,
     teacher: torch.Tensor | None = None,
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """Measure how well a model continues from a cache.
+    """Measure how well a model continues from the cache of a prompt with `start` tokens.
 
-    Args:
-        model: A language model.
-        cache: Its cache after the prompt.
-        after, copied: As `row_parts` returns them.
-        start: Tokens of the prompt.
-        teacher: Logits of `after` with the full cache; None if this is the full cache.
-
-    Returns:
-        "kl", "perplexity", "recall", and "after_seconds", and the logits of `after`, `[512, V]`.
+    `teacher` has the logits of `after` with the full cache, and is None if this is the full cache. Returns "kl", "recall",
+    and the logits of `after`, `[512, V]`.
     """
-    logits, seconds = feed(model, cache, after, start)
-    copy_logits, _ = feed(model, cache, copied, start)
+    logits = feed(model, cache, after, start)
+    copy_logits = feed(model, cache, copied, start)
     measures = {
         "kl": 0.0 if teacher is None else divergence(teacher, logits),
-        "perplexity": math.exp(-token_log_probs(logits, after).mean().item()),
         "recall": token_log_probs(copy_logits, copied)[CUE - 1 :].mean().item(),
-        "after_seconds": seconds,
     }
     return measures, logits
 
@@ -209,21 +161,14 @@ def tensor_bytes(cache: Any) -> int:
 
 
 def make_presses(ratio: float) -> dict[str, Any]:
-    """Return the presses by name. None needs trained weights, and all are set as in kvpress' own evaluation.
-
-    Args:
-        ratio: Share of the cache to evict.
-    """
+    """Return the presses by name, which evict the share `ratio` of the cache. All are set as in kvpress' own evaluation."""
     import kvpress as kv
 
     return {
         "StreamingLLM": kv.StreamingLLMPress(ratio),
         "SnapKV": kv.SnapKVPress(ratio),
-        "AdaKV(SnapKV)": kv.AdaKVPress(kv.SnapKVPress(ratio)),
         "ExpectedAttention": kv.ExpectedAttentionPress(ratio),
         "AdaKV(ExpectedAttention)": kv.AdaKVPress(kv.ExpectedAttentionPress(ratio, epsilon=1e-2)),
-        "CriticalAdaKV(ExpectedAttention)": kv.CriticalAdaKVPress(kv.ExpectedAttentionPress(ratio, use_vnorm=False)),
-        "KeyDiff": kv.KeyDiffPress(ratio),
         "Compactor": kv.CompactorPress(ratio),
         "KVzip": kv.KVzipPress(ratio),
     }
@@ -250,20 +195,10 @@ def prefill_watched(model: Any, prompt: torch.Tensor) -> tuple[Any, float, list[
 def press_cache(
     model: Any, press: Any, prompt: torch.Tensor, cache: Any, calls: Sequence[LayerCall]
 ) -> tuple[Any, float, float]:
-    """Make a copy of the full cache smaller by a press.
+    """Make a copy of a prompt's full cache smaller by a press, given the calls of the attention layers in the prefill.
 
-    If the press masks entries instead of removing them, it stores them in the attention layers of the model.
-
-    Args:
-        model: A language model.
-        press: One of kvpress' presses.
-        prompt: Token ids of the prompt, `[length]`.
-        cache: Full cache of the prompt.
-        calls: Calls of the attention layers in the prefill.
-
-    Returns:
-        The smaller cache, the seconds that it took, and the share of the bytes that it keeps. Masked entries count as
-        removed.
+    Returns the smaller cache, the seconds that it took, and the share of the bytes that it keeps. A press that masks entries
+    instead of removing them stores them in the attention layers; these count as removed.
     """
     full_bytes = tensor_bytes(cache)
     cache = copy.deepcopy(cache)
@@ -286,21 +221,14 @@ def press_cache(
 
 
 def press_rows(model: Any, parts: RowParts, keep: Fraction, names: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yield names and measures of the full cache and of presses, for one row of a text.
-
-    Args:
-        model: The original.
-        parts: What `row_parts` returns.
-        keep: Share of the cache that a press keeps.
-        names: Names of presses.
-    """
+    """Yield names and measures of the full cache and of presses that keep a share of it, for what `row_parts` returns."""
     prompt, after, copied = parts
     cache, seconds, calls = prefill_watched(model, prompt)
     presses = make_presses(float(1 - keep))
     for module, _, _ in calls:
         module.masked_key_indices = None
     measures, teacher = judge(model, cache, after, copied, len(prompt))
-    yield FULL, {**measures, "kept": 1.0, "prefill_seconds": seconds}
+    yield FULL, {**measures, "kept": 1.0, "seconds": seconds}
     for name in names:
         if name == FULL:
             continue
@@ -310,44 +238,22 @@ def press_rows(model: Any, parts: RowParts, keep: Fraction, names: Sequence[str]
             row, _ = judge(model, small_cache, after, copied, len(prompt), teacher)
         except ValueError as error:  # kvpress masks by keys that no query of a part likes, and may find none
             row = {"failed": str(error)}
-        yield name, {**row, "kept": kept, "prefill_seconds": seconds, "press_seconds": press_seconds}
+        yield name, {**row, "kept": kept, "seconds": seconds + press_seconds}
 
 
-def folder_rows(
-    teacher: Any, models: Mapping[str, Any], parts: RowParts, teacher_file: Path | None
-) -> Iterator[tuple[str, Row]]:
-    """Yield names and measures of the original's full cache and of converted models, for one row of a text.
-
-    Args:
-        teacher: The original.
-        models: Converted models by name.
-        parts: What `row_parts` returns.
-        teacher_file: File for what is measured on the original, which is read if it exists; None for no file.
-
-    Raises:
-        ValueError: The file is about other tokens.
-    """
+def folder_rows(teacher: Any, models: Mapping[str, Any], parts: RowParts) -> Iterator[tuple[str, Row]]:
+    """Yield names and measures of the original's full cache and of converted models, for what `row_parts` returns."""
     from mhla_hf.evaluation.speed import cache_bytes
 
     prompt, after, copied = parts
-    if teacher_file and teacher_file.exists():
-        full = torch.load(teacher_file)
-    else:
-        cache, seconds = prefill(teacher, prompt)
-        measures, logits = judge(teacher, cache, after, copied, len(prompt))
-        measures = {**measures, "kept": 1.0, "prefill_seconds": seconds}
-        full = {"measures": measures, "logits": logits, "bytes": tensor_bytes(cache), "ids": torch.cat(parts)}
-        if teacher_file:
-            teacher_file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(full, teacher_file)
-    if not torch.equal(full["ids"], torch.cat(parts)):
-        name = teacher_file.name if teacher_file else None
-        raise ValueError(f"teachers: got {name}, made of other tokens, expected a folder of its own for each teacher.")
-    yield FULL, full["measures"]
+    cache, seconds = prefill(teacher, prompt)
+    full_bytes = tensor_bytes(cache)
+    measures, logits = judge(teacher, cache, after, copied, len(prompt))
+    yield FULL, {**measures, "kept": 1.0, "seconds": seconds}
     for name, model in models.items():
         cache, seconds = prefill(model, prompt)
-        measures, _ = judge(model, cache, after, copied, len(prompt), full["logits"])
-        yield name, {**measures, "kept": cache_bytes(cache) / full["bytes"], "prefill_seconds": seconds}
+        measures, _ = judge(model, cache, after, copied, len(prompt), logits)
+        yield name, {**measures, "kept": cache_bytes(cache) / full_bytes, "seconds": seconds}
 
 
 def describe_run(args: argparse.Namespace) -> dict[str, Any]:
@@ -377,30 +283,20 @@ def describe_run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """Render a table for each measure: a line for each subject, and a column for each text and length, with means over
-    rows."""
-    rows = [{**row, "prefill_seconds": row["prefill_seconds"] + row.get("press_seconds", 0)} for row in record["rows"]]
+    """Render a table for each measure, of means over rows: a line for each subject, a column for each text and length."""
+    rows = record["rows"]
     columns = sorted({(row["text"], row["length"]) for row in rows}, key=lambda column: (column[1], column[0]))
-    subjects = list(dict.fromkeys((row["subject"], row.get("keep")) for row in rows))
-    shares = {keep for _, keep in subjects if keep}
     lines = []
     for measure, (title, spec) in MEASURES.items():
         lines.append(f"| {title} | " + " | ".join(f"{text}, {length:,}" for text, length in columns) + " |")
         lines.append("|---" + "|---:" * len(columns) + "|")
-        for subject, keep in subjects:
+        for subject in dict.fromkeys(row["subject"] for row in rows):
             cells = []
             for column in columns:
-                values = [
-                    row[measure]
-                    for row in rows
-                    if (row["subject"], row.get("keep")) == (subject, keep)
-                    and (row["text"], row["length"]) == column
-                    and measure in row
-                ]
+                of_cell = [row for row in rows if (row["subject"], row["text"], row["length"]) == (subject, *column)]
+                values = [row[measure] for row in of_cell if measure in row]
                 cells.append(spec.format(statistics.fmean(values)) if values else "")
-            if any(cells):
-                name = f"{subject}, keep {keep}" if keep and len(shares) > 1 else subject
-                lines.append(f"| {name} | {' | '.join(cells)} |")
+            lines.append(f"| {subject} | {' | '.join(cells)} |")
         lines.append("")
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return "\n".join([*lines, f"`{record['command']}`, {record['hardware']}, {versions}, fp32."])
@@ -414,33 +310,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=Fraction, default=Fraction(1, 6), help="share of the cache that a press keeps")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 7168], help="tokens of a prompt")
     parser.add_argument("--rows", type=int, default=2, help="rows of each text and length")
-    parser.add_argument(
-        "--press", nargs="+", default=PRESSES, metavar="PRESS", help="names of presses (see make_presses)"
-    )
     parser.add_argument("--folder", type=Path, nargs="+", help="model folders to measure, and no press")
-    parser.add_argument("--teachers", type=Path, help="with --folder: keep what the teacher gave in this folder")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
-    parser.add_argument("--show", action="store_true", help="print the tables of the file, and measure nothing")
     return parser.parse_args()
 
 
 def load(folder: Path, **kwargs: Any) -> Any:
     """Load a language model in fp32; `kwargs` are further arguments of `from_pretrained`."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
-
-
-def row_key(args: argparse.Namespace, text: str, length: int, row: int, subject: str) -> Row:
-    """Return the keys and values by which a row of the file differs from all others.
-
-    Args:
-        args: Arguments of the script.
-        text: Name of the text.
-        length: Tokens of the prompt.
-        row: Number of the row in the text.
-        subject: A press, a folder, or `FULL`.
-    """
-    share = {} if args.folder or subject == FULL else {"keep": str(args.keep)}
-    return {"text": text, "length": length, "row": row, "subject": subject, **share}
 
 
 def add_row(args: argparse.Namespace, record: dict[str, Any], row: Row) -> None:
@@ -459,18 +336,16 @@ def measure(args: argparse.Namespace, record: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     teacher, tokenizer = load(args.model), AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     models = {folder.name: load(folder, trust_remote_code=True) for folder in args.folder or ()}
-    names = [FULL, *(models or args.press)]
+    names = [FULL, *(models or PRESSES)]
     texts = {text_name(path): tokenize(tokenizer, path) for path in args.texts}
     for row, length, text in itertools.product(range(args.rows), args.lengths, texts):
-        keys = {name: row_key(args, text, length, row, name) for name in names}
+        keys = {name: {"text": text, "length": length, "row": row, "subject": name} for name in names}
         missing = [name for name in names if not any(keys[name].items() <= r.items() for r in record["rows"])]
         if not missing:
             continue
         parts = row_parts(texts[text], length, row)
         if models:
-            teacher_file = args.teachers and args.teachers / f"{args.model.name}-{text}-{length}-{row}.pt"
-            missing_models = {name: models[name] for name in missing if name != FULL}
-            rows = folder_rows(teacher, missing_models, parts, teacher_file)
+            rows = folder_rows(teacher, {name: models[name] for name in missing if name != FULL}, parts)
         else:
             rows = press_rows(teacher, parts, args.keep, missing)
         for name, measures in rows:
@@ -486,8 +361,7 @@ def main() -> None:
         raise ValueError(
             f"out: got {args.out.name}, whose rows are of {record['model']}, expected a file for {args.model.name} alone."
         )
-    if not args.show:
-        measure(args, record)
+    measure(args, record)
     print(render(record))
 
 

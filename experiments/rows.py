@@ -1,9 +1,12 @@
-"""Tables whose rows are computed by worker processes, and how their cells are formatted."""
+"""What the experiments share: their command lines, rows computed by worker processes, and cells of tables."""
 
+import argparse
 import gzip
 import json
 import multiprocessing
+import shlex
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,6 +17,26 @@ from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 
 Row = dict[str, Any]
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help shows a module's docstring as it is."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def parse_call(
+    parser: argparse.ArgumentParser, name: str, arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, str]:
+    """Parse the arguments of `experiments.NAME` (None: those of the process).
+
+    Returns the shell command as well, for the record, in which absolute paths are their last parts.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parser.parse_args(arguments)
+    if getattr(args, "seeds", 1) < 1:
+        parser.error(f"--seeds: got {args.seeds}, expected at least 1.")
+    words = [Path(word).name if Path(word).is_absolute() else word for word in arguments]
+    return args, shlex.join(["python", "-m", f"experiments.{name}", *words])
 
 
 def add_rows(
@@ -55,25 +78,6 @@ def open_text(path: str | Path) -> TextIO:
     """Open a UTF-8 text file for reading; a name that ends in .gz is decompressed."""
     open_file = gzip.open if Path(path).suffix == ".gz" else open
     return open_file(path, "rt", encoding="utf-8")
-
-
-def complete_seeds(rows: Sequence[Row], count: int) -> tuple[list[Row], str]:
-    """Select the seeds that have all their rows, or the first seed if none has.
-
-    Args:
-        rows: Rows of any number of seeds.
-        count: Number of rows of a complete seed.
-
-    Returns:
-        The rows of the selected seeds, and a phrase that names the seeds.
-    """
-    seeds = sorted({row["seed"] for row in rows})
-    complete = [seed for seed in seeds if sum(row["seed"] == seed for row in rows) == count] or seeds[:1]
-    if len(complete) > 1:
-        phrase = f"mean ± standard error over seeds {complete[0]} to {complete[-1]}"
-    else:
-        phrase = f"seed {complete[0]} alone"
-    return [row for row in rows if row["seed"] in complete], phrase
 
 
 def over_seeds(values: Sequence[Any]) -> dict[str, Any]:

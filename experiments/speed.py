@@ -10,8 +10,6 @@ import argparse
 import copy
 import itertools
 import json
-import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +26,7 @@ from mhla_hf.evaluation.speed import cache_bytes
 from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.models.transformers_api import cache_argument, forward_cached
 
-from .rows import Row, describe_setup
+from .rows import Row, describe_setup, make_parser, parse_call
 
 LENGTHS, BATCHES, PREFILL = (512, 8192, 32768), (1, 16), (512, 2048, 8192)
 STEPS = 8  # tokens decoded per round
@@ -42,16 +40,7 @@ HEADS = Path("docs/language/heads.json")
 
 
 def make_models(sizes: Mapping[str, Any], max_length: int, **settings: Any) -> dict[str, Any]:
-    """Make a Llama and its conversion, with random weights in fp32.
-
-    Args:
-        sizes: Arguments of `LlamaConfig`.
-        max_length: Largest number of tokens in a cache; the models have twice as many positions.
-        **settings: Settings of `convert`.
-
-    Returns:
-        "softmax" (the Llama) and "MHLA" (its conversion).
-    """
+    """Make a Llama ("softmax") and its conversion ("MHLA"), with random weights in fp32 and twice as many positions."""
     torch.manual_seed(0)
     softmax = LlamaForCausalLM(LlamaConfig(**{**sizes, "max_position_embeddings": 2 * max_length})).eval()
     return {"softmax": softmax, "MHLA": convert(copy.deepcopy(softmax), layers="all", **settings).eval()}
@@ -72,13 +61,7 @@ def synchronize(device: torch.device) -> None:
 
 @torch.no_grad()
 def measure_prefill(model: Any, length: int, batch: int = 1) -> float:
-    """Return the microseconds per token of a forward pass that fills a cache, in the fastest of a few rounds.
-
-    Args:
-        model: A language model.
-        length: Tokens per row.
-        batch: Number of rows.
-    """
+    """Return the microseconds per token of a forward pass that fills a cache, in the fastest of a few rounds."""
     ids = random_ids(model, length, batch)
     best = float("inf")
     for _ in range(max(1, min(ROUNDS, 10_000 // length))):
@@ -96,14 +79,7 @@ def random_ids(model: Any, length: int, batch: int) -> torch.Tensor:
 
 
 def fill_cache(model: Any, length: int, batch: int, num_new_tokens: int) -> StaticCache:
-    """Return a static cache that contains tokens. The model has read the first of them, and the others are random.
-
-    Args:
-        model: A language model.
-        length: Tokens in the cache.
-        batch: Number of rows.
-        num_new_tokens: How many more tokens fit into the cache.
-    """
+    """Return a static cache with `length` tokens, of which the model has read the first; the others are random."""
     cache = StaticCache(config=model.config, max_cache_len=length + num_new_tokens)
     num_read = min(length, PREFILLED)
     forward_cached(model, random_ids(model, num_read, batch), cache, logits_to_keep=1)
@@ -120,15 +96,9 @@ def fill_cache(model: Any, length: int, batch: int, num_new_tokens: int) -> Stat
 
 @torch.no_grad()
 def measure_decoding(models: Mapping[str, Any], length: int, batch: int) -> dict[str, dict[str, float]]:
-    """Measure one decoding step of a batch. The models take turns.
+    """Measure one decoding step of a batch after `length` tokens; the models take turns.
 
-    Args:
-        models: Language models by name.
-        length: Tokens in the cache at the start.
-        batch: Number of rows.
-
-    Returns:
-        For each model, "next token" (milliseconds, in the fastest round) and "bytes" (of weights and cache).
+    Returns "next token" (milliseconds, in the fastest round) and "bytes" (of weights and cache) by model.
     """
     torch.compiler.reset()
     costs: dict[str, dict[str, float]] = {}
@@ -152,13 +122,9 @@ def measure_decoding(models: Mapping[str, Any], length: int, batch: int) -> dict
 
 
 def decoder(model: Any, cache: Mapping[str, Any], ids: torch.Tensor, length: int) -> Callable[[], None]:
-    """Return a function that decodes `STEPS` more tokens with each call.
+    """Return a function that decodes `STEPS` more tokens with each call, after `length` tokens in the cache.
 
-    Args:
-        model: A language model, compiled or not.
-        cache: The cache, by the name of the model's argument for it.
-        ids: Token ids to feed in every step, int64 `[B, 1]`.
-        length: Tokens in the cache at the start.
+    `cache` has the cache by the name of the model's argument for it; `ids` [B, 1] are fed in every step.
     """
     position = length
 
@@ -200,55 +166,33 @@ def render_speed(record: Mapping[str, Any]) -> str:
     return "\n\n".join([speed_table(record["rows"]), prefill_table(record["prefill"]), describe_setup(record)])
 
 
-def run(
-    out: str | Path,
-    lengths: Sequence[int],
-    batches: Sequence[int],
-    prefill: Sequence[int],
-    threads: int,
-    sizes: Mapping[str, Any] = SMOLLM2,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Measure decoding and prefill in bf16, and write the record after each batch size and length.
-
-    Args:
-        out: JSON file to write.
-        lengths: Numbers of tokens in the cache.
-        batches: Batch sizes of decoding.
-        prefill: Numbers of tokens of prompts.
-        threads: CPU threads.
-        sizes: Arguments of `LlamaConfig`.
-        **settings: Settings of `convert`.
-
-    Returns:
-        The record: what `describe_run` says, "dtype", "rows" (of decoding), and "prefill".
-    """
-    torch.set_num_threads(threads)
-    models = make_models(sizes, max(lengths), **settings)
+def run(args: argparse.Namespace, command: str, sizes: Mapping[str, Any] = SMOLLM2, **settings: Any) -> dict[str, Any]:
+    """Measure decoding and prefill in bf16, and write the record after each batch size and length."""
+    torch.set_num_threads(args.threads)
+    models = make_models(sizes, max(args.lengths), **settings)
     models = {name: model.bfloat16() for name, model in models.items()}
-    command = shlex.join(["python", "-m", "experiments.speed", *sys.argv[1:]])
     record = {**describe_run(command, "cpu"), "dtype": "bf16", "rows": [], "prefill": []}
-    for length in prefill:
+    for length in args.prefill:
         microseconds = {name: measure_prefill(model, length) for name, model in models.items()}
         record["prefill"].append({"length": length, **microseconds})
         print(record["prefill"][-1], flush=True)
-    for batch, length in itertools.product(batches, lengths):
+    for batch, length in itertools.product(args.batches, args.lengths):
         record["rows"].append({"length": length, "batch": batch, **measure_decoding(models, length, batch)})
         print(record["rows"][-1], flush=True)
-        write_json(Path(out), record)
+        write_json(args.out, record)
     return record
 
 
 def main() -> None:
     """Run the script."""
-    parser = argparse.ArgumentParser("python -m experiments.speed", description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens in the cache")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="rows that are decoded at once")
     parser.add_argument("--prefill", type=int, nargs="*", default=PREFILL, help="tokens of a prompt")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", default="docs/language/speed.json", help="JSON file to write")
-    arguments = vars(parser.parse_args())
-    print(render_speed(run(**arguments, softmax_heads=kept_heads(), feature_map="exp")))
+    args, command = parse_call(parser, "speed", None)
+    print(render_speed(run(args, command, softmax_heads=kept_heads(), feature_map="exp")))
 
 
 if __name__ == "__main__":

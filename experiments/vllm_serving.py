@@ -6,7 +6,6 @@ Runs in the environment of `make test-vllm`. Compares, in one process, a softmax
 recall in vLLM and in transformers (fp32), the number of requests that fit a GiB of pages, and tokens per second (bf16).
 """
 
-import argparse
 import contextlib
 import os
 import random
@@ -24,7 +23,7 @@ from mhla_hf.checkpoints.load import register_model_type
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 
-from .rows import describe_setup
+from .rows import describe_setup, make_parser, parse_call
 
 GIB = 1 << 30
 ROW_TOKENS = 2048  # of text, and of a row whose second half repeats its first
@@ -58,9 +57,9 @@ def make_rows(text: list[int], count: int) -> dict[str, list[list[int]]]:
 
 def summarize(name: str, log_probs: torch.Tensor) -> float:
     """Return the perplexity, or the mean log-probability of the second half, of log-probabilities [rows, T - 1]."""
-    return (
-        log_probs.mean().neg().exp().item() if name == "perplexity" else log_probs[:, ROW_TOKENS // 2 :].mean().item()
-    )
+    if name == "perplexity":
+        return log_probs.mean().neg().exp().item()
+    return log_probs[:, ROW_TOKENS // 2 :].mean().item()
 
 
 @torch.no_grad()
@@ -150,14 +149,7 @@ def count_and_time_in_vllm(
 def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches: Sequence[int]) -> dict[str, Any]:
     """Measure models, first in transformers, whose classes vLLM changes, and then in vLLM.
 
-    Args:
-        folders: Folder of each model by name.
-        text_file: The text.
-        num_rows: Number of rows for perplexity and for recall.
-        batches: Numbers of requests at once.
-
-    Returns:
-        "scores" by model, engine and measure, "requests" by model and length, and "speed" as rows.
+    Returns "scores" by model, engine and measure, "requests" by model and length, and "speed" as rows.
     """
     tokenizer = AutoTokenizer.from_pretrained(next(iter(folders.values())), trust_remote_code=False)
     text = tokenizer(text_file.read_text(encoding="utf-8")).input_ids
@@ -180,10 +172,8 @@ def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches:
         if num_rows:
             scores[name]["vLLM"] = score_rows_in_vllm(folder, rows)
         requests[name], seconds_taken = count_and_time_in_vllm(folder, text, batches)
-        speed += [
-            {"model": name, "engine": "vLLM", "requests": count, "seconds": time_taken}
-            for count, time_taken in seconds_taken.items()
-        ]
+        for count, seconds in seconds_taken.items():
+            speed.append({"model": name, "engine": "vLLM", "requests": count, "seconds": seconds})
         print(name, scores[name], requests[name], speed, flush=True)
     return {"scores": scores, "requests": requests, "speed": speed}
 
@@ -202,11 +192,8 @@ def render_vllm(record: Mapping[str, Any]) -> str:
         lines.append(f"| requests of {length:,} tokens in 1 GiB | {' | '.join(cells)} |")
     for place in ("transformers", "vLLM"):
         for count in dict.fromkeys(row["requests"] for row in record["speed"] if row["engine"] == place):
-            seconds = {
-                row["model"]: row["seconds"]
-                for row in record["speed"]
-                if (row["engine"], row["requests"]) == (place, count)
-            }
+            rows = [row for row in record["speed"] if (row["engine"], row["requests"]) == (place, count)]
+            seconds = {row["model"]: row["seconds"] for row in rows}
             cells = [f"{count * NEW_TOKENS / seconds[name]:.1f}" for name in names]
             way = "one by one, `generate`" if place == "transformers" else "together, vLLM"
             requests = f"{count} request{'s' if count > 1 else ''}"
@@ -225,26 +212,20 @@ def render_vllm(record: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Run the script."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("base", help="folder or Hub id of the softmax model")
     parser.add_argument("converted", help="folder of its conversion")
     parser.add_argument("--text", type=Path, required=True, help="text file")
     parser.add_argument("--rows", type=int, default=4, help="rows of text (default: 4)")
-    parser.add_argument(
-        "--requests", type=int, nargs="*", default=BATCHES, help="requests at once, or none (default: 1 8 32)"
-    )
+    requests_help = "requests at once, or none (default: 1 8 32)"
+    parser.add_argument("--requests", type=int, nargs="*", default=BATCHES, help=requests_help)
     parser.add_argument("--out", type=Path, default=Path("docs/scale/vllm.json"), help="JSON file to write")
-    args = parser.parse_args()
+    args, command = parse_call(parser, "vllm_serving", None)
     torch.set_num_threads(1)
-    folders = {"softmax": args.base, "MHLA": args.converted}
-    record = measure(folders, args.text, args.rows, args.requests)
-    options = f"--text {args.text.name} --rows {args.rows} --requests {' '.join(map(str, args.requests))}".rstrip()
-    run = describe_run(f"python -m experiments.vllm_serving BASE CONVERTED {options}", "cpu")
+    record = measure({"softmax": args.base, "MHLA": args.converted}, args.text, args.rows, args.requests)
+    record |= {"rows": args.rows, "vllm": version("vllm"), "load": os.getloadavg()[1], "dtype": "bf16"}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(
-        args.out,
-        {**record, "rows": args.rows, "vllm": version("vllm"), "load": os.getloadavg()[1], "dtype": "bf16", **run},
-    )
+    write_json(args.out, {**record, **describe_run(command, "cpu")})
 
 
 if __name__ == "__main__":

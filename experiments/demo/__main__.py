@@ -16,7 +16,7 @@ from typing import Any
 from mhla_hf.cli.main import script
 
 from .journey import EFFORT, run_journey
-from .toy import run_demo
+from .toy import run_toy
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -25,7 +25,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         "python -m experiments.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", help="folder to make or to go on in (default: out; with --toy out-toy, and so on)")
+    parser.add_argument(
+        "--out", help="folder to make or to go on in (default: out; with --toy out-toy or out-toy-full)"
+    )
     parser.add_argument("--model", help="folder or Hub id of a softmax model (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--data", dest="text", help="file, folder or dataset (default: the Python language reference)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores; with --toy 1)")
@@ -36,32 +38,22 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--toy", action="store_true", help="the small demo, 3.5 minutes of CPU time")
     group = parser.add_argument_group("with --toy")
     group.add_argument("--full", action="store_true", help="train the softmax model first, three students, for longer")
-    lookups = group.add_mutually_exclusive_group()
-    lookups.add_argument(
-        "--plain",
-        action="store_true",
-        default=None,
-        help="no lookups between the lines of the text (default with --data)",
-    )
-    lookups.add_argument(
-        "--lookups", action="store_false", dest="plain", default=None, help="lookups between the lines of --data too"
-    )
     group.add_argument("--seeds", type=int, help="with --full: so many seeds of everything (default: 1)")
-    group.add_argument("--license", help="license of --model, when its card states none")
     options = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     is_toy = options.pop("toy")
-    options["progress"] = not options.pop("quiet")
-    options["command"] = shlex.join(["python", "-m", "experiments.demo", *arguments])
-    if is_toy:
-        if "effort" in options:
-            raise ValueError(f"--effort: got {options['effort']} with --toy, expected it without --toy.")
-        return run_demo(**options)
     if not options["full"]:
         del options["full"]
-    for name in ("full", "plain", "seeds", "license"):
+    flags = (
+        {"model": "--model", "text": "--data", "effort": "--effort"}
+        if is_toy
+        else {"full": "--full", "seeds": "--seeds"}
+    )
+    for name, flag in flags.items():
         if name in options:
-            raise ValueError(f"--{name}: got {options[name]} without --toy, expected it with --toy.")
-    return run_journey(**options)
+            raise ValueError(f"{flag}: got {options[name]}, expected it only {'without' if is_toy else 'with'} --toy.")
+    options["progress"] = not options.pop("quiet")
+    options["command"] = shlex.join(["python", "-m", "experiments.demo", *arguments])
+    return run_toy(**options) if is_toy else run_journey(**options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Figures of the demo and of the README: losses, held-out quality, recall, and time and cache by length."""
+"""Figures of the demo and of the README: held-out quality, and time and cache by length."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,112 +6,6 @@ from typing import Any
 
 from mhla_hf.checkpoints.file_io import PathLike
 from mhla_hf.plots import COLORS, drawing
-
-LABELS = {
-    "teacher": "softmax teacher",
-    "control": "teacher, trained on",
-    "linear": "plain linear",
-    "mhla": "MHLA",
-    "hybrid": "hybrid 1 in 4",
-}
-
-
-def plot_loss(
-    path: PathLike, histories: Mapping[str, Sequence[Mapping[str, Any]]], scores: Mapping[str, Sequence[float]]
-) -> None:
-    """Plot the loss of each student in both stages, and the bits per byte of all models on held-out text.
-
-    Args:
-        path: PNG to write.
-        histories: For each student, what `learning_curve` returns. The stages are transfer and distillation, in this order.
-            The transfer loss is a sum over layers, and is plotted per layer.
-        scores: For each model, held-out bits per byte of each seed. The first model is the teacher.
-    """
-    with drawing(path, 1, 3, figsize=(14.5, 4.2), width_ratios=(1, 1, 1.3)) as (_, ((left, middle, right),)):
-        for name, entries in histories.items():
-            stages = list(dict.fromkeys(entry["stage"] for entry in entries))
-            _draw_curve(left, name, [entry for entry in entries if entry["stage"] == stages[0]], per_layer=True)
-            _draw_curve(middle, name, [entry for entry in entries if entry["stage"] == stages[-1]])
-        left.set(title="Stage 1: attention outputs", xlabel="step", ylabel="relative squared error, per layer")
-        middle.set(title="Stage 2: next-token distribution", xlabel="step", ylabel="KL to the teacher, nats per token")
-        middle.set_yscale("log")
-        plain_ticks(middle.yaxis, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
-        for axes in (left, middle):
-            axes.grid(True)
-        left.legend(loc="best")
-        _draw_bars(right, scores)
-
-
-def _draw_curve(axes: Any, name: str, entries: Sequence[Mapping[str, Any]], per_layer: bool = False) -> None:
-    """Draw the loss of a model by step."""
-    losses = [entry["loss"] / (entry["layers"] if per_layer else 1) for entry in entries]
-    axes.plot([entry["step"] for entry in entries], losses, color=COLORS[name], label=LABELS[name])
-
-
-def _draw_bars(axes: Any, scores: Mapping[str, Sequence[float]]) -> None:
-    """Draw a bar for each model, its mean over seeds, with a dot for each seed if there are several."""
-    names = list(scores)
-    means = [sum(values) / len(values) for values in scores.values()]
-    for index, (name, mean) in enumerate(zip(names, means, strict=True)):
-        axes.bar(index, mean, color=COLORS[name], width=0.8, zorder=2)
-        if len(scores[name]) > 1:
-            axes.plot(
-                [index] * len(scores[name]), scores[name], ".", color="white", markeredgecolor="#33363d", zorder=3
-            )
-        change = "" if index == 0 else f"\n{100 * (mean / means[0] - 1):+.2f} %".replace("-", "\N{MINUS SIGN}")
-        axes.annotate(
-            f"{mean:.3f}{change}", (index, 0), xycoords=("data", "axes fraction"), xytext=(0, 8),
-            textcoords="offset points", ha="center", color="white", fontweight="bold", fontsize=9.5, zorder=4,
-        )  # fmt: skip
-    lowest, highest = min(map(min, scores.values())), max(map(max, scores.values()))
-    spread = max(highest - lowest, 0.01 * highest)
-    axes.set_ylim(lowest - 1.3 * spread, highest + 0.3 * spread)
-    axes.axhline(means[0], color=COLORS[names[0]], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    axes.set_xticks(range(len(names)), [LABELS[name].replace(" ", "\n", 1) for name in names])
-    axes.tick_params(axis="x", length=0)
-    axes.set(title="Held-out text (axis does not start at 0)", ylabel="bits per byte, lower is better")
-
-
-def plot_recall(path: PathLike, accuracies: Mapping[str, Mapping[int, float]]) -> None:
-    """Plot the accuracy of lookups by distance.
-
-    Args:
-        path: PNG to write.
-        accuracies: For each model, accuracy by distance in tokens.
-    """
-    with drawing(path, 1, 1, figsize=(6.4, 4.2)) as (_, ((axes,),)):
-        for name, by_distance in accuracies.items():
-            axes.plot(*zip(*by_distance.items(), strict=True), color=COLORS[name], marker="o", label=LABELS[name])
-        axes.set(
-            title="Held-out lookups", xlabel="tokens back", ylabel="answered, higher is better", ylim=(-0.03, 1.03)
-        )
-        axes.grid(True)
-        axes.legend(loc="best")
-
-
-def plot_speed(path: PathLike, rows: Sequence[Mapping[str, Any]], converted: str, note: str) -> None:
-    """Plot time by length, with a panel for each kind of measurement.
-
-    Args:
-        path: PNG to write.
-        rows: "rows" of `measure_speed`: "what" (kind of measurement), "length" (tokens), "softmax_ms", and "mhla_ms".
-        converted: Label of the MHLA model.
-        note: Text below the figure.
-    """
-    kinds = list(dict.fromkeys(row["what"] for row in rows))
-    with drawing(path, 1, len(kinds), figsize=(5.6 * len(kinds), 4.3), note=note) as (_, grid):
-        for axes, kind in zip(grid[0], kinds, strict=True):
-            kind_rows = [row for row in rows if row["what"] == kind]
-            lengths = [row["length"] for row in kind_rows]
-            for name, key, label, marker in (("teacher", "softmax", "softmax", "o"), ("mhla", "mhla", converted, "D")):
-                values = [row[f"{key}_ms"] for row in kind_rows]
-                axes.plot(lengths, values, color=COLORS[name], marker=marker, markersize=5, label=label)
-            last = kind_rows[-1]
-            _mark_ratio(axes, last["length"], last["softmax_ms"], last["mhla_ms"])
-            _label_lengths(axes, lengths, kind, "milliseconds")
-            low, high = axes.get_ylim()
-            axes.set_ylim(low / 1.6, high * 1.2)
-        grid[0][0].legend(loc="upper left")
 
 
 def plot_journey(path: PathLike, results: Mapping[str, Any], measured: Mapping[str, Any], bin_size: int) -> None:
@@ -213,26 +107,10 @@ def _label_lengths(axes: Any, lengths: Iterable[int], title: str, unit: str) -> 
     axes.set(title=title, xlabel="tokens in the context", ylabel=f"{unit}, lower is better")
 
 
-def _mark_ratio(axes: Any, length: int, softmax: float, mhla: float) -> None:
-    """Draw a line between the last points of two curves, labeled with the ratio of their times."""
-    axes.plot([length, length], [softmax, mhla], color=COLORS["mhla"], linewidth=1, linestyle=(0, (2, 2)), zorder=1)
-    axes.annotate(
-        compare_times(softmax, mhla), (length, (softmax * mhla) ** 0.5), xytext=(9, 0), textcoords="offset points",
-        ha="left", va="center", color=COLORS["mhla"], fontweight="bold", annotation_clip=False,
-    )  # fmt: skip
-
-
-def compare_times(softmax: float, mhla: float) -> str:
-    """Describe how much faster or slower MHLA is: "as fast" within 5 %."""
-    if max(softmax, mhla) <= 1.05 * min(softmax, mhla):
-        return "as fast"
-    return f"{softmax / mhla:.1f}x\nfaster" if softmax > mhla else f"{mhla / softmax:.1f}x\nslower"
-
-
-def plain_ticks(axis: Any, steps: Sequence[float] = (1.0, 2.0, 5.0)) -> None:
-    """Set the ticks of an axis to `steps` times the powers of ten, written as plain numbers."""
+def plain_ticks(axis: Any) -> None:
+    """Set the ticks of an axis to 1, 2, and 5 times the powers of ten, written as plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    axis.set_major_locator(LogLocator(10, subs=steps))
+    axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))

@@ -16,8 +16,14 @@ from mhla_hf.plots import render_rows
 from mhla_hf.training.run_folder import RECORD
 
 from ..rows import over_seeds
-from .figures import LABELS
 
+LABELS = {
+    "teacher": "softmax teacher",
+    "control": "teacher, trained on",
+    "linear": "plain linear",
+    "mhla": "MHLA",
+    "hybrid": "hybrid 1 in 4",
+}
 NEAR = 64  # tokens that a window of two blocks holds
 BACK = "recall_back_"
 COLUMNS = (  # measure, title, format
@@ -41,15 +47,10 @@ def collect(
     """Compute the content of results.json.
 
     Args:
-        folders: For each seed, the folders of the models by name, with results.json and train.json in each. The first
-            model is the teacher.
+        folders: For each seed, the folders of the models by name, the teacher's first, with results.json and train.json.
         bits: For each seed, the bits per byte of the held-out text by name of the model.
         description: Entries that say which model was trained on which text.
         command: Shell command, for the record.
-
-    Returns:
-        "seeds", "models" (for each model and measure, what `over_seeds` returns), "about" (what the measures are), the
-        entries of `description`, and what `describe_run` says.
     """
     by_seed = {seed: _measure(models, bits[seed]) for seed, models in folders.items()}
     models = {
@@ -123,11 +124,7 @@ def final_loss(curve: Curve, stage: int = -1) -> float:
 
 
 def tokens_to_loss(curve: Curve, goal: float) -> int | None:
-    """Return after how many training tokens the last stage's loss was first at most `goal`, as a mean of five entries.
-
-    Returns:
-        The number of tokens, or None if it never was.
-    """
+    """Return after how many training tokens the last stage's loss was first at most `goal`, as a mean of five entries."""
     last_stage = curve[-1]["stage"]
     entries = [entry for entry in curve if entry["stage"] == last_stage]
     for end in range(min(5, len(entries)), len(entries) + 1):
@@ -137,31 +134,16 @@ def tokens_to_loss(curve: Curve, goal: float) -> int | None:
     return None
 
 
-def recall_by_distance(results: Mapping[str, Any], model: str) -> dict[int, float]:
-    """Return the accuracy of lookups by distance in tokens, as a mean over the seeds."""
-    measures = results["models"][model].items()
-    return {int(key.removeprefix(BACK)): value["mean"] for key, value in measures if key.startswith(BACK)}
-
-
 def render_report(results: Mapping[str, Any]) -> str:
-    """Render the table for a terminal, with notes on how to read it.
-
-    Args:
-        results: Content of results.json.
-    """
+    """Render the table of results.json for a terminal."""
     rows = [
         [LABELS[model], *(_cell(measures.get(key), spec) for key, _, spec in COLUMNS)]
         for model, measures in results["models"].items()
     ]
     table = render_rows(["", *(title for _, title, _ in COLUMNS)], rows, left=1)
     num_seeds = len(results["seeds"])
-    if num_seeds > 1:
-        notes = [table, f"mean ± standard error over {num_seeds} seeds"]
-    else:
-        notes = [table, "one seed; --full --seeds 3 shows how much a seed changes"]
-    if results.get("text", "").endswith(", plain"):
-        notes.append("recall: lookups in held-out text; the training text had none (--lookups adds them)")
-    return "\n\n".join(notes)
+    note = f"mean ± standard error over {num_seeds} seeds" if num_seeds > 1 else "one seed"
+    return f"{table}\n\n{note}"
 
 
 def _cell(measure: Mapping[str, Any] | None, spec: str) -> str:

@@ -1,4 +1,4 @@
-"""The demo in miniature: run to its end, run again, killed and gone on with, and what it refuses."""
+"""The toy demo in miniature: run to its end, run again, killed and gone on with, and what it refuses."""
 
 import contextlib
 import importlib
@@ -6,7 +6,6 @@ import io
 import json
 import math
 import multiprocessing
-import shutil
 import statistics
 import time
 
@@ -14,166 +13,140 @@ import pytest
 from tools.small_recipes import STUDENT, TEACHER
 
 import mhla_hf
-from experiments.demo import lookups
-from experiments.demo import toy as steps
-from experiments.demo.figures import compare_times
+from experiments.demo import lookups, toy
 from experiments.demo.report import collect, render_report, tokens_to_loss
 from experiments.demo.text import hold_out, make_tokenizer, read_text
-from experiments.demo.toy import MODELS, _Demo, default_folder, run_demo
+from experiments.demo.toy import FULL, Toy, run_toy
 from mhla_hf.evaluation.records import Results
 from mhla_hf.hub.card import check_card
 
 
-class Journey:
-    """One demo of 30,000 weights: how it is called, and where it lies."""
-
-    def __init__(self, place):
-        self.out = place / "out"
-        (place / "teacher.yaml").write_text(TEACHER)
-        (place / "student.yaml").write_text(STUDENT)
-        (place / "own.txt").write_text(read_text()[0][-120_000:])
-        files = {"text": "own.txt", "teacher_recipe": "teacher.yaml", "student_recipe": "student.yaml", "out": "out"}
-        self.arguments = {name: str(place / file) for name, file in files.items()}
-        self.arguments |= {"items": 2, "lengths": [64], "full": True, "control": True, "progress": False}
-        self.arguments["plain"] = False
-
-    def run(self, **changes):
-        """What it prints."""
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            run_demo(**{**self.arguments, **changes})
-        return printed.getvalue()
-
-
 @pytest.fixture(scope="module")
-def short():
-    """Little of what a demo does for each of its models."""
+def short(tmp_path_factory):
+    """A demo of models with 30,000 weights, which does little for each of them."""
+    recipes = tmp_path_factory.mktemp("recipes")
+    (recipes / "demo_teacher.yaml").write_text(TEACHER)
+    (recipes / "demo_student.yaml").write_text(STUDENT)
+    text = read_text()[0][-120_000:]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookups, "LEAST", 0)  # the text comes once
+        patch.setattr(toy, "RECIPES", recipes)
+        patch.setattr(toy, "ITEMS", 2)
+        patch.setattr(toy, "read_text", lambda: (text, "the end"))
         for name in ("FIT_ROWS", "GATE_STEPS"):
             patch.setattr(importlib.import_module("mhla_hf.conversion.language"), name, 4)
         yield
 
 
+def run(out, **options):
+    """What a demo of all students prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run_toy(out, full=True, progress=False, **options)
+    return printed.getvalue()
+
+
 @pytest.fixture(scope="module")
 def journey(short, tmp_path_factory):
-    """A demo that was run to its end; `first` is what it printed."""
-    journey = Journey(tmp_path_factory.mktemp("journey"))
-    journey.first = journey.run()
-    return journey
+    """The folder of a demo that was run to its end, and what it printed."""
+    out = tmp_path_factory.mktemp("journey") / "out"
+    return out, run(out)
 
 
 def check_models(out):
     """Check that each model is there, with its scores, and that nothing else was left."""
     assert json.loads((out / "mhla" / "train.json").read_text())["steps"] == 6
-    for name in MODELS:
+    for name in FULL:
         folder = out / name
         assert (folder / "model.safetensors").is_file() and (folder / "tokenizer.json").is_file()
         assert {record.metric for record in Results.read(folder)} >= {"acc", "acc_back_0"}
-        assert (folder / "modeling_mhla.py").exists() == (name not in ("teacher", "control"))
+        assert (folder / "modeling_mhla.py").exists() == (name != "teacher")
     assert [path.name for path in out.rglob("*") if ".tmp-" in path.name or path.suffix in (".state", ".start")] == []
 
 
 @pytest.mark.slow
 def test_killed_it_goes_on_to_the_end(short, tmp_path):
     """With SIGKILL, while MHLA was distilled."""
-    killed = Journey(tmp_path)
-    process = multiprocessing.get_context("fork").Process(target=killed.run)
+    out = tmp_path / "out"
+    process = multiprocessing.get_context("fork").Process(target=run, args=(out,))
     process.start()
-    while not any(".tmp-" not in state.name for state in (killed.out / "mhla.state").glob("step-*")):
+    while not any(".tmp-" not in state.name for state in (out / "mhla.state").glob("step-*")):
         assert process.is_alive()
         time.sleep(0.01)
     process.kill()
     process.join()
-    assert not (killed.out / "mhla").exists()
-    assert f"{killed.out / 'teacher'} is there already" in killed.run()
-    check_models(killed.out)
-    assert json.loads((killed.out / "mhla" / "train.json").read_text())["resumed"] >= 1
+    assert not (out / "mhla").exists()
+    assert f"{out / 'teacher'} is there already" in run(out)
+    check_models(out)
+    assert json.loads((out / "mhla" / "train.json").read_text())["resumed"] >= 1
 
 
 def test_every_model_is_there(journey):
-    check_models(journey.out)
+    check_models(journey[0])
 
 
 def test_what_lies_in_out(journey):
-    results = json.loads((journey.out / "results.json").read_text())
-    assert list(results["models"]) == list(MODELS) and results["seeds"] == [0]
+    out, printed = journey
+    results = json.loads((out / "results.json").read_text())
+    assert list(results["models"]) == list(FULL) and results["seeds"] == [0]
     teacher = results["models"]["teacher"]["bits_per_byte"]["mean"]
-    for name in MODELS:
+    for name in FULL:
         measured = results["models"][name]["bits_per_byte"]["mean"]
-        recall = Results.read(journey.out / name).find("lookups_recall_256", "acc_back_128").value
+        recall = Results.read(out / name).find("lookups_recall_256", "acc_back_128").value
         assert results["models"][name]["recall_back_128"]["mean"] == recall
         change = results["models"][name]["over_teacher_percent"]["mean"]
         assert 1 < measured < 10 and math.isclose(change, 100 * (measured / teacher - 1), abs_tol=1e-9)
-    for figure in ("loss.png", "recall.png", "speed.png"):
-        assert (journey.out / figure).read_bytes().startswith(b"\x89PNG")
-    timed = {name: {r.metric for r in Results.read(journey.out / name) if r.task == "speed"} for name in MODELS}
-    both = {"forward_ms_64", "decode_ms_64", "cache_mib_64"}
-    assert timed == {"teacher": both, "mhla": both, "linear": set(), "hybrid": set(), "control": set()}
-    assert results["models"]["control"]["steps"]["mean"] == results["models"]["mhla"]["steps"]["mean"] == 6
-    check_card(journey.out / "mhla")
-    card = (journey.out / "mhla" / "README.md").read_text()
+    check_card(out / "mhla")
+    card = (out / "mhla" / "README.md").read_text()
     assert "license: apache-2.0" in card and "plain linear" in card
-    assert render_report(results) in journey.first
-    for label in ("softmax teacher", "MHLA", "plain linear", "hybrid 1 in 4", "teacher, trained on"):
-        assert label in journey.first
-
-
-def test_a_process_without_the_package_computes_the_same(journey):
-    seen = json.loads((journey.out / "visit.json").read_text())
-    assert seen["logits_equal"] and seen["largest_difference"] == 0.0
-    assert seen["missing"] == seen["unexpected"] == seen["imported"] == []
-    assert seen["class"].startswith("transformers_modules.") and seen["continuation"]
-    assert seen["continuation"] in journey.first
+    assert render_report(results) in printed
+    for label in ("softmax teacher", "MHLA", "plain linear", "hybrid 1 in 4"):
+        assert label in printed
+    assert "loaded as transformers_modules." in printed and "logits equal bit for bit" in printed
 
 
 def test_run_again_it_trains_and_measures_nothing(journey):
-    kept = [path for name in MODELS for path in (journey.out / name).iterdir() if path.name != "README.md"]
+    out, _ = journey
+    kept = [path for name in FULL for path in (out / name).iterdir() if path.name != "README.md"]
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in kept if path.name != "card.json"}
-    output = journey.run()
+    printed = run(out)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before} == before
-    assert output.count("is there already") == 6
+    assert printed.count("is there already") == len(FULL)
 
 
-@pytest.mark.slow
-def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
-    """Scored and trained as the others, which is not repeated here; `control` is made with several seeds only."""
-    given, out = tmp_path / "given", tmp_path / "out"
-    shutil.copytree(journey.out / "teacher", given, ignore=shutil.ignore_patterns("README.md"))
-    for file in ("train.json", "results.json"):
-        (given / file).unlink()
-    fresh = Journey(tmp_path)
-    (tmp_path / "student.yaml").write_text(STUDENT.replace("steps: 2", "steps: 1").replace("steps: 4", "steps: 1"))
-    output = fresh.run(model=str(given), control=None)
-    assert "no model card: license: got none" in output and not (out / "mhla" / "README.md").exists()
-    assert (out / "teacher" / "model.safetensors").read_bytes() == (given / "model.safetensors").read_bytes()
-    assert "logits equal bit for bit" in output and not (out / "control").exists()
-    results = (out / "results.json").read_text()
-    assert str(tmp_path) not in results and list(json.loads(results)["models"]) == list(MODELS[:-1])
+def test_of_several_seeds_the_teacher_is_trained_on_as_well(short, tmp_path):
+    control = Toy(tmp_path, True, 2, False, None)
+    assert control.models == (*FULL, "control") and control.folder("mhla", 1) == tmp_path / "seed-1" / "mhla"
+    (stage,) = control.control_plan().stages
+    student = control.student_plan.stages
+    assert (stage.loss, stage.steps, stage.lr) == ("lm", sum(s.steps for s in student), student[-1].lr)
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"items": 3}, "was started with another items"),
-        ({"model": "someone/else"}, "^--out: .* was started with another model, expected another folder"),
+        ({"full": False}, "^--out: .* was started with another model, expected another folder"),
         ({"seeds": 0}, "seeds: got 0"),
-        ({"text": "no/such/file.txt"}, "which does not exist, expected a file"),
-        ({"text": ""}, "text: got '', expected a file"),
-        ({"student_recipe": "{teacher}"}, "student_recipe: got stages with the losses"),
-        ({"teacher_recipe": "nowhere.yaml"}, "'nowhere.yaml', which is not a file"),
+        ({"seeds": 2, "full": False}, "seeds: got 2, expected 1, or --full as well"),
         ({"out": "{place}"}, "holds other files and no demo.json"),
-        ({"out": "{place}/new", "text": "{place}/short.txt"}, "with 110 characters, expected at least 60,000"),
     ],
 )
 def test_refused_in_one_sentence_and_nothing_changed(journey, tmp_path, changes, sentence):
-    (tmp_path / "short.txt").write_text("Too short. " * 10)
-    before = {path: path.stat().st_mtime_ns for place in (journey.out, tmp_path) for path in place.rglob("*")}
-    for key, value in changes.items():
-        if isinstance(value, str):
-            changes = {**changes, key: value.format(teacher=journey.arguments["teacher_recipe"], place=tmp_path)}
+    out, _ = journey
+    (tmp_path / "own.txt").write_text("mine")
+    before = {path: path.stat().st_mtime_ns for place in (out, tmp_path) for path in place.rglob("*")}
+    if "out" in changes:
+        changes = {"out": tmp_path}
     with pytest.raises(ValueError, match=sentence):
-        run_demo(**{**journey.arguments, **changes})
-    assert before == {path: path.stat().st_mtime_ns for place in (journey.out, tmp_path) for path in place.rglob("*")}
+        run_toy(**{"out": out, "full": True, "progress": False, **changes})
+    assert before == {path: path.stat().st_mtime_ns for place in (out, tmp_path) for path in place.rglob("*")}
+
+
+def test_a_text_that_cannot_be_trained_on_is_refused(tmp_path):
+    (tmp_path / "short.txt").write_text("Too short. " * 10)
+    with pytest.raises(ValueError, match="with 110 characters, expected at least 60,000"):
+        read_text(tmp_path / "short.txt")
+    with pytest.raises(ValueError, match="which does not exist, expected a file"):
+        read_text("no/such/file.txt")
 
 
 def test_held_out_text_is_not_trained_on():
@@ -189,25 +162,6 @@ def test_held_out_text_is_not_trained_on():
     assert train + held_out == long and 35_000 < len(held_out) <= 40_000
 
 
-def stop(*_):
-    raise KeyboardInterrupt
-
-
-def test_a_users_text_is_trained_on_as_it_is(journey, tmp_path, monkeypatch, capsys):
-    """Unless lookups are asked for; how much they add is then said."""
-    monkeypatch.setattr(_Demo, "make_models", stop)
-    train, _ = hold_out(read_text(journey.arguments["text"])[0])
-    for plain in (None, True, False):
-        with pytest.raises(KeyboardInterrupt):
-            run_demo(**{**journey.arguments, "out": str(tmp_path / str(plain)), "plain": plain})
-        text = (tmp_path / str(plain) / "data" / "train.txt").read_text(encoding="utf-8")
-        assert (text == train) == (plain is not False)
-        said = f"{len(train):,} characters become {len(text):,} (--plain leaves them out)"
-        assert (said in capsys.readouterr().out) == (plain is False)
-    with pytest.raises(ValueError, match="started with another text"):
-        journey.run(out=str(tmp_path / "False"), plain=True)
-
-
 def test_a_measured_start_is_not_measured_again(journey, tmp_path, monkeypatch):
     """Stopped in the distillation after it, the demo goes on from what was measured."""
     measured, distilled = [], []
@@ -215,49 +169,22 @@ def test_a_measured_start_is_not_measured_again(journey, tmp_path, monkeypatch):
     def convert(model, text=None, keep=None, **settings):
         settings = {name: value for name, value in settings.items() if name not in ("tokenizer", "seed", "progress")}
         model = mhla_hf.convert(model, **settings)
-        if text is not None:
-            measured.append(keep)
-            model.config.mhla_measured = {"softmax_heads": {"1": [0]}}
+        measured.append(keep)
+        model.config.mhla_measured = {"softmax_heads": {"1": [0]}}
         return model
 
     def distill(self, student, *_):
         distilled.append(student.config.mhla_measured)
-        stop()
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(steps, "CONTINUATION", 1)
-    monkeypatch.setattr(steps, "convert", convert)
-    monkeypatch.setattr(_Demo, "_distill", distill)
+    monkeypatch.setattr(toy, "CONTINUATION", 1)
+    monkeypatch.setattr(toy, "convert", convert)
+    monkeypatch.setattr(toy, "TEACHER", journey[0] / "teacher")
+    monkeypatch.setattr(Toy, "distill", distill)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            journey.run(out=str(tmp_path / "out"), full=False, control=None)
+            run_toy(tmp_path / "out", progress=False)
     assert measured == [0.25] and distilled == 2 * [{"softmax_heads": {"1": [0]}}]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "folder"),
-    [
-        ({}, "out-toy"),
-        ({"plain": False}, "out-toy"),
-        ({"model": "HuggingFaceTB/SmolLM2-135M"}, "out-toy-SmolLM2-135M"),
-        ({"model": "models/llama/", "text": "texts/notes.txt"}, "out-toy-llama-notes"),
-        ({"text": "notes.txt", "plain": False}, "out-toy-notes-lookups"),
-        ({"full": True, "plain": True}, "out-toy-full-plain"),
-    ],
-)
-def test_another_demo_has_another_folder(arguments, folder):
-    assert default_folder(**arguments) == folder
-
-
-def test_times_in_words():
-    assert compare_times(1.80, 1.0) == "1.8x\nfaster" and compare_times(1.0, 1.80) == "1.8x\nslower"
-    assert compare_times(1.04, 1.0) == compare_times(1.0, 1.04) == "as fast"
-
-
-def test_a_table_of_a_plain_text_says_what_its_recall_is(journey):
-    results = json.loads((journey.out / "results.json").read_text())
-    note = "recall: lookups in held-out text; the training text had none (--lookups adds them)"
-    assert note not in render_report(results)
-    assert render_report(results | {"text": "own.txt, plain"}).endswith(note)
 
 
 def test_tokenizer_keeps_every_byte():
@@ -267,9 +194,10 @@ def test_tokenizer_keeps_every_byte():
 
 def test_spread_is_over_seeds(journey):
     """Three folders that differ in one number each: mean and standard error by hand."""
-    folders = {seed: {name: journey.out / name for name in MODELS} for seed in range(3)}
-    folders[1] = {**folders[1], "mhla": journey.out / "linear"}
-    bits = {seed: {name: 2.0 + index for index, name in enumerate(MODELS)} for seed in range(3)}
+    out, _ = journey
+    folders = {seed: {name: out / name for name in FULL} for seed in range(3)}
+    folders[1] = {**folders[1], "mhla": out / "linear"}
+    bits = {seed: {name: 2.0 + index for index, name in enumerate(FULL)} for seed in range(3)}
     bits[1]["mhla"] = bits[1]["linear"]
     results = collect(folders, bits, {})
     mhla, linear = bits[0]["mhla"], bits[0]["linear"]

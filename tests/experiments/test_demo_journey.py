@@ -124,10 +124,10 @@ def test_what_is_refused(finished, arguments, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="another effort"):
         main([*arguments, "--effort", "0.2"])
     for words, said in (
-        (["--seeds", "2"], "--seeds: got 2 without --toy"),
-        (["--full"], "--full: got True without --toy"),
-        (["--lookups"], "--plain: got False without --toy"),
-        (["--toy", "--effort", "1"], "--effort: got 1.0 with --toy"),
+        (["--seeds", "2"], "--seeds: got 2, expected it only with --toy"),
+        (["--full"], "--full: got True, expected it only with --toy"),
+        (["--toy", "--effort", "1"], "--effort: got 1.0, expected it only without --toy"),
+        (["--toy", "--data", "notes.txt"], "--data: got notes.txt, expected it only without --toy"),
     ):
         with refused(said):
             main(words)

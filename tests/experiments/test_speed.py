@@ -1,5 +1,6 @@
 """Cost against length: measured once, small, and rendered."""
 
+import argparse
 import json
 
 import pytest
@@ -20,7 +21,8 @@ def quick(monkeypatch):
 
 def test_measured_and_rendered(quick, tmp_path):
     settings = {"softmax_heads": {"1": [2]}, "block_size": 8}
-    record = speed.run(tmp_path / "speed.json", (96, 1600), (1, 2), (96,), 1, TINY, **settings)
+    options = {"lengths": (96, 1600), "batches": (1, 2), "prefill": (96,), "threads": 1, "out": tmp_path / "speed.json"}
+    record = speed.run(argparse.Namespace(**options), "", TINY, **settings)
     assert json.loads((tmp_path / "speed.json").read_text())["rows"] == record["rows"]
     assert [(row["length"], row["batch"]) for row in record["rows"]] == [(96, 1), (1600, 1), (96, 2), (1600, 2)]
     assert all(row[name]["next token"] > 0 for row in record["rows"] for name in ("MHLA", "softmax"))

@@ -11,6 +11,6 @@ STUDENT = """
 settings: {layers: all, block_size: 16}
 stages:
   - {name: transfer, loss: transfer, trainable: mhla, steps: 2, lr: 1e-2, batch_size: 2, seq_len: 64}
-  - {name: distill, loss: logits, steps: 4, lr: 1e-3, lr_mhla: 1e-2, batch_size: 2, seq_len: 512}
+  - {name: distill, loss: logits, steps: 4, lr: 1e-3, lr_mhla: 1e-2, batch_size: 2, seq_len: 256}
 run: {save_every: 1}
 """
