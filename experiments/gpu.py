@@ -19,11 +19,11 @@ from mhla_hf import Blocks, mhla
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
-from mhla_hf.ops.decays import Decays, LocalForm
-from mhla_hf.ops.inputs import WindowedInputs
-from mhla_hf.ops.local import local_attention
-from mhla_hf.ops.reference import local_reference
-from mhla_hf.ops.triton.paged import SMALL_PAGES, small_page_call
+from mhla_hf.ops.windowed.attention import windowed_attention
+from mhla_hf.ops.windowed.decays import Decays
+from mhla_hf.ops.windowed.definition import windowed_reference
+from mhla_hf.ops.windowed.inputs import WindowedInputs, WindowedOptions
+from mhla_hf.ops.windowed.triton_step import SMALL_PAGES, small_page_call
 
 from .bench import (
     TOLERANCES,
@@ -66,21 +66,21 @@ VARIANTS: dict[str, Variant] = {
     "grid, features of its own for the denominator": (GRID, {"denominator": True}, {}),
     "video, uneven blocks": (VIDEO, {}, {"normalize": False}),
 }
-WINDOW = LocalForm(32, scale=0.125, unrounded=False)
-DECAYS = replace(WINDOW, lag=1, sinks=0)
-WINDOWS: dict[str, tuple[LocalForm, dict[str, Any]]] = {  # options, and those of `make_inputs`
+WINDOW = WindowedOptions(32, scale=0.125, unrounded=False)
+DECAYS = replace(WINDOW, window=1, sinks=0)
+WINDOWS: dict[str, tuple[WindowedOptions, dict[str, Any]]] = {  # options, and those of `make_inputs`
     "window": (WINDOW, {}),
     "window, unrounded": (replace(WINDOW, unrounded=True), {}),
-    "window, long blocks": (replace(WINDOW, block_size=70, lag=1, sinks=20), {}),
+    "window, long blocks": (replace(WINDOW, block_size=70, window=1, sinks=20), {}),
     "window, grouped heads, padded": (WINDOW, {"groups": 2, "padded": True}),
     "window, wide values, packed": (WINDOW, {"widths": (32, 96), "packed": True}),
     "decays": (DECAYS, {}),
     "decays, not normalized": (replace(DECAYS, normalize=False), {"padded": True}),
 }
 PAGES: dict[str, dict[str, Any]] = {  # options of `small_page_call`
-    "pages": {"form": replace(SMALL_PAGES, lag=6), "queries_per_kv": 3},  # SmolLM2, converted with text
+    "pages": {"form": replace(SMALL_PAGES, window=6), "queries_per_kv": 3},  # SmolLM2, converted with text
     "pages, several decays": {"num_rates": 3, "num_features": 128, "has_power": False, "heads_per_page": 2},
-    "pages, no softmax": {"form": replace(SMALL_PAGES, lag=1, sinks=0, normalize=False), "num_rates": 2},
+    "pages, no softmax": {"form": replace(SMALL_PAGES, window=1, sinks=0, normalize=False), "num_rates": 2},
 }
 
 
@@ -169,7 +169,7 @@ def variant_errors(
 
 
 def window_errors(
-    form: LocalForm,
+    form: WindowedOptions,
     input_options: Mapping[str, Any],
     device: torch.device | str,
     dtype: torch.dtype,
@@ -197,7 +197,7 @@ def window_errors(
         inputs = WindowedInputs(
             near_q, near_k, values, q_features, decays, balance, replace(form, impl=impl), **padding
         )
-        o = local_reference(inputs, k_features) if exact else local_attention(inputs, k_features)
+        o = windowed_reference(inputs, k_features) if exact else windowed_attention(inputs, k_features)
         output_gradient = torch.randn(o.shape, generator=torch.Generator(device).manual_seed(1), device=device)
         results.append([o, *torch.autograd.grad(o, tensors, output_gradient.to(o.dtype))])
     names = ("output", "dq", "dk", "dv", "dfq", "dfk")
@@ -215,7 +215,7 @@ def check_kernels(
     limit: float = MAX_CHECK_SECONDS,
     impl: str = "triton",
     variants: Mapping[str, Variant] = VARIANTS,
-    windows: Mapping[str, tuple[LocalForm, dict[str, Any]]] = WINDOWS,
+    windows: Mapping[str, tuple[WindowedOptions, dict[str, Any]]] = WINDOWS,
     pages: Mapping[str, dict[str, Any]] = PAGES,
 ) -> list[dict[str, Any]]:
     """Compare an implementation with the definition in fp64.

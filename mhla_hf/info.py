@@ -35,7 +35,7 @@ MAX_SCORES = 5  # number of scores that are printed
 # Kinds of model that mhla-hf evaluate supports -> the recipe to suggest.
 EVALUATION_RECIPES = {"language": "recall", "image": "RECIPE", "pipeline": "RECIPE"}
 SHOWN_SETTINGS = (
-    "mixing_form", "num_decays", "local", "block_size", "num_blocks", "layout", "feature_map", "normalize", "gate", "cpe",
+    "mixing_form", "num_decays", "windowed", "block_size", "num_blocks", "layout", "feature_map", "normalize", "gate", "cpe",
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from .text import hold_out, make_tokenizer, read_text
 RECIPES = Path(__file__).parent / "recipes"
 STUDENTS: dict[str, dict[str, Any]] = {  # settings that differ from the recipe's
     "mhla": {},
-    "linear": {"mixing_form": "softmax", "local": None, "mixing_start": "uniform", "learn_mixing": False},
+    "linear": {"mixing_form": "softmax", "windowed": False, "mixing_start": "uniform", "learn_mixing": False},
     "hybrid": {},  # a quarter of the KV heads keeps softmax, chosen by gates
 }
 QUICK, FULL = ("teacher", "hybrid", "linear"), ("teacher", "mhla", "linear", "hybrid")

@@ -177,7 +177,7 @@ class OutputFit:
 def start_from_inputs(core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
     """Initialize the feature maps and the balance of a core from real queries and keys, in place.
 
-    With a local softmax, the far part is given the weight that far tokens have in the softmax.
+    With a window, the far part is given the weight that far tokens have in the softmax.
 
     Args:
         core: The MHLA core.
@@ -190,7 +190,7 @@ def start_from_inputs(core: Any, q: torch.Tensor, k: torch.Tensor, options: dict
     else:
         far_q, far_k = q, k
     center_maps(core, far_q, far_k)
-    if core.settings.local:
+    if core.settings.windowed:
         balance_masses(core, q, k, core.q_map(far_q), core.k_map(far_k), options.get("scale"))
 
 
@@ -232,20 +232,20 @@ def balance_masses(
     A head keeps its balance if its far tokens weigh at most `NEGLIGIBLE` in the softmax or in MHLA.
 
     Args:
-        core: A `DecayMHLA` or `TwoWayMHLA` with a local softmax.
+        core: A `DecayMHLA` or `TwoWayMHLA` with a window.
         q, k: Rotated queries [B, T, H, K] and keys [B, T, G, K].
         q_features, k_features: The F features of queries and keys for the far part, [B, T, H, F] and [B, T, G, F].
         scale: Factor of q k^T in the softmax; None takes that of the core.
     """
-    form, balance = core.form, core.mixing.balance
+    options, balance = core.options, core.mixing.balance
     token = torch.arange(q.shape[1], device=q.device)
-    block = token // form.block_size
+    block = token // options.block_size
     distance = block[:, None] - block  # [T, T]
-    is_far = ((distance.abs() if form.both_ways else distance) >= form.lag) & (token >= form.sinks)
-    is_hidden = torch.zeros_like(is_far) if form.both_ways else token[:, None] < token
-    mixing = core.mixing()[0].matrix(int(block[-1]) + 1, form.lag, form.both_ways)  # [H, M, M]
+    is_far = ((distance.abs() if options.both_ways else distance) >= options.window) & (token >= options.sinks)
+    is_hidden = torch.zeros_like(is_far) if options.both_ways else token[:, None] < token
+    mixing = core.mixing()[0].matrix(int(block[-1]) + 1, options.window, options.both_ways)  # [H, M, M]
     mixing = mixing[:, block[:, None], block]  # [H, T, T]
-    scale = form.scale if scale is None else scale
+    scale = options.scale if scale is None else scale
     for head in range(q.shape[2]):
         kv_head = head * k.shape[2] // q.shape[2]
         masses: Any = 0.0  # [2], the weight of all far tokens in the softmax and in MHLA

@@ -157,7 +157,7 @@ def balance_joint_masses(
     rows = torch.linspace(0, len(index) - 1, min(START_QUERIES, len(index)), device=q.device).long()
     mixing = core.mixing(blocks.counts)[0].expand(q.shape[2], -1, -1)  # [H, M, M]
     is_far = torch.ones_like(mixing[0])  # [M, M]
-    if settings.local is not None:
+    if settings.windowed:
         is_far = far_block_mask(blocks.counts, settings.window, q.device)
     is_far, mixing = (x[..., index[rows], :][..., index] for x in (is_far, mixing * is_far))  # [Q, T], [H, Q, T]
     q_features, k_features = core.q_map(far[0]), core.k_map(far[1])

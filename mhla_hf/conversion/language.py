@@ -70,10 +70,10 @@ def convert_with_text(
     if settings is None:  # "exp" features are unbounded, which is safe because the text shows where to start them
         overrides = {"feature_map": "exp", **overrides}
     mhla_settings = checked_settings(model, family, settings, layers, overrides)
-    if mhla_settings.local is None or mhla_settings.softmax_heads:
-        conflict = "local=None" if mhla_settings.local is None else "softmax_heads"
+    if not mhla_settings.windowed or mhla_settings.softmax_heads:
+        conflict = "windowed=False" if not mhla_settings.windowed else "softmax_heads"
         raise ValueError(
-            f'text: got a text along with {conflict}, expected local="softmax" and no softmax_heads, '
+            f"text: got a text along with {conflict}, expected windowed=True and no softmax_heads, "
             "which the conversion chooses."
         )
     check_learning(model, effort, seed)

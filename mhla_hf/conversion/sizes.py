@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from ..checkpoints.load import wrap_errors
 from ..models.transformers_api import forward_cached
 from ..nn.settings import MHLASettings
-from ..ops.local_state import LocalState
+from ..ops.windowed.decoding import WindowedState
 from .teacher import mhla_layers, replaced_cores
 from .transformers_models import convert_transformers_model
 
@@ -39,7 +39,7 @@ class CountingCore(nn.Module):
         num_decays, num_features = self.core.mixing.num_decays, self.core.k_map.num_features
         self.token_bytes = (k[:, :1].numel() + v[:, :1].numel()) * v.element_size()
         cos_sin = None if cos_sin is None else cos_sin.to(v.dtype)
-        state = LocalState.empty(k.to(v.dtype), v, num_decays, num_features, self.core.form, cos_sin)
+        state = WindowedState.empty(k.to(v.dtype), v, num_decays, num_features, self.core.options, cos_sin)
         self.state_bytes = state.nbytes()
         return v.new_zeros(*q.shape[:3], v.shape[3])
 

@@ -61,7 +61,7 @@ def choose_settings(
         overrides: Single fields, which take precedence over `settings`.
 
     Returns:
-        The settings. Unless an override sets them, mixing without decays turns off the window (`local`), and a missing
+        The settings. Unless an override sets them, mixing without decays turns off `windowed`, and a missing
         window turns off the options that need one.
 
     Raises:
@@ -79,8 +79,8 @@ def choose_settings(
     if layers is not None:
         overrides = {**overrides, "layers": layers}
     if overrides.get("mixing_form", "decay") != "decay":  # the default window works with decays only
-        overrides = {"local": None, "free_decay": False, "feature_map": "hedgehog", **overrides}
-    if overrides.get("local", settings.local) is None:  # these options need a window
+        overrides = {"windowed": False, "free_decay": False, "feature_map": "hedgehog", **overrides}
+    if not overrides.get("windowed", settings.windowed):  # these options need a window
         without_window = {"rope": "before"} if settings.rope == "near" else {}
         overrides = {**without_window, "length_power": False, **overrides}
     return replace(settings, **overrides)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..nn.core import MHLA
-from ..nn.local import DecayMHLA, TwoWayMHLA
 from ..nn.sequence import SequenceMHLA
+from ..nn.windowed import DecayMHLA, TwoWayMHLA
 from .derived_classes import find_derived_class
 from .encoder.encoder_attention import ENCODER_SWAP
 from .families import ENCODERS, LANGUAGE, VISION

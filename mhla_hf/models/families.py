@@ -94,7 +94,7 @@ WINDOWED_DECAYS: dict[str, Any] = {
     "mixing_form": "decay",
     "num_decays": 1,
     "free_decay": True,
-    "local": "softmax",
+    "windowed": True,
     "feature_map": "softmax",
 }
 CAUSAL = AttentionKind(
@@ -170,7 +170,7 @@ JOINT_DEFAULTS: dict[str, Any] = {
     "layout": [4, 4],
     "feature_map": "softmax",
     "rope": "near",
-    "local": "softmax",
+    "windowed": True,
     "window": 1,
     "sinks": 0,
     "layers": "2/3",

@@ -1,10 +1,10 @@
-"""Learned mixing by decays (`ops/decays.py`), which replaces a mixing matrix where the decoder state has to stay small."""
+"""Learned mixing by decays, which replaces a mixing matrix where the decoder state has to stay small."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..ops.decays import Decays
+from ..ops.windowed.decays import Decays
 from .heads import HeadSplit
 
 INITIAL_DECAY_WEIGHT = 0.01  # of every decay but the first, which gets the rest
@@ -15,7 +15,7 @@ FROZEN_DECAY_WEIGHT = 1e-30  # practically zero, but with a finite logarithm
 
 
 class DecayMixing(nn.Module):
-    """Learns the weights and rates of `Decays`, and the balance of the far part relative to a local softmax.
+    """Learns the weights and rates of `Decays`, and the balance of the far part relative to a softmax.
 
     Attributes:
         weight: [H, R], logits; their softmax over R gives the weights of the decays.
@@ -76,7 +76,7 @@ class DecayMixing(nn.Module):
         return values
 
     def forward(self, heads: HeadSplit | None = None) -> tuple[Decays, torch.Tensor | None]:
-        """Return the decays and the balance [H] (None without a local softmax), in fp32; with `heads`, of the MHLA heads."""
+        """Return the decays and the balance [H] (None without a softmax), in fp32; with `heads`, of the MHLA heads."""
         if self.num_decays > self.num_fixed:
             log_rate = F.pad(F.logsigmoid(self.rate.float()), (self.num_fixed, 0))
         else:  # tensor parallelism may have left fewer than `num_kv_heads`
@@ -103,7 +103,7 @@ class DecayMixing(nn.Module):
         return torch.cat([decays.weight, log_rate, *columns], 1).detach()
 
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
-        """Undo `pack`: return the decays and the balance (None without a local softmax)."""
+        """Undo `pack`: return the decays and the balance (None without a softmax)."""
         count = self.num_decays
         queries_per_kv = self.num_heads // self.num_kv_heads
         weight = packed[:, :count]

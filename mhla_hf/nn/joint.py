@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.reference import divide_or_zero
-from ..ops.torch_local import with_ones
+from ..ops.windowed.near_and_far import with_ones
 from .core import MHLACore, Rotation, mixing_options
 from .grid import GridMixing, PositionConv
-from .local import start_balance
 from .settings import MHLASettings
+from .windowed import start_balance
 
 LOWEST_SCORE = -1000.0  # of the additional key, where there is no far part
 WIDTH_STEP = 8  # fused attention kernels take heads whose width is a multiple of this
@@ -132,7 +132,7 @@ class JointMHLA(MHLACore):
     The initial balance is so small that a converted layer starts as its softmax part.
 
     Args:
-        settings: The settings; `layout` is required. With `local="softmax"`, queries of the grid read by softmax all blocks
+        settings: The settings; `layout` is required. With `windowed=True`, queries of the grid read by softmax all blocks
             that are fewer than `window` blocks from their own along every axis.
         num_heads: Number of heads H.
         key_dim: Width K of q and k.
@@ -194,7 +194,7 @@ class JointMHLA(MHLACore):
         # Under autocast, norms and rotations give fp32.
         q, k, rotated_q, rotated_k = (x.to(v.dtype) for x in (q, k, rotated_q, rotated_k))
         text = text._replace(q=text.q.to(v.dtype), k=text.k.to(v.dtype), v=text.v.to(v.dtype))
-        if self.settings.local is not None:
+        if self.settings.windowed:
             mixing = mixing * far_block_mask(blocks.counts, self.settings.window, mixing.device)
         options: dict[str, Any] = {"normalize": False, "scale": 1.0, "unrounded": True, "impl": self.settings.impl}
         q_features, k_features = (x.to(v.dtype) for x in (self.q_map(q), self.k_map(k)))
@@ -226,7 +226,7 @@ class JointMHLA(MHLACore):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: TextTokens, blocks: Blocks
     ) -> tuple[torch.Tensor, ...]:
         """Compute the softmax part of the queries of the grid, as `softmax_beside_key` does; q and k are rotated."""
-        if self.settings.local is None:
+        if not self.settings.windowed:
             return softmax_beside_key(q, text.k, text.v, text.mask)
         order = torch.argsort(blocks.index(q.device), stable=True)
         by_block = [x[:, order].split(blocks.sizes(), 1) for x in (q, k, v)]

@@ -86,7 +86,7 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
     "free_decay": one_of(True, False),
     "length_power": one_of(True, False),
     "num_decays": whole_number(1, MAX_DECAYS),
-    "local": one_of(None, "softmax"),
+    "windowed": one_of(True, False),
     "window": whole_number(1, MAX_WINDOW_BLOCKS),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
     "window_dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
@@ -135,14 +135,14 @@ class MHLASettings:
             `free_decay`.
         free_decay: Whether the decay factor of the first exponential is learned, too, instead of fixed at 1.
         length_power: Whether the weights of the far part are divided by n^a, where n is the number of blocks in the far part
-            of the query's block, and a is learned per head (with `local`).
-        local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
-            decays (the far part) for all other tokens, under one normalizer (language models and encoders; needs "decay").
+            of the query's block, and a is learned per head (with `windowed`).
+        windowed: Whether attention is exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
+            decays (the far part) over all other tokens, under one normalizer (language models and encoders; needs "decay").
             Where text and a grid share one attention, exact softmax over the blocks of the grid that are fewer than `window`
             blocks from a token's own along every axis; the text has softmax in any case.
-        window: Number of blocks in the softmax window of `local`, including the current block. In encoders, the window also
+        window: Number of blocks in the softmax window, including the current block. In encoders, the window also
             has `window - 1` blocks after the current one; in grids, on either side along every axis.
-        sinks: Number of tokens at the start of a sequence that stay in the softmax of `local`; 0 for an encoder.
+        sinks: Number of tokens at the start of a sequence that stay in the softmax window; 0 for an encoder.
         window_dropout: Probability that a forward pass in training restricts the softmax window to the current block, so
             that the far part covers all blocks before it.
         per_head: Whether every query head has its own mixing matrix, instead of one per layer.
@@ -152,7 +152,7 @@ class MHLASettings:
             (the paper's CPE, appendix F.2); 0 for none. Grids only.
         rope: Where the rotary embedding is applied. "before": to q and k before the feature map (converted models).
             "after": to the features (the paper's order); the denominator uses the unrotated features. "near": to q and k in
-            the softmax (of `local`, or over a text) only, because features of rotated keys depend on absolute positions and
+            the softmax (of a window, or over a text) only, because features of rotated keys depend on absolute positions and
             do not generalize beyond the lengths they were fitted on.
         layers: Layers that use MHLA: "all", "2/3" (all but layers 0, 3, 6, ..., which keep softmax), or a list, tuple, or
             range of layer indices.
@@ -176,7 +176,7 @@ class MHLASettings:
     num_decays: int = 2
     free_decay: bool = False
     length_power: bool = False
-    local: str | None = None
+    windowed: bool = False
     window: int = 2
     sinks: int = 4
     window_dropout: float = 0.0
@@ -207,7 +207,6 @@ class MHLASettings:
     def check_combinations(self) -> None:
         """Raise ValueError if the settings contradict each other."""
         decay = self.mixing_form == "decay"
-        local = self.local is not None
         if decay and self.layout is not None:
             expected = '"softmax", "direct" or "free" for grids'
             raise ValueError(f'mixing_form: got "decay" with a layout, expected {expected}.')
@@ -217,18 +216,18 @@ class MHLASettings:
             raise ValueError('impl: got "reference" with mixing_form="decay", expected "auto", "torch" or "triton".')
         if self.free_decay and not decay:
             raise ValueError(f'free_decay: got true with mixing_form={self.mixing_form!r}, expected "decay".')
-        if self.length_power and not local:
-            raise ValueError('length_power: got true without local="softmax", expected false.')
-        if self.rope == "near" and not local and self.layout is None:
-            raise ValueError('rope: got "near" without local="softmax", expected "before" or "after".')
+        if self.length_power and not self.windowed:
+            raise ValueError("length_power: got true without windowed=True, expected false.")
+        if self.rope == "near" and not self.windowed and self.layout is None:
+            raise ValueError('rope: got "near" without windowed=True, expected "before" or "after".')
         if self.softmax_heads and (not decay or self.gate):
             got = "gate=true" if decay else f"mixing_form={self.mixing_form!r}"
             raise ValueError(f'softmax_heads: got some with {got}, expected mixing_form="decay" and no gate.')
-        if local and not decay and self.layout is None:
-            raise ValueError(f'mixing_form: got {self.mixing_form!r} with local="softmax", expected "decay".')
-        if local and not self.normalize:
-            raise ValueError('normalize: got false with local="softmax", expected true.')
-        if local and self.sinks > self.block_size:
+        if self.windowed and not decay and self.layout is None:
+            raise ValueError(f'mixing_form: got {self.mixing_form!r} with windowed=True, expected "decay".')
+        if self.windowed and not self.normalize:
+            raise ValueError("normalize: got false with windowed=True, expected true.")
+        if self.windowed and self.sinks > self.block_size:
             raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
 
     def resolve_layers(self, num_layers: int) -> list[int]:
@@ -302,8 +301,8 @@ def check_settings(
             raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for {model}.")
     if not both_ways or settings.mixing_form != "decay":
         return
-    if settings.local is None:
-        raise ValueError(f'local: got None with mixing_form="decay", expected "softmax" for {model}.')
+    if not settings.windowed:
+        raise ValueError(f'windowed: got false with mixing_form="decay", expected true for {model}.')
     if settings.impl == "triton":
         raise ValueError(f'impl: got "triton" with mixing_form="decay", expected "auto" or "torch" for {model}.')
     for name, value in ENCODER_VALUES.items():
@@ -313,7 +312,7 @@ def check_settings(
 
 def check_grid_settings(settings: MHLASettings, model: str, joint: bool) -> None:
     """Raise ValueError if settings do not suit a model of a grid of tokens; see `check_settings`."""
-    values: dict[str, Any] = JOINT_VALUES if joint else {"local": None}
+    values: dict[str, Any] = JOINT_VALUES if joint else {"windowed": False}
     for name, value in values.items():
         if getattr(settings, name) != value:
             raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected {value!r} for {model}.")

@@ -55,15 +55,15 @@ def sharded_mhla(
     ]
     largest = max(map(len, blocks_of_ranks))
     rows = [row for of_rank in blocks_of_ranks for row in (*of_rank, *[0] * (largest - len(of_rank)))]
-    local = blocks_of_ranks[rank]
-    sizes = torch.tensor([edges[rank], *block_ends[local.start : local.stop - 1], edges[rank + 1]]).diff()
-    order, inverse = gather_by_block(torch.arange(len(local)).repeat_interleave(sizes), sizes, int(sizes.max()))
+    own_blocks = blocks_of_ranks[rank]
+    sizes = torch.tensor([edges[rank], *block_ends[own_blocks.start : own_blocks.stop - 1], edges[rank + 1]]).diff()
+    order, inverse = gather_by_block(torch.arange(len(own_blocks)).repeat_interleave(sizes), sizes, int(sizes.max()))
     order, inverse = order.to(q.device), inverse.to(q.device)
 
     def by_block(x: torch.Tensor) -> torch.Tensor:
-        """Gather all heads by block: [B, T, H or G, K] -> [B * H, M, C, K], with M local blocks of at most C tokens."""
+        """Gather all heads by block: [B, T, H or G, K] -> [B * H, M, C, K], M blocks of at most C tokens."""
         x = torch.nn.functional.pad(heads.take(x), (0, 0, 0, 1))  # a row of zeros, which fills short blocks
-        return x.index_select(1, order).unflatten(1, (len(local), -1))
+        return x.index_select(1, order).unflatten(1, (len(own_blocks), -1))
 
     with torch.autocast(q.device.type, enabled=False):
         summary = by_block(k).mT @ by_block(v)
@@ -71,8 +71,8 @@ def sharded_mhla(
         sums = summary.flatten(2)  # [B * H, M, K * V], with normalize [B * H, M, K * V + L]
         if normalize:
             sums = torch.cat([sums, by_block(k if k_den is None else k_den).sum(2)], 2)
-        sums = mix_blocks(m[:, rows, local.start : local.stop], sums[..., None])[..., 0]
-        sums = add_up(sums.transpose(0, 1)).transpose(0, 1)[:, : len(local)]
+        sums = mix_blocks(m[:, rows, own_blocks.start : own_blocks.stop], sums[..., None])[..., 0]
+        sums = add_up(sums.transpose(0, 1)).transpose(0, 1)[:, : len(own_blocks)]
         summary_width = summary[0, 0].numel()
         mixed, z = sums.split([summary_width, sums.shape[2] - summary_width], 2)
         o = by_block(q) @ mixed.unflatten(2, summary.shape[2:])

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 
 from .blocks import Blocks
-from .decays import Decays, LocalForm
 
 
 class MHLAOptions(NamedTuple):
@@ -35,31 +34,3 @@ class MHLAInputs(NamedTuple):
     key_mask: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
     starts: torch.Tensor | None = None
-
-
-class WindowedInputs(NamedTuple):
-    """The arguments of near and far attention; `local.py` has the formula.
-
-    Args:
-        q: [B, T, H, D], queries of the near part, rotated; features if `balance` is None.
-        k: [B, T, G, D], its keys.
-        v: [B, T, G, V], values.
-        q_features: [B, T, H, K], queries of the far part.
-        decays: The mixing of the far part.
-        balance: [H], the log of the multiplier that brings far weights to the scale of e^score; None without a softmax.
-        form: The options.
-        key_mask: bool [B, T], as in `mhla`.
-        starts: int64 [B], as in `mhla`; not along with cu_seqlens.
-        cu_seqlens: Int [N + 1], as in `mhla`; ignored by a state.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q_features: torch.Tensor
-    decays: Decays
-    balance: torch.Tensor | None
-    form: LocalForm
-    key_mask: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None

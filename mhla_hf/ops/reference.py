@@ -9,7 +9,7 @@ M blocks.
 import torch
 
 from .blocks import Blocks
-from .inputs import MHLAInputs, WindowedInputs
+from .inputs import MHLAInputs
 
 
 def mhla_reference(inputs: MHLAInputs) -> torch.Tensor:
@@ -153,50 +153,3 @@ def without_row_scale(grad: torch.Tensor, mixing: torch.Tensor, causal: bool) ->
     row = mixing / torch.where(largest == 0, 1, largest)
     component = (grad * row).sum(-1, keepdim=True) / row.square().sum(-1, keepdim=True).clamp(min=1)
     return grad - component * row
-
-
-def local_reference(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
-    """Compute `local_attention` or `two_way_attention` by definition: a T x T matrix of softmax and MHLA weights.
-
-    Returns:
-        [B, T, H, V] in fp32, or in fp64 if q is.
-    """
-    q, k, v, q_features, decays, balance, form, key_mask, starts, cu_seqlens = inputs
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    num_tokens, num_heads = q.shape[1], q.shape[2]
-    blocks = Blocks.sequence(num_tokens, form.block_size)
-    causal = not form.both_ways
-    query_block, key_block, visible = token_relations(q, k, blocks, blocks, causal, key_mask, cu_seqlens, starts)
-    first = torch.zeros(1, dtype=torch.int64) if starts is None else starts
-    position = (torch.arange(num_tokens, device=q.device) - first.to(q.device)[:, None]).clamp(min=0)
-    if cu_seqlens is not None:
-        position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position[0], right=True) - 1]
-    block_distance = query_block[:, :, None] - key_block[:, None, :]
-    if form.both_ways:
-        block_distance = block_distance.abs()
-    in_window_or_sink = (block_distance < form.lag) | (position < form.sinks)[:, None, :]
-    # Both are [B, 1, T, S].
-    near = (visible & in_window_or_sink)[:, None]
-    far = (visible & ~in_window_or_sink)[:, None]
-    # Zero the tokens that take no part: a gradient of 0 times NaN would be NaN.
-    sees_any = visible.any(2)[..., None, None]
-    seen_by_any = visible.any(1)[..., None, None]
-    q = torch.where(sees_any, q, 0)
-    q_features = torch.where(sees_any, q_features, 0)
-    k, k_features, v = (torch.where(seen_by_any, x, 0) for x in (k, k_features, v))
-    mixing = decays.matrix(blocks.num_blocks, form.lag, form.both_ways).to(dtype)  # [H, M, M]
-    token_mixing = mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
-    score = inner_products(q, k, dtype) * form.scale
-    far_weight = token_mixing * inner_products(q_features, k_features, dtype)
-    if balance is None:
-        weight = torch.where(near, token_mixing * score, 0) + torch.where(far, far_weight * form.scale, 0)
-    else:
-        largest = score.masked_fill(~near, float("-inf")).amax(-1, keepdim=True)
-        balance = balance.to(dtype)[:, None, None]
-        has_far = (far & (far_weight != 0)).any(-1, keepdim=True)
-        largest = torch.where(has_far, torch.maximum(largest, balance), largest)
-        largest = largest.masked_fill(largest == float("-inf"), 0)
-        weight = torch.where(near, torch.exp(score - largest), 0)
-        weight = weight + torch.where(far & has_far, torch.exp(balance - largest) * far_weight, 0)
-    o = torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(num_heads // v.shape[2], 2))
-    return divide_or_zero(o, weight.sum(-1).transpose(1, 2)) if form.normalize else o

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.linear_attn import LinearAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from ..nn.local import DecayMHLA
+from ..nn.windowed import DecayMHLA
 from .pages import NoRotation, PagedAttention, PageLayout, PagePool, RotationTable
 
 OPERATOR = "mhla_attention"
@@ -70,7 +70,7 @@ class PagedMHLA(DecayMHLA):
     memory: torch.Tensor | None = None
 
     def install(self, name: str, heads_per_page: int, table: RotationTable, vllm_config: VllmConfig) -> None:
-        """Declare the pages of the MHLA heads to vLLM. Must be called when `heads` and `form` are final."""
+        """Declare the pages of the MHLA heads to vLLM. Must be called when `heads` and `options` are final."""
         self.name = name
         self.table = table
         layout = PageLayout.of(self.settings, heads_per_page, self.q_map.head_dim, vllm_config.model_config.dtype)
@@ -98,12 +98,12 @@ class PagedMHLA(DecayMHLA):
         """Attend to all tokens of vLLM's batch: q [1, T, H, D], k [1, T, G, D], v [1, T, G, V] -> [1, T, H, V] in v's dtype.
 
         `hidden_states` [1, T, hidden_size] are for the gate, `cos_sin` [1, T, 1, A] as in `DecayMHLA.forward`. The other
-        arguments are None, since vLLM has neither padding nor caches of transformers; `form` has the scale.
+        arguments are None, since vLLM has neither padding nor caches of transformers; `options` has the scale.
         """
         q, k = q.to(v.dtype), k.to(v.dtype)
         cos_sin = q.new_zeros(1, q.shape[1], 1, 0) if cos_sin is None else cos_sin.to(q.dtype)
         q_features = self.q_map(self.unrotate(q, cos_sin), self.heads)
-        if self.settings.local is None:
+        if not self.settings.windowed:
             # The near part is linear, too, and reads features.
             q, k = q_features, self.map_keys(k, cos_sin)
         o = torch.empty(*q.shape[:3], v.shape[-1], dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
@@ -118,10 +118,10 @@ class PagedMHLA(DecayMHLA):
             return self.attention
         self.memory = views[0]
         rows, self.first_page, self.page_step = page_rows(views)
-        map_keys: Any = self.map_keys if self.settings.local is not None else (lambda k, cos_sin: k)
+        map_keys: Any = self.map_keys if self.settings.windowed else (lambda k, cos_sin: k)
         decays, balance = self.mixing(self.heads)
         pool = PagePool(rows, pages[0].layout)
-        self.attention = PagedAttention(pool, self.table, map_keys, decays, balance, self.form)
+        self.attention = PagedAttention(pool, self.table, map_keys, decays, balance, self.options)
         return self.attention
 
     def attend_batch(

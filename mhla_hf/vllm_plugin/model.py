@@ -69,7 +69,7 @@ class MHLAServing:
                 sizes = {"num_heads": num_kv_heads * queries_per_kv, "num_kv_heads": num_kv_heads}
                 core = PagedMHLA(settings, **{**causal_core_sizes(attention, config), **sizes})
                 core.mixing.float()
-                core.form = replace(core.form, scale=scale)
+                core.options = replace(core.options, scale=scale)
                 split_weights(core)
                 kept = (settings.softmax_heads or {}).get(str(index), [])
                 put_mhla(attention, core, settings, kept)

@@ -1,9 +1,9 @@
 """Decoder states in the pages of a serving engine, as rows of one pool that requests take and return.
 
 A page holds the state of `heads` KV heads of one layer for one request, and is as large as a page of keys and values, so the
-engine can hand out both from the same memory. What a page holds is a `LocalState` without what the position of the request
-tells: which slots are filled, and the cosines and sines of their rotation (`RotationTable`). Its ring has one block less,
-because an engine never takes tokens back.
+engine can hand out both from the same memory. What a page holds is a `WindowedState` without what the position of the
+request tells: which slots are filled, and the cosines and sines of their rotation (`RotationTable`). Its ring has one block
+less, because an engine never takes tokens back.
 """
 
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ import torch
 from ..nn.features import FeatureMap
 from ..nn.settings import MHLASettings
 from ..ops.api import choose_implementation
-from ..ops.decays import Decays, LocalForm
-from ..ops.inputs import WindowedInputs
-from ..ops.local_state import KeyMap, LocalState, continue_local, local_step
 from ..ops.torch_layout import ring_slot
-from ..ops.triton.paged import PageTensors, page_step, small_page_call
+from ..ops.windowed.decays import Decays
+from ..ops.windowed.decoding import KeyMap, WindowedState, continue_windowed, windowed_step
+from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
+from ..ops.windowed.triton_step import PageTensors, page_step, small_page_call
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class PageLayout:
 
     @staticmethod
     def of(settings: MHLASettings, heads: int, head_dim: int, dtype: torch.dtype) -> "PageLayout":
-        is_local = settings.local is not None
+        is_windowed = settings.windowed
         num_features = FeatureMap(settings.feature_map, 0, head_dim).num_features
-        num_blocks, sinks = (settings.window, settings.sinks) if is_local else (1, 0)
+        num_blocks, sinks = (settings.window, settings.sinks) if is_windowed else (1, 0)
         return PageLayout(
             heads=heads,
             num_rates=settings.num_decays,
             num_features=num_features,
-            key_dim=head_dim if is_local else num_features,
+            key_dim=head_dim if is_windowed else num_features,
             value_dim=head_dim,
             num_slots=sinks + num_blocks * settings.block_size,
             dtype=dtype,
@@ -127,7 +127,7 @@ class PagePool(PageTensors):
             offset += num_bytes
         super().__init__(*parts)
 
-    def gather(self, pages: torch.Tensor, position: torch.Tensor, form: LocalForm) -> LocalState:
+    def gather(self, pages: torch.Tensor, position: torch.Tensor, options: WindowedOptions) -> WindowedState:
         """Copy the pages [N, P] of N requests, with `position` tokens [N] each, into a state with an empty `cos_sin`.
 
         The KV heads are in the order of the model's. A request without tokens may have been given pages that hold
@@ -136,13 +136,13 @@ class PagePool(PageTensors):
         is_old = (position > 0).view(-1, 1, 1, 1)
         running = torch.where(is_old[..., None], self.running[pages].flatten(1, 2), 0)
         pending = torch.where(is_old, self.pending[pages].flatten(1, 2), 0)
-        valid = slot_positions(position, self.layout.num_slots, form.sinks) >= 0
+        valid = slot_positions(position, self.layout.num_slots, options.sinks) >= 0
         # Weights of 0 would not remove NaN.
         k, v = (
             x[pages].flatten(1, 2).masked_fill_(~valid[:, None, :, None], 0).transpose(1, 2) for x in (self.k, self.v)
         )
-        return LocalState(
-            block_size=form.block_size,
+        return WindowedState(
+            block_size=options.block_size,
             k=k,
             v=v,
             valid=valid,
@@ -153,7 +153,7 @@ class PagePool(PageTensors):
             furthest=position,
         )
 
-    def write_sums(self, pages: torch.Tensor, state: LocalState) -> None:
+    def write_sums(self, pages: torch.Tensor, state: WindowedState) -> None:
         """Copy the sums of a state back to its pages."""
         heads = (pages.shape[1], self.layout.heads)
         self.running[pages] = state.running.unflatten(1, heads)
@@ -169,7 +169,7 @@ class PagePool(PageTensors):
         """Return the keys in slots int64 [N] of the pages of N requests, [N, G, D]."""
         return self.k[pages, :, slot[:, None]].flatten(1, 2)
 
-    def write_tokens(self, pages: torch.Tensor, state: LocalState) -> None:
+    def write_tokens(self, pages: torch.Tensor, state: WindowedState) -> None:
         """Copy all keys and values of a state back to its pages."""
         heads = (pages.shape[1], self.layout.heads)
         for held, new in ((self.k, state.k), (self.v, state.v)):
@@ -194,7 +194,7 @@ class PagedAttention:
     map_keys: KeyMap
     decays: Decays
     balance: torch.Tensor | None
-    form: LocalForm
+    options: WindowedOptions
 
     def decode(
         self,
@@ -210,22 +210,22 @@ class PagedAttention:
         q [N, H, D], k [N, G, D], v [N, G, V], q_features [N, H, F], and the new tokens' `position` [N] -> [N, H, V] in the
         dtype of the sums.
         """
-        pool, form = self.pool, self.form
-        # The step maps one old key, that of the token `lag - 1` blocks before the new one.
-        old_position = position - (form.lag - 1) * form.block_size
+        pool, options = self.pool, self.options
+        # The step maps one old key, that of the token `window - 1` blocks before the new one.
+        old_position = position - (options.window - 1) * options.block_size
         cos_sin = self.table.read(old_position)[:, None]
-        if choose_implementation(form.impl, small_page_call, q[None], k[None], v[None]) == "triton":
-            pool.write_token(pages, ring_slot(position, pool.layout.num_slots, form.sinks), k, v)
-            old_k = pool.read_keys(pages, ring_slot(old_position.clamp(min=0), pool.layout.num_slots, form.sinks))
+        if choose_implementation(options.impl, small_page_call, q[None], k[None], v[None]) == "triton":
+            pool.write_token(pages, ring_slot(position, pool.layout.num_slots, options.sinks), k, v)
+            old_k = pool.read_keys(pages, ring_slot(old_position.clamp(min=0), pool.layout.num_slots, options.sinks))
             k_features = self.map_keys(old_k[:, None], cos_sin.to(old_k.dtype))[:, 0]
-            return page_step(q, q_features, k_features, pool, pages, position, self.decays, self.balance, form)
-        state = pool.gather(pages, position, form)
+            return page_step(q, q_features, k_features, pool, pages, position, self.decays, self.balance, options)
+        state = pool.gather(pages, position, options)
         inputs = WindowedInputs(
-            q[:, None], k[:, None], v[:, None], q_features[:, None], self.decays, self.balance, form
+            q[:, None], k[:, None], v[:, None], q_features[:, None], self.decays, self.balance, options
         )
-        o = local_step(inputs, lambda old_k, _: self.map_keys(old_k, cos_sin.to(old_k.dtype)), state)
+        o = windowed_step(inputs, lambda old_k, _: self.map_keys(old_k, cos_sin.to(old_k.dtype)), state)
         pool.write_sums(pages, state)
-        pool.write_token(pages, state.slot(position, form), k, v)
+        pool.write_token(pages, state.slot(position, options), k, v)
         return o[:, 0]
 
     def prefill(
@@ -242,13 +242,13 @@ class PagedAttention:
 
         q, k, v, and q_features are as in `decode`, with T for N; cos_sin [T, 1, A] is of the new tokens.
         """
-        pool, form = self.pool, self.form
+        pool, options = self.pool, self.options
         position = torch.full((1,), start, device=q.device)
-        state = pool.gather(pages, position, form)
-        held = slot_positions(position, pool.layout.num_slots, form.sinks)
+        state = pool.gather(pages, position, options)
+        held = slot_positions(position, pool.layout.num_slots, options.sinks)
         state = replace(state, cos_sin=self.table.read(held).to(cos_sin.dtype), furthest=position.clone())
-        inputs = WindowedInputs(q[None], k[None], v[None], q_features[None], self.decays, self.balance, form)
-        o = continue_local(inputs, self.map_keys, state, fresh=start == 0, cos_sin=cos_sin[None])
+        inputs = WindowedInputs(q[None], k[None], v[None], q_features[None], self.decays, self.balance, options)
+        o = continue_windowed(inputs, self.map_keys, state, fresh=start == 0, cos_sin=cos_sin[None])
         pool.write_sums(pages, state)
         pool.write_tokens(pages, state)
         return o[0]

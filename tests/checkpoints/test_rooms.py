@@ -66,12 +66,14 @@ def test_every_bundle_stands_alone(bundles, tmp_path):
 
 def test_a_bundle_holds_nothing_of_other_models(bundles):
     """A language model has no grids, no vision and no other families; one of diffusers has no caches of decoders."""
-    other = {"decay": ("MHLA", "Mixing", "mhla_step"), "matrix": ("DecayMHLA", "DecayMixing", "local_attention")}
+    other = {"decay": ("MHLA", "Mixing", "mhla_step"), "matrix": ("DecayMHLA", "DecayMixing", "windowed_attention")}
     for form, words in other.items():
         language = bundles[f"models.converted:{form}_class"]
         for word in (*words, "GridMHLA", "PositionConv", "WanTransformer", "SanaTransformer", "ViTModel", "MHLAConfig"):
             assert not re.search(rf"(class|def) {word}\b", language), word
-    encoder = "GridMHLA MHLA Mixer DecayMHLA LocalState continue_local attend_local GridConv mhla_step torch_step"
+    encoder = (
+        "GridMHLA MHLA Mixer DecayMHLA WindowedState continue_windowed attend_blocks GridConv mhla_step torch_step"
+    )
     encoder += " pass_padding GridCall"
     encoder += " MHLACacheLayer mhla_attention MHLAConfig WanTransformer ViTModel"
     for form, words in {

@@ -150,7 +150,7 @@ def test_what_is_refused(teacher):
         ({"text": TEXT, "keep": 0.5}, ("keep: got 0.5 with BertModel, an encoder",)),
         ({"text": TEXT, "context": 512}, ("context: got 512 with BertModel",)),
         ({"text": TEXT[:90]}, ("text: got 90 tokens, expected at least 102: 6 rows of more than 16",)),
-        ({"text": TEXT, "mixing_form": "softmax"}, ("text: got a text along with local=None",)),
+        ({"text": TEXT, "mixing_form": "softmax"}, ("text: got a text along with windowed=False",)),
     ):
         with refused(*words):
             mhla_hf.convert(model, **SMALL, **options)

@@ -136,7 +136,7 @@ def test_rows_are_passages_of_their_own(positions, size, effort, fit, others):
 
 
 def test_what_keep_means(teacher):
-    settings = mhla_hf.MHLASettings(mixing_form="decay", local="softmax", rope="near", block_size=8)
+    settings = mhla_hf.MHLASettings(mixing_form="decay", windowed=True, rope="near", block_size=8)
     sizes = sizes_of_conversion(teacher, settings)
     assert [heads for heads, _, _ in sizes.values()] == [4, 4, 4]
     for keep, count in ((1 / 6, 2), (0, 0), (0.0, 0), (3, 3), ("25%", 3)):
@@ -225,8 +225,8 @@ def test_what_is_refused(teacher):
             mhla_hf.convert(model, text="self", seed=wrong, **SMALL)
     with refused("model: got LlamaForCausalLM on the meta device, expected one with weights."):
         mhla_hf.convert(copy.deepcopy(model).to("meta"), text=TEXT, **SMALL)
-    with refused("text: got a text along with local=None"):
-        mhla_hf.convert(model, text=TEXT, local=None, **SMALL)
+    with refused("text: got a text along with windowed=False"):
+        mhla_hf.convert(model, text=TEXT, windowed=False, **SMALL)
     with refused("text: got a text along with softmax_heads"):
         mhla_hf.convert(model, text=TEXT, softmax_heads={0: [1]}, **SMALL)
     with refused("keep: got 12"):

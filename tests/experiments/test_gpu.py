@@ -14,7 +14,7 @@ from mhla_hf import Blocks
 from mhla_hf.checkpoints.provenance import describe_run
 
 SHORT = Blocks.sequence(18, 16)
-SMALL_PAGES = dataclasses.replace(gpu.SMALL_PAGES, lag=1)
+SMALL_PAGES = dataclasses.replace(gpu.SMALL_PAGES, window=1)
 FEW = {
     "variants": {"sequence": (SHORT, {"widths": (16, 16)}, gpu.CAUSAL)},
     "windows": {"window": (dataclasses.replace(gpu.WINDOW, block_size=16), {"widths": (16, 16)})},

@@ -112,7 +112,7 @@ def test_who_is_faster_where(tmp_path, softmax):
 CACHES = {
     "hedgehog": ({}, f"at least {4 * 2 * 32 * 33 / (2 * 64 * 2 * 32):.2f} times the bytes"),
     "decay": ({"mixing_form": "decay"}, "kept as 2 running summaries"),
-    "local": ({"mixing_form": "decay", "local": "softmax"}, "all between through 2 running summaries"),
+    "windowed": ({"mixing_form": "decay", "windowed": True}, "all between through 2 running summaries"),
 }
 SCORES = {"perplexity": 16.4, "recall": -0.24}
 MEASURED = {"text": "notes.txt", "tokens": 31744, "seed": 0, "original": SCORES, "fitted": {"kl": 0.0488, **SCORES}}
@@ -126,7 +126,7 @@ def test_what_decoding_keeps_and_which_heads_kept_softmax(tmp_path, form):
     changes, said = CACHES[form]
     mine = save_model(tmp_path / "mhla", scores(1.9, 0.5))
     edit(mine / "config.json", lambda config: config.update(dtype="bfloat16") or config["mhla"].update(changes))
-    if form == "local":
+    if form == "windowed":
         edit(mine / "config.json", lambda config: config.update(mhla_measured=MEASURED))
     (mine / "results.json").write_text((mine / "results.json").read_text().replace("files:", "tensors:"))
     text = write_card(mine, name="toy", license="mit").read_text()
@@ -134,7 +134,7 @@ def test_what_decoding_keeps_and_which_heads_kept_softmax(tmp_path, form):
     lines = ["| with softmax heads | 0.0107 | 16.40 | -0.240 |", "| 7 | 0, 2 |", "| 4,096 | 1.0 | 0.5 |"]
     lines.append("layer 01234567\nKV 0  .      #\nKV 1  .      .\nKV 2  .      #\n")
     for line in lines:
-        assert (line in text) is (form == "local")
+        assert (line in text) is (form == "windowed")
 
 
 @torch.no_grad()

@@ -97,7 +97,7 @@ def test_crop_past_a_block():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", [{}, {"mixing_form": "decay", "local": "softmax"}])
+@pytest.mark.parametrize("settings", [{}, {"mixing_form": "decay", "windowed": True}])
 def test_a_refused_crop_has_cut_no_layer_of_a_hybrid(settings):
     model, ids = converted_model(layers="2/3", **settings), tokens(1, 30)
     cache = model(ids, use_cache=True)[CACHE]

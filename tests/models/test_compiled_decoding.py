@@ -9,7 +9,7 @@ from tools.small_models import CACHE, converted_model, tokens
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache
 
-LOCAL = {"mixing_form": "decay", "local": "softmax"}
+LOCAL = {"mixing_form": "decay", "windowed": True}
 MIXED = {"layers": [1, 2], "softmax_heads": {2: [0]}, **LOCAL}  # a softmax layer, an MHLA layer, and one of both
 HEADS = {"num_layers": 2, "layers": [1], "softmax_heads": {1: [0]}, **LOCAL}  # a softmax layer, and one of both
 

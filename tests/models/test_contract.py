@@ -36,13 +36,13 @@ def test_autocast_gives_the_operator_one_dtype(model, monkeypatch):
 
     def noting(operator):
         def noted(*arguments, **options):
-            inputs = arguments[0]  # of `mhla` q, of `continue_local` all of them
+            inputs = arguments[0]  # of `mhla` q, of `continue_windowed` all of them
             given.append({x.dtype for x in (arguments[:3] if isinstance(inputs, torch.Tensor) else inputs[:3])})
             return operator(*arguments, **options)
 
         return noted
 
-    for module, name in ((mhla_hf.nn.core, "mhla"), (mhla_hf.nn.local, "continue_local")):
+    for module, name in ((mhla_hf.nn.core, "mhla"), (mhla_hf.nn.windowed, "continue_windowed")):
         monkeypatch.setattr(module, name, noting(getattr(module, name)))
     exact = model(ids, labels=ids).loss
     given.clear()

@@ -101,7 +101,7 @@ def attention_inside(model, num_grid, text_last, attend):
 def test_one_block_is_linear_attention_beside_the_text(family, frames):
     """In O(T): (e^z v + e^b phi(q) (sum phi(k) v^T)) / (the same for 1), on q and k that the base normalized and rotated."""
     model, stock = tiny_transformer(family), tiny_transformer(family)
-    settings = {"feature_map": "relu", "rope": "before", "local": None, "mixing_start": "uniform"}
+    settings = {"feature_map": "relu", "rope": "before", "windowed": False, "mixing_start": "uniform"}
     mhla_hf.convert(model, layers="all", layout=layout_of(family, [1, 1, 1]), **settings)
     for attention in find_self_attentions(model):
         attention.processor.mhla.mixing.balance.fill_(0.3)

@@ -174,7 +174,7 @@ SETTINGS = {
     "layout": ({"layout": [4], **MATRIX}, "expected none for an encoder"),
     "cpe": ({"cpe": 3}, "expected none for an encoder"),
     "normalize": ({"normalize": "official"}, "for an encoder"),
-    "local": ({"local": None}, 'expected "softmax" for an encoder'),
+    "windowed": ({"windowed": False}, "expected true for an encoder"),
     "sinks": ({"sinks": 4}, "expected 0 for an encoder"),
     "length_power": ({"length_power": True}, "expected False for an encoder"),
     "window_dropout": ({"window_dropout": 0.5}, "expected 0 for an encoder"),

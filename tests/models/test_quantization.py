@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig,
 import mhla_hf
 
 FORMS = {
-    "window": {"mixing_form": "decay", "local": "softmax"},
+    "window": {"mixing_form": "decay", "windowed": True},
     "dense": {"mixing_form": "softmax", "output_norm": True},
 }
 

@@ -8,7 +8,7 @@ from transformers.distributed import DistributedConfig
 
 import mhla_hf
 
-LOCAL = {"mixing_form": "decay", "local": "softmax"}
+LOCAL = {"mixing_form": "decay", "windowed": True}
 MODELS = {
     "decays": lambda: converted_model(**LOCAL),
     "heads": lambda: converted_model(heads=(8, 4), softmax_heads={0: [1], 1: [0, 2]}, **LOCAL),

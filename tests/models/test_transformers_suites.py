@@ -142,7 +142,7 @@ def suites() -> dict[str, type]:
             config = {"config_class": vision.MHLAVisionConfig, "has_text_modality": False, "hidden_size": 48}
             ConfigTester(self, **config).run_common_tests()
 
-    window = {"mixing_form": "decay", "local": "softmax", "sinks": 2}
+    window = {"mixing_form": "decay", "windowed": True, "sinks": 2}
     sliding = {"test_eager_matches_sdpa_inference": "it sets a sliding window, which MHLA refuses"}
     return {
         "LlamaSuite": language_suite(converted, "MHLALlama", layers="2/3", **window),

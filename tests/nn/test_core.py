@@ -12,8 +12,8 @@ from mhla_hf.nn.core import MHLA, OutputNorm
 from mhla_hf.nn.features import FeatureMap
 from mhla_hf.nn.grid import GridMHLA
 from mhla_hf.nn.joint import JointMHLA, TextTokens
-from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.mixing import Mixing, extend_causal
+from mhla_hf.nn.windowed import DecayMHLA
 
 
 def by_hand(core, q, k, v, hidden):
@@ -111,9 +111,9 @@ def start_and_weights():
     """The parameters of all kinds of mixing, and the weights for grids of fewer blocks than the layout has."""
     sizes = {"num_heads": 2, "num_kv_heads": 1, "key_dim": 3, "value_dim": 3, "hidden_size": 4}
     grid_sizes = {name: sizes[name] for name in ("num_heads", "key_dim", "value_dim", "hidden_size")}
-    decay = MHLASettings(mixing_form="decay", local="softmax", rope="near", length_power=True, num_decays=3)
+    decay = MHLASettings(mixing_form="decay", windowed=True, rope="near", length_power=True, num_decays=3)
     matrix = {"mixing_form": "direct", "per_head": True}
-    joint = MHLASettings(layout=[3], local="softmax", window=1, sinks=0, feature_map="relu", **matrix)
+    joint = MHLASettings(layout=[3], windowed=True, window=1, sinks=0, feature_map="relu", **matrix)
     grid = GridMHLA(MHLASettings(layout=[3, 3], mixing_start="uniform", **matrix), **grid_sizes)
     cores = [MHLA(MHLASettings(num_blocks=3, **matrix), **sizes), DecayMHLA(decay, **sizes)]
     cores += [grid, JointMHLA(joint, **grid_sizes)]

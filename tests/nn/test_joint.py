@@ -75,7 +75,7 @@ def weights_by_definition(core, q, k, text, grid, text_bias, dtype=torch.float64
     index = torch.tensor([sum(p * prod(counts[i + 1 :]) for i, p in enumerate(place)) for place in places])
     mixing, balance = core.mixing(counts)
     gap = (torch.tensor(places)[:, None] - torch.tensor(places)).abs().amax(-1)
-    near = gap < settings.window if settings.local else torch.zeros_like(gap, dtype=torch.bool)
+    near = gap < settings.window if settings.windowed else torch.zeros_like(gap, dtype=torch.bool)
     rotated = [held(rotate(x), rotate(x).to(dtype)) for x in (q, k)]
     q, k = (q, k) if settings.rope == "near" else rotated
     far = [held(of(x), of(x.to(dtype))) for of, x in ((core.q_map, q), (core.k_map, k))]
@@ -107,7 +107,7 @@ GRIDS += [(((5, 7), (3, 4)), [2, 3]), (((4, 6), (1, 3), (4, 4)), [2, 2])]  # sev
 
 
 @pytest.mark.parametrize("masked", [None, "bool", "bias"])
-@pytest.mark.parametrize("local", [{}, {"local": "softmax", "window": 1}, {"local": "softmax", "window": 2}])
+@pytest.mark.parametrize("local", [{}, {"windowed": True, "window": 1}, {"windowed": True, "window": 2}])
 @pytest.mark.parametrize(("grid", "layout"), GRIDS)
 def test_definition(grid, layout, local, masked):
     """Odd grids, one frame, padding in a text, and features before and after the rotation; outputs and gradients."""
@@ -176,7 +176,7 @@ def build_joint(case):
     """
     torch.manual_seed(case["seed"])
     dtype, heads, (width, value_width) = case["dtype"], case["heads"], case["widths"]
-    local = {"local": "softmax", "window": case["window"]} if case["window"] else {}
+    local = {"windowed": True, "window": case["window"]} if case["window"] else {}
     settings = MHLASettings(
         mixing_form="direct",
         sinks=0,
@@ -278,7 +278,7 @@ def test_generated_cases(case):
 @pytest.mark.parametrize("scale", [0.1, 1.0, 6.0])
 def test_all_blocks_near_is_softmax(scale):
     """In fp32, and with scores far from that of the additional key."""
-    core = core_of([2, 3], torch.float32, local="softmax", window=3, rope="before")
+    core = core_of([2, 3], torch.float32, windowed=True, window=3, rope="before")
     torch.manual_seed(2)
     (q, k, v), texts = heads(35, dtype=torch.float32, scale=scale), heads(NUM_TEXT, dtype=torch.float32, scale=scale)
     o, text_o = core(q, k, v, TextTokens(*texts), grid=(5, 7))

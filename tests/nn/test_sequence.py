@@ -6,11 +6,11 @@ import pytest
 import torch
 from tools.ops_cases import distance
 
-from mhla_hf.nn.local import TwoWayMHLA
 from mhla_hf.nn.sequence import SequenceMHLA
 from mhla_hf.nn.settings import MHLASettings
-from mhla_hf.ops.inputs import WindowedInputs
-from mhla_hf.ops.reference import local_reference
+from mhla_hf.nn.windowed import TwoWayMHLA
+from mhla_hf.ops.windowed.definition import windowed_reference
+from mhla_hf.ops.windowed.inputs import WindowedInputs
 
 STARTS, ENDS, LENGTH, BLOCK = (0, 7, 3, 12), (19, 19, 11, 12), 19, 4  # the last row is all padding
 
@@ -54,7 +54,7 @@ def test_every_token_sees_its_own_row(settings):
 
 @pytest.mark.parametrize(("window", "heads", "groups"), [(1, 4, 2), (2, 2, 2), (3, 4, 1), (6, 2, 1)])
 def test_near_by_softmax_and_far_by_decays(window, heads, groups):
-    settings = {"mixing_form": "decay", "local": "softmax", "window": window, "sinks": 0, "feature_map": "exp"}
+    settings = {"mixing_form": "decay", "windowed": True, "window": window, "sinks": 0, "feature_map": "exp"}
     core = TwoWayMHLA(
         MHLASettings(block_size=BLOCK, num_decays=2, free_decay=True, **settings),
         num_heads=heads, num_kv_heads=groups, key_dim=5, value_dim=3, hidden_size=6,
@@ -70,9 +70,9 @@ def test_near_by_softmax_and_far_by_decays(window, heads, groups):
     for row, (start, end) in enumerate(zip(STARTS, ENDS, strict=True)):
         if start < end:
             alone = [x[row : row + 1, start:end] for x in (q, k, v)]
-            form = dataclasses.replace(core.form, scale=0.5)
+            form = dataclasses.replace(core.options, scale=0.5)
             inputs = WindowedInputs(*alone, core.q_map(alone[0]), decays, balance, form)
-            expected[row, start:end] = local_reference(inputs, core.k_map(alone[1]))[0]
+            expected[row, start:end] = windowed_reference(inputs, core.k_map(alone[1]))[0]
     assert distance(o[real], expected[real]) < 1e-7  # the mixing is fp32
     pull, inputs = (
         torch.randn(o.shape, dtype=o.dtype),

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.decays import Decays, LocalForm
-from mhla_hf.ops.inputs import WindowedInputs
-from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.triton.tuning import INTERPRETED
+from mhla_hf.ops.windowed.attention import windowed_attention
+from mhla_hf.ops.windowed.decays import Decays
+from mhla_hf.ops.windowed.inputs import WindowedInputs, WindowedOptions
 
 mhla_reference = functools.partial(mhla, impl="reference")
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -143,8 +143,8 @@ def plans(draw):
 
 
 @st.composite
-def local_cases(draw):
-    """Draw form, shapes, and padding of local attention with up to a block of sinks, and how it is decoded."""
+def windowed_cases(draw):
+    """Draw options, shapes, and padding of windowed attention with up to a block of sinks, and how it is decoded."""
     size = draw(st.integers(1, 9))
     softmax = draw(st.booleans())
     group, groups = draw(st.sampled_from(HEADS))
@@ -153,9 +153,9 @@ def local_cases(draw):
     batch = 1 if padding == "packed" else draw(st.integers(1, 3))
     inner = st.integers(0, tokens)
     return {
-        "form": LocalForm(
+        "options": WindowedOptions(
             size,
-            lag=draw(st.integers(1, 3)) if softmax else 1,
+            window=draw(st.integers(1, 3)) if softmax else 1,
             sinks=draw(st.integers(0, size)) if softmax else 0,
             scale=0.5,
             normalize=softmax or draw(st.booleans()),
@@ -181,8 +181,8 @@ def map_features(x):
     return x.relu() + 1e-6
 
 
-def build_local(case, dtype):
-    """Build the inputs of a case of `local_cases`.
+def build_windowed(case, dtype):
+    """Build the inputs of a case of `windowed_cases`.
 
     Returns:
         (q, k, v), decays, balance (None without softmax), options of the padding, and the factor by which large scores
@@ -201,7 +201,7 @@ def build_local(case, dtype):
     weight = torch.rand(heads, len(case["log_rate"]), generator=generator) + 0.01
     decays = Decays(weight.to(dtype), torch.tensor(case["log_rate"], dtype=dtype).expand(groups, -1))
     if case["softmax"]:
-        largest = case["form"].scale * float(torch.einsum("bthd,bsgd->bhgts", q, k).abs().max())
+        largest = case["options"].scale * float(torch.einsum("bthd,bsgd->bhgts", q, k).abs().max())
         q, k, v = (x.to(dtype) for x in (q, k, v))
     else:
         largest, balance = 0.0, None
@@ -216,9 +216,9 @@ def build_local(case, dtype):
     return (q, k, v), decays, balance, padding, max(1.0, largest)
 
 
-def attend_window(q, k, v, fq, fk, decays, balance, form, function=local_attention, **padding):
-    """Compute local attention, by a function such as `local_reference`, with its record's fields as arguments."""
-    return function(WindowedInputs(q, k, v, fq, decays, balance, form, **padding), fk)
+def attend_window(q, k, v, fq, fk, decays, balance, options, function=windowed_attention, **padding):
+    """Compute windowed attention, by a function such as `windowed_reference`, with its record's fields as arguments."""
+    return function(WindowedInputs(q, k, v, fq, decays, balance, options, **padding), fk)
 
 
 def run(function, tensors, options, direction=None):

@@ -60,7 +60,7 @@ def converted_model(
     """
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "num_hidden_layers": num_layers}
     model = softmax_model(family, **sizes)
-    settings = {"mixing_form": "softmax", "local": None, "window": 2, **settings}
+    settings = {"mixing_form": "softmax", "windowed": False, "window": 2, **settings}
     return shaken(mhla_hf.convert(model, layers=layers, block_size=block_size, num_blocks=num_blocks, **settings))
 
 
@@ -134,7 +134,7 @@ def refused(*words, kind=ValueError):
     assert "\n" not in text and text.rstrip().endswith(".") and len(text) < 300, text
 
 
-WINDOW = {"mixing_form": "decay", "local": "softmax"}
+WINDOW = {"mixing_form": "decay", "windowed": True}
 MODELS = {
     "scratch": scratch_model,
     "scratch-before": lambda: scratch_model(rope="before", per_head=True, normalize=True, output_norm=False, gate=False),

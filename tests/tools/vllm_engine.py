@@ -10,7 +10,7 @@ import mhla_hf
 from tools.small_models import SIZES, VOCAB, shaken, softmax_model
 
 HEAD_DIM = 32  # the smallest that vLLM's attention has on a CPU
-LOCAL = {"mixing_form": "decay", "local": "softmax", "feature_map": "exp", "free_decay": True, "rope": "near"}
+LOCAL = {"mixing_form": "decay", "windowed": True, "feature_map": "exp", "free_decay": True, "rope": "near"}
 
 
 # A layer in four has a sliding window.

@@ -31,7 +31,7 @@ class Lab:
 
     def student(self, teacher=None, **settings):
         torch.manual_seed(1)
-        form = {"layers": "all", "block_size": 16, "num_blocks": 4, "mixing_form": "softmax", "local": None}
+        form = {"layers": "all", "block_size": 16, "num_blocks": 4, "mixing_form": "softmax", "windowed": False}
         return mhla_hf.convert(copy.deepcopy(teacher or self.teacher()), **{**form, **settings})
 
     def dropped(self):

@@ -110,7 +110,7 @@ def test_an_adapter_learns_the_same(lab, monkeypatch):
 def test_gradient_checkpointing_gives_the_same_gradients(lab, monkeypatch):
     """Of a model where some heads keep softmax."""
     teacher = lab.teacher(num_key_value_heads=2)
-    student = lab.student(teacher, mixing_form="decay", local="softmax", softmax_heads={"0": [1]}).train()
+    student = lab.student(teacher, mixing_form="decay", windowed=True, softmax_heads={"0": [1]}).train()
     _, want = results(student, teacher, {"loss": "logits"}, True, monkeypatch)
     calls = []
     student.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))

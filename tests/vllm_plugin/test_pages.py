@@ -8,12 +8,12 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from mhla_hf.models.language.rotation import HALVES, unrotate
-from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
-from mhla_hf.ops.inputs import WindowedInputs
-from mhla_hf.ops.local import local_attention
+from mhla_hf.nn.windowed import DecayMHLA
 from mhla_hf.ops.torch_layout import ring_slot
 from mhla_hf.ops.triton.tuning import INTERPRETED
+from mhla_hf.ops.windowed.attention import windowed_attention
+from mhla_hf.ops.windowed.inputs import WindowedInputs
 from mhla_hf.vllm_plugin.pages import NoRotation, PagedAttention, PageLayout, PagePool, RotationTable, slot_positions
 
 HEADS, KV_HEADS, WIDTH, LONGEST = 4, 2, 8, 90
@@ -21,13 +21,13 @@ KINDS = {
     "defaults": {"feature_map": "exp", "rope": "near", "window": 3, "free_decay": True, "length_power": True},
     "several decays": {"feature_map": "hedgehog", "window": 2, "num_decays": 3, "sinks": 2},
     "smallest window": {"feature_map": "relu", "window": 1, "sinks": 0},
-    "no softmax": {"local": None, "feature_map": "hedgehog", "num_decays": 2, "sinks": 0},
-    "no normalizer": {"local": None, "normalize": False, "feature_map": "elu", "sinks": 0},
+    "no softmax": {"windowed": False, "feature_map": "hedgehog", "num_decays": 2, "sinks": 0},
+    "no normalizer": {"windowed": False, "normalize": False, "feature_map": "elu", "sinks": 0},
 }
 
 
 def make_core(**settings):
-    values = {"mixing_form": "decay", "local": "softmax", "block_size": 4, "layers": [0], "gate": False, **settings}
+    values = {"mixing_form": "decay", "windowed": True, "block_size": 4, "layers": [0], "gate": False, **settings}
     values = {"output_norm": values.get("normalize") is False, "rope": "before", **values}
     widths = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "key_dim": WIDTH, "value_dim": WIDTH}
     core = DecayMHLA(MHLASettings(**values), **widths, hidden_size=16, norm_eps=1e-6).double().eval()
@@ -43,16 +43,16 @@ class Requests:
     """A pool of pages, filled with NaN, and sequences whose tokens arrive in batches, as an engine sends them."""
 
     def __init__(self, core, heads_per_page, num_pages=3, num_sequences=5, dtype=torch.float64):
-        self.core, self.is_local = core, core.settings.local is not None
+        self.core, self.is_windowed = core, core.settings.windowed
         count_pages = KV_HEADS // heads_per_page
         layout = PageLayout.of(core.settings, heads_per_page, WIDTH, dtype)
         num_bytes = sum(torch.Size(s).numel() * d.itemsize for s, d in zip(layout.shapes, layout.dtypes, strict=True))
         memory = torch.full((num_pages * count_pages, num_bytes // dtype.itemsize + 2), torch.nan, dtype=dtype)
         decays, balance = core.mixing()
         table = RotationTable(LONGEST) if core.settings.rope == "near" else NoRotation()
-        map_keys = core.map_keys if self.is_local else lambda k, cos_sin: k
+        map_keys = core.map_keys if self.is_windowed else lambda k, cos_sin: k
         pool = PagePool(memory.view(torch.int8), layout)
-        self.attention = PagedAttention(pool, table, map_keys, decays.to(dtype), balance, core.form)
+        self.attention = PagedAttention(pool, table, map_keys, decays.to(dtype), balance, core.options)
         self.free = torch.randperm(num_pages * count_pages).view(-1, count_pages).tolist()
         angle = torch.arange(LONGEST).to(dtype)[:, None] / torch.tensor([1.0, 3.0, 9.0, 27.0])
         width = 2 * WIDTH // 2 if core.settings.rope == "near" else 0
@@ -64,16 +64,16 @@ class Requests:
     def inputs(self, row, tokens):
         q, k, v, cos_sin = self.q[row, tokens], self.k[row, tokens], self.v[row, tokens], self.cos_sin[tokens]
         features = self.core.q_map(self.core.unrotate(q[None], cos_sin[None]))[0]
-        if not self.is_local:
+        if not self.is_windowed:
             q, k = features, self.core.map_keys(k[None], cos_sin[None])[0]
         return q, k, v, features, cos_sin
 
     def expected(self, row):
         q, k, v, features, cos_sin = (x[None] for x in self.inputs(row, slice(None)))
-        k_features = self.core.map_keys(k, cos_sin) if self.is_local else k
+        k_features = self.core.map_keys(k, cos_sin) if self.is_windowed else k
         attention = self.attention
-        inputs = WindowedInputs(q, k, v, features, attention.decays, attention.balance, attention.form)
-        return local_attention(inputs, k_features)[0]
+        inputs = WindowedInputs(q, k, v, features, attention.decays, attention.balance, attention.options)
+        return windowed_attention(inputs, k_features)[0]
 
     def prefill(self, row, count):
         start = len(self.held[row][1])
@@ -132,8 +132,8 @@ def test_requests_in_reused_pages_are_as_alone(kind, heads_per_page):
 def test_faults_are_seen(fault, monkeypatch):
     gather = PagePool.gather
 
-    def wrong_gather(self, pages, position, form):
-        state = gather(self, pages, position, form)
+    def wrong_gather(self, pages, position, options):
+        state = gather(self, pages, position, options)
         if fault == "position":
             return replace(state, position=(position - 1).clamp(min=0))
         return replace(state, running=self.running[pages].flatten(1, 2), pending=self.pending[pages].flatten(1, 2))
@@ -159,7 +159,7 @@ def test_kernels_change_pages_as_pytorch_does(kind, heads_per_page):
         for impl in ("torch", "triton"):
             for x, old in zip((pool.running, pool.pending, pool.k, pool.v), before, strict=True):
                 x.copy_(old)
-            requests.attention = replace(requests.attention, form=replace(core.form, impl=impl))
+            requests.attention = replace(requests.attention, options=replace(core.options, impl=impl))
             requests.decode([0, 1, 2])
             outputs = [requests.held[row][1].pop() for row in range(3)]
             results.append([*outputs, pool.running.clone(), pool.pending.clone()])
@@ -190,7 +190,7 @@ def test_slot_positions_invert_ring_slot(sinks):
 
 
 def test_layout_of_a_converted_smollm2():
-    settings = MHLASettings(mixing_form="decay", local="softmax", feature_map="exp", window=6, num_decays=1)
+    settings = MHLASettings(mixing_form="decay", windowed=True, feature_map="exp", window=6, num_decays=1)
     layout = PageLayout.of(settings, 1, 64, torch.bfloat16)
     assert layout.shapes == ((1, 1, 65, 64), (1, 65, 64), (1, 388, 64), (1, 388, 64))
     assert layout.dtypes == (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)

@@ -17,7 +17,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """Holds the decoder state of one MHLA layer in a KV cache of transformers.
 
     Attributes:
-        state: The `MHLAState` or `LocalState`; None until the first forward pass.
+        state: The `MHLAState` or `WindowedState`; None until the first forward pass.
         seen_tokens: Number of tokens per row, including padding, as transformers counts them; a tensor if this layer
             replaces a static one.
         mixing: The mixing weights with which the state is read: a matrix, or packed decays; None until they are needed.

@@ -18,10 +18,10 @@ from triton.runtime.jit import JITFunction
 
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.triton.common import blocks_as_numbers
-from mhla_hf.ops.triton.local import local_forward
-from mhla_hf.ops.triton.paged import small_page_call
 from mhla_hf.ops.triton.register import triton_backward, triton_forward
 from mhla_hf.ops.triton.tuning import TunedKernel
+from mhla_hf.ops.windowed.triton_attend import windowed_forward
+from mhla_hf.ops.windowed.triton_step import small_page_call
 
 CHIPS = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB of shared memory a block may use
 GRID, VIDEO = Blocks.grid((16, 16), (4, 4)), Blocks.grid((3, 10, 20), (3, 5, 10))
@@ -99,7 +99,7 @@ def window(tokens, width, *, size=64, sinks=4, packed=False, dtype=torch.bfloat1
     learned = torch.zeros(heads, 2), torch.zeros(heads) if softmax else None
     places = torch.zeros(batch, tokens, dtype=torch.bool), torch.zeros(1, blocks, dtype=torch.int64)
     near = *(sink if softmax else [None] * 3), *places, size, 2 if softmax else 1
-    local_forward(q, k, v, fq, mixed, *learned, *near, 0.125, True, dtype)
+    windowed_forward(q, k, v, fq, mixed, *learned, *near, 0.125, True, dtype)
 
 
 def pages(width, num_features):

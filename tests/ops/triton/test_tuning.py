@@ -47,7 +47,7 @@ for name, given in (("window", {}), ("packed", {"packed": True}), ("decays alone
     for tokens, size in ((1, 64), (40, 64), (1000, 64), (4096, 64), (300, 256), (100, 16), (99, 33)):
         window(tokens, 64, size=size, batch=1, **given)
         counts.append(len(kept))
-    assert kept[-1][0] == "local_kernel" and len(set(counts)) == 1, (name, counts)
+    assert kept[-1][0] == "windowed_kernel" and len(set(counts)) == 1, (name, counts)
 """
 
 
@@ -120,5 +120,5 @@ def test_every_shape_compiles(chip):
 def test_one_compilation_for_all_lengths_and_tiles_tried_once(tmp_path):
     """With a clock for which the first configuration is the fastest; what comes out is kept on disk."""
     said = run("-c", TUNING + ONE_COMPILATION, TRITON_CACHE_DIR=str(tmp_path))
-    assert re.match(r"window-64 80 local_kernel: \d+ registers, ", said)
+    assert re.match(r"window-64 80 windowed_kernel: \d+ registers, ", said)
     assert len(list(tmp_path.glob("*/*.autotune.json"))) >= 5

@@ -4,13 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.ops_cases import distance, generated, local_cases, strided
+from tools.ops_cases import distance, generated, strided, windowed_cases
 from tools.small_models import refused
 
 from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.nn.core import MHLA
-from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
+from mhla_hf.nn.windowed import DecayMHLA
 
 SIZES = {"num_heads": 2, "num_kv_heads": 1, "key_dim": 8, "value_dim": 8, "hidden_size": 16}
 
@@ -20,7 +20,7 @@ SIZES = {"num_heads": 2, "num_kv_heads": 1, "key_dim": 8, "value_dim": 8, "hidde
 def test_a_state_in_bf16_does_not_drift(tokens):
     """Fed in pieces and at last token by token, against one pass over everything."""
     torch.manual_seed(0)
-    settings = MHLASettings(mixing_form="decay", local="softmax")
+    settings = MHLASettings(mixing_form="decay", windowed=True)
     core = DecayMHLA(settings, num_heads=2, num_kv_heads=1, key_dim=32, value_dim=32, hidden_size=64).eval()
     core = core.bfloat16()
     q, k, v = (torch.randn(1, tokens, heads, 32).bfloat16() for heads in (2, 1, 1))
@@ -33,7 +33,7 @@ def test_a_state_in_bf16_does_not_drift(tokens):
 
 
 def test_a_dropped_window_changes_training_alone():
-    settings = MHLASettings(mixing_form="decay", local="softmax", block_size=8, window_dropout=1.0)
+    settings = MHLASettings(mixing_form="decay", windowed=True, block_size=8, window_dropout=1.0)
     core = DecayMHLA(settings, **SIZES)
     q, k, v = (torch.randn(1, 40, heads, 8) for heads in (2, 1, 1))
     evaluated, trained = core.eval()(q, k, v), core.train()(q, k, v)
@@ -46,9 +46,7 @@ def test_a_dropped_window_changes_training_alone():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_cache_of_inference_mode_goes_on_outside_of_it(compiled):
-    core = DecayMHLA(
-        MHLASettings(mixing_form="decay", local="softmax", block_size=8, learn_mixing=False), **SIZES
-    ).eval()
+    core = DecayMHLA(MHLASettings(mixing_form="decay", windowed=True, block_size=8, learn_mixing=False), **SIZES).eval()
     assert not core.mixing()[0].weight.requires_grad  # or the scan would be differentiated for nothing
     q, k, v = (torch.randn(1, 40, heads, 8) for heads in (2, 1, 1))
     whole = core(q, k, v)
@@ -68,7 +66,7 @@ def test_a_cache_of_inference_mode_goes_on_outside_of_it(compiled):
 
 @torch.no_grad()
 def test_a_masked_token_has_no_place_in_a_chunk_nor_in_a_step():
-    core = DecayMHLA(MHLASettings(mixing_form="decay", local="softmax", block_size=4, sinks=2), **SIZES)
+    core = DecayMHLA(MHLASettings(mixing_form="decay", windowed=True, block_size=4, sinks=2), **SIZES)
     q, k, v = (torch.randn(1, 30, heads, 8) for heads in (2, 1, 1))
     real = (torch.arange(30) % 7 != 3)[None]
     expected = core(*(x[:, real[0]] for x in (q, k, v)))
@@ -82,14 +80,19 @@ def test_a_masked_token_has_no_place_in_a_chunk_nor_in_a_step():
 
 
 @generated(50)
-@given(case=local_cases(), dense=st.booleans(), share=st.sampled_from([0.3, 0.7, 1.0]))
+@given(case=windowed_cases(), dense=st.booleans(), share=st.sampled_from([0.3, 0.7, 1.0]))
 @torch.no_grad()
 def test_generated_padding_in_a_cache(case, dense, share):
     """Each row is the row alone, wherever its padding stands, however it is fed and whatever is taken back."""
     torch.manual_seed(case["seed"])
-    form, (batch, tokens), (heads, groups) = case["form"], case["shape"], case["heads"]
-    near = {} if dense else {"mixing_form": "decay", "local": "softmax" if case["softmax"] else None}
-    near |= {"num_decays": len(case["log_rate"]), "block_size": form.block_size, "sinks": form.sinks, "num_blocks": 3}
+    options, (batch, tokens), (heads, groups) = case["options"], case["shape"], case["heads"]
+    near = {} if dense else {"mixing_form": "decay", "windowed": case["softmax"]}
+    near |= {
+        "num_decays": len(case["log_rate"]),
+        "block_size": options.block_size,
+        "sinks": options.sinks,
+        "num_blocks": 3,
+    }
     sizes = {"num_heads": heads, "num_kv_heads": groups, "key_dim": 4, "value_dim": 3, "hidden_size": 8}
     core = (MHLA if dense else DecayMHLA)(MHLASettings(feature_map="relu", impl="torch", **near), **sizes)
     inputs = [torch.randn(batch, tokens, count, width) for count, width in ((heads, 4), (groups, 4), (groups, 3))]
@@ -111,7 +114,7 @@ def test_generated_padding_in_a_cache(case, dense, share):
                 alone = core(*(x[row : row + 1, own] for x in whole))
                 assert distance(o[row : row + 1, own], alone) <= 1e-5
                 assert distance(together[row : row + 1, own], alone) <= 1e-5
-        back = min(back, form.block_size)
+        back = min(back, options.block_size)
         try:
             cache.crop(-back)
         except ValueError:

@@ -9,10 +9,9 @@ from typing import Any, no_type_check
 
 import torch
 
-from ..torch_local import WindowOperands, near_and_far
-from .common import constexpr, dot, invert_or_zero, load_tile, program_of, store_tile
-from .register import operator_schema, register_operator
-from .tuning import (
+from ..triton.common import constexpr, dot, invert_or_zero, load_tile, program_of, store_tile
+from ..triton.register import operator_schema, register_operator
+from ..triton.tuning import (
     CHUNK,
     contiguous_rows,
     dot_kind,
@@ -24,6 +23,7 @@ from .tuning import (
     tuned,
     with_strides,
 )
+from .near_and_far import WindowOperands, near_and_far
 
 
 @kernel
@@ -36,7 +36,7 @@ def add_keys(
 
     Args:
         largest, den, total: [BT], [BT] and [BT, BV], from the previous call, see Returns.
-        q, k, v: As in `local_kernel`.
+        q, k, v: As in `windowed_kernel`.
         row, head, token, inside: The batch row, the head, the tokens [BT], and which of them exist [BT], of the queries.
         key_token, real, kv_head: The tokens [BN], which of them are keys [BN], and the KV head, of the keys.
         visible: [BT or 1, BN], which query sees which key.
@@ -67,16 +67,16 @@ def add_keys(
     return largest, den, total
 
 
-def local_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
+def windowed_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
     """List the tile sizes to try: the same as for other kernels on causal tokens (`token_tiles`)."""
     return token_tiles({**constants, "CAUSAL": True})
 
 
-@tuned(local_tiles, "K", "V", "F", "R", "DOT")
+@tuned(windowed_tiles, "K", "V", "F", "R", "DOT")
 @no_type_check
-def local_kernel(
+def windowed_kernel(
     q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index, o, num_tokens,
-    block_size, num_blocks, num_heads, group, lag, num_sinks, sink_stride, scale,
+    block_size, num_blocks, num_heads, group, window, num_sinks, sink_stride, scale,
     K: constexpr, V: constexpr, F: constexpr, R: constexpr, NORMALIZE: constexpr, DOT: constexpr,
     BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def local_kernel(
         sink_valid: bool [B, S] or [B, M * S], which of them are keys.
         sink_stride: S if each block has its own sinks, else 0.
         group: Query heads per KV head.
-        lag, scale: As in `LocalForm`.
+        window, scale: As in `WindowedOptions`.
     """
     num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     v_tile, part, block, head, row = program_of(num_v_tiles, tl.cdiv(block_size, BT), num_blocks, num_heads)
@@ -128,7 +128,7 @@ def local_kernel(
     else:
         total, den = total * scale, den * scale
     if sink_k is not None:
-        for first in range(0, tl.where(index >= lag, num_sinks, 0), 16):
+        for first in range(0, tl.where(index >= window, num_sinks, 0), 16):
             slot = first + tl.arange(0, 16)
             key_token = (block * sink_stride + slot).to(tl.int64)
             real = slot < num_sinks
@@ -137,8 +137,8 @@ def local_kernel(
                 largest, den, total, q, sink_k, sink_v, row, token, inside, head, key_token, real, kv_head, real[None, :],
                 scale, total_weight, v_lanes, K, V, balance is not None, DOT, BT, 16, BK,
             )  # fmt: skip
-    window = tl.minimum(tl.minimum(lag - 1, index), block)
-    for first in range((block - window) * block_size, tl.minimum(begin + BT, end), BT):
+    blocks_back = tl.minimum(tl.minimum(window - 1, index), block)
+    for first in range((block - blocks_back) * block_size, tl.minimum(begin + BT, end), BT):
         key_token = (first + tl.arange(0, BT)).to(tl.int64)
         real = key_token < end
         real = real & (tl.load(valid + row * num_blocks * block_size + key_token, mask=real, other=0) != 0)
@@ -152,8 +152,8 @@ def local_kernel(
     store_tile(o, row, token, head, inside, v_lanes, total, V)
 
 
-def local_forward(*arguments: Any) -> torch.Tensor:
-    """Implement the custom operator `TRITON_LOCAL`, with the arguments of `WindowOperands`, by launching `local_kernel`.
+def windowed_forward(*arguments: Any) -> torch.Tensor:
+    """Implement `TRITON_WINDOWED`, with the arguments of `WindowOperands`, by launching `windowed_kernel`.
 
     Returns:
         [B, T, H, V] in `dtype`.
@@ -178,7 +178,7 @@ def local_forward(*arguments: Any) -> torch.Tensor:
         return (tiles_per_block * num_blocks * num_heads * batch,)
 
     with on_device(q):
-        local_kernel[grid](
+        windowed_kernel[grid](
             q=with_strides(contiguous_rows(q)),
             k=with_strides(contiguous_rows(k)),
             v=with_strides(contiguous_rows(v)),
@@ -197,7 +197,7 @@ def local_forward(*arguments: Any) -> torch.Tensor:
             num_blocks=num_blocks,
             num_heads=num_heads,
             group=num_heads // num_kv_heads,
-            lag=operands.lag,
+            window=operands.window,
             num_sinks=num_sinks,
             sink_stride=sink_stride,
             scale=operands.scale,
@@ -211,23 +211,23 @@ def local_forward(*arguments: Any) -> torch.Tensor:
     return o
 
 
-def local_forward_fake(*arguments: Any) -> torch.Tensor:
-    """Return a tensor with the shape and dtype of `local_forward`, for tracing."""
+def windowed_forward_fake(*arguments: Any) -> torch.Tensor:
+    """Return a tensor with the shape and dtype of `windowed_forward`, for tracing."""
     operands = WindowOperands(*arguments)
     return operands.v.new_empty(*operands.q.shape[:3], operands.v.shape[3], dtype=operands.dtype)
 
 
-def save_for_local_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    """Save the arguments of `local_forward` in `ctx` for the backward pass."""
+def save_for_windowed_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    """Save the arguments of `windowed_forward` in `ctx` for the backward pass."""
     ctx.save_for_backward(*inputs[:12])
     ctx.options = inputs[12:]
 
 
-def local_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Autograd formula of `TRITON_LOCAL`: compute the gradients of `local_forward` by differentiating `near_and_far`.
+def windowed_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Autograd formula of `TRITON_WINDOWED`: compute the gradients of `windowed_forward` by differentiating `near_and_far`.
 
     Returns:
-        One gradient per argument of `local_forward`; None for those that have none or need none.
+        One gradient per argument of `windowed_forward`; None for those that have none or need none.
     """
     with torch.enable_grad(), torch.autocast(do.device.type, enabled=False):
         # Views, because sinks may be a part of k and v, whose gradients are separate here.
@@ -239,25 +239,25 @@ def local_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ..
     return *input_grads, *[None for _ in ctx.options]
 
 
-TRITON_LOCAL = register_operator(
+TRITON_WINDOWED = register_operator(
     "local",
     f"({operator_schema(WindowOperands)}) -> Tensor",
-    local_forward,
-    local_forward_fake,
-    local_gradients,
-    save_for_local_backward,
+    windowed_forward,
+    windowed_forward_fake,
+    windowed_gradients,
+    save_for_windowed_backward,
 )
 
 
-def small_local_call(device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def small_windowed_call(device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Compute the output of a softmax window with sinks and a far part of two decays, for grouped heads; see `SmallCall`."""
-    block_size, lag, num_blocks = CHUNK + CHUNK // 2, 2, 4
+    block_size, window, num_blocks = CHUNK + CHUNK // 2, 2, 4
     num_tokens = num_blocks * block_size
     generator = torch.Generator().manual_seed(0)
     q, q_features, k, v = (torch.rand(1, num_tokens, heads, 64, generator=generator) for heads in (2, 2, 1, 1))
     q, k, v, q_features = (x.to(device, torch.bfloat16) for x in (q, k, v - 0.5, q_features))
     far_sums = torch.rand(1, 1, num_blocks, 2, 64, 65, generator=generator).to(device)
-    far_sums[:, :, :lag] = 0  # blocks from which nothing is far
+    far_sums[:, :, :window] = 0  # blocks from which nothing is far
     weight = torch.rand(2, 2, generator=generator).to(device)
     valid = torch.arange(num_tokens, device=device)[None] % 5 != 4
     operands = WindowOperands(
@@ -274,9 +274,9 @@ def small_local_call(device: torch.device) -> tuple[list[torch.Tensor], list[tor
         valid=valid,
         block_index=torch.arange(num_blocks, device=device)[None],
         block_size=block_size,
-        lag=lag,
+        window=window,
         scale=0.125,
         normalize=True,
         dtype=torch.float32,
     )
-    return [TRITON_LOCAL(*operands)], [near_and_far(operands._replace(far_sums=far_sums.double()))]
+    return [TRITON_WINDOWED(*operands)], [near_and_far(operands._replace(far_sums=far_sums.double()))]

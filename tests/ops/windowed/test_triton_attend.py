@@ -10,25 +10,26 @@ from tools.ops_cases import DEVICE, KERNELS, attend_window, distance
 from tools.small_models import refused
 from torch._dynamo.utils import counters
 
-from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
+from mhla_hf.nn.windowed import DecayMHLA
 from mhla_hf.ops import api
-from mhla_hf.ops.decays import Decays, LocalForm
-from mhla_hf.ops.inputs import WindowedInputs
-from mhla_hf.ops.local_state import LocalState, continue_local
-from mhla_hf.ops.reference import local_reference
-from mhla_hf.ops.triton import check, local
+from mhla_hf.ops.triton import check
 from mhla_hf.ops.triton.tuning import INTERPRETED, TunedKernel
+from mhla_hf.ops.windowed import triton_attend
+from mhla_hf.ops.windowed.decays import Decays
+from mhla_hf.ops.windowed.decoding import WindowedState, continue_windowed
+from mhla_hf.ops.windowed.definition import windowed_reference
+from mhla_hf.ops.windowed.inputs import WindowedInputs, WindowedOptions
 
 F32, BF16 = torch.float32, torch.bfloat16
 TOLERANCE = {F32: 1e-5, BF16: 1.5e-2}
-WINDOW = LocalForm(block_size=16, lag=2, sinks=3, scale=0.4, impl="triton")
+WINDOW = WindowedOptions(block_size=16, window=2, sinks=3, scale=0.4, impl="triton")
 FORMS = {
     "window": WINDOW,
     "long blocks": dataclasses.replace(WINDOW, block_size=100, sinks=20),
-    "no block before": dataclasses.replace(WINDOW, block_size=12, lag=1),
-    "decays alone": dataclasses.replace(WINDOW, lag=1, sinks=0),
-    "decays, not normalized": dataclasses.replace(WINDOW, lag=1, sinks=0, normalize=False),
+    "no block before": dataclasses.replace(WINDOW, block_size=12, window=1),
+    "decays alone": dataclasses.replace(WINDOW, window=1, sinks=0),
+    "decays, not normalized": dataclasses.replace(WINDOW, window=1, sinks=0, normalize=False),
 }
 PADDINGS = {
     "none": {},
@@ -44,25 +45,25 @@ def map_features(x):
     return torch.nn.functional.elu(x) + 1
 
 
-def problem(form, tokens=83, batch=2, groups=1, dtype=F32):
+def problem(options, tokens=83, batch=2, groups=1, dtype=F32):
     """q, k, v, fq, fk rounded to dtype; in fp32 weights and rates of the decays and, with a softmax, a balance."""
     q, k, v = (torch.randn(batch, tokens, n, w, device=DEVICE) for n, w in ((2 * groups, 6), (groups, 6), (groups, 18)))
     mapped = [map_features(x.to(dtype)) for x in (q, k)]
     learned = [torch.rand(2 * groups, 3, device=DEVICE), -torch.rand(groups, 3, device=DEVICE)]
-    if form.sinks == 0:
+    if options.sinks == 0:
         return [x.to(dtype) for x in (*mapped, v, *mapped)] + learned
     return [x.to(dtype) for x in (q, k, v, *mapped)] + [*learned, torch.randn(2 * groups, device=DEVICE)]
 
 
-def attend(form, q, k, v, fq, fk, weight, log_rate, balance=None, **padding):
-    o = attend_window(q, k, v, fq, fk, Decays(weight, log_rate), balance, form, **padding)
+def attend(options, q, k, v, fq, fk, weight, log_rate, balance=None, **padding):
+    o = attend_window(q, k, v, fq, fk, Decays(weight, log_rate), balance, options, **padding)
     return o * padding["key_mask"][..., None, None] if "key_mask" in padding else o
 
 
-def exact(form, *inputs, **padding):
+def exact(options, *inputs, **padding):
     q, k, v, fq, fk, weight, log_rate, *balance = (x.double() for x in inputs)
     decays = Decays(weight, log_rate)
-    o = attend_window(q, k, v, fq, fk, decays, *(balance or [None]), form, local_reference, **padding)
+    o = attend_window(q, k, v, fq, fk, decays, *(balance or [None]), options, windowed_reference, **padding)
     return o * padding["key_mask"][..., None, None] if "key_mask" in padding else o
 
 
@@ -79,14 +80,14 @@ def exact(form, *inputs, **padding):
     ],
 )
 def test_every_form(name, padding, dtype):
-    form = FORMS[name]
+    options = FORMS[name]
     tokens = 210 if name == "long blocks" and padding == "none" else 83
     groups = 2 if padding in ("none", "packed") else 1
-    inputs = problem(form, tokens, 1 if padding == "packed" else 2, groups, dtype)
-    want = exact(form, *inputs, **PADDINGS[padding])
-    got = attend(form, *inputs, **PADDINGS[padding])
+    inputs = problem(options, tokens, 1 if padding == "packed" else 2, groups, dtype)
+    want = exact(options, *inputs, **PADDINGS[padding])
+    got = attend(options, *inputs, **PADDINGS[padding])
     assert got.dtype == F32 and distance(got, want) <= TOLERANCE[dtype]
-    rounded = attend(dataclasses.replace(form, unrounded=False), *inputs, **PADDINGS[padding])
+    rounded = attend(dataclasses.replace(options, unrounded=False), *inputs, **PADDINGS[padding])
     assert torch.equal(rounded, got.to(dtype))
 
 
@@ -95,12 +96,12 @@ def test_every_form(name, padding, dtype):
 )
 def test_gradients(name, padding, dtype):
     """Of every input and of what is learned, of sinks that are keys of other tokens too; and the second derivative."""
-    form, results = FORMS[name], []
-    inputs = problem(form, batch=1 if padding == "packed" else 2, dtype=dtype)
+    options, results = FORMS[name], []
+    inputs = problem(options, batch=1 if padding == "packed" else 2, dtype=dtype)
     direction = torch.randn(*inputs[0].shape[:3], 18, device=DEVICE)
     for function, kind in ((attend, torch.Tensor.clone), (exact, torch.Tensor.double)):
         given = [kind(x).requires_grad_() for x in inputs]
-        o = function(form, *given, **PADDINGS[padding])
+        o = function(options, *given, **PADDINGS[padding])
         first = torch.autograd.grad(o, given, direction.to(o.dtype), create_graph=True)
         results.append([*first, *torch.autograd.grad(first[0].float().square().sum(), given[1:3])])
     for place, (got, want) in enumerate(zip(*results, strict=True)):
@@ -111,17 +112,17 @@ def test_gradients(name, padding, dtype):
 @pytest.mark.parametrize("cuts", [(50, 61, 83), (7, 8, 83)], ids=str)
 def test_a_state_continued_in_pieces_equals_the_whole(cuts, monkeypatch):
     """Left padding in the first piece, segments of two blocks, and a step of one token, which stays PyTorch."""
-    monkeypatch.setattr("mhla_hf.ops.local.SEGMENT_TOKENS", 24)
+    monkeypatch.setattr("mhla_hf.ops.windowed.attention.SEGMENT_TOKENS", 24)
     inputs, starts = problem(WINDOW), torch.tensor([0, 5], device=DEVICE)
     want = exact(WINDOW, *inputs, starts=starts)
     assert distance(attend(WINDOW, *inputs, starts=starts), want) <= TOLERANCE[F32]
     q, k, v, fq, _, weight, log_rate, balance = inputs
-    state, begin, outputs = LocalState.empty(k, v, 3, 6, WINDOW), 0, []
+    state, begin, outputs = WindowedState.empty(k, v, 3, 6, WINDOW), 0, []
     for end in cuts:
         tokens = (x[:, begin:end] for x in (q, k, v, fq))
         padding = None if begin else starts
         piece = WindowedInputs(*tokens, Decays(weight, log_rate), balance, WINDOW, starts=padding)
-        outputs.append(continue_local(piece, lambda x, _: map_features(x), state, fresh=begin == 0))
+        outputs.append(continue_windowed(piece, lambda x, _: map_features(x), state, fresh=begin == 0))
         begin = end
     assert distance(torch.cat(outputs, 1), want) <= TOLERANCE[F32]
 
@@ -129,12 +130,12 @@ def test_a_state_continued_in_pieces_equals_the_whole(cuts, monkeypatch):
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_compiles_to_one_graph_for_all_lengths(backend, monkeypatch):
     """With the small call that decides; aot_eager traces the backward pass, too."""
-    form = dataclasses.replace(WINDOW, impl="auto")
+    options = dataclasses.replace(WINDOW, impl="auto")
     monkeypatch.setattr(api, "KERNEL_DEVICES", (DEVICE,))
     monkeypatch.setattr(check, "KERNEL_FAULTS", {})
 
     def loss(*inputs):
-        return attend(form, *inputs).square().sum()
+        return attend(options, *inputs).square().sum()
 
     torch.compiler.reset()
     counters.clear()
@@ -152,17 +153,21 @@ def test_opcheck():
     sink = k[:, :3].detach().requires_grad_(), v[:, :3].detach().requires_grad_(), valid[:, :3].clone()
     given = q, k, v, fq, mixed, weight, balance, *sink, valid, torch.arange(2, device=DEVICE)[None]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(local.TRITON_LOCAL, (*given, 16, 2, 0.4, True, F32), test_utils=checks)
+    torch.library.opcheck(triton_attend.TRITON_WINDOWED, (*given, 16, 2, 0.4, True, F32), test_utils=checks)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="plays a GPU on the CPU")
 @pytest.mark.parametrize(
-    "form", [WINDOW, dataclasses.replace(FORMS["decays, not normalized"], unrounded=False)], ids=str
+    "options", [WINDOW, dataclasses.replace(FORMS["decays, not normalized"], unrounded=False)], ids=str
 )
-def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog):
+def test_kernels_that_agree_are_taken_and_others_left(options, monkeypatch, caplog):
     monkeypatch.setattr(api, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(api, "ANNOUNCED_CHOICES", set())
-    right, inputs, auto = local.TRITON_LOCAL, problem(form, 40, batch=1), dataclasses.replace(form, impl="auto")
+    right, inputs, auto = (
+        triton_attend.TRITON_WINDOWED,
+        problem(options, 40, batch=1),
+        dataclasses.replace(options, impl="auto"),
+    )
     wrong, failing = (lambda *given: right(*given) * 1.05), (lambda *given: None + 1)
     verdicts = {
         right: "agreed with fp64",
@@ -171,12 +176,12 @@ def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog)
     }
     for kernel, said in verdicts.items():
         monkeypatch.setattr(check, "KERNEL_FAULTS", {})
-        monkeypatch.setattr(local, "TRITON_LOCAL", kernel)
+        monkeypatch.setattr(triton_attend, "TRITON_WINDOWED", kernel)
         caplog.clear()
         with caplog.at_level(logging.INFO, "mhla_hf"):
             got = [attend(auto, *inputs) for _ in range(2)]
         impl = "triton" if kernel is right else "torch"
-        assert torch.equal(*got) and torch.equal(got[0], attend(dataclasses.replace(form, impl=impl), *inputs))
+        assert torch.equal(*got) and torch.equal(got[0], attend(dataclasses.replace(options, impl=impl), *inputs))
         (record,), (verdict,) = caplog.records, check.KERNEL_FAULTS.values()
         assert f"took '{impl}', " in record.message and said in record.message
         assert (verdict is None) == (kernel is right)
@@ -192,7 +197,7 @@ def test_the_core_takes_what_its_settings_say(output_norm, monkeypatch):
         return lambda **arguments: (written.append(arguments), launcher(self, grid)(**arguments))
 
     monkeypatch.setattr(TunedKernel, "__getitem__", recorded)
-    choices = {"mixing_form": "decay", "local": "softmax", "block_size": 16, "output_norm": output_norm, "gate": False}
+    choices = {"mixing_form": "decay", "windowed": True, "block_size": 16, "output_norm": output_norm, "gate": False}
     outputs, given = [], [torch.randn(2, 60, heads, 8, device=DEVICE).to(BF16) for heads in (4, 2, 2)]
     for impl in ("triton", "torch"):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Two kernels for one new token per request whose decoder state (see `LocalState`) is in the pages of a serving engine.
+"""Two kernels for one new token per request whose decoder state (see `WindowedState`) is in the pages of a serving engine.
 
 The first moves the sums on in their pages, and the second attends. Neither copies a page. P is the number of pages of a
 request, U = G / P the number of KV heads in a page, and S the number of its slots. A tensor of pages enters a kernel as a
@@ -10,19 +10,19 @@ from typing import Any, no_type_check
 
 import torch
 
-from ..decays import Decays, LocalForm
-from ..inputs import WindowedInputs
-from ..local import local_attention
 from ..torch_layout import ring_slot
-from .common import constexpr, invert_or_zero
-from .tuning import kernel, next_lanes, num_tiles, on_device, tl
+from ..triton.common import constexpr, invert_or_zero
+from ..triton.tuning import kernel, next_lanes, num_tiles, on_device, tl
+from .attention import windowed_attention
+from .decays import Decays
+from .inputs import WindowedInputs, WindowedOptions
 
-SMALL_PAGES = LocalForm(4, scale=0.125, impl="torch")
+SMALL_PAGES = WindowedOptions(4, scale=0.125, impl="torch")
 
 
 @dataclass
 class PageTensors:
-    """The parts of all pages; see `LocalState` for what they hold.
+    """The parts of all pages; see `WindowedState` for what they hold.
 
     Args:
         running: [pages, U, R, V + 1, F].
@@ -41,7 +41,7 @@ class PageTensors:
 @no_type_check
 def advance_kernel(
     running, pending, values, k_features, pages, position, log_rate,
-    block_size, lag, sinks, num_slots, num_kv_heads,
+    block_size, window, sinks, num_slots, num_kv_heads,
     R: constexpr, U: constexpr, V: constexpr, F: constexpr, BV: constexpr, BF: constexpr,
 ):  # fmt: skip
     """Advance the sums of a page by one token: each program BV rows of the sums of one request and KV head.
@@ -59,7 +59,7 @@ def advance_kernel(
     row, head = item // num_kv_heads, item % num_kv_heads
     page, head_in_page = tl.load(pages + row * (num_kv_heads // U) + head // U), head % U
     token = tl.load(position + row)
-    opens, old = token % block_size == 0, token - (lag - 1) * block_size
+    opens, old = token % block_size == 0, token - (window - 1) * block_size
     num_far_lanes, num_far_values = tl.where(old >= sinks, F, 0), tl.where(old >= sinks, V, 0)
     v_lanes, f_lanes = v_tile * BV + tl.arange(0, BV), tl.arange(0, BF)
     lanes = v_lanes[:, None] * F + f_lanes[None, :]
@@ -73,7 +73,7 @@ def advance_kernel(
             rate = tl.load(log_rate + head * R + r)
             running_lanes = running[0] + page * running[1] + (head_in_page * R + r) * (V + 1) * F + lanes
             total = tl.load(running_lanes, mask=held, other=0.0)
-            tl.store(running_lanes, total * tl.exp(rate) + entering * tl.exp(rate * lag), mask=inside)
+            tl.store(running_lanes, total * tl.exp(rate) + entering * tl.exp(rate * window), mask=inside)
     features = tl.load(k_features + item * F + f_lanes, mask=f_lanes < num_far_lanes, other=0.0).to(tl.float32)
     slot = tl.where(old < sinks, 0, sinks + old % (num_slots - sinks))
     value_lanes = values[0] + page * values[1] + (head_in_page * num_slots + slot) * V + v_lanes
@@ -87,7 +87,7 @@ def advance_kernel(
 @no_type_check
 def page_attention_kernel(
     q, q_features, running, keys, values, pages, position, weight, power, balance, o,
-    block_size, lag, sinks, num_slots, num_heads, num_kv_heads, scale,
+    block_size, window, sinks, num_slots, num_heads, num_kv_heads, scale,
     R: constexpr, U: constexpr, D: constexpr, V: constexpr, F: constexpr, NORMALIZE: constexpr,
     BT: constexpr, BD: constexpr, BV: constexpr, BF: constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def page_attention_kernel(
     query = tl.load(q + item * D + d_lanes, mask=d_lanes < D, other=0.0).to(tl.float32)
     features = tl.load(q_features + item * F + f_lanes, mask=f_lanes < F, other=0.0).to(tl.float32)
     if power is not None:
-        num_far = tl.maximum(block - lag + 1, 1).to(tl.float32)
+        num_far = tl.maximum(block - window + 1, 1).to(tl.float32)
         features *= tl.exp(-tl.load(power + head) * tl.log(num_far))
 
     far, far_den, total_weight = tl.zeros([BV], tl.float32), 0.0, 0.0
@@ -127,7 +127,7 @@ def page_attention_kernel(
         total_weight += w
 
     near, near_den, largest = tl.zeros([BV], tl.float32), 0.0, float("-inf")
-    oldest_age, ring = token % block_size + (lag - 1) * block_size, num_slots - sinks
+    oldest_age, ring = token % block_size + (window - 1) * block_size, num_slots - sinks
     for first in range(0, num_slots, BT):
         slot = (first + tl.arange(0, BT)).to(tl.int64)
         age = (token - slot + sinks + ring) % ring
@@ -154,7 +154,7 @@ def page_attention_kernel(
 
     near_factor, far_factor = 1.0, scale
     if balance is not None:
-        exponent = tl.where((token >= lag * block_size) & (far_den != 0.0), tl.load(balance + head), float("-inf"))
+        exponent = tl.where((token >= window * block_size) & (far_den != 0.0), tl.load(balance + head), float("-inf"))
         shift = tl.maximum(largest, exponent)
         shift = tl.where(shift == float("-inf"), 0.0, shift)
         near_factor, far_factor = tl.exp(largest - shift), tl.exp(exponent - shift)
@@ -173,20 +173,19 @@ def page_step(
     position: torch.Tensor,
     decays: Decays,
     balance: torch.Tensor | None,
-    form: LocalForm,
+    options: WindowedOptions,
 ) -> torch.Tensor:
-    """Continue `local_attention` by one token per request, as `local_step` does, and update its pages in place.
+    """Continue `windowed_attention` by one token per request, as `windowed_step` does, and update its pages in place.
 
     Args:
         q: [N, H, D].
         q_features: [N, H, F].
-        k_features: [N, G, F], the features of the key `form.lag - 1` blocks before the new token; ignored where there is
-            none.
+        k_features: [N, G, F], the features of the key `options.window - 1` blocks before the new token; any if none.
         tensors: The pages, which must hold the key and the value of the new token already.
         pages: int64 [N, P], the pages of each request, with the KV heads in the order of the model's.
         position: int64 [N], the position of the new token; where it is 0, what the pages hold is ignored. Rows of padding
             have position -1, and outputs 0.
-        decays, balance, form: As in `WindowedInputs`.
+        decays, balance, options: As in `WindowedInputs`.
 
     Returns:
         fp32 [N, H, V].
@@ -206,7 +205,7 @@ def page_step(
     )
     shared: dict[str, Any] = {
         "running": running, "values": values, "pages": pages.contiguous(), "position": position,
-        "block_size": form.block_size, "lag": form.lag, "sinks": form.sinks, "num_slots": num_slots,
+        "block_size": options.block_size, "window": options.window, "sinks": options.sinks, "num_slots": num_slots,
         "num_kv_heads": num_kv_heads, "R": num_rates, "U": heads_per_page, "V": value_width, "F": num_features,
         "BV": value_tile, "BF": feature_lanes, "num_warps": 4, "enable_fp_fusion": True,
     }  # fmt: skip
@@ -226,9 +225,9 @@ def page_step(
             balance=None if balance is None else balance.float().contiguous(),
             o=o,
             num_heads=num_heads,
-            scale=form.scale,
+            scale=options.scale,
             D=key_width,
-            NORMALIZE=form.normalize,
+            NORMALIZE=options.normalize,
             BT=16 if key_width > 128 else 32,
             BD=next_lanes(key_width),
             **shared,
@@ -240,7 +239,7 @@ def small_page_call(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    form: LocalForm = SMALL_PAGES,
+    options: WindowedOptions = SMALL_PAGES,
     width: int = 64,
     num_features: int = 64,
     num_rates: int = 1,
@@ -252,7 +251,7 @@ def small_page_call(
 
     `make gpu` does so with all kinds of options, too. Without sinks there is no softmax.
     """
-    num_tokens = (form.lag + 3) * form.block_size
+    num_tokens = (options.window + 3) * options.block_size
     num_kv_heads = 2 * heads_per_page
     num_heads = queries_per_kv * num_kv_heads
     generator = torch.Generator().manual_seed(0)
@@ -265,12 +264,12 @@ def small_page_call(
     v = random(num_tokens, num_kv_heads, width, dtype=dtype) - 0.5
     q_features = random(num_tokens, num_heads, num_features, dtype=dtype)
     # Without a softmax, the near part reads features, which are the keys.
-    k_features = random(num_tokens, num_kv_heads, num_features, dtype=dtype) if form.sinks else k
+    k_features = random(num_tokens, num_kv_heads, num_features, dtype=dtype) if options.sinks else k
     decays = Decays(
         random(num_heads, num_rates), -random(num_kv_heads, num_rates), random(num_heads) if has_power else None
     )
-    balance = random(num_heads) if form.sinks else None
-    num_slots = form.sinks + form.lag * form.block_size
+    balance = random(num_heads) if options.sinks else None
+    num_slots = options.sinks + options.window * options.block_size
 
     def allocate(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((3, heads_per_page, *shape), torch.nan, dtype=dtype, device=device)
@@ -285,12 +284,14 @@ def small_page_call(
     outputs = []
     for t in range(num_tokens):
         position = torch.tensor([t], device=device)
-        slot = ring_slot(position, num_slots, form.sinks)
+        slot = ring_slot(position, num_slots, options.sinks)
         for held, new in ((tensors.k, k), (tensors.v, v)):
             held[pages, :, slot[:, None]] = new[None, t].unflatten(1, (2, heads_per_page))
-        old = k_features[None, max(t - (form.lag - 1) * form.block_size, 0)]
-        outputs.append(page_step(q[None, t], q_features[None, t], old, tensors, pages, position, decays, balance, form))
+        old = k_features[None, max(t - (options.window - 1) * options.block_size, 0)]
+        outputs.append(
+            page_step(q[None, t], q_features[None, t], old, tensors, pages, position, decays, balance, options)
+        )
     q, k, v, q_features, k_features = (x[None].double() for x in (q, k, v, q_features, k_features))
-    inputs = WindowedInputs(q, k, v, q_features, decays.to(torch.float64), balance, form)
-    exact = local_attention(inputs, k_features)
+    inputs = WindowedInputs(q, k, v, q_features, decays.to(torch.float64), balance, options)
+    exact = windowed_attention(inputs, k_features)
     return [torch.cat(outputs)], [exact[0]]

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ..ops.decays import Decays, LocalForm
-from ..ops.inputs import WindowedInputs
-from ..ops.local import local_attention, two_way_attention
-from ..ops.local_state import KeyMap, LocalState, continue_local
 from ..ops.torch_layout import shift_to_start
+from ..ops.windowed.attention import two_way_attention, windowed_attention
+from ..ops.windowed.decays import Decays
+from ..ops.windowed.decoding import KeyMap, WindowedState, continue_windowed
+from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
 from .core import MHLACore, check_no_gradients, move_tokens, padding_first, without_padding
 from .decay_mixing import DecayMixing
 from .heads import HeadSplit
@@ -53,12 +53,11 @@ class DecayCore(MHLACore):
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths: Any):
         check_settings(settings, "a causal model" if self.causal else "an encoder", both_ways=not self.causal)
-        local = settings.local is not None
         mixing = DecayMixing(
             num_heads,
             num_kv_heads,
             settings.num_decays,
-            balance=start_balance(settings, key_dim, self.causal) if local else None,
+            balance=start_balance(settings, key_dim, self.causal) if settings.windowed else None,
             learn=settings.learn_mixing,
             free_decay=settings.free_decay,
             length_power=settings.length_power,
@@ -66,10 +65,10 @@ class DecayCore(MHLACore):
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, **widths)
         self.heads: HeadSplit | None = None
         self.unrotate: KeyMap = keep_rotated
-        self.form = LocalForm(
+        self.options = WindowedOptions(
             settings.block_size,
-            lag=settings.window if local else 1,
-            sinks=settings.sinks if local else 0,
+            window=settings.window if settings.windowed else 1,
+            sinks=settings.sinks if settings.windowed else 0,
             scale=key_dim**-0.5,
             normalize=settings.normalize is not False,
             impl=settings.impl,
@@ -79,7 +78,7 @@ class DecayCore(MHLACore):
 
 
 class DecayMHLA(DecayCore):
-    """Causal attention whose far part is MHLA by decays (`ops/local.py` has the formula)."""
+    """Causal attention whose far part is MHLA by decays (`ops/windowed/attention.py` has the formula)."""
 
     causal = True
 
@@ -112,7 +111,7 @@ class DecayMHLA(DecayCore):
             ValueError: If gradients are required in training and the cache holds tokens, or `settings.impl` is "triton" and
                 the kernel cannot run.
         """
-        form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
+        options = self.options if scale in (None, self.options.scale) else replace(self.options, scale=scale)
         # Under autocast, rotated q and k arrive in fp32.
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
         if cos_sin is None:
@@ -135,7 +134,7 @@ class DecayMHLA(DecayCore):
             q = q_features
             k = self.map_keys(k, cos_sin)
             map_keys = keep_rotated
-        inputs = WindowedInputs(q, k, v, q_features, decays, balance, form, is_real, starts, cu_seqlens)
+        inputs = WindowedInputs(q, k, v, q_features, decays, balance, options, is_real, starts, cu_seqlens)
         drop_window = (cache is None or cache.state is None) and self.draw_window_dropout()
         if cache is not None and not drop_window:
             o = self.continue_cache(inputs, map_keys, cache, cos_sin)
@@ -144,9 +143,9 @@ class DecayMHLA(DecayCore):
                 with torch.no_grad():
                     self.continue_cache(inputs, map_keys, cache, cos_sin)
             if drop_window:
-                inputs = inputs._replace(form=replace(form, lag=1))
+                inputs = inputs._replace(options=replace(options, window=1))
             with torch.autocast(q.device.type, enabled=False):
-                o = local_attention(inputs, map_keys(k, cos_sin))
+                o = windowed_attention(inputs, map_keys(k, cos_sin))
         if key_mask is not None:
             o = move_tokens(o, inverse, source)
             if cache is not None:
@@ -171,25 +170,25 @@ class DecayMHLA(DecayCore):
 
     def draw_window_dropout(self) -> bool:
         """Draw whether this forward pass restricts the window to the current block; never in eval mode."""
-        probability = self.settings.window_dropout if self.training and self.form.lag > 1 else 0
+        probability = self.settings.window_dropout if self.training and self.options.window > 1 else 0
         return probability > 0 and float(torch.rand(())) < probability
 
     def continue_cache(
         self, inputs: WindowedInputs, map_keys: KeyMap, cache: Any, cos_sin: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the outputs of new tokens, and add the tokens to `cache.state`; see `continue_local`."""
+        """Compute the outputs of new tokens, and add the tokens to `cache.state`; see `continue_windowed`."""
         fresh = cache.state is None
         q, k, v = inputs[:3]
         if fresh:
             num_features = self.k_map.num_features
-            cache.state = LocalState.empty(k, v, self.mixing.num_decays, num_features, inputs.form, cos_sin)
+            cache.state = WindowedState.empty(k, v, self.mixing.num_decays, num_features, inputs.options, cos_sin)
         else:
             check_no_gradients(self, q, k, v)
-        return continue_local(inputs, map_keys, cache.state, fresh=fresh, cos_sin=cos_sin)
+        return continue_windowed(inputs, map_keys, cache.state, fresh=fresh, cos_sin=cos_sin)
 
 
 class TwoWayMHLA(DecayCore):
-    """Bidirectional MHLA by decays with a local softmax, for encoders: every token attends to all real tokens of its row.
+    """Bidirectional MHLA by decays with a softmax window, for encoders: every token attends to all real tokens of its row.
 
     The window has `window - 1` blocks on either side of a token's own. Blocks are counted from a row's first real token.
     """
@@ -220,7 +219,7 @@ class TwoWayMHLA(DecayCore):
         Returns:
             [B, T, H, V] in v's dtype.
         """
-        form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
+        options = self.options if scale in (None, self.options.scale) else replace(self.options, scale=scale)
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
         if starts is not None and key_mask is not None:
             source, inverse = shift_to_start(starts, q.shape[1])
@@ -229,7 +228,7 @@ class TwoWayMHLA(DecayCore):
         q_features = self.q_map(q, self.heads)
         k_features = self.k_map(k, self.heads)
         decays, balance = self.mixing(self.heads)
-        inputs = WindowedInputs(q, k, v, q_features, decays, balance, form, key_mask)
+        inputs = WindowedInputs(q, k, v, q_features, decays, balance, options, key_mask)
         with torch.autocast(q.device.type, enabled=False):
             o = two_way_attention(inputs, k_features)
         if starts is not None:

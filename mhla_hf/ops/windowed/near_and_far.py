@@ -1,4 +1,4 @@
-"""Near and far attention of a run of blocks in PyTorch (`local.py` has the formula).
+"""Near and far attention of a run of blocks in PyTorch (`attention.py` has the formula).
 
 The gradients of the Triton kernel are computed by this implementation, too.
 """
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..reference import divide_or_zero
 from .decays import expand_query_features
-from .reference import divide_or_zero
 
 
 class SinkTokens(NamedTuple):
@@ -39,7 +39,7 @@ class WindowOperands(NamedTuple):
         sink_k, sink_v, sink_valid: As in `SinkTokens`; None if there are no sinks.
         valid: bool [B, M * C], the tokens that are keys.
         block_index: Int [B or 1, M], the index of each block in its sequence.
-        block_size, lag, scale, normalize: As in `LocalForm`.
+        block_size, window, scale, normalize: As in `WindowedOptions`.
         dtype: Dtype of the outputs of the custom operator.
     """
 
@@ -56,7 +56,7 @@ class WindowOperands(NamedTuple):
     valid: torch.Tensor
     block_index: torch.Tensor
     block_size: int
-    lag: int
+    window: int
     scale: float
     normalize: bool
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class WindowOperands(NamedTuple):
 def near_and_far(operands: WindowOperands, both_ways: bool = False) -> torch.Tensor:
     """Compute the outputs of M blocks of C tokens from their window, the sinks, and the running sums of far blocks.
 
-    `TRITON_LOCAL` does the same in one kernel.
+    `TRITON_WINDOWED` does the same in one kernel.
 
     Returns:
         [B, T, H, V] in the dtype of `far_sums`.
@@ -78,10 +78,10 @@ def near_and_far(operands: WindowOperands, both_ways: bool = False) -> torch.Ten
     q, k, v, q_features = (resize_tokens(x, valid.shape[1]) for x in (q, k, v, q_features))
     k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
     q, k, v, q_features = (by_block_and_group(x, num_kv_heads, size, sum_dtype) for x in (q, k, v, q_features))
-    k, v, visible = near_keys(k, v, valid.unflatten(1, (-1, size)), block_index, operands.lag, both_ways)
+    k, v, visible = near_keys(k, v, valid.unflatten(1, (-1, size)), block_index, operands.window, both_ways)
     if sink_k is not None and sink_v is not None and sink_valid is not None:
         sink_tokens = SinkTokens(sink_k, sink_v, sink_valid)
-        k, v, visible = with_sinks(k, v, visible, sink_tokens, block_index >= operands.lag)
+        k, v, visible = with_sinks(k, v, visible, sink_tokens, block_index >= operands.window)
     share = weight.shape[0] // num_kv_heads  # query heads per KV head
 
     def per_query(x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def near_and_far(operands: WindowOperands, both_ways: bool = False) -> torch.Ten
 
     far = expand_query_features(q_features, weight) @ far_sums.flatten(3, 4)
     visible = visible[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    has_far = ((block_index >= operands.lag) | both_ways)[:, None, :, None, None]
+    has_far = ((block_index >= operands.window) | both_ways)[:, None, :, None, None]
     total_weight = per_query(weight.sum(-1).to(sum_dtype))
     balance = None if balance is None else per_query(balance.to(sum_dtype))
     score = (q @ k.mT) * operands.scale
@@ -123,7 +123,7 @@ def with_ones(v: torch.Tensor) -> torch.Tensor:
 
 
 def near_keys(
-    k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, block_index: torch.Tensor, lag: int, both_ways: bool
+    k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, block_index: torch.Tensor, window: int, both_ways: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Collect the window of every block.
 
@@ -132,10 +132,10 @@ def near_keys(
         v: [B, G, M, C, V].
         valid: bool [B, M, C], the tokens that are keys.
         block_index: Int [B or 1, M], the index of each block in its sequence.
-        lag, both_ways: As in `LocalForm`.
+        window, both_ways: As in `WindowedOptions`.
 
     Returns:
-        k: [B, G, M, W * C, D], where W is the number of blocks in the window: `lag`, or `2 * lag - 1` with `both_ways`.
+        k: [B, G, M, W * C, D], with W blocks: `window`, or `2 * window - 1` with `both_ways`.
         v: [B, G, M, W * C, V].
         visible: bool [B, M, C, W * C], which query sees which key.
     """
@@ -144,10 +144,10 @@ def near_keys(
     visible = []
     size = k.shape[3]
     all_pairs = torch.ones(size, size, dtype=torch.bool, device=k.device)
-    for distance in reversed(range(1 - lag if both_ways else 0, lag)):
+    for distance in reversed(range(1 - window if both_ways else 0, window)):
         keys.append(shift_blocks(k, distance, 2))
         values.append(shift_blocks(v, distance, 2))
-        # A block at the start of its sequence has fewer than `lag - 1` blocks before it.
+        # A block at the start of its sequence has fewer than `window - 1` blocks before it.
         is_key = shift_blocks(valid, distance, 1) & (block_index >= distance)[..., None]
         sees_all = distance != 0 or both_ways
         visible.append(is_key[:, :, None] & (all_pairs if sees_all else all_pairs.tril()))
@@ -216,7 +216,7 @@ def combine(
             times this sum.
         balance: [.., N, 1], as in `WindowedInputs`, for each query; None without a softmax.
         has_far: bool [.., 1, 1], whether a query has far blocks at all.
-        scale, normalize: As in `LocalForm`.
+        scale, normalize: As in `WindowedOptions`.
 
     Returns:
         [.., N, V].

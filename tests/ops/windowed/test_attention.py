@@ -1,37 +1,37 @@
-"""Near softmax and far MHLA by decays: the blocked form against its T x T definition, and decoding against both."""
+"""Near softmax and far MHLA by decays: the blocked options against its T x T definition, and decoding against both."""
 
 import pytest
 import torch
 from hypothesis import given
-from tools.ops_cases import attend_window, build_local, distance, generated, local_cases, map_features
+from tools.ops_cases import attend_window, build_windowed, distance, generated, map_features, windowed_cases
 
-from mhla_hf.ops.decays import Decays, LocalForm, decayed_sums
-from mhla_hf.ops.inputs import WindowedInputs
-from mhla_hf.ops.local import local_attention
-from mhla_hf.ops.local_state import LocalState, continue_local
-from mhla_hf.ops.reference import local_reference
+from mhla_hf.ops.windowed.attention import windowed_attention
+from mhla_hf.ops.windowed.decays import Decays, decayed_sums
+from mhla_hf.ops.windowed.decoding import WindowedState, continue_windowed
+from mhla_hf.ops.windowed.definition import windowed_reference
+from mhla_hf.ops.windowed.inputs import WindowedInputs, WindowedOptions
 
 FORMS = {
-    "window": LocalForm(block_size=5, lag=2, sinks=3, scale=0.5),
-    "long blocks": LocalForm(block_size=40, lag=2, sinks=4, scale=0.5),
-    "sinks of most of a block": LocalForm(block_size=5, lag=2, sinks=4, scale=0.5),
-    "sinks of a whole block": LocalForm(block_size=64, lag=2, sinks=64, scale=0.5),
-    "window without the block before": LocalForm(block_size=6, lag=1, sinks=2, scale=0.5),
-    "decays alone": LocalForm(block_size=5, lag=1, sinks=0, scale=0.5),
-    "decays, not normalized": LocalForm(block_size=5, lag=1, sinks=0, scale=0.5, normalize=False),
+    "window": WindowedOptions(block_size=5, window=2, sinks=3, scale=0.5),
+    "long blocks": WindowedOptions(block_size=40, window=2, sinks=4, scale=0.5),
+    "sinks of most of a block": WindowedOptions(block_size=5, window=2, sinks=4, scale=0.5),
+    "sinks of a whole block": WindowedOptions(block_size=64, window=2, sinks=64, scale=0.5),
+    "window without the block before": WindowedOptions(block_size=6, window=1, sinks=2, scale=0.5),
+    "decays alone": WindowedOptions(block_size=5, window=1, sinks=0, scale=0.5),
+    "decays, not normalized": WindowedOptions(block_size=5, window=1, sinks=0, scale=0.5, normalize=False),
 }
 
 
 def problem(name, tokens=83, batch=2, heads=4, groups=2, seed=0, dtype=torch.float64):
     torch.manual_seed(seed)
-    form = FORMS[name]
+    options = FORMS[name]
     q, k, v = (torch.randn(batch, tokens, n, w, dtype=dtype) for n, w in ((heads, 6), (groups, 6), (groups, 3)))
     rates = torch.tensor([[0.0, -0.1, -2.0], [0.0, -0.5, -0.01]], dtype=dtype)
     decays = Decays(torch.rand(heads, 3, dtype=dtype), rates)
     balance = None if name.startswith("decays") else torch.randn(heads, dtype=dtype)
     mapped = [torch.nn.functional.elu(x) + 1 for x in (q, k)]
     tensors = [*mapped, v, *mapped] if balance is None else [q, k, v, *mapped]
-    return form, [x.detach().clone().requires_grad_() for x in tensors], decays, balance
+    return options, [x.detach().clone().requires_grad_() for x in tensors], decays, balance
 
 
 PADDINGS = {
@@ -45,8 +45,8 @@ PADDINGS = {
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("name", FORMS)
 def test_forward_and_gradients_equal_the_definition(name, padding):
-    form, *rest = problem(name, batch=1 if padding == "packed" else 2)
-    options = PADDINGS[padding]
+    options, *rest = problem(name, batch=1 if padding == "packed" else 2)
+    padding_options = PADDINGS[padding]
     direction = torch.randn(*rest[0][0].shape[:3], 3, dtype=torch.float64)
 
     def attend(function, dtype):
@@ -54,14 +54,14 @@ def test_forward_and_gradients_equal_the_definition(name, padding):
         decays = Decays(*(x.detach().to(dtype).requires_grad_() for x in (decays.weight, decays.log_rate)))
         balance = None if balance is None else balance.to(dtype).requires_grad_()
         learned = [decays.weight, decays.log_rate, *([] if balance is None else [balance])]
-        o = attend_window(*tensors, decays, balance, form, function, **options)
-        if "key_mask" in options:
-            o = o * options["key_mask"][..., None, None]
+        o = attend_window(*tensors, decays, balance, options, function, **padding_options)
+        if "key_mask" in padding_options:
+            o = o * padding_options["key_mask"][..., None, None]
         return [o, *torch.autograd.grad(o, [*tensors, *learned], direction.to(dtype), allow_unused=True)]
 
-    exact = attend(local_reference, torch.float64)
+    exact = attend(windowed_reference, torch.float64)
     for dtype, bound in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
-        for ours, expected in zip(attend(local_attention, dtype), exact, strict=True):
+        for ours, expected in zip(attend(windowed_attention, dtype), exact, strict=True):
             if expected is None:
                 assert ours is None or ours.abs().max() == 0
                 continue
@@ -73,17 +73,17 @@ def test_the_scan_equals_the_matrix_at_many_lengths():
     decays = Decays(torch.rand(2, 2, dtype=torch.float64), torch.tensor([[0.0, -0.3]], dtype=torch.float64))
     for count in (1, 2, 15, 16, 17, 50, 600):
         summaries = torch.randn(1, 1, count, 4, dtype=torch.float64)
-        for lag in (1, 2, 3, 9):
-            mixed = torch.einsum("hr,bgmrx->bhmx", decays.weight, decayed_sums(summaries, decays.log_rate, lag))
-            exact = decays.matrix(count).tril(-lag) @ summaries
+        for window in (1, 2, 3, 9):
+            mixed = torch.einsum("hr,bgmrx->bhmx", decays.weight, decayed_sums(summaries, decays.log_rate, window))
+            exact = decays.matrix(count).tril(-window) @ summaries
             assert torch.allclose(mixed, exact, rtol=1e-11, atol=1e-12)
 
 
-def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
+def decode(options, tensors, decays, balance, cuts, count=None, crops=()):
     """Outputs of a sequence fed in pieces that end at `cuts`; a crop (at, back) takes tokens back and feeds them anew."""
     q, k, v, fq, fk = (x.detach() for x in tensors)
     map_keys = (lambda x, _: x) if balance is None else (lambda x, _: torch.nn.functional.elu(x) + 1)
-    state = LocalState.empty(k, v, decays.weight.shape[1], fk.shape[3], form)
+    state = WindowedState.empty(k, v, decays.weight.shape[1], fk.shape[3], options)
     pieces = list(zip([0, *cuts], cuts, strict=False))
     for at, back in crops:
         pieces.insert([end for _, end in pieces].index(at) + 1, (at - back, at))
@@ -94,8 +94,8 @@ def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
         starts = None if count is None else (q.shape[1] - count - start).clamp(0, end - start)
         is_real = None if starts is None else torch.arange(end - start) >= starts[:, None]
         tokens = (x[:, start:end] for x in (q, k, v, fq))
-        inputs = WindowedInputs(*tokens, decays, balance, form, is_real, starts)
-        o = continue_local(inputs, map_keys, state, fresh=start == 0)
+        inputs = WindowedInputs(*tokens, decays, balance, options, is_real, starts)
+        o = continue_windowed(inputs, map_keys, state, fresh=start == 0)
         done = torch.cat([done[:, :start], o], 1)
     return done, state
 
@@ -104,73 +104,73 @@ def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("cuts", [range(1, 84), [1, 2, 30, 31, 56, 83], [83], [17, *range(18, 60), 80, 83]], ids=str)
 def test_decoding_equals_the_whole(name, cuts, lengths):
-    form, tensors, decays, balance = problem(name)
-    o, _ = decode(form, tensors, decays, balance, cuts, lengths and torch.tensor(lengths))
-    whole = attend_window(*tensors, decays, balance, form, starts=lengths and 83 - torch.tensor(lengths))
+    options, tensors, decays, balance = problem(name)
+    o, _ = decode(options, tensors, decays, balance, cuts, lengths and torch.tensor(lengths))
+    whole = attend_window(*tensors, decays, balance, options, starts=lengths and 83 - torch.tensor(lengths))
     assert distance(o, whole) <= 1e-11
 
 
 @pytest.mark.parametrize("name", ["window", "decays alone"])
 @pytest.mark.parametrize("back", [1, 3, 5])
 def test_tokens_taken_back_leave_no_trace(name, back):
-    form, tensors, decays, balance = problem(name)
+    options, tensors, decays, balance = problem(name)
     for at in range(40, 56):
-        o, _ = decode(form, tensors, decays, balance, [20, at - back, at, 83], crops=[(at, back)])
-        assert distance(o, attend_window(*tensors, decays, balance, form)) <= 1e-10
+        o, _ = decode(options, tensors, decays, balance, [20, at - back, at, 83], crops=[(at, back)])
+        assert distance(o, attend_window(*tensors, decays, balance, options)) <= 1e-10
 
 
 @pytest.mark.parametrize("name, at, back", [("sinks of most of a block", 8, 5), ("sinks of a whole block", 80, 60)])
 def test_a_crop_into_the_sinks_leaves_no_trace(name, at, back):
-    form, tensors, decays, balance = problem(name)
-    _, state = decode(form, tensors, decays, balance, [at])
+    options, tensors, decays, balance = problem(name)
+    _, state = decode(options, tensors, decays, balance, [at])
     state.crop(back)
     tensors = [torch.cat([x[:, : at - back], x[:, -1:]], 1) for x in tensors]
     now = (x[:, -1:] for x in tensors[:4])
-    inputs = WindowedInputs(*now, decays, balance, form)
-    got = continue_local(inputs, lambda x, _: torch.nn.functional.elu(x) + 1, state, fresh=False)
-    assert distance(got, attend_window(*tensors, decays, balance, form)[:, -1:]) <= 1e-11
+    inputs = WindowedInputs(*now, decays, balance, options)
+    got = continue_windowed(inputs, lambda x, _: torch.nn.functional.elu(x) + 1, state, fresh=False)
+    assert distance(got, attend_window(*tensors, decays, balance, options)[:, -1:]) <= 1e-11
 
 
 def test_a_crop_to_where_nothing_is_far_leaves_nothing_of_the_sums():
     """Nor does their rounding, which large features would show."""
-    form, (q, k, v, fq, fk), decays, balance = problem("window", dtype=torch.float32)
+    options, (q, k, v, fq, fk), decays, balance = problem("window", dtype=torch.float32)
     tensors = [q, 9 * k, v, 1e3 * fq, fk]
-    o, _ = decode(form, tensors, decays, balance, [12], crops=[(12, 5)])
-    expected, _ = decode(form, tensors, decays, balance, [12])
+    o, _ = decode(options, tensors, decays, balance, [12], crops=[(12, 5)])
+    expected, _ = decode(options, tensors, decays, balance, [12])
     assert distance(o[:, 7:10], expected[:, 7:10]) <= 1e-5
 
 
 @pytest.mark.parametrize("log_rate", [-20.0, -100.0])
 def test_a_crop_divides_by_no_vanishing_rate(log_rate):
-    form, tensors, decays, balance = problem("decays alone", dtype=torch.float32)
+    options, tensors, decays, balance = problem("decays alone", dtype=torch.float32)
     decays = Decays(decays.weight[:, :1], torch.full((2, 1), log_rate))
-    o, _ = decode(form, tensors, decays, balance, [22, 83], crops=[(22, 5)])
-    assert distance(o, attend_window(*tensors, decays, balance, form)) <= 1e-5
+    o, _ = decode(options, tensors, decays, balance, [22, 83], crops=[(22, 5)])
+    assert distance(o, attend_window(*tensors, decays, balance, options)) <= 1e-5
 
 
 @pytest.mark.parametrize("cuts", [[83], [7, 50, 83]], ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_segments_of_a_long_sequence_equal_the_whole(name, cuts, monkeypatch):
-    form, tensors, decays, balance = problem(name)
-    whole = attend_window(*tensors, decays, balance, form)
-    monkeypatch.setattr("mhla_hf.ops.local.SEGMENT_TOKENS", 10)
+    options, tensors, decays, balance = problem(name)
+    whole = attend_window(*tensors, decays, balance, options)
+    monkeypatch.setattr("mhla_hf.ops.windowed.attention.SEGMENT_TOKENS", 10)
     with torch.no_grad():
-        parts = attend_window(*tensors, decays, balance, form)
-        packed = attend_window(*tensors, decays, balance, form, starts=torch.tensor([0, 29]))
-        o, _ = decode(form, tensors, decays, balance, [*cuts[:-1], 83], count=torch.tensor([83, 54]))
+        parts = attend_window(*tensors, decays, balance, options)
+        packed = attend_window(*tensors, decays, balance, options, starts=torch.tensor([0, 29]))
+        o, _ = decode(options, tensors, decays, balance, [*cuts[:-1], 83], count=torch.tensor([83, 54]))
     assert distance(parts, whole) <= 1e-11 and distance(o, packed) <= 1e-11
 
 
 def test_no_more_is_taken_back_than_the_ring_holds():
     """However it is done: a few tokens between two crops do not bring back what they had overwritten."""
-    form, tensors, decays, balance = problem("window")
-    _, state = decode(form, tensors, decays, balance, [40])
+    options, tensors, decays, balance = problem("window")
+    _, state = decode(options, tensors, decays, balance, [40])
     state.crop(3)
     with pytest.raises(ValueError, match="expected at most 2, the tokens that the ring still holds"):
         state.crop(3)
     state.crop(2)
     with torch.inference_mode():
-        _, state = decode(form, tensors, decays, balance, [40])
+        _, state = decode(options, tensors, decays, balance, [40])
     state.crop(1)
     state.select(torch.tensor([1, 0]))
     assert not state.position.is_inference() and state.position.tolist() == [39, 39]
@@ -186,50 +186,50 @@ def test_autocast_changes_nothing():
 
 def test_near_tokens_count_where_nothing_is_far():
     """Far features of zero leave softmax over the window, however low its scores."""
-    form, (q, k, v, fq, fk), decays, balance = problem("window")
+    options, (q, k, v, fq, fk), decays, balance = problem("window")
     with torch.no_grad():
         args = q.abs() * 40, -k.abs() * 40, v, fq, torch.zeros_like(fk), decays
-        expected = attend_window(*args, torch.full_like(balance, -torch.inf), form, local_reference)
-        torch.testing.assert_close(attend_window(*args, balance, form), expected)
+        expected = attend_window(*args, torch.full_like(balance, -torch.inf), options, windowed_reference)
+        torch.testing.assert_close(attend_window(*args, balance, options), expected)
 
 
 def test_padding_of_an_empty_row_is_not_kept_as_sinks():
-    x, form = torch.rand(1, 5, 1, 4), LocalForm(4, sinks=2)
-    state = LocalState.empty(x, x, 1, 4, form)
-    rest = Decays(torch.ones(1, 1), torch.zeros(1, 1)), torch.zeros(1), form
+    x, options = torch.rand(1, 5, 1, 4), WindowedOptions(4, sinks=2)
+    state = WindowedState.empty(x, x, 1, 4, options)
+    rest = Decays(torch.ones(1, 1), torch.zeros(1, 1)), torch.zeros(1), options
     padding = WindowedInputs(*[x * torch.nan] * 4, *rest, starts=torch.tensor([5]))
-    continue_local(padding, lambda x, _: x, state, fresh=True)
+    continue_windowed(padding, lambda x, _: x, state, fresh=True)
     token = WindowedInputs(*[x[:, :1]] * 4, *rest)
-    assert continue_local(token, lambda x, _: x, state, fresh=False).isfinite().all()
+    assert continue_windowed(token, lambda x, _: x, state, fresh=False).isfinite().all()
 
 
 @generated(150)
-@given(case=local_cases())
+@given(case=windowed_cases())
 def test_generated_cases(case):
     """Whole, and decoded with tokens taken back on the way. A softmax enlarges errors by its largest score.
 
     After a crop the far sums hold the rounding of a block that was taken out of them, which is many times as large as what
     is left where features are 1e-6: 1e-6 in fp64, and no bound in fp32.
     """
-    form, map_keys = case["form"], map_features if case["softmax"] else torch.nn.Identity()
+    options, map_keys = case["options"], map_features if case["softmax"] else torch.nn.Identity()
 
     def check(o, x, padding, bound):
         (q, k, v), (decays, balance) = (t.double() for t in x), exact
-        inputs = q, k, v, map_keys(q), map_keys(k), decays, balance, form
-        expected = attend_window(*inputs, local_reference, **padding)
+        inputs = q, k, v, map_keys(q), map_keys(k), decays, balance, options
+        expected = attend_window(*inputs, windowed_reference, **padding)
         real = padding["key_mask"][..., None, None] if "key_mask" in padding else 1
         assert distance(o * real, expected * real) <= bound
 
-    _, *exact = build_local(case, torch.float64)[:3]
+    _, *exact = build_windowed(case, torch.float64)[:3]
     for dtype, bound in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
-        x, decays, balance, padding, enlarged = build_local(case, dtype)
+        x, decays, balance, padding, enlarged = build_windowed(case, dtype)
         q, k, v = x
         bound = bound * enlarged
-        o = attend_window(q, k, v, map_keys(q), map_keys(k), decays, balance, form, **padding)
+        o = attend_window(q, k, v, map_keys(q), map_keys(k), decays, balance, options, **padding)
         check(o, x, padding, bound)
         if "cu_seqlens" in padding:
             continue
-        state = LocalState.empty(k, v, len(case["log_rate"]), k.shape[3], form)
+        state = WindowedState.empty(k, v, len(case["log_rate"]), k.shape[3], options)
         columns, fed, o = [], 0, v.new_zeros(len(q), 0, q.shape[2], v.shape[3])
         for count, back in case["plan"]:
             new = range(fed, min(fed + count, q.shape[1]))
@@ -239,15 +239,15 @@ def test_generated_cases(case):
             now = {name: t[:, new.start : new.stop] for name, t in padding.items() if name == "key_mask"}
             if "starts" in padding:
                 now["starts"] = (padding["starts"] - len(columns)).clamp(0, len(new))
-            inputs = WindowedInputs(q_new, k_new, v_new, map_keys(q_new), decays, balance, form, **now)
-            o = torch.cat([o, continue_local(inputs, lambda x, _: map_keys(x), state, fresh=not fed)], 1)
+            inputs = WindowedInputs(q_new, k_new, v_new, map_keys(q_new), decays, balance, options, **now)
+            o = torch.cat([o, continue_windowed(inputs, lambda x, _: map_keys(x), state, fresh=not fed)], 1)
             columns, fed = [*columns, *new], new.stop
             whole = {name: t[:, columns] for name, t in padding.items() if name == "key_mask"}
             if "starts" in padding:
                 whole["starts"] = padding["starts"].clamp(max=len(columns))
             check(o, [t[:, columns] for t in x], whole, bound)
             ahead = torch.maximum(state.furthest, state.position) - state.position
-            back = min(back, form.block_size - int(ahead.max()), int(state.position.min()))
+            back = min(back, options.block_size - int(ahead.max()), int(state.position.min()))
             state.crop(back)
             bound = 1e-6 * enlarged if back else bound
             if back and dtype == torch.float32:

@@ -2,7 +2,6 @@
 
 A query block then reads the earlier blocks through R running sums of their summaries, however long the sequence is. A scan
 over the blocks computes these sums at a cost that is linear in the number of blocks, where a mixing matrix is quadratic.
-`LocalForm` holds the options of the attention that mixes this way (`local.py`).
 """
 
 from dataclasses import dataclass
@@ -35,12 +34,12 @@ class Decays:
         power = None if self.power is None else self.power.to(dtype)
         return Decays(self.weight.to(dtype), self.log_rate.to(dtype), power)
 
-    def matrix(self, num_blocks: int, lag: int = 1, both_ways: bool = False) -> torch.Tensor:
+    def matrix(self, num_blocks: int, window: int = 1, both_ways: bool = False) -> torch.Tensor:
         """Materialize the mixing matrix, as the reference implementation and plots need it.
 
         Args:
             num_blocks: Number of rows and columns, M.
-            lag: The smallest block distance that counts as far; matters only with a `power`.
+            window: The smallest block distance that counts as far; matters only with a `power`.
             both_ways: Whether later blocks have weights, too, by their distance |i - j|.
 
         Returns:
@@ -52,47 +51,21 @@ class Decays:
         if not both_ways:
             matrix = matrix.tril()
         block = torch.arange(num_blocks, device=matrix.device)
-        return matrix if self.power is None else matrix * self.length_scale(block, lag).T[..., None]
+        return matrix if self.power is None else matrix * self.length_scale(block, window).T[..., None]
 
-    def length_scale(self, block: torch.Tensor, lag: int) -> torch.Tensor:
+    def length_scale(self, block: torch.Tensor, window: int) -> torch.Tensor:
         """Compute n^-power, where n is the number of far blocks (at least 1); only if there is a `power`.
 
         Args:
             block: Int of any shape, indices of query blocks.
-            lag: Smallest distance of a far block.
+            window: Smallest distance of a far block.
 
         Returns:
             [.., H].
         """
         assert self.power is not None
-        num_far = (block - lag + 1).clamp(min=1)
+        num_far = (block - window + 1).clamp(min=1)
         return torch.exp(-self.power * num_far.to(self.power.dtype).log()[..., None])
-
-
-@dataclass(frozen=True)
-class LocalForm:
-    """Options of near and far attention that are fixed for a layer; `local.py` has the formula.
-
-    Args:
-        block_size: Tokens per block, C.
-        lag: Number of blocks in the window, the query's own included. Block i - lag is the nearest far block of block i.
-        sinks: Number of tokens at the start of a sequence that are always near; 0 without a softmax.
-        scale: Multiplier of q k^T.
-        normalize: Whether outputs are divided by the sum of the weights.
-        impl: "auto", "torch" or "triton", as in `mhla`. A single token after a state always takes "torch".
-        unrounded: Whether outputs stay in the dtype of the sums. Otherwise the Triton kernel writes them in v's dtype.
-        both_ways: Whether queries see later tokens, too. The window then has `lag - 1` blocks on either side of the query's
-            block.
-    """
-
-    block_size: int
-    lag: int = 2
-    sinks: int = 4
-    scale: float = 1.0
-    normalize: bool = True
-    impl: str = "auto"
-    unrounded: bool = True
-    both_ways: bool = False
 
 
 def expand_query_features(q_features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -122,9 +95,9 @@ def block_distances(count: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def decayed_sums(
-    summaries: torch.Tensor, log_rate: torch.Tensor, lag: int = 1, sequence_id: torch.Tensor | None = None
+    summaries: torch.Tensor, log_rate: torch.Tensor, window: int = 1, sequence_id: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute the running sums of every block i: sum over j <= i - lag of lambda_r^(i - j) S_j.
+    """Compute the running sums of every block i: sum over j <= i - window of lambda_r^(i - j) S_j.
 
     The scan has two levels. One small matrix sums the blocks within each group of `SCAN_GROUP` blocks, and another sums the
     earlier groups.
@@ -132,7 +105,7 @@ def decayed_sums(
     Args:
         summaries: [B, G, M, X], the flattened summary S of each block.
         log_rate: [G, R], log(lambda).
-        lag: The smallest distance between a block and the blocks it sums.
+        window: The smallest distance between a block and the blocks it sums.
         sequence_id: Int [M], the packed sequence that each block belongs to, whose borders no sum crosses; None if there is
             only one sequence.
 
@@ -141,10 +114,10 @@ def decayed_sums(
     """
     num_blocks, num_rates = summaries.shape[2], log_rate.shape[1]
     num_groups = (num_blocks + SCAN_GROUP - 1) // SCAN_GROUP + 1  # never 1, which torch.compile would specialize on
-    offset = min(lag - 1, num_blocks)
+    offset = min(window - 1, num_blocks)
     padding = num_groups * SCAN_GROUP - num_blocks
     summaries = torch.nn.functional.pad(summaries[:, :, : num_blocks - offset], (0, 0, offset, padding))
-    grouped = summaries.unflatten(2, (num_groups, SCAN_GROUP))  # index i holds S_{i - lag + 1}
+    grouped = summaries.unflatten(2, (num_groups, SCAN_GROUP))  # index i holds S_{i - window + 1}
 
     in_group = torch.arange(SCAN_GROUP, device=summaries.device)
     distance = block_distances(SCAN_GROUP, summaries)
@@ -170,4 +143,4 @@ def decayed_sums(
     group_sums = (to_group_end @ grouped).permute(0, 1, 3, 2, 4)  # [B, G, R, groups, X]
     from_earlier = (across @ group_sums).permute(0, 1, 3, 2, 4)[:, :, :, None]  # [B, G, groups, 1, R, X]
     sums = (within.flatten(-3, -2) @ grouped).unflatten(3, (SCAN_GROUP, num_rates)) + from_group_start * from_earlier
-    return sums.flatten(2, 3)[:, :, :num_blocks] * torch.exp(lag * log_rate)[:, None, :, None]
+    return sums.flatten(2, 3)[:, :, :num_blocks] * torch.exp(window * log_rate)[:, None, :, None]

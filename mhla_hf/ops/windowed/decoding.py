@@ -1,4 +1,4 @@
-"""The decoder state of near and far attention (`local.py`), whose size does not depend on how many tokens came before.
+"""The decoder state of near and far attention (`attention.py`), whose size does not depend on how many tokens came before.
 
 Every row has its own position. A ring holds the keys and values of the window and of one block more, so that `crop` can take
 back up to a block of tokens at the cost of a rounding error in the sums. The far part consists of R running sums, and of a
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 
 import torch
 
-from .decays import Decays, LocalForm
-from .inputs import WindowedInputs
-from .local import BlockRun, PastSums, attend_local
-from .state import RowState
-from .torch_layout import TokenLayout, ring_slot
-from .torch_local import SinkTokens, combine, with_ones
+from ..state import RowState
+from ..torch_layout import TokenLayout, ring_slot
+from .attention import BlockRun, PastSums, attend_run
+from .decays import Decays
+from .inputs import WindowedInputs, WindowedOptions
+from .near_and_far import SinkTokens, combine, with_ones
 
 # Maps keys [B, N, G, D] and the cosines and sines of their rotation [B, N, 1, A] to features of the far part, [B, N, G, K].
 KeyMap = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
-class LocalState(RowState):
+class WindowedState(RowState):
     """The decoder state of near and far attention, for B rows.
 
     It is changed in place, and its tensors keep their addresses while the number of rows stays the same. Nothing has a
-    gradient. S is the number of sinks and W = (lag + 1) * C the size of the ring; `ring_slot` says which token is in which
-    slot.
+    gradient. S is the number of sinks and W = (window + 1) * C the size of the ring; `ring_slot` says which token is in
+    which slot.
 
     Args:
         block_size: Tokens per block, C.
@@ -64,25 +64,25 @@ class LocalState(RowState):
         v: torch.Tensor,
         num_rates: int,
         num_features: int,
-        form: LocalForm,
+        options: WindowedOptions,
         cos_sin: torch.Tensor | None = None,
-    ) -> "LocalState":
+    ) -> "WindowedState":
         """Create a state that has seen no tokens.
 
         Args:
             k, v: Keys [B, T, G, D] and values [B, T, G, V], of which only shapes, dtypes, and device are used.
             num_rates: Number of decay rates, R.
             num_features: Width of the features of the far part, K.
-            form: The options.
-            cos_sin: [.., A], cosines and sines as in `LocalState`; only dtype, device and A are used. None if there is no
+            options: The options.
+            cos_sin: [.., A], cosines and sines as in `WindowedState`; only dtype, device and A are used. None if there is no
                 rotation to undo (A = 0).
         """
         cos_sin = k.new_zeros(0) if cos_sin is None else cos_sin
         batch, _, num_kv_heads, value_dim = v.shape
-        num_slots = form.sinks + (form.lag + 1) * form.block_size
+        num_slots = options.sinks + (options.window + 1) * options.block_size
         sum_dtype = torch.promote_types(k.dtype, torch.float32)
-        return LocalState(
-            block_size=form.block_size,
+        return WindowedState(
+            block_size=options.block_size,
             k=k.new_zeros(batch, num_slots, *k.shape[2:]),
             v=v.new_zeros(batch, num_slots, *v.shape[2:]),
             valid=k.new_zeros(batch, num_slots, dtype=torch.bool),
@@ -94,7 +94,7 @@ class LocalState(RowState):
         )
 
     def crop(self, count: int) -> None:
-        """Remove the last `count` tokens of every row, in place. The next `continue_local` corrects the sums.
+        """Remove the last `count` tokens of every row, in place. The next `continue_windowed` corrects the sums.
 
         Raises:
             ValueError: If a row has fewer tokens, or if the ring has already overwritten tokens that would be needed.
@@ -111,30 +111,32 @@ class LocalState(RowState):
         self.position.sub_(count)
 
     @torch.no_grad()
-    def rewind(self, decays: Decays, map_keys: KeyMap, form: LocalForm) -> None:
-        """Remove cropped tokens from `running` and `pending`, in place. See `continue_local` for the arguments."""
+    def rewind(self, decays: Decays, map_keys: KeyMap, options: WindowedOptions) -> None:
+        """Remove cropped tokens from `running` and `pending`, in place. See `continue_windowed` for the arguments."""
         decays = decays.to(self.running.dtype)
-        block = (self.position - 1).clamp(min=0) // form.block_size
-        old_block = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
-        entered = self.summary(old_block - form.lag, form.block_size, map_keys, form)  # when `old_block` was opened
+        block = (self.position - 1).clamp(min=0) // options.block_size
+        old_block = (self.position + self.cropped - 1).clamp(min=0) // options.block_size
+        entered = self.summary(
+            old_block - options.window, options.block_size, map_keys, options
+        )  # when `old_block` was opened
         decay = torch.exp(decays.log_rate)[..., None, None]
-        earlier = (self.running - decay**form.lag * entered[:, :, None]) / decay
+        earlier = (self.running - decay**options.window * entered[:, :, None]) / decay
         block, old_block = (x.view(-1, 1, 1, 1, 1) for x in (block, old_block))
         # Where nothing is far, or where a rate keeps less than a rounding error, the subtraction leaves only error.
-        earlier = torch.where((block >= form.lag) & (decay > torch.finfo(decay.dtype).eps), earlier, 0)
+        earlier = torch.where((block >= options.window) & (decay > torch.finfo(decay.dtype).eps), earlier, 0)
         self.running.copy_(torch.where(block < old_block, earlier, self.running))
         self.cropped = 0
-        self.refresh_pending(map_keys, form)
+        self.refresh_pending(map_keys, options)
 
-    def refresh_pending(self, map_keys: KeyMap, form: LocalForm) -> None:
-        """Recompute `pending` from the ring, in place. See `continue_local` for the arguments."""
+    def refresh_pending(self, map_keys: KeyMap, options: WindowedOptions) -> None:
+        """Recompute `pending` from the ring, in place. See `continue_windowed` for the arguments."""
         last = self.position - 1
-        count = torch.where(last >= 0, last % form.block_size + 1, 0)[:, None]
-        block = last.clamp(min=0) // form.block_size - form.lag + 1
-        self.pending.copy_(self.summary(block, count, map_keys, form))
+        count = torch.where(last >= 0, last % options.block_size + 1, 0)[:, None]
+        block = last.clamp(min=0) // options.block_size - options.window + 1
+        self.pending.copy_(self.summary(block, count, map_keys, options))
 
     def summary(
-        self, block: torch.Tensor, count: torch.Tensor | int, map_keys: KeyMap, form: LocalForm
+        self, block: torch.Tensor, count: torch.Tensor | int, map_keys: KeyMap, options: WindowedOptions
     ) -> torch.Tensor:
         """Compute the transposed summary of one block of each row from the ring.
 
@@ -142,36 +144,36 @@ class LocalState(RowState):
             block: int64 [B], the block of each row.
             count: How many tokens to sum, from the first of the block on; a number or int64 [B, 1].
             map_keys: See `KeyMap`.
-            form: The options.
+            options: The options.
 
         Returns:
             [B, G, V + 1, K].
         """
-        place_in_block = torch.arange(form.block_size, device=block.device)
-        position = block[:, None] * form.block_size + place_in_block
+        place_in_block = torch.arange(options.block_size, device=block.device)
+        position = block[:, None] * options.block_size + place_in_block
         rows = torch.arange(len(block), device=block.device)[:, None]
-        slot = self.slot(position, form)
-        is_far = self.valid[rows, slot] & (position >= form.sinks) & (place_in_block < count)
+        slot = self.slot(position, options)
+        is_far = self.valid[rows, slot] & (position >= options.sinks) & (place_in_block < count)
         k_features = map_keys(self.k[rows, slot], self.cos_sin[rows, slot])
         k_features = torch.where(is_far[..., None, None], k_features, 0).to(self.running.dtype)
         v = with_ones(torch.where(is_far[..., None, None], self.v[rows, slot], 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
             return v.permute(0, 2, 3, 1) @ k_features.transpose(1, 2)
 
-    def slot(self, position: torch.Tensor, form: LocalForm) -> torch.Tensor:
+    def slot(self, position: torch.Tensor, options: WindowedOptions) -> torch.Tensor:
         """Return the slots of tokens at positions of any shape; arbitrary slots for negative positions."""
-        return ring_slot(position, self.k.shape[1], form.sinks)
+        return ring_slot(position, self.k.shape[1], options.sinks)
 
 
-def continue_local(
+def continue_windowed(
     inputs: WindowedInputs,
     map_keys: KeyMap,
-    state: LocalState,
+    state: WindowedState,
     *,
     fresh: bool,
     cos_sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `local_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
+    """Compute `windowed_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
 
     Gradients flow among new tokens, but not through the state; a single token after earlier ones gets none.
 
@@ -183,26 +185,26 @@ def continue_local(
         cos_sin: [B, T, 1, A], cosines and sines of the rotation of the keys, from `rotation_cos_sin`; None if there is none.
 
     Returns:
-        [B, T, H, V], as in `local_attention`.
+        [B, T, H, V], as in `windowed_attention`.
     """
-    q, k, v, q_features, decays, _, form, key_mask, starts, _ = inputs
+    q, k, v, q_features, decays, _, options, key_mask, starts, _ = inputs
     if cos_sin is None:
         cos_sin = state.cos_sin.new_zeros(*q.shape[:2], 1, 0)
     if state.cropped:
-        state.rewind(decays, map_keys, form)
+        state.rewind(decays, map_keys, options)
     if q.shape[1] == 1 and not fresh:
         with torch.autocast(q.device.type, enabled=False):
-            return local_step(inputs, map_keys, state, cos_sin)
-    size = form.block_size
+            return windowed_step(inputs, map_keys, state, cos_sin)
+    size = options.block_size
     num_tokens = q.shape[1]
     before = state.position.clone()
     num_new = torch.full_like(before, num_tokens) if starts is None else num_tokens - starts.to(q.device)
     num_blocks, num_slots = (num_tokens + size - 1) // size, 0
     first_block = torch.zeros_like(before)
     if not fresh:  # begin early enough to cover the window of the open block
-        num_blocks, num_slots = num_blocks + form.lag, state.k.shape[1]
-        first_block = ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
-    layout = TokenLayout(before, num_new, num_tokens, first_block, num_blocks, size, num_slots, q.device, form.sinks)
+        num_blocks, num_slots = num_blocks + options.window, state.k.shape[1]
+        first_block = ((before - 1).clamp(min=0) // size - options.window + 1).clamp(min=0)
+    layout = TokenLayout(before, num_new, num_tokens, first_block, num_blocks, size, num_slots, q.device, options.sinks)
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     valid = layout.place_keys(state.valid, valid) & layout.filled
     k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
@@ -217,48 +219,48 @@ def continue_local(
         for held, laid_out in ((state.k, k), (state.v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
             layout.keep(held, laid_out)
         state.position.copy_(before + num_new)
-    if not fresh and form.sinks:  # after the new tokens are written, which may be sinks
-        sinks = slice(0, form.sinks)
+    if not fresh and options.sinks:  # after the new tokens are written, which may be sinks
+        sinks = slice(0, options.sinks)
         sink_tokens = SinkTokens(state.k[:, sinks], state.v[:, sinks], state.valid[:, sinks])
     inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
     run = BlockRun(inputs, k_features, valid, layout.blocks, sink_tokens=sink_tokens, past=past)
     with torch.autocast(q.device.type, enabled=False):
-        o, running = attend_local(run, (before + num_new - 1).clamp(min=0) // size)
-    assert running is not None  # `attend_local` returns sums for an end block
+        o, running = attend_run(run, (before + num_new - 1).clamp(min=0) // size)
+    assert running is not None  # `attend_run` returns sums for an end block
     with torch.no_grad():
         state.running.copy_(running.mT)
-        state.refresh_pending(map_keys, form)
+        state.refresh_pending(map_keys, options)
     return layout.take_back(o)
 
 
 @torch.no_grad()
-def local_step(
-    inputs: WindowedInputs, map_keys: KeyMap, state: LocalState, cos_sin: torch.Tensor | None = None
+def windowed_step(
+    inputs: WindowedInputs, map_keys: KeyMap, state: WindowedState, cos_sin: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Continue `local_attention` by one token of every row, and update the state in place.
+    """Continue `windowed_attention` by one token of every row, and update the state in place.
 
     The computation is the same for every position, so one compiled graph serves all steps.
 
     Args:
         inputs: The new token of every row. Rows with `starts` of 1 do not take part: the position and the sums of their
             state stay as they are.
-        map_keys, state, cos_sin: As in `continue_local`.
+        map_keys, state, cos_sin: As in `continue_windowed`.
 
     Returns:
         [B, 1, H, V] in the dtype of the sums, with zeros for rows that do not take part.
     """
-    q, k, v, q_features, decays, balance, form, key_mask, starts, _ = inputs
+    q, k, v, q_features, decays, balance, options, key_mask, starts, _ = inputs
     is_key = None if key_mask is None else key_mask[:, 0]
     takes_part = None if starts is None else starts.to(q.device) == 0
-    size = form.block_size
-    lag = form.lag
+    size = options.block_size
+    window = options.window
     sum_dtype = state.running.dtype
     position = state.position
     batch = len(position)
     num_kv_heads = k.shape[2]
     share = q.shape[2] // k.shape[2]
     decays = decays.to(sum_dtype)
-    write_token(k, v, cos_sin, is_key, state, form)
+    write_token(k, v, cos_sin, is_key, state, options)
 
     # The first token of a block moves the sums on to it and lets the pending summary enter.
     place_in_block = position % size
@@ -266,27 +268,27 @@ def local_step(
     opens = opens.view(-1, 1, 1, 1, 1)
     decay = torch.exp(decays.log_rate)[..., None, None]
     state.running.mul_(torch.where(opens, decay, 1))
-    state.running.addcmul_(torch.where(opens, decay**lag, 0), state.pending[:, :, None])
-    add_pending_token(state, map_keys, form, opens, takes_part)
+    state.running.addcmul_(torch.where(opens, decay**window, 0), state.pending[:, :, None])
+    add_pending_token(state, map_keys, options, opens, takes_part)
 
     slots = torch.arange(state.k.shape[1], device=position.device)
-    age = (position[:, None] - slots + form.sinks) % (len(slots) - form.sinks)  # of the tokens in the ring
-    oldest_age = place_in_block + (lag - 1) * size
-    in_window = torch.where(slots < form.sinks, slots <= position[:, None], age <= oldest_age[:, None])
+    age = (position[:, None] - slots + options.sinks) % (len(slots) - options.sinks)  # of the tokens in the ring
+    oldest_age = place_in_block + (window - 1) * size
+    in_window = torch.where(slots < options.sinks, slots <= position[:, None], age <= oldest_age[:, None])
     visible = (state.valid & in_window)[:, None, None]
     query = q.reshape(batch, num_kv_heads, share, -1).to(sum_dtype)
-    score = (query @ state.k.permute(0, 2, 3, 1).to(sum_dtype)) * form.scale
+    score = (query @ state.k.permute(0, 2, 3, 1).to(sum_dtype)) * options.scale
     q_features = q_features[:, 0].to(sum_dtype)
     if decays.power is not None:
-        q_features = q_features * decays.length_scale(position // size, lag)[..., None]
+        q_features = q_features * decays.length_scale(position // size, window)[..., None]
     # [B, G, H / G, 1, K] * [G, H / G, R, 1]
     expanded = q_features.view(batch, num_kv_heads, share, 1, -1) * decays.weight.view(num_kv_heads, share, -1, 1)
     far = expanded.flatten(3) @ state.running.mT.flatten(2, 3)
     near_v = state.v.transpose(1, 2).to(sum_dtype)
-    has_far = (position >= lag * size).view(-1, 1, 1, 1)
+    has_far = (position >= window * size).view(-1, 1, 1, 1)
     total_weight = decays.weight.sum(-1).to(sum_dtype).view(num_kv_heads, share, 1)
     balance = None if balance is None else balance.to(sum_dtype).view(num_kv_heads, share, 1)
-    o = combine(score, visible, near_v, far, total_weight, balance, has_far, form.scale, form.normalize)
+    o = combine(score, visible, near_v, far, total_weight, balance, has_far, options.scale, options.normalize)
     o = o.flatten(1, 2)[:, None]
     state.position.add_(1 if takes_part is None else takes_part)
     return o if takes_part is None else o.masked_fill(~takes_part.view(-1, 1, 1, 1), 0)
@@ -297,13 +299,13 @@ def write_token(
     v: torch.Tensor,
     cos_sin: torch.Tensor | None,
     is_key: torch.Tensor | None,
-    state: LocalState,
-    form: LocalForm,
+    state: WindowedState,
+    options: WindowedOptions,
 ) -> None:
     """Write one new token per row into the slot of its position, in place. `is_key` is bool [B], False for padding."""
     position = state.position
     rows = torch.arange(len(position), device=position.device)
-    slot = state.slot(position, form)
+    slot = state.slot(position, options)
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         new = new if is_key is None else new.masked_fill(~is_key[:, None, None], 0)
         held[rows, slot] = new.to(held.dtype)
@@ -313,21 +315,25 @@ def write_token(
 
 
 def add_pending_token(
-    state: LocalState, map_keys: KeyMap, form: LocalForm, opens: torch.Tensor, takes_part: torch.Tensor | None
+    state: WindowedState,
+    map_keys: KeyMap,
+    options: WindowedOptions,
+    opens: torch.Tensor,
+    takes_part: torch.Tensor | None,
 ) -> None:
-    """Add the token that is `lag - 1` blocks before the new one to the pending summary of each row, in place.
+    """Add the token that is `window - 1` blocks before the new one to the pending summary of each row, in place.
 
     Args:
-        state, map_keys, form: As in `local_step`.
+        state, map_keys, options: As in `windowed_step`.
         takes_part: bool [B], False for rows that do not take part; None if there are none.
         opens: bool [B, 1, 1, 1, 1], True for rows whose new token is the first of a block. Their pending summary is zeroed
             first.
     """
     sum_dtype = state.pending.dtype
-    old_position = state.position - (form.lag - 1) * form.block_size
+    old_position = state.position - (options.window - 1) * options.block_size
     rows = torch.arange(len(old_position), device=old_position.device)
-    slot = state.slot(old_position, form)
-    is_far = (old_position >= form.sinks) & state.valid[rows, slot]
+    slot = state.slot(old_position, options)
+    is_far = (old_position >= options.sinks) & state.valid[rows, slot]
     is_far = is_far if takes_part is None else is_far & takes_part
     k_features = map_keys(state.k[rows, slot][:, None], state.cos_sin[rows, slot][:, None])[:, 0]
     k_features = k_features.masked_fill(~is_far[:, None, None], 0).to(sum_dtype)

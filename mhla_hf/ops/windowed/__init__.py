@@ -1,0 +1,1 @@
+"""Windowed attention: exact softmax over a window of near tokens, MHLA by decays over all far ones."""

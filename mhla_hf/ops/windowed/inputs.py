@@ -1,0 +1,61 @@
+"""The arguments of windowed attention as one record, which is passed whole."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .decays import Decays
+
+
+@dataclass(frozen=True)
+class WindowedOptions:
+    """Options of near and far attention that are fixed for a layer; `attention.py` has the formula.
+
+    Args:
+        block_size: Tokens per block, C.
+        window: Blocks in the window, the query's own included: block i - window is the nearest far block of block i.
+        sinks: Number of tokens at the start of a sequence that are always near; 0 without a softmax.
+        scale: Multiplier of q k^T.
+        normalize: Whether outputs are divided by the sum of the weights.
+        impl: "auto", "torch" or "triton", as in `mhla`. A single token after a state always takes "torch".
+        unrounded: Whether outputs stay in the dtype of the sums. Otherwise the Triton kernel writes them in v's dtype.
+        both_ways: Whether queries see later tokens, too. The window then has `window - 1` blocks on either side.
+    """
+
+    block_size: int
+    window: int = 2
+    sinks: int = 4
+    scale: float = 1.0
+    normalize: bool = True
+    impl: str = "auto"
+    unrounded: bool = True
+    both_ways: bool = False
+
+
+class WindowedInputs(NamedTuple):
+    """The arguments of near and far attention; `attention.py` has the formula.
+
+    Args:
+        q: [B, T, H, D], queries of the near part, rotated; features if `balance` is None.
+        k: [B, T, G, D], its keys.
+        v: [B, T, G, V], values.
+        q_features: [B, T, H, K], queries of the far part.
+        decays: The mixing of the far part.
+        balance: [H], the log of the multiplier that brings far weights to the scale of e^score; None without a softmax.
+        options: The options.
+        key_mask: bool [B, T], as in `mhla`.
+        starts: int64 [B], as in `mhla`; not along with cu_seqlens.
+        cu_seqlens: Int [N + 1], as in `mhla`; ignored by a state.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_features: torch.Tensor
+    decays: Decays
+    balance: torch.Tensor | None
+    options: WindowedOptions
+    key_mask: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
