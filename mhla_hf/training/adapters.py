@@ -44,10 +44,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 
 
 def import_peft(model: Any = None) -> Any:
-    """Return the `peft` module. Register the classes and default LoRA targets of a converted model, if there is one.
-
-    Raise ImportError if PEFT is not installed.
-    """
+    """Return the `peft` module. Register the classes and default LoRA targets of a converted model, if there is one."""
     with require_extra("an adapter", "peft", "peft"):
         import peft
     family = family_of(model) if model is not None else None
@@ -203,11 +200,7 @@ def _check_not_merged(model: Any) -> None:
 def factorize_changes(
     model: torch.nn.Module, base: torch.nn.Module, rank: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Approximate the difference of a converted model's linear layers to its original's by matrices of low rank.
-
-    Returns the factors of LoRA, [rank, in_features] and [out_features, rank], by layer. Raises ValueError if `base` is not
-    the original, or differs in other parameters than the weights of linear layers.
-    """
+    """Return LoRA's factors, [rank, in] and [out, rank], of what changed in each linear layer since the original `base`."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     factors = {}
     whole = kept = 0.0  # squared norms of the changes and of their approximations
@@ -310,10 +303,7 @@ def load_adapter(
 def _check_weights(
     base: Any, settings: MHLASettings, lora: Any, weights: dict[str, torch.Tensor], adapter_name: str, start: str
 ) -> None:
-    """Raise ValueError unless an adapter has the tensors that PEFT saves with these settings, and all are finite.
-
-    Their names and shapes come from a copy of `base` on the meta device. `start` is the beginning of the error.
-    """
+    """Raise ValueError unless an adapter has the tensors that PEFT saves with these settings, and all are finite."""
     peft, lora = import_peft(), copy.deepcopy(lora)
     lora.base_model_name_or_path = None  # PEFT would warn that the copy has another name
     with wrap_errors(f"{start}, expected an adapter that fits {type(base).__name__}"), torch.device("meta"):

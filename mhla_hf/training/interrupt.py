@@ -6,10 +6,9 @@ from typing import Any
 
 
 class Interrupt:
-    """Defers Ctrl-C: the first one only sets `requested`, so that the current step can finish; the second one stops at once.
+    """Defers Ctrl-C in the main thread: the first one sets `requested`, the second one stops at once.
 
-    If the block ends without an error after the first one, KeyboardInterrupt is raised then. Outside the main thread,
-    Ctrl-C is not handled.
+    If the block ends without an error after the first one, KeyboardInterrupt is raised then.
     """
 
     requested = False

@@ -105,8 +105,7 @@ def distill(
 def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Task, RunFolder], Any]) -> Any:
     """Train two models of one pipeline, one after the other, so that only one at a time is on the device.
 
-    The first run has a folder of its own next to `out`, from which a killed call resumes; it is removed at the end.
-    The last run returns and saves the pipeline.
+    The first run has a folder of its own next to `out`, which is removed at the end. The last one saves the pipeline.
     """
     first, last = parts
     first_folder = RunFolder(folder.out.with_name(f"{folder.out.name}.high_noise"))
@@ -155,10 +154,7 @@ def _train(
     task: Task, folder: RunFolder, stages: Sequence[CommonStage], data: Any, options: Options, seed: int, progress: bool,
     command: str | None,
 ) -> Any:  # fmt: skip
-    """Create an `Accelerator`, open the data, train, and return the result of `Run.execute`.
-
-    At the end, Accelerate's global state is reset if it did not exist before; with several processes, `PartialState` stays.
-    """
+    """Create an `Accelerator`, open the data, train, and reset Accelerate's global state if it did not exist before."""
     with require_extra("distill", "accelerate", "train"):
         import accelerate
     trackers = [str(tracker.value) for tracker in accelerate.tracking.get_available_trackers()]

@@ -20,10 +20,7 @@ ChunkLoss = Callable[..., torch.Tensor]
 
 
 class OutputHead(NamedTuple):
-    """A linear output head with an optional scale and soft cap of its logits.
-
-    The logits of hidden states x are cap * tanh(scale * layer(x) / cap), or scale * layer(x) without a cap.
-    """
+    """A linear output head with logits cap * tanh(scale * layer(x) / cap), or scale * layer(x) without a cap."""
 
     layer: nn.Linear
     scale: float
@@ -35,7 +32,6 @@ class OutputHead(NamedTuple):
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [..., vocab] of hidden states [..., width]."""
         return self.transform(self.layer(hidden))
 
 
@@ -43,8 +39,7 @@ class OutputHead(NamedTuple):
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     """Return the output head of a model, or the reason why it cannot be separated from the rest of the model.
 
-    To verify this, the model runs on a few tokens of `ids` [B, L] while the output of its linear layer is replaced by
-    fixed logits. It must return the result of `OutputHead.transform` for these logits.
+    To verify this, the model runs on a few of the `ids` [B, L] while its linear layer returns fixed logits.
     """
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
@@ -73,10 +68,7 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
 
 
 def run_without_head(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Run a model without its output head on ids [B, L].
-
-    Return its output, whose logits must not be used, and the inputs of the head, hidden states [B, L, width].
-    """
+    """Return a model's output, whose logits must not be used, and the inputs of its head, hidden states [B, L, width]."""
     inputs: list[torch.Tensor] = []
 
     def keep_input(hidden: torch.Tensor) -> torch.Tensor:
@@ -90,7 +82,6 @@ def run_without_head(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[A
 
 @contextlib.contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Replace the `forward` of `module`, and restore it at the end."""
     instance: Any = module
     previous = vars(module).get("forward")  # Accelerate sets one on the instance
     instance.forward = forward
@@ -103,10 +94,7 @@ def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch
 
 
 class _SumInChunks(torch.autograd.Function):
-    """Autograd function behind `sum_in_chunks`.
-
-    The forward pass also computes the gradients, so that the logits of a chunk can be freed before the next chunk.
-    """
+    """`sum_in_chunks`. The forward pass also computes the gradients, so that the logits of a chunk can be freed."""
 
     @staticmethod
     def forward(
@@ -145,7 +133,6 @@ class _SumInChunks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_sums: torch.Tensor) -> Any:
-        """Return the gradients that `forward` computed, multiplied by the gradient of the first sum."""
         gradients = (x if x is None else d_sums[0].to(x.dtype) * x for x in ctx.saved_tensors)
         return *gradients, None, None, None, None
 
@@ -157,7 +144,7 @@ def sum_in_chunks(
 
     `hidden` are the inputs of the head [N, width] or, without a head, the logits. `loss(logits, *rows)` returns the sums
     over a chunk, [S], from its logits and the same rows of `token_tensors`, [N, ...] each. Only the first sum has a
-    gradient, with respect to the hidden states and the head.
+    gradient.
     """
     weight, bias = (None, None) if head is None else (head.layer.weight, head.layer.bias)
     return _SumInChunks.apply(hidden, weight, bias, head, loss, token_tensors, torch.is_grad_enabled())

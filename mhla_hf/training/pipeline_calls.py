@@ -19,11 +19,7 @@ from .trainable import HALF_DTYPES
 def sample_calls(
     pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
 ) -> list[Call]:
-    """Sample with a pipeline, with `transformer` as its component; return its calls, one for each sample, on the CPU.
-
-    The pipeline's models are moved to the transformer's device, of two transformers only the one in use. `stage` and the
-    row `arguments` of the data set the pipeline's arguments; see `make_options`.
-    """
+    """Sample with a pipeline, with `transformer` as its component; return its calls, one for each sample, on the CPU."""
     device = next(transformer.parameters()).device
     options = make_options(pipeline, device, arguments, stage, seed)
     with (
@@ -58,10 +54,7 @@ def sample_images(
 def make_options(
     pipeline: Any, device: torch.device, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
 ) -> dict[str, Any]:
-    """Return the arguments of a call of a pipeline for a row of the data, which overrides what the stage says.
-
-    Tensors and the random generator are on the device.
-    """
+    """Return the arguments of a pipeline for a row of the data, which overrides what the stage says."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
     options: dict[str, Any] = {"num_inference_steps": stage.sampling_steps, "guidance_scale": stage.guidance}
     options["use_resolution_binning"] = False  # which would sample at another size
@@ -85,10 +78,9 @@ class LastCall(Exception):
 
 @contextlib.contextmanager
 def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = False) -> Iterator[None]:
-    """Keep only the transformer in use on the device, if the pipeline has two (Wan 2.2).
+    """Keep only the transformer in use on the device, if the pipeline has two (Wan 2.2), and none of them is sharded.
 
-    `component` is in use before and after. Sharded transformers stay where they are. With `stops`, the pipeline ends,
-    without an error, where it would call the second one.
+    `component` is in use before and after. With `stops`, the pipeline ends where it would call the second one.
     """
     first, second = (pipeline.components.get(name) for name in TRANSFORMERS)
     if second is None:
@@ -116,10 +108,7 @@ def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = F
 
 @contextlib.contextmanager
 def prepared(pipeline: Any, component: str, transformer: Any) -> Iterator[None]:
-    """Make a pipeline ready to sample with `transformer`, on its device and without a progress bar.
-
-    At the end, the other models return to their devices, and the component to its place.
-    """
+    """Make a pipeline ready to sample with `transformer`, on its device; at the end, its components are as before."""
     device = next(transformer.parameters()).device
     # The module may be sharded or trained, so it does not become the component that the pipeline saves.
     components = vars(pipeline)

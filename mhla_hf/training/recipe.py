@@ -107,7 +107,6 @@ class Stage(CommonStage):
     top_k: int = values.at_least(0, 0)
 
     def validate_top_k(self) -> None:
-        """With `top_k`, the teacher's other logits are not known, so that no temperature can be applied."""
         if self.top_k and self.temperature != 1:
             raise ValueError(
                 f"temperature: got {self.temperature} with a KL divergence over the most likely tokens, expected 1."
@@ -273,7 +272,7 @@ def recipe_names() -> list[str]:
 
 
 def describe_recipes() -> list[dict[str, Any]]:
-    """Return a dict for each of the package's recipes, with "name", "task", "base", "stages" and "about"."""
+    """Return a dict for each of the package's recipes, for `mhla-hf recipes`."""
     stage_keys = ("name", "loss", "steps", "batch_size", "seq_len")
     recipes = []
     for name in recipe_names():

@@ -43,16 +43,10 @@ Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the devi
 
 
 class Run:
-    """One training run of `distill`. Its `progress` is the state of the loop, saved as progress.json:
+    """One training run of `distill`. `progress`, saved as progress.json, is the state of the loop.
 
-    - "stage": number of the current stage, 0-based;
-    - "step", "total": optimizer steps done in this stage, and in the run;
-    - "tokens", "images" or "samples": units processed;
-    - "seconds": time spent in steps;
-    - "resumed": how often the run was resumed;
-    - "reader": state of the data reader;
-    - "history": log entries, one every `log_every` steps;
-    - "sums", "since": sums of losses that are not logged yet, and the number of steps in them.
+    Steps are counted in the current stage ("step") and in the run ("total"), "since" those that are in "sums" and not
+    logged yet.
     """
 
     def __init__(
@@ -81,11 +75,7 @@ class Run:
         self.progress: dict[str, Any] = {**counts, "seconds": 0.0, "reader": None, "sums": {}, "history": []}
 
     def execute(self) -> Any:
-        """Train the student in place and save it to the output folder; resume an interrupted run, and load a finished one.
-
-        All processes must call this. At the end the parameters have the dtypes that were saved; `requires_grad` and the
-        training mode are as before. Return the student, or the pipeline that contains it.
-        """
+        """Train the student in place and save it; resume an interrupted run, load a finished one. All processes call this."""
         from accelerate.utils import broadcast_object_list
 
         dtypes = get_dtypes(self.student)
@@ -134,7 +124,7 @@ class Run:
         return self.task.returned
 
     def _train(self, latest: Path | None, requires_grad: Mapping[nn.Parameter, bool]) -> None:
-        """Train all stages, from the saved state `latest` if it is not None. Raise ValueError if that state is damaged."""
+        """Train all stages, from the saved state `latest` if it is not None."""
         import accelerate
 
         if latest is not None:
@@ -166,11 +156,7 @@ class Run:
                 self.task.set_gradient_checkpointing(False)
 
     def _train_stage(self, number: int, latest: Path | None) -> None:
-        """Train one stage, from the saved state `latest` if it is not None.
-
-        A state is saved every `save_every` steps, at the end of the stage, and before KeyboardInterrupt is raised because a
-        process was interrupted. At the end, averaged weights replace the trained ones in a stage with `ema`.
-        """
+        """Train one stage, from the saved state `latest` if not None, and save states; stop after one if interrupted."""
         stage = self.stages[number]
         accelerator = self.accelerator
         progress = self.progress
@@ -239,10 +225,7 @@ class Run:
             reader.close()
 
     def _restore(self, latest: Path) -> None:
-        """Load the weights, optimizer, average and random generators from a saved state.
-
-        If the number of processes has changed, a process without saved random generators keeps its own.
-        """
+        """Load a saved state. A process without saved random generators, as there are more processes now, keeps its own."""
         from accelerate.utils import load
 
         try:
@@ -260,10 +243,7 @@ class Run:
     def _step(
         self, objective: Any, optimizer: Any, trained: Sequence[nn.Parameter], reader: Any, stage: CommonStage, sums: Sums,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Run one optimizer step, and add its logged quantities to `sums`.
-
-        Return the norm of the gradient before clipping, or None without clipping.
-        """
+        """Run one optimizer step, add its logged quantities to `sums`, and return the norm of the unclipped gradient."""
         accelerator = self.accelerator
         grad_norm = None
         for group in optimizer.param_groups:
@@ -302,10 +282,7 @@ class Run:
         self._report(f"about {left} left for all {self.total_steps:,} steps{hint}")
 
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
-        """Evaluate the student, add the scores and the means of `sums` to the history, and update trackers and `bar`.
-
-        All processes must call this; it waits for the device. Return whether any process was interrupted.
-        """
+        """Add scores and the means of `sums` to the history. Return whether any process was interrupted. All call this."""
         progress = self.progress
         unit = self.task.unit
         interrupted = torch.tensor(float(self.interrupt.requested), device=self.accelerator.device)
@@ -409,10 +386,7 @@ class Run:
         return merge_records(earlier, record, unit) if earlier is not None else record
 
     def _describe_identity(self) -> dict[str, Any]:
-        """Return everything that determines the trained weights, JSON-serializable.
-
-        If a run cannot resume, the error names the first key whose value differs.
-        """
+        """Return everything that determines the trained weights, in the order in which an error names what differs."""
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
         student = identify_student(self.student)
         if self.task.earlier_student is not None:

@@ -53,17 +53,13 @@ INITIAL_HASHES: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKe
 
 
 def identify(model: Any, frozen: Sequence[str] = ()) -> str:
-    """Return a hash, 32 hex digits, of a model's weights, its configuration, and the names of its frozen parameters.
-
-    `VOLATILE_ENTRIES` of the configuration are left out. Reading all weights takes about a second per gigabyte.
-    """
+    """Return a hash of a model's weights, its configuration without `VOLATILE_ENTRIES`, and its frozen parameters' names."""
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     config = {key: value for key, value in config.items() if key not in VOLATILE_ENTRIES}
     return hash_json([config, fingerprint_model(model), *frozen], 32)
 
 
 def identify_student(student: Any) -> str:
-    """Return the result of `identify` for a student, with the names of its frozen parameters."""
     return identify(student, [name for name, parameter in student.named_parameters() if not parameter.requires_grad])
 
 
@@ -80,11 +76,7 @@ class RunFolder:
         self.identity: dict[str, Any] = {}
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
-        """Return "finished", the newest state to resume from, or None. Refuse the folder of another run.
-
-        Training changes the student's weights. If an earlier call in this process began to train the same object into this
-        folder, `self.identity` therefore contains the hash of the student from before that call.
-        """
+        """Return "finished", the newest state to resume from, or None. Refuse the folder of another run."""
         current = json.loads(json.dumps(identity))
         initial_hashes = INITIAL_HASHES.setdefault(student, {})
         self.identity = {**current, "student": initial_hashes.get(self.out, current["student"])}
@@ -136,10 +128,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def new_state(self, step: int) -> Iterator[Path]:
-        """Yield an empty folder, which becomes the newest state, of `step` optimizer steps in the whole run, at the end.
-
-        The identity and checksums of all files are added to it, and all but the newest `NUM_KEPT_STATES` states are removed.
-        """
+        """Yield an empty folder, which becomes the newest state at the end; only `NUM_KEPT_STATES` are kept."""
         target = self.state / f"step-{step:09d}"
         with self._explain_errors("a state"), atomic_folder(target, parent=self.unfinished) as temporary:
             yield temporary
@@ -148,7 +137,7 @@ class RunFolder:
             shutil.rmtree(old_state.rename(self.unfinished / old_state.name))
 
     def find_damage(self, state: Path) -> str:
-        """Compare a state with its checksums. Return a description of the first difference, or "" if there is none."""
+        """Return how a state differs from its checksums, or ""."""
         checksums = _compute_checksums(state)
         for name, checksum in (read_json(state / IDENTITY) or {})["files"].items():
             if checksums.get(name) != checksum:
@@ -157,10 +146,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def result(self) -> Iterator[Path]:
-        """Yield an empty folder, which becomes `out` at the end.
-
-        Files of trackers and previews are moved into it, and the state is removed.
-        """
+        """Yield an empty folder, which becomes `out` at the end, with files of trackers and previews. Clear the state."""
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
             for name in RUN_OUTPUTS:

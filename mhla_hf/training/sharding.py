@@ -35,10 +35,7 @@ def launched_with(engine: str) -> bool:
 
 
 def make_accelerator(**options: Any) -> Any:
-    """Create an `Accelerator` for the launched processes, on GPUs or, without one, on CPUs with gloo.
-
-    Raise ValueError if the launcher is configured for FSDP1, another engine, or offloading without a GPU.
-    """
+    """Create an `Accelerator` for the launched processes, on GPUs or, without one, on CPUs with gloo."""
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -102,10 +99,7 @@ def load_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """With FSDP, replace the models of `task` by copies until the end: a sharded teacher, and a student still to be sharded.
-
-    Without FSDP, the teacher is only moved to the device and put in eval mode. All processes must enter this.
-    """
+    """With FSDP, replace the models of `task` by copies: a sharded teacher, and a student to be sharded. All call this."""
     student, teacher = task.student, task.teacher
     if not accelerator.is_fsdp2:
         if needs_teacher:
@@ -124,8 +118,7 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
 def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
     """Set what Accelerate reads to shard `root`, which contains `model`: classes of units, and methods for tied weights.
 
-    Attention modules that are MHLA in the student are units of their own in both models, because the loss "transfer" calls
-    them while the rest of their layer is not gathered.
+    The student's MHLA attentions are units in both models, because the loss "transfer" calls them by themselves.
     """
     modules = dict(model.named_modules())
     attention_classes = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}
@@ -174,9 +167,9 @@ def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> 
 
 
 def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:
-    """Return a copy of a model to be sharded, with non-persistent buffers, because FSDP does not shard them.
+    """Return a copy to be sharded, with non-persistent buffers, which FSDP does not shard.
 
-    In the main process it shares the model's weights; elsewhere they are memory that is never written and takes no space.
+    It shares the main process's weights; elsewhere they are memory that is never written and takes no space.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():

@@ -18,10 +18,7 @@ FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
 def find_mhla_attentions(model: nn.Module) -> list[str]:
-    """Return the names of the attention modules that have an MHLA core.
-
-    The core is the submodule `mhla` of the attention module or, in diffusers, of its `processor`.
-    """
+    """Return the names of modules with a core `mhla`, their own or, in diffusers, their `processor`'s."""
     cores = (name for name, _ in model.named_modules() if name.endswith(".mhla"))
     return [name.removesuffix(".mhla").removesuffix(".processor") for name in cores]
 
@@ -80,10 +77,7 @@ def get_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtypes in which a student's parameters and buffers are saved, by name. `dtype=None`: each keeps its own.
-
-    Weights that the model's class always keeps in float32 are saved in float32 instead of a half precision.
-    """
+    """Return the dtypes of the saved parameters and buffers; some classes keep modules in float32."""
     model_class = type(model)  # an attribute of the instance may come from the class before the conversion
     if hasattr(model_class, "_keep_in_fp32_modules_strict"):  # transformers
         fp32_modules = model_class._keep_in_fp32_modules_strict
@@ -98,10 +92,7 @@ def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, t
 
 
 def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights: bool = True) -> None:
-    """Convert parameters and buffers in place, by name, and drop all gradients.
-
-    Without `keep_weights`, parameters become uninitialized memory, which takes no space, as in processes without weights.
-    """
+    """Convert parameters and buffers in place, and drop gradients. Without `keep_weights`, parameters take no memory."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         dtype = dtypes.get(name, value.dtype)
         if keep_weights or not isinstance(value, nn.Parameter):
@@ -124,10 +115,7 @@ def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowe
 
 
 def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Parameter, bool]) -> None:
-    """Set `requires_grad` for the parameters that `stage` trains, and clear it for all others.
-
-    `allowed` is False for those that were frozen before the run; parameters that are not listed may be trained.
-    """
+    """Set `requires_grad` as `stage` says, except where `allowed` is False: that was frozen before the run."""
     attentions = find_mhla_attentions(student)
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(_is_trained(name, attentions, stage, allowed.get(parameter, True)))
@@ -146,11 +134,7 @@ def count_state_bytes(student: nn.Module, stages: Sequence[CommonStage]) -> int:
 
 
 def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups for the parameters that require gradients.
-
-    Parameters under `.mhla.` have the peak learning rate `lr_mhla` and no weight decay; of the others, matrices have weight
-    decay. A group's peak learning rate is its `top_lr`; its `lr` is 0 until the loop sets it at each step.
-    """
+    """Return AdamW's parameter groups. Their peak learning rate is `top_lr`; `lr` is set at each step."""
     lr_mhla = stage.lr if stage.lr_mhla is None else stage.lr_mhla
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in student.named_parameters():
@@ -170,10 +154,7 @@ def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[s
 
 
 def find_direct_mixings(student: nn.Module) -> list[nn.Parameter]:
-    """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative after each step.
-
-    All other forms are nonnegative by their parametrization, or may have any sign.
-    """
+    """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative after each step."""
     mixings: list[Any] = [module for name, module in student.named_modules() if name.endswith(".mhla.mixing")]
     return [
         mixing.weight for mixing in mixings if getattr(mixing, "form", None) == "direct" and mixing.weight.requires_grad

@@ -29,10 +29,7 @@ FRAME_ARGUMENTS = ("num_frames", "frames", "video_length")
 
 
 class PipelineArguments:
-    """A dataset whose rows are dicts of a pipeline's arguments, such as prompts and images.
-
-    `name` is for error messages; `identity` identifies the data, and is JSON-serializable.
-    """
+    """A dataset whose rows are dicts of a pipeline's arguments, such as prompts and images. `identity` is JSON."""
 
     def __init__(self, rows: Any, name: str, identity: Any) -> None:
         self.rows = rows
@@ -105,10 +102,8 @@ def _identify(value: Any) -> Any:
 class CallReader(Reader):
     """Reads calls of the teacher's transformer, in random order, from trajectories that its pipeline samples.
 
-    Every row of the batch has a trajectory, which `sample(row, seed)` returns as calls. With guidance, every step of it
-    gives two inputs, with and without text. After the last input, new trajectories are sampled. A process samples those of
-    its own rows only, and when a run resumes, it samples the current ones again. `constants` are the transformer's
-    arguments that are the same in all rows of the current batch.
+    Every row of the batch has a trajectory, `sample(row, seed)`; after its last call, new ones are sampled. A resumed run
+    samples the current ones again. `constants` are the arguments that are the same in all rows of the current batch.
     """
 
     def __init__(
@@ -139,10 +134,7 @@ class CallReader(Reader):
         return tensors
 
     def _sample(self, number: int) -> list[Call]:
-        """Sample a trajectory, and return its calls in random order.
-
-        All rows of a batch have calls of the same kind at the same position, which one batch can hold.
-        """
+        """Return a trajectory's calls in random order. At a position, all rows of a batch have calls of one kind."""
         row = self.source.rows[self.shuffled(number, len(self.source.rows))]
         calls = self.sample(row, make_generator(*self.key, number).initial_seed())
         kinds = [next(index for index, other in enumerate(calls) if _same_kind(call, other)) for call in calls]
@@ -153,10 +145,7 @@ class CallReader(Reader):
 
 
 def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
-    """Make a batch of R calls with one sample each; raise ValueError if they differ in what a batch has only once.
-
-    Return the tensors, [R, ...] each; and dicts of such tensors, with the arguments that all calls have in common.
-    """
+    """Make a batch of calls: its tensors, [R, ...] each, and the arguments that all calls have in common."""
     tensors: Batch = {}
     constants: Call = {}
     for name, value in calls[0].items():
@@ -207,7 +196,6 @@ def _same_form(one: Any, other: Any) -> bool:
 
 
 def _has_rows(value: Any, count: int) -> bool:
-    """Return whether a value is a tensor with a row for each of `count` samples."""
     return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == count
 
 

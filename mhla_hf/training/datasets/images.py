@@ -29,10 +29,9 @@ Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 [C, H, W], class proba
 
 
 class LabeledImages:
-    """N images with integer labels [N].
+    """N images, uint8 [N, C, H, W] or a sequence of paths or PIL images, with integer labels [N].
 
-    `items` are a tensor, uint8 [N, C, H, W], or a sequence of paths or PIL images; `class_names` are in the order of their
-    numbers. `name` is for error messages. `identity` is a hash of the images, computed from a tensor if it is None.
+    `name` is for error messages. `identity` is a hash of the images, computed from a tensor if it is None.
     """
 
     def __init__(
@@ -76,11 +75,7 @@ class LabeledImages:
         return self._renumber([list(class_names).index(name) for name in names], class_names)
 
     def renumber_for(self, config: Any, argument: str = "data") -> "LabeledImages":
-        """Return these images, relabeled with the class numbers of a model.
-
-        Classes are matched by name. If the model has none of the names, but the same number of classes, they are matched by
-        order.
-        """
+        """Return these images, relabeled with the class numbers of a model, by name or, if it knows no name, in order."""
         names = self.class_names or ()
         model_numbers = {str(label): int(number) for number, label in config.id2label.items()}
         unknown = [name for name in names if name not in model_numbers]
@@ -222,11 +217,7 @@ def _open_table(table: Any, name: str, labeled: bool) -> LabeledImages:
 
 
 class ImageReader(Reader):
-    """Reads and augments the batches of an `ImageStage`. Every epoch reads all images in a new random order.
-
-    The images are prepared in threads, which run until `close` is called. `key` is (seed, number of the stage), `channels`
-    and `num_classes` are the model's.
-    """
+    """Reads and augments the batches of an `ImageStage`, in threads that run until `close` is called."""
 
     def __init__(
         self, images: LabeledImages, stage: ImageStage, key: tuple[int, int], processor: Any, channels: int,
@@ -243,10 +234,7 @@ class ImageReader(Reader):
         self.next_samples: Iterator[Sample] | None = None  # samples of the next batch, which the pool is computing
 
     def take_rows(self, count: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this process's R rows of the next batch, and start to compute the batch after it.
-
-        These are pixels, fp32 [R, C, H, W], and class probabilities, fp32 [R, classes].
-        """
+        """Return this process's R rows: pixels, fp32 [R, C, H, W], and class probabilities, fp32 [R, classes]."""
         row_numbers = list(range(count))[rows]
         is_mixed = bool(self.stage.mixup or self.stage.cutmix)
         partners = [row ^ 1 if (row ^ 1) < count else row for row in row_numbers] if is_mixed else []
@@ -289,10 +277,7 @@ class ImageReader(Reader):
     def _mix(
         self, pixels: torch.Tensor, targets: torch.Tensor, other_pixels: torch.Tensor, other_targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply mixup or CutMix to each image and its neighbor in the batch, with one proportion for the whole batch.
-
-        CutMix changes `pixels` in place.
-        """
+        """Apply mixup or CutMix to each image and its neighbor in the batch, with one proportion for the whole batch."""
         random = numpy.random.default_rng((*self.key, self.next, 2))
         height, width = self.size
         use_cutmix = bool(self.stage.cutmix)
@@ -314,17 +299,13 @@ class ImageReader(Reader):
         return pixels, share * targets + (1 - share) * other_targets
 
     def close(self) -> None:
-        """Stop the threads."""
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 def draw_random_box(
     random: numpy.random.Generator, size: tuple[int, int], min_area: float, max_area: float = 1.0
 ) -> tuple[float, float, float, float]:
-    """Return left, top, right, and bottom of a random box in an image of `size` (width, height), in pixels.
-
-    Its area is a fraction of the image's. Its aspect ratio, relative to the image's, is from 3/4 to 4/3 before it is cut.
-    """
+    """Return left, top, right, and bottom of a random box in an image of `size` (width, height), in pixels."""
     area = random.uniform(min_area, max_area)
     aspect = numpy.exp(random.uniform(-numpy.log(MAX_ASPECT), numpy.log(MAX_ASPECT)))
     width, height = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)

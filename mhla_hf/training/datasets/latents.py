@@ -44,11 +44,7 @@ Trajectory = tuple[int, list[tuple[torch.Tensor, float]], Condition]
 
 
 class Latents:
-    """A dataset of latents with their conditions.
-
-    Its rows are dicts with `latents` [C, (F,) h, w] (C channels, h rows, w columns and, for video, F frames) and either
-    some of `CONDITION_COLUMNS` or a text `prompt`. `name` is for error messages; `identity` identifies the data.
-    """
+    """A dataset of rows with `latents` [C, (F,) h, w] and either some of `CONDITION_COLUMNS` or a text `prompt`."""
 
     def __init__(self, rows: Any, name: str, identity: Any) -> None:
         self.rows = rows
@@ -90,10 +86,7 @@ class LatentReader(Reader):
         self.stage = stage
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Return this process's R rows of the next batch.
-
-        These are "noisy" and "target", [R, C, (F,) h, w] each, "times" [R], and the conditions, [R, ...] each.
-        """
+        """Return "noisy" and "target", [R, C, (F,) h, w], "times" [R], and conditions of this process's R rows."""
         samples = [self._make_sample(self.next + row) for row in range(*rows.indices(count))]
         self.next += count
         noisy, times, conditions, targets = zip(*samples, strict=True)
@@ -116,8 +109,7 @@ class TrajectoryReader(Reader):
     """Reads points on trajectories that the teacher, (transformer, scheduler), samples.
 
     Every row of the batch has a trajectory, whose points are read in random order, one per training step. After the last
-    point, new trajectories are sampled. A process samples the trajectories of its own rows only, and when a run resumes, it
-    samples the current ones again.
+    point, new trajectories are sampled. When a run resumes, it samples the current ones again.
     """
 
     def __init__(
@@ -134,7 +126,7 @@ class TrajectoryReader(Reader):
         self.trajectories: list[Trajectory] = []
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Return this process's rows of the next batch, without "target"; see `LatentReader.take_rows`."""
+        """Return this process's rows of the next batch, as `LatentReader.take_rows` without "target"."""
         current_round, position = divmod(self.next, self.stage.sampling_steps)
         if current_round != self.round:
             numbers = [current_round * count + row for row in range(*rows.indices(count))]
@@ -223,8 +215,7 @@ class ClassConditions:
 class TextConditions:
     """Encodes and collates texts. An unconditional sample has the empty prompt.
 
-    `encode` returns the conditions of B texts, [B, ...] each, and those of the empty prompt, [1, ...] each. Trajectories
-    are sampled for `prompts`.
+    `encode` returns the conditions of B texts, [B, ...] each, and those of the empty prompt, [1, ...] each.
     """
 
     def __init__(
@@ -238,10 +229,7 @@ class TextConditions:
         return {"prompt": self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions that all B samples have, [B, ...] each, on the CPU.
-
-        A sample has a text "prompt", encoded texts, or neither for the empty prompt, whose conditions are stored.
-        """
+        """Return the conditions that all B samples have, [B, ...] each. They have a text, an encoded one, or neither."""
         texts = [sample["prompt"] for sample in samples if "prompt" in sample]
         encoded: Conditions = {}
         if texts or (self.empty is None and any("encoder_hidden_states" not in sample for sample in samples)):
@@ -262,7 +250,6 @@ class TextConditions:
 
 
 def make_generator(*key: int) -> torch.Generator:
-    """Return a random generator that is seeded with the integers `key`."""
     seed = numpy.random.SeedSequence(key).generate_state(1, numpy.uint64)[0]
     return torch.Generator().manual_seed(int(seed >> 1))
 

@@ -31,8 +31,7 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 class Task(abc.ABC, Generic[StageT]):
     """Base class for the training of one kind of model: its data, batches, losses and files.
 
-    `returned` is what `distill` saves and returns: the student, or the pipeline that contains it. The loop moves `teacher`
-    (the softmax original, or None) to the device and never trains it.
+    `returned` is what `distill` saves and returns: the student, or the pipeline that contains it.
     """
 
     name: str  # key of recipe.STAGE_TYPES; appears in recipes and records
@@ -75,24 +74,17 @@ class Task(abc.ABC, Generic[StageT]):
 
     @abc.abstractmethod
     def open(self, data: Any, stages: Sequence[StageT]) -> Any:
-        """Open the data that were passed to `distill` or named in the recipe, if they fit the model and all stages.
-
-        The result has a `name`, and a method `describe` that returns a JSON-serializable dict that identifies the data.
-        """
+        """Open the data, which must fit model and stages. The result has a `name`, and `describe()`, which identifies it."""
 
     @abc.abstractmethod
     def reader(self, source: Any, stage: StageT, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of the batches of a stage, which is number `number`, 0-based, of the run.
-
-        It continues from `state`, which `Reader.state` or the previous stage's `Reader.handover` returned, if not None.
-        """
+        """Return a reader of stage `number`, 0-based, which continues from a `Reader`'s `state` or `handover`."""
 
     def take(self, reader: Any, stage: StageT, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
         """Read the next batch, the same in all processes, and return the objective's arguments for this process's `rows`.
 
-        These are tensors [number of rows, ...], which the loop splits into `grad_accum` micro-batches, and weights such as
-        1 / batch size, which turn sums over samples into means over the batch. The loop multiplies the weights by the number
-        of processes, because gradients are averaged over processes.
+        These are tensors [number of rows, ...], and weights such as 1 / batch size, which turn sums over samples into
+        means. The loop multiplies the weights by the number of processes, because gradients are averaged over processes.
         """
         return reader.take_rows(stage.batch_size, rows), (1 / stage.batch_size,)
 
@@ -147,9 +139,9 @@ def load_weights(model: Any, folder: Path, subfolder: str = "") -> None:
 class Objective(nn.Module):
     """Base class of the module that Accelerate wraps: the student and the loss of one stage.
 
-    `forward` takes the tensors and weights that `Task.take` returned. It returns the loss of a micro-batch and a dict of
-    detached scalars to log, including "loss". The values of all micro-batches add up to those of the batch.
-    The teacher is not a submodule, so that Accelerate does not move, wrap or save it.
+    `forward` takes what `Task.take` returned, and returns the loss of a micro-batch and a dict of detached scalars to log,
+    including "loss". The values of all micro-batches add up to those of the batch. The teacher is no submodule, so that
+    Accelerate does not move, wrap or save it.
     """
 
     student: Any
@@ -170,8 +162,7 @@ class Objective(nn.Module):
         """Return the `relative_error` of the student's attention outputs, summed over MHLA layers and samples, in fp32.
 
         While the teacher runs, hooks on its attention modules call the student's module of the same layer with the same
-        inputs, by `call_attention(attention, *args, **kwargs)` if there is one. No other part of the student runs, so every
-        layer is trained without the errors of earlier layers.
+        inputs. So every layer is trained without the errors of earlier layers.
         """
         losses: list[torch.Tensor] = []
         dtype = self.student.dtype
@@ -199,11 +190,7 @@ class Objective(nn.Module):
 
 
 def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments with the first floating-point tensor detached and requiring a gradient.
-
-    In the backward pass, FSDP reshards a module's weights once the gradient of its input is computed. Without that
-    gradient, every layer would stay unsharded.
-    """
+    """Make the first floating-point tensor require a gradient, after which FSDP reshards a module in the backward pass."""
     leaves, structure = tree_flatten((args, kwargs))
     index = next(i for i, x in enumerate(leaves) if torch.is_tensor(x) and x.is_floating_point())
     leaves[index] = leaves[index].detach().requires_grad_()
@@ -212,10 +199,7 @@ def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def relative_error(output: torch.Tensor, target: torch.Tensor, magnitude: Elementwise = torch.square) -> torch.Tensor:
-    """Return magnitude(output - target) / magnitude(target), each summed over a sample's elements, summed over samples.
-
-    Both tensors are [B, ...] in any floating dtype, `magnitude` is `torch.square` or `torch.abs`; the result is in fp32.
-    """
+    """Return magnitude(output - target) / magnitude(target), each summed over a sample's elements, summed over samples."""
     output, target = output.float().flatten(1), target.float().flatten(1)
     scale = magnitude(target).sum(1).clamp_min(torch.finfo(torch.float32).tiny)
     return (magnitude(output - target).sum(1) / scale).sum()

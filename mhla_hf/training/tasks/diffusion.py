@@ -35,8 +35,7 @@ LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_query", "to_key", "to_va
 class DiffusionObjective(Objective):
     """A diffusion transformer with one of the losses that `DiffusionStage` describes.
 
-    `get_batch` returns the names of the current batch's tensors, in order, and further arguments of the transformer. The
-    names are "noisy", "times", those of the conditions, and with data "target"; or arguments of the transformer.
+    `get_batch` returns the names of the current batch's tensors, in order, and further arguments of the transformer.
     """
 
     def __init__(
@@ -93,9 +92,8 @@ def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 class DiffusionTask(Task[DiffusionStage]):
-    """The task of a diffusers transformer, or of a pipeline with one or two. A pipeline is saved as a whole.
+    """The task of a diffusers transformer, `component` of a pipeline with one or two, which is saved as a whole.
 
-    Student or teacher must be a pipeline, because its scheduler is used. `component` is the transformer's name in it.
     `reads_calls` says whether batches without latents are calls that the pipeline makes, rather than points on
     trajectories that `sample_latents` samples.
     """
@@ -131,7 +129,6 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @property
     def _has_two_transformers(self) -> bool:
-        """Whether the pipeline has two transformers, as Wan 2.2."""
         return self.pipeline.components.get(TRANSFORMERS[1]) is not None
 
     def load(self, folder: Path) -> None:
@@ -210,7 +207,6 @@ class DiffusionTask(Task[DiffusionStage]):
     def reader(
         self, source: Any, stage: DiffusionStage, number: int, seed: int, state: dict[str, Any] | None
     ) -> Reader:
-        """Return a reader of noisy latents or, if there are no latents, of points on the teacher's trajectories."""
         key = (seed, number)
         if source.latents is not None:
             scheduler = self.pipeline.scheduler
@@ -235,12 +231,10 @@ class DiffusionTask(Task[DiffusionStage]):
         PipelineArguments([self._preview_arguments(source)], source.name, None).check(self._student_pipeline())
 
     def preview(self, source: Any, stage: DiffusionStage, seed: int) -> list[Any]:
-        """Return what the student samples for the first row of the data."""
         arguments = self._preview_arguments(source)
         return sample_images(self._student_pipeline(), self.component, self.student, arguments, stage, seed)
 
     def _student_pipeline(self) -> Any:
-        """Return the pipeline that the student belongs to, or that of the teacher."""
         return self.models[0] if hasattr(self.models[0], "scheduler") else self.pipeline
 
     def _preview_arguments(self, source: Any) -> dict[str, Any]:
@@ -270,10 +264,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @contextlib.contextmanager
     def prepare(self, stage: DiffusionStage) -> Iterator[None]:
-        """Add LoRA to the student if `stage` trains it, and merge it at the end.
-
-        The student is put in eval mode, for good: in training mode DiT would randomly drop labels that the teacher sees.
-        """
+        """Put the student in eval mode, for good: in training mode DiT drops labels. Add LoRA, merged at the end."""
         self.student.eval()
         if stage.trainable != "lora":
             yield
@@ -338,10 +329,7 @@ class DiffusionTask(Task[DiffusionStage]):
             )
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
-        """Return the shape (channels, (frames,) rows, columns) of a sample's latents.
-
-        It is computed from the stage's size in pixels or, without one, the model's `sample_size`.
-        """
+        """Return the shape (channels, (frames,) rows, columns) of latents, by the stage's or else the model's size."""
         config = self.student.config
         channels = _latent_channels(self.student)
         pipeline = self.pipeline
@@ -381,10 +369,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> tuple[Conditions, Conditions]:
-        """Return the conditions of B texts, [B, ...] each, and those of the empty prompt, [1, ...] each.
-
-        The pipeline's text encoder is on the student's device only for that.
-        """
+        """Return the conditions of B texts, [B, ...] each, and those of the empty prompt, [1, ...] each."""
         pipeline = self.pipeline
         encoder_device = pipeline.text_encoder.device
         pipeline.text_encoder.to(self.student.device)
@@ -414,6 +399,5 @@ def _base_of(model: Any) -> str:
 
 
 def _patch_size(model: Any) -> tuple[int, ...]:
-    """Return the patch size of a diffusion transformer along each axis."""
     patch_size = model.config.patch_size
     return (patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)

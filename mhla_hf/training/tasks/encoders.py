@@ -17,10 +17,7 @@ class EncoderObjective(Objective):
     """A text encoder with one of the losses that `EncoderStage` describes."""
 
     def forward(self, ids: torch.Tensor, sequence_weight: float) -> LossAndLogs:
-        """Return the loss of a micro-batch, and the values to log.
-
-        `ids` are int64 [B, L]; `sequence_weight` is 1 / sequences in the whole batch.
-        """
+        """Return the loss of a micro-batch of `ids` [B, L], and the values to log."""
         if self.stage.loss == "transfer":
             loss = sequence_weight * self.attention_transfer_loss(lambda: self.teacher.base_model(input_ids=ids))
             return loss, {"loss": loss.detach()}
@@ -35,10 +32,7 @@ class EncoderObjective(Objective):
 
 
 class EncoderTask(Task[EncoderStage]):
-    """The task of a transformers text encoder. A head on the encoder is not trained.
-
-    `files`, a result of `checkpoints.save.read_sentence_files`, are saved with the model.
-    """
+    """The task of a text encoder; `files` (see `read_sentence_files`) are saved with it. A head is not trained."""
 
     name = "encoders"
     objective_type = EncoderObjective
@@ -72,12 +66,11 @@ class EncoderTask(Task[EncoderStage]):
         return source
 
     def reader(self, source: Any, stage: EncoderStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of sequences without special tokens."""
+        """Return a reader of sequences without special tokens, which `take` adds."""
         num_special = sum(map(len, self.special_tokens))
         return source.reader(stage.seq_len - num_special, seed, number, state)
 
     def take(self, reader: Any, stage: EncoderStage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
-        """Return the arguments of `EncoderObjective.forward`, with special tokens added to the ids."""
         ids = reader.take(stage.batch_size)[0][rows]
         return (with_special_tokens(ids, self.special_tokens),), (1 / stage.batch_size,)
 

@@ -20,10 +20,7 @@ def is_classifier(model: Any) -> bool:
 
 
 def get_tower(model: Any) -> Any:
-    """Return the model below the head of a classifier, and any other model unchanged.
-
-    `base_model` is not used for vision towers, because for some of them it lacks the embeddings.
-    """
+    """Return the model below a classifier's head; `base_model` of a vision tower may lack the embeddings."""
     return model.base_model if is_classifier(model) else model
 
 
@@ -31,10 +28,7 @@ class ImageObjective(Objective):
     """An image model with one of the losses that `ImageStage` describes."""
 
     def forward(self, pixels: torch.Tensor, targets: torch.Tensor, image_weight: float) -> LossAndLogs:
-        """Return the loss of a micro-batch, and the values to log.
-
-        `pixels` are [B, C, H, W], `targets` probabilities [B, classes]; `image_weight` is 1 / images in the whole batch.
-        """
+        """Return the loss of a micro-batch [B, C, H, W] with class probabilities [B, classes], and the values to log."""
         teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
         if self.stage.loss == "transfer":
             grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
@@ -73,11 +67,7 @@ class ImageObjective(Objective):
 
 
 class ImageTask(Task[ImageStage]):
-    """The task of a transformers image classifier or vision tower.
-
-    `processor` is the student's image processor, which is saved with the model. None: that of a classifier from scratch,
-    made from its configuration. On `test`, images for `open_images`, the accuracy is logged as "test_accuracy".
-    """
+    """The task of an image classifier or vision tower; on the images `test`, the accuracy is logged as "test_accuracy"."""
 
     name = "images"
     objective_type = ImageObjective
@@ -126,7 +116,6 @@ class ImageTask(Task[ImageStage]):
         return ImageReader(source, stage, (seed, number), self.processor, self.channels, self.num_classes, state)
 
     def evaluate(self) -> dict[str, float]:
-        """Return {"test_accuracy": accuracy from 0 to 1} on the test images, or {} without them."""
         if self.test_images is None:
             return {}
         return {"test_accuracy": top1_accuracy(self.student, self.test_images, self.processor)}

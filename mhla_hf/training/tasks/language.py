@@ -29,10 +29,9 @@ class LanguageObjective(Objective):
     def forward(
         self, ids: torch.Tensor, labels: torch.Tensor, token_weight: float, sequence_weight: float
     ) -> LossAndLogs:
-        """Return the loss of a micro-batch of B sequences of L tokens, and the values to log.
+        """Return the loss of a micro-batch of ids [B, L] with labels [B, L] that are not shifted, and the values to log.
 
-        `ids` and `labels` are int64 [B, L]; labels are not shifted, and -100 marks tokens without a loss. The weights are
-        1 / predicted tokens and 1 / sequences in the whole batch.
+        The weights are 1 / predicted tokens and 1 / sequences in the whole batch.
         """
         if self.stage.loss == "transfer":
             loss = sequence_weight * self.attention_transfer_loss(
@@ -66,10 +65,7 @@ class LanguageObjective(Objective):
         return loss, {"loss": loss.detach(), **logs}
 
     def _find_heads(self, ids: torch.Tensor) -> Heads:
-        """Return the output heads of student and teacher, or (None, None) if one of them cannot be separated.
-
-        The first call runs the models on a few of the token ids, logs the result and keeps it.
-        """
+        """Return the output heads of student and teacher, or (None, None) if one of them cannot be separated."""
         if self.heads is None:
             models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
             heads: list[OutputHead] = []
@@ -99,7 +95,6 @@ def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, 
 
 
 def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call MHLA attention without the teacher's mask, which it does not need, as there is no padding."""
     return attention(*args, **{**kwargs, "attention_mask": None})
 
 
@@ -118,13 +113,9 @@ def next_token_loss(
 ) -> torch.Tensor:  # fmt: skip
     """Return sums over N tokens, fp32 [3]: T^2 * KL(teacher / T || student / T) + ce_weight * CE, the KL, and the CE.
 
-    Only the first has a gradient. They are computed in chunks, so that no tensor of the size of all logits is allocated.
-
-    - `student`: inputs of `head` [N, width] or, without one, the logits [N, vocab].
-    - `targets`: int64 [N]; -100 marks tokens without a loss.
-    - `teacher`: the logits; or its k most likely tokens, int64 [N, k], and their log-probabilities, all other tokens being
-      merged into one; or nothing, for a KL of 0.
-    - `to_teacher_targets`: makes these of `teacher`, chunk by chunk, if it holds something else, such as hidden states.
+    `student` are the inputs of `head` [N, width] or the logits. `teacher` are the logits; or the k most likely tokens [N,
+    k] and their log-probabilities, all others being merged into one; or what `to_teacher_targets` makes these of. Only the
+    first sum has a gradient.
     """
 
     def chunk_loss(logits: torch.Tensor, chunk_targets: torch.Tensor, *chunk_teacher: torch.Tensor) -> torch.Tensor:
@@ -159,10 +150,7 @@ def _kl_and_cross_entropy(
 
 
 class LanguageTask(Task[Stage]):
-    """The task of a transformers causal language model.
-
-    `tokenizer` is required if the data are text, and saved with the model; `text_field` is the column of a dataset.
-    """
+    """The task of a causal language model. `tokenizer` is saved with it; `text_field` is the column of a dataset."""
 
     name = "language"
     objective_type = LanguageObjective
