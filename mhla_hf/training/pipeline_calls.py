@@ -2,9 +2,11 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from PIL.Image import Image
 from torch.distributed.tensor import DTensor
@@ -14,6 +16,8 @@ from ..conversion.model_family import TRANSFORMERS
 from .datasets.calls import FRAME_ARGUMENTS, Call, recorded
 from .recipe import DiffusionStage
 from .trainable import HALF_DTYPES
+
+MILLISECONDS_PER_FRAME = 100
 
 
 def sample_calls(
@@ -49,6 +53,22 @@ def sample_images(
     with prepared(pipeline, component, transformer), swapped(pipeline, component, device), autocast:
         result = pipeline(**options, output_type="pil")
     return list(result.frames[0] if hasattr(result, "frames") else result.images[:1])
+
+
+def save_preview(frames: Sequence[Image], folder: Path, step: int, trackers: Sequence[Any]) -> None:
+    """Save an image as .png, or the frames of a video as animated .gif; log them to trackers that take images."""
+    folder.mkdir(exist_ok=True)
+    file = folder / f"step-{step:09d}"
+    if len(frames) == 1:
+        frames[0].save(file.with_suffix(".png"))
+    else:
+        gif = file.with_suffix(".gif")
+        frames[0].save(gif, save_all=True, append_images=frames[1:], duration=MILLISECONDS_PER_FRAME, loop=0)
+    images = numpy.stack([numpy.asarray(frame.convert("RGB")) for frame in frames])  # [F, H, W, 3]
+    for tracker in trackers:
+        if hasattr(tracker, "log_images"):
+            options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images({"preview": images}, step=step, **options)
 
 
 def make_options(

@@ -1,16 +1,9 @@
 """The folders of a training run, which survive a killed process.
 
-During a run, its state is in `<out>.state/`, next to the output folder:
-
-    step-N/                the latest saved states, from which the run resumes
-    runs/                  files of trackers
-    previews/              images and videos that the student made
-    unfinished/            files that are being written
-    lock                   locked by the process that trains
-    of_a_run_of_mhla_hf    marks the folder as one of this package; no other folder is written to or cleared
-
-In each state, `run.json` identifies the run and holds a checksum of every file. A different run cannot resume from it; the
-error names what differs. `<out>` is created by one rename when everything in it is complete.
+During a run, its state is in `<out>.state/`, next to the output folder: states `step-N/`, `runs/` and `previews/`, files
+that are being written (`unfinished/`), a lock, and a marker without which no folder is written to or cleared. In each
+state, `run.json` identifies the run and holds a checksum of every file. A different run cannot resume from it; the error
+names what differs. `<out>` is created by one rename when everything in it is complete.
 """
 
 import contextlib
@@ -77,6 +70,7 @@ class RunFolder:
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
         """Return "finished", the newest state to resume from, or None. Refuse the folder of another run."""
+        # An earlier call in this process may have begun to train the same object into this folder.
         current = json.loads(json.dumps(identity))
         initial_hashes = INITIAL_HASHES.setdefault(student, {})
         self.identity = {**current, "student": initial_hashes.get(self.out, current["student"])}
@@ -93,25 +87,20 @@ class RunFolder:
         if earlier is None:
             self.identity = current
         elif changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
-            name = IDENTITY_NAMES.get(changed[0], changed[0])
-            raise ValueError(
-                f"out: got {str(self.out)!r}, begun with another {name}, expected the same, or another folder."
-            )
+            begun = f"begun with another {IDENTITY_NAMES.get(changed[0], changed[0])}"
+            raise ValueError(f"out: got {str(self.out)!r}, {begun}, expected the same, or another folder.")
         initial_hashes[self.out] = self.identity["student"]
         return latest
 
     def check_free(self) -> None:
         """Raise ValueError if a folder cannot be made for the result or the state, or holds files of something else."""
         check_writable(self.out, "out")
+        start = f"out: got {str(self.out)!r}"
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
-            raise ValueError(
-                f"out: got {str(self.out)!r}, which is a file or holds other files, expected a new or empty folder."
-            )
+            raise ValueError(f"{start}, which is a file or holds other files, expected a new or empty folder.")
         if self.state.is_dir() and any(self.state.iterdir()) and not (self.state / MARKER).is_file():
-            raise ValueError(
-                f"out: got {str(self.out)!r}, but {str(self.state)!r}, for the run's state, holds other files, "
-                "expected no such folder."
-            )
+            state = f"but {str(self.state)!r}, for the run's state"
+            raise ValueError(f"{start}, {state}, holds other files, expected no such folder.")
 
     def begin(self) -> None:
         """Create the state folder, lock it against other processes, and remove unfinished files of a killed one."""
@@ -121,9 +110,8 @@ class RunFolder:
             try:
                 self.lock.acquire(blocking=False)
             except Timeout:
-                raise ValueError(
-                    f"out: got {str(self.out)!r}, into which another process is training now, expected another folder."
-                ) from None
+                start = f"out: got {str(self.out)!r}, into which another process is training now"
+                raise ValueError(f"{start}, expected another folder.") from None
             shutil.rmtree(self.unfinished, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -174,10 +162,8 @@ class RunFolder:
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or summarize_error(error)
             intact = "; earlier states are intact" if any(self._list_states()) else ""
-            raise OSError(
-                f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact}), "
-                "expected a place with room to write."
-            ) from error
+            start = f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact})"
+            raise OSError(f"{start}, expected a place with room to write.") from error
 
     def newest_state(self) -> Path | None:
         return max(self._list_states(), default=None)
@@ -201,10 +187,8 @@ def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dic
 
 
 def unreadable_state(state: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"out: got the state {str(state)!r}, which cannot be read ({reason}), "
-        "expected an intact one: delete it to resume from the state before it."
-    )
+    expected = "an intact one: delete it to resume from the state before it"
+    return ValueError(f"out: got the state {str(state)!r}, which cannot be read ({reason}), expected {expected}.")
 
 
 def _compute_checksums(folder: Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ weights are gathered in the main process.
 
 import contextlib
 import copy
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,8 +45,17 @@ def make_accelerator(**options: Any) -> Any:
     cpu_only = not torch.accelerator.is_available()
     if not launched_with("FSDP"):
         accelerator = accelerate.Accelerator(cpu=cpu_only, **options)
-        accelerator.register_save_state_pre_hook(_remove_ddp_prefix)
-        accelerator.register_load_state_pre_hook(functools.partial(_unwrap, accelerator))
+
+        def remove_ddp_prefix(_models: Any, state_dicts: list[dict[str, Any]], _folder: str) -> None:
+            for state_dict in state_dicts:
+                consume_prefix_in_state_dict_if_present(state_dict, "module.")
+
+        def unwrap(models: list[nn.Module], _folder: str) -> None:
+            models[:] = map(accelerator.unwrap_model, models)
+
+        # Runs with and without data parallelism read each other's states.
+        accelerator.register_save_state_pre_hook(remove_ddp_prefix)
+        accelerator.register_load_state_pre_hook(unwrap)
         return accelerator
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
@@ -66,16 +74,6 @@ def make_accelerator(**options: Any) -> Any:
         for state in (accelerator.state, accelerate.PartialState()):
             state.distributed_type = DistributedType.FSDP
     return accelerator
-
-
-def _remove_ddp_prefix(_models: Any, state_dicts: list[dict[str, Any]], _folder: str) -> None:
-    """Remove "module." from saved names, so that runs with and without data parallelism read each other's states."""
-    for state_dict in state_dicts:
-        consume_prefix_in_state_dict_if_present(state_dict, "module.")
-
-
-def _unwrap(accelerator: Any, models: list[nn.Module], _folder: str) -> None:
-    models[:] = map(accelerator.unwrap_model, models)
 
 
 def save_average(accelerator: Any, average: Any, folder: Path) -> None:

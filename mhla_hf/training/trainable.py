@@ -29,21 +29,15 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
     parameters = dict(student.named_parameters())
     for name, parameter in parameters.items():
         if parameter.dtype not in FLOAT_DTYPES or type(parameter.data) is not torch.Tensor:
-            raise ValueError(
-                f"student: got a {type(parameter.data).__name__} of {parameter.dtype} for {name!r}, "
-                "expected float weights, loaded without quantization."
-            )
+            got = f"a {type(parameter.data).__name__} of {parameter.dtype} for {name!r}"
+            raise ValueError(f"student: got {got}, expected float weights, loaded without quantization.")
     for stage in stages:
         if not attentions and (stage.loss == "transfer" or stage.trainable != "all"):
-            raise ValueError(
-                f"student: got no MHLA layer for stage {stage.name!r} to train, "
-                "expected a model that `convert` returned."
-            )
+            got = f"no MHLA layer for stage {stage.name!r} to train"
+            raise ValueError(f"student: got {got}, expected a model that `convert` returned.")
         if not any(_is_trained(name, attentions, stage, value.requires_grad) for name, value in parameters.items()):
-            raise ValueError(
-                f"student: got only frozen parameters for stage {stage.name!r} (trainable {stage.trainable!r}), "
-                "expected some with requires_grad."
-            )
+            got = f"only frozen parameters for stage {stage.name!r} (trainable {stage.trainable!r})"
+            raise ValueError(f"student: got {got}, expected some with requires_grad.")
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequence[CommonStage]) -> None:
@@ -57,10 +51,8 @@ def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequenc
     student_storages = {parameter.untyped_storage().data_ptr() for parameter in student.parameters()}
     for name, parameter in teacher.named_parameters():
         if parameter.untyped_storage().data_ptr() in student_storages:
-            raise ValueError(
-                f"teacher: got a model that shares {name!r} with the student, "
-                "expected a copy made before the conversion."
-            )
+            got = f"a model that shares {name!r} with the student"
+            raise ValueError(f"teacher: got {got}, expected a copy made before the conversion.")
     if not any(stage.loss == "transfer" for stage in teacher_stages):
         return
     teacher_modules = dict(teacher.named_modules())
@@ -78,11 +70,9 @@ def get_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Return the dtypes of the saved parameters and buffers; some classes keep modules in float32."""
-    model_class = type(model)  # an attribute of the instance may come from the class before the conversion
-    if hasattr(model_class, "_keep_in_fp32_modules_strict"):  # transformers
-        fp32_modules = model_class._keep_in_fp32_modules_strict
-    else:  # diffusers
-        fp32_modules = getattr(model_class, "_keep_in_fp32_modules", None)
+    cls = type(model)  # an attribute of the instance may come from the class before the conversion
+    kept = "_keep_in_fp32_modules"
+    fp32_modules = getattr(cls, f"{kept}_strict", None) if hasattr(cls, f"{kept}_strict") else getattr(cls, kept, None)
     dtypes = get_dtypes(model)
     for name, _ in model.named_parameters():
         saved = dtype or dtypes[name]
@@ -144,18 +134,16 @@ def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[s
             groups.setdefault((is_mhla, decays), []).append(parameter)
     return [
         {
-            "params": parameters,
+            "params": values,
             "lr": 0.0,
-            "top_lr": lr_mhla if is_mhla else stage.lr,
+            "top_lr": lr_mhla if mhla else stage.lr,
             "weight_decay": stage.weight_decay * decays,
         }
-        for (is_mhla, decays), parameters in groups.items()
+        for (mhla, decays), values in groups.items()
     ]
 
 
 def find_direct_mixings(student: nn.Module) -> list[nn.Parameter]:
     """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative after each step."""
     mixings: list[Any] = [module for name, module in student.named_modules() if name.endswith(".mhla.mixing")]
-    return [
-        mixing.weight for mixing in mixings if getattr(mixing, "form", None) == "direct" and mixing.weight.requires_grad
-    ]
+    return [x.weight for x in mixings if getattr(x, "form", None) == "direct" and x.weight.requires_grad]

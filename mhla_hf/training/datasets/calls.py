@@ -18,9 +18,9 @@ from PIL.Image import Image
 from torch.utils._pytree import tree_flatten
 
 from ...checkpoints.fingerprint import hash_json
-from ...data import Reader, check_data_path, identify_files, load_split
+from ...data import check_data_path, identify_files, load_split
 from ..recipe import DiffusionStage
-from .latents import Batch, Key, make_generator, read_prompts
+from .latents import Batch, Key, TrajectoryReader, make_generator, read_prompts
 
 Call = dict[str, Any]  # arguments of a transformer for one sample
 SHARED_ARGUMENTS = ("padding_mask",)  # of transformers: tensors [1, ...] for all samples
@@ -32,9 +32,7 @@ class PipelineArguments:
     """A dataset whose rows are dicts of a pipeline's arguments, such as prompts and images. `identity` is JSON."""
 
     def __init__(self, rows: Any, name: str, identity: Any) -> None:
-        self.rows = rows
-        self.name = name
-        self.identity = identity
+        self.rows, self.name, self.identity = rows, name, identity
 
     def check(self, pipeline: Any, stages: Sequence[DiffusionStage] = ()) -> None:
         """Raise ValueError if the pipeline does not take these arguments or the size of a stage, or requires others."""
@@ -50,21 +48,18 @@ class PipelineArguments:
         takes_frames = not {*FRAME_ARGUMENTS, "video"}.isdisjoint(parameters)
         for stage in stages:
             if len(stage.size or ()) == 3 and not takes_frames:
-                expected = f"[rows, columns] in pixels for {caller}"
-                raise ValueError(f"size: got {stage.size} in stage {stage.name!r}, expected {expected}.")
+                got = f"{stage.size} in stage {stage.name!r}"
+                raise ValueError(f"size: got {got}, expected [rows, columns] in pixels for {caller}.")
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "trajectories", "samples": len(self.rows), "source": self.identity}
 
 
 def open_arguments(data: Any) -> PipelineArguments | None:
-    """Open arguments of a pipeline; return None if the data hold something else, such as latents. The data are one of
+    """Open prompts, a list of dicts of arguments of a pipeline, or columns of arguments; None if the data are others.
 
-    - prompts (see `read_prompts`);
-    - a list of dicts of arguments, such as {"prompt": text, "image": PIL image};
-    - a folder of images with a `metadata.jsonl` or `.csv`, as `datasets` reads it: "file_name" becomes the argument
-      `image`, "last_image_file_name" `last_image`, and other columns are arguments, too;
-    - the id of a dataset on the Hub, or a Dataset of `datasets`, whose columns are arguments.
+    Columns come from a `Dataset`, a Hub id, or a folder of images with a `metadata.jsonl` or `.csv`, where "file_name"
+    becomes the argument `image`, and "last_image_file_name" `last_image`.
     """
     if isinstance(data, (list, tuple)) and data and all(isinstance(row, Mapping) for row in data):
         return PipelineArguments(list(data), "a list of arguments", hash_json([_identify(row) for row in data]))
@@ -99,49 +94,36 @@ def _identify(value: Any) -> Any:
     return value
 
 
-class CallReader(Reader):
-    """Reads calls of the teacher's transformer, in random order, from trajectories that its pipeline samples.
+class CallReader(TrajectoryReader):
+    """Reads calls of the teacher's transformer from trajectories that its pipeline samples: `sample_calls(row, seed)`.
 
-    Every row of the batch has a trajectory, `sample(row, seed)`; after its last call, new ones are sampled. A resumed run
-    samples the current ones again. `constants` are the arguments that are the same in all rows of the current batch.
+    `constants` are the arguments that are the same in all rows of the current batch.
     """
 
     def __init__(
-        self, sample: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, key: Key,
+        self, sample_calls: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, key: Key,
         state: dict[str, Any] | None,
     ) -> None:  # fmt: skip
         super().__init__(key, state)
-        self.sample = sample
-        self.source = source
-        self.position: int = state["position"] if state else 0  # in the current trajectories; `next` is their number
-        self.trajectories: list[list[Call]] = []
+        self.sample_calls, self.source = sample_calls, source
         self.constants: Call = {}
 
-    def state(self) -> dict[str, Any]:
-        return {"next": self.next, "position": self.position}
-
-    def take_rows(self, count: int, rows: slice) -> Batch:
-        """Return what differs among this process's R rows of the next batch, [R, ...] each, on the CPU."""
-        if not self.trajectories:
-            self.trajectories = [self._sample(self.next * count + row) for row in range(*rows.indices(count))]
-        calls = [trajectory[self.position] for trajectory in self.trajectories]
-        self.position += 1
-        if self.position == len(self.trajectories[0]):
-            self.next += 1
-            self.position = 0
-            self.trajectories = []
-        tensors, self.constants = collate_calls(calls)
+    def collate(self, inputs: Sequence[Call]) -> Batch:
+        tensors, self.constants = collate_calls(inputs)
         return tensors
 
-    def _sample(self, number: int) -> list[Call]:
-        """Return a trajectory's calls in random order. At a position, all rows of a batch have calls of one kind."""
-        row = self.source.rows[self.shuffled(number, len(self.source.rows))]
-        calls = self.sample(row, make_generator(*self.key, number).initial_seed())
-        kinds = [next(index for index, other in enumerate(calls) if _same_kind(call, other)) for call in calls]
-        row_order = numpy.random.default_rng((*self.key, number))
-        shuffled = {kind: iter(row_order.permutation(numpy.flatnonzero(numpy.equal(kinds, kind)))) for kind in kinds}
-        batch_order = numpy.random.default_rng((*self.key, self.next)).permutation(kinds)
-        return [calls[next(shuffled[kind])] for kind in batch_order]
+    def sample(self, numbers: Sequence[int]) -> list[list[Call]]:
+        """Return calls in random order. At a position, all rows of a batch have calls of one kind."""
+        trajectories = []
+        for number in numbers:
+            row = self.source.rows[self.shuffled(number, len(self.source.rows))]
+            calls = self.sample_calls(row, make_generator(*self.key, number).initial_seed())
+            kinds = [next(index for index, other in enumerate(calls) if _same_kind(call, other)) for call in calls]
+            order = numpy.random.default_rng((*self.key, number))
+            shuffled = {kind: iter(order.permutation(numpy.flatnonzero(numpy.equal(kinds, kind)))) for kind in kinds}
+            batch_order = numpy.random.default_rng((*self.key, self.next)).permutation(kinds)
+            trajectories.append([calls[next(shuffled[kind])] for kind in batch_order])
+        return trajectories
 
 
 def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
@@ -207,11 +189,6 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
     # (tensor, copy) by the tensor's id. The tensor is kept so that its id is not used again.
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def copy(x: torch.Tensor) -> torch.Tensor:
-        if id(x) not in copies:
-            copies[id(x)] = (x, x.to("cpu", copy=True))
-        return copies[id(x)][1]
-
     def record(_module: Any, args: Any, kwargs: Any) -> None:
         arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
         arguments.pop("return_dict", None)
@@ -224,7 +201,9 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
             is_text = name.startswith("encoder_hidden_states") and isinstance(value, torch.Tensor)
             is_sample = (is_text or _has_rows(value, count)) and name not in SHARED_ARGUMENTS
             if is_sample:
-                parts = (copy(value) if is_text else value.to("cpu", copy=True)).chunk(count)
+                if is_text and id(value) not in copies:
+                    copies[id(value)] = (value, value.to("cpu", copy=True))
+                parts = (copies[id(value)][1] if is_text else value.to("cpu", copy=True)).chunk(count)
             elif isinstance(value, list) and len(value) == count and all(isinstance(item, list) for item in value):
                 parts = tuple([item] for item in value)  # the sizes of the images of each row
             elif isinstance(value, dict) and value and all(_has_rows(item, count) for item in value.values()):

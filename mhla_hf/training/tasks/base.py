@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...checkpoints.file_io import SHARD_SIZE
 from ...data import Reader
@@ -154,11 +154,9 @@ class Objective(nn.Module):
         self.__dict__["teacher"] = teacher
 
     def attention_transfer_loss(
-        self,
-        run_teacher: Callable[[], Any],
-        call_attention: Callable[..., Any] | None = None,
+        self, run_teacher: Callable[[], Any], call_attention: Callable[..., Any] | None = None,
         magnitude: Elementwise = torch.square,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Return the `relative_error` of the student's attention outputs, summed over MHLA layers and samples, in fp32.
 
         While the teacher runs, hooks on its attention modules call the student's module of the same layer with the same
@@ -167,14 +165,16 @@ class Objective(nn.Module):
         losses: list[torch.Tensor] = []
         dtype = self.student.dtype
 
-        def cast(x: torch.Tensor) -> torch.Tensor:
-            return x.to(dtype) if x.is_floating_point() else x
-
         def compare(name: str, _module: nn.Module, args: Any, kwargs: Any, teacher_output: Any) -> None:
-            args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
             attention = self.student.get_submodule(name)
+            leaves, structure = tree_flatten((args, kwargs))
+            is_float = [torch.is_tensor(x) and x.is_floating_point() for x in leaves]
+            leaves = [x.to(dtype) if cast else x for x, cast in zip(leaves, is_float, strict=True)]
             if isinstance(attention, FSDPModule):
-                args, kwargs = _require_grad_of_first_input(args, kwargs)
+                # FSDP reshards a module in the backward pass once the gradient of its input is computed.
+                index = is_float.index(True)
+                leaves[index] = leaves[index].detach().requires_grad_()
+            args, kwargs = tree_unflatten(leaves, structure)
             with torch.enable_grad():
                 output = call_attention(attention, *args, **kwargs) if call_attention else attention(*args, **kwargs)
                 # Attention modules may return a tuple, which begins with the hidden states.
@@ -187,15 +187,6 @@ class Objective(nn.Module):
                 hooks.enter_context(self.teacher.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
             run_teacher()
         return functools.reduce(torch.add, losses)
-
-
-def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Make the first floating-point tensor require a gradient, after which FSDP reshards a module in the backward pass."""
-    leaves, structure = tree_flatten((args, kwargs))
-    index = next(i for i, x in enumerate(leaves) if torch.is_tensor(x) and x.is_floating_point())
-    leaves[index] = leaves[index].detach().requires_grad_()
-    args, kwargs = tree_unflatten(leaves, structure)
-    return args, kwargs
 
 
 def relative_error(output: torch.Tensor, target: torch.Tensor, magnitude: Elementwise = torch.square) -> torch.Tensor:

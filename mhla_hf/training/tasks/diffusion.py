@@ -21,7 +21,7 @@ from ...data import Reader
 from ...models.families import Family
 from ..adapters import import_peft
 from ..datasets.calls import CallReader, PipelineArguments, open_arguments
-from ..datasets.latents import ClassConditions, LatentReader, Latents, TextConditions, TrajectoryReader, open_latents
+from ..datasets.latents import ClassConditions, LatentReader, Latents, PointReader, TextConditions, open_latents
 from ..denoising import Conditions, NoiseProcess, call, make_arguments
 from ..pipeline_calls import sample_calls, sample_images
 from ..recipe import DiffusionStage
@@ -224,7 +224,7 @@ class DiffusionTask(Task[DiffusionStage]):
             return CallReader(sample, source.arguments, key, state)
         teacher = (self.teacher, self.pipeline.scheduler)
         shape = self._latent_shape(stage)
-        return TrajectoryReader(teacher, shape, source.conditions, stage, key, state, self.show_bars)
+        return PointReader(teacher, shape, source.conditions, stage, key, state, self.show_bars)
 
     def check_previews(self, source: Any) -> None:
         """Raise ValueError if the data do not say what the pipeline samples for, as latents of image to video."""
