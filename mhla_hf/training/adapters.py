@@ -190,10 +190,8 @@ def _check_not_merged(model: Any) -> None:
     rank, rows = model.rows_before_lora
     for name, row in _first_rows(model).items():
         if name in rows and not torch.equal(rows[name].to(row), row):
-            raise ValueError(
-                f"model: got LoRA merged into {name!r}, which would be lost, expected the result of merge_and_unload() "
-                f"with base=, its softmax original, and rank={rank}."
-            )
+            expected = f"the result of merge_and_unload() with base=, its softmax original, and rank={rank}"
+            raise ValueError(f"model: got LoRA merged into {name!r}, which would be lost, expected {expected}.")
 
 
 @torch.no_grad()
@@ -207,17 +205,15 @@ def factorize_changes(
     for name, original in base.named_parameters():
         weight = parameters.get(name)
         if weight is None or weight.shape != original.shape:
-            raise ValueError(
-                f"base: got {type(base).__name__} whose {name!r} does not fit, expected the model's original."
-            )
+            got = f"{type(base).__name__} whose {name!r} does not fit"
+            raise ValueError(f"base: got {got}, expected the model's original.")
         change = weight.float() - original.to(weight).float()
         if not change.any():
             continue
         module_name, _, kind = name.rpartition(".")
         if kind != "weight" or not isinstance(modules[module_name], torch.nn.Linear):
-            raise ValueError(
-                f"base: got a model with another {name!r}, expected changed weights of linear layers alone."
-            )
+            expected = "changed weights of linear layers alone"
+            raise ValueError(f"base: got a model with another {name!r}, expected {expected}.")
         left, values, right = torch.linalg.svd(change, full_matrices=False)
         left, values, right = left[:, :rank], values[:rank], right[:rank]
         pad = rank - len(values)  # of a layer with fewer features than the rank
@@ -279,9 +275,8 @@ def load_adapter(
         raise ValueError(f"adapter_name: got {adapter_name!r}, expected a name without a dot that no module has.")
     base: Any = model if peft_model is None else peft_model.get_base_model()
     if not hasattr(getattr(base, "config", None), "model_type"):
-        raise TypeError(
-            f"model: got {type(base).__name__}, expected a language model of transformers or its PeftModel."
-        )
+        expected = "a language model of transformers or its PeftModel"
+        raise TypeError(f"model: got {type(base).__name__}, expected {expected}.")
     _check_base(base.config, record, source)
     is_converted = getattr(base.config, "mhla", None) is not None
     if is_converted and MHLASettings.from_dict(base.config.mhla) != settings:
@@ -335,9 +330,8 @@ def _fetch_adapter(source: str | Path, adapter_name: str, revision: str | None) 
     if (folder / adapter_name / SETTINGS_FILE).is_file():
         folder = folder / adapter_name
     if missing := [name for name in FILES if not (folder / name).is_file()]:
-        raise ValueError(
-            f"source: got {str(source)!r}, which has no {missing[0]}, expected an adapter that save_adapter wrote."
-        )
+        start = f"source: got {str(source)!r}, which has no {missing[0]}"
+        raise ValueError(f"{start}, expected an adapter that save_adapter wrote.")
     return folder
 
 
@@ -345,12 +339,8 @@ def _check_base(config: Any, record: dict[str, Any], source: str | Path) -> None
     """Raise ValueError unless model type and sizes of a configuration, converted or not, fit the adapter's base model."""
     model_type = getattr(config, "base_model_type", config.model_type)
     if model_type != record["base_model_type"]:
-        raise ValueError(
-            f"model: got the model type {model_type!r}, expected "
-            f"{record['base_model_type']!r}, the base of {str(source)!r}."
-        )
+        expected = f"{record['base_model_type']!r}, the base of {str(source)!r}"
+        raise ValueError(f"model: got the model type {model_type!r}, expected {expected}.")
     for name, size in record["sizes"].items():
-        if getattr(config, name, None) != size:
-            raise ValueError(
-                f"model: got {name} {getattr(config, name, None)}, expected {size}, as the base of {str(source)!r} has."
-            )
+        if (current := getattr(config, name, None)) != size:
+            raise ValueError(f"model: got {name} {current}, expected {size}, as the base of {str(source)!r} has.")

@@ -85,9 +85,8 @@ class NoiseProcess:
         elif hasattr(scheduler, "alphas_cumprod"):
             self.alphas_cumprod = scheduler.alphas_cumprod.double().cpu()
         else:
-            raise ValueError(
-                f"scheduler: got {type(scheduler).__name__}, expected one with flow sigmas or alphas_cumprod."
-            )
+            name = type(scheduler).__name__
+            raise ValueError(f"scheduler: got {name}, expected one with flow sigmas or alphas_cumprod.")
 
     @property
     def is_flow(self) -> bool:
@@ -96,11 +95,11 @@ class NoiseProcess:
     def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
         """Draw a time on the scheduler's scale. In flow matching, `shift` (None: the scheduler's) moves it toward noise."""
         shift = self.shift if shift is None else shift
+        is_normal = distribution == "logit-normal"
+        draw = torch.randn if is_normal else torch.rand
         while True:
-            if distribution == "logit-normal":
-                fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
-            else:
-                fraction = torch.rand((), generator=generator, dtype=torch.float64).item()
+            number = draw((), generator=generator, dtype=torch.float64)
+            fraction = (number.sigmoid() if is_normal else number).item()
             if self.is_flow:
                 time = self.num_times * shift * fraction / (1 + (shift - 1) * fraction)
             else:

@@ -80,14 +80,10 @@ def distill(
         KeyboardInterrupt: On Ctrl-C, after the current step is done and the state is saved.
     """
     run_arguments = {
-        "mixed_precision": mixed_precision,
-        "save_dtype": save_dtype and str(save_dtype).removeprefix("torch."),
-        "gradient_checkpointing": gradient_checkpointing,
-        "save_every": save_every,
-        "log_every": log_every,
-        "preview_every": preview_every,
-        "tracker": tracker,
-    }
+        "mixed_precision": mixed_precision, "save_dtype": save_dtype and str(save_dtype).removeprefix("torch."),
+        "gradient_checkpointing": gradient_checkpointing, "save_every": save_every, "log_every": log_every,
+        "preview_every": preview_every, "tracker": tracker,
+    }  # fmt: skip
     task = find_task(student, teacher, options)
     checked_stages, data, run_options = _resolve(task, stages, recipe, data, seed, run_arguments)
     parts = task.parts()
@@ -96,9 +92,8 @@ def distill(
     folder = RunFolder(out)
     if not (folder.out / RECORD).is_file():
         folder.check_free()
-    train = functools.partial(
-        _train, stages=checked_stages, data=data, options=run_options, seed=seed, progress=progress, command=command
-    )
+    arguments = {"stages": checked_stages, "data": data, "options": run_options, "seed": seed}
+    train = functools.partial(_train, **arguments, progress=progress, command=command)
     return train(task, folder) if len(parts) == 1 else _train_in_turn(parts, folder, train)
 
 
@@ -163,25 +158,20 @@ def _train(
     is_first_accelerator = not accelerate.state.PartialState._shared_state
     ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = make_accelerator(
-        mixed_precision=options.mixed_precision,
-        log_with=options.tracker or None,
-        project_dir=str(folder.state),
+        mixed_precision=options.mixed_precision, log_with=options.tracker or None, project_dir=str(folder.state),
         kwargs_handlers=[ddp],
-    )
+    )  # fmt: skip
     try:
         processes, precision = accelerator.num_processes, accelerator.mixed_precision
         if precision not in ("no", "bf16"):
             raise ValueError(f"mixed_precision: got {precision!r} from the launcher, expected 'no' or 'bf16'.")
         for stage in stages:
             if stage.batch_size % (processes * stage.grad_accum):
-                raise ValueError(
-                    f"batch_size: got {stage.batch_size} in stage {stage.name!r}, expected "
-                    f"a multiple of {processes} processes times grad_accum {stage.grad_accum}."
-                )
+                expected = f"a multiple of {processes} processes times grad_accum {stage.grad_accum}"
+                raise ValueError(f"batch_size: got {stage.batch_size} in stage {stage.name!r}, expected {expected}.")
         if options.preview_every and accelerator.is_fsdp2:
-            raise ValueError(
-                f"preview_every: got {options.preview_every} with FSDP, which shards the model, expected 0."
-            )
+            got = f"{options.preview_every} with FSDP, which shards the model"
+            raise ValueError(f"preview_every: got {got}, expected 0.")
         source = task.open(data, stages)
         if options.preview_every:
             task.check_previews(source)

@@ -21,7 +21,7 @@ MILLISECONDS_PER_FRAME = 100
 
 
 def sample_calls(
-    pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
+    pipeline: Any, component: str, transformer: Any, stage: DiffusionStage, arguments: Mapping[str, Any], seed: int
 ) -> list[Call]:
     """Sample with a pipeline, with `transformer` as its component; return its calls, one for each sample, on the CPU."""
     device = next(transformer.parameters()).device
@@ -40,7 +40,7 @@ def sample_calls(
 
 @torch.no_grad()
 def sample_images(
-    pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
+    pipeline: Any, component: str, transformer: Any, stage: DiffusionStage, arguments: Mapping[str, Any], seed: int
 ) -> list[Image]:
     """Sample as `sample_calls` does, and return the image, or the frames of the video."""
     device = next(transformer.parameters()).device

@@ -108,9 +108,8 @@ class Stage(CommonStage):
 
     def validate_top_k(self) -> None:
         if self.top_k and self.temperature != 1:
-            raise ValueError(
-                f"temperature: got {self.temperature} with a KL divergence over the most likely tokens, expected 1."
-            )
+            got = f"{self.temperature} with a KL divergence over the most likely tokens"
+            raise ValueError(f"temperature: got {got}, expected 1.")
 
 
 @checked
@@ -278,9 +277,8 @@ def describe_recipes() -> list[dict[str, Any]]:
     for name in recipe_names():
         recipe = read_recipe(name)
         stages = [{key: getattr(stage, key) for key in stage_keys if hasattr(stage, key)} for stage in recipe.stages]
-        recipes.append(
-            {"name": name, "task": recipe.task, "base": recipe.base, "stages": stages, "about": recipe.about}
-        )
+        fields = {"name": name, "task": recipe.task, "base": recipe.base}
+        recipes.append({**fields, "stages": stages, "about": recipe.about})
     return recipes
 
 
@@ -321,9 +319,8 @@ def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = N
 def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[CommonStage, ...]:
     """Make checked stages of stages or dicts of their fields. Raise ValueError if names repeat or a field is wrong."""
     if not isinstance(stages, (list, tuple)) or not stages:
-        raise ValueError(
-            f"stages: got {stages!r:.80}, expected a list of {stage_type.__name__} or of mappings, at least one."
-        )
+        expected = f"a list of {stage_type.__name__} or of mappings, at least one"
+        raise ValueError(f"stages: got {stages!r:.80}, expected {expected}.")
     checked_stages: list[CommonStage] = []
     for number, stage in enumerate(stages, 1):
         if not isinstance(stage, stage_type):

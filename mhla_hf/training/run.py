@@ -334,10 +334,9 @@ class Run:
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
         norm = 0.0 if grad_norm is None else float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise ValueError(
-                f"lr: got {stage.lr}, with which loss {loss} and gradient norm {norm} are not finite in stage "
-                f"{stage.name!r} by step {self.progress['step']}, expected a smaller lr."
-            )
+            numbers = f"loss {loss} and gradient norm {norm} are not finite"
+            place = f"in stage {stage.name!r} by step {self.progress['step']}"
+            raise ValueError(f"lr: got {stage.lr}, with which {numbers} {place}, expected a smaller lr.")
 
     def _save_state(self, reader: Any, sums: Sums, grad_norm: torch.Tensor | None, stage: CommonStage) -> None:
         """Save a state from which the run can resume, unless a loss is not finite. All processes must call this."""

@@ -48,7 +48,7 @@ def test_calls_are_the_points_of_a_trajectory():
     """As `sample_latents` samples it, with and without text."""
     pipe = PIPELINES["wan"]()
     stage = DiffusionStage("m", "prediction", 1, 1.0, **COMMON)
-    calls = sample_calls(pipe, "transformer", pipe.transformer, {"prompt": PROMPT}, stage, 3)
+    calls = sample_calls(pipe, "transformer", pipe.transformer, stage, {"prompt": PROMPT}, 3)
     noise = torch.randn(1, 16, 3, 8, 10, generator=torch.Generator().manual_seed(3))
     texts = pipe.encode_prompt([PROMPT], max_sequence_length=512)
     text, empty = ({"encoder_hidden_states": encoded} for encoded in texts)
@@ -116,7 +116,7 @@ def latents_of(name):
     """Latents with the conditions that the pipeline makes of the first two rows."""
     pipe = WAN_PIPELINES[name]()
     stage = DiffusionStage("m", "prediction", 1, 1.0, **{**COMMON, "sampling_steps": 1, "guidance": 1.0})
-    calls = [sample_calls(pipe, "transformer", pipe.transformer, row, stage, 0)[0] for row in WAN_DATA[name]]
+    calls = [sample_calls(pipe, "transformer", pipe.transformer, stage, row, 0)[0] for row in WAN_DATA[name]]
     batch, _ = collate_calls(calls)
     columns = {"latents": batch["hidden_states"][:, :16], "prompt_embeds": batch["encoder_hidden_states"]}
     if name == "vace":
@@ -181,7 +181,7 @@ def test_experts_have_their_own_times():
     stage = DiffusionStage("m", "prediction", 1, 1.0, **{**COMMON, "sampling_steps": 4})
     times = {}
     for name in EXPERTS:
-        calls = sample_calls(pipe, name, getattr(pipe, name), {"prompt": PROMPT}, stage, 0)
+        calls = sample_calls(pipe, name, getattr(pipe, name), stage, {"prompt": PROMPT}, 0)
         times[name] = [round(float(arguments["timestep"])) for arguments in calls]
     assert times == {"transformer": [1000, 1000, 858, 858], "transformer_2": [602, 602, 9, 9]}
     random = torch.Generator().manual_seed(0)
@@ -189,7 +189,7 @@ def test_experts_have_their_own_times():
     assert min(process.draw_time(random, "logit-normal", 1.0) for _ in range(50)) >= 800
     stage = DiffusionStage("m", "prediction", 1, 1.0, **{**COMMON, "sampling_steps": 1})
     with pytest.raises(ValueError, match=r"sampling_steps: got 1 .* expected enough for a step with 'transformer_2'"):
-        sample_calls(pipe, "transformer_2", pipe.transformer_2, {"prompt": PROMPT}, stage, 0)
+        sample_calls(pipe, "transformer_2", pipe.transformer_2, stage, {"prompt": PROMPT}, 0)
 
 
 @pytest.mark.parametrize("data", [None, "latents"])
@@ -272,7 +272,7 @@ def test_previews_of_an_fp32_student_in_a_pipeline_of_bf16(name):
     is_grid = name in GRID_PIPELINES
     stage = DiffusionStage("m", "prediction", 1, 1.0, **{**COMMON, "size": None if is_grid else SIZE})
     row = {key: value for key, value in CALLS[type(pipe).__name__].items() if key != "output_type"} if is_grid else {}
-    assert sample_images(pipe, "transformer", student, {"prompt": PROMPT, **row}, stage, 0)
+    assert sample_images(pipe, "transformer", student, stage, {"prompt": PROMPT, **row}, 0)
 
 
 def test_previews_that_cannot_be_made(lab, tmp_path):

@@ -6,6 +6,7 @@ Everything that a pipeline takes can thus condition the training (images, videos
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,11 +29,13 @@ SHARED_ARGUMENTS = ("padding_mask",)  # of transformers: tensors [1, ...] for al
 FRAME_ARGUMENTS = ("num_frames", "frames", "video_length")
 
 
+@dataclasses.dataclass
 class PipelineArguments:
     """A dataset whose rows are dicts of a pipeline's arguments, such as prompts and images. `identity` is JSON."""
 
-    def __init__(self, rows: Any, name: str, identity: Any) -> None:
-        self.rows, self.name, self.identity = rows, name, identity
+    rows: Any
+    name: str
+    identity: Any
 
     def check(self, pipeline: Any, stages: Sequence[DiffusionStage] = ()) -> None:
         """Raise ValueError if the pipeline does not take these arguments or the size of a stage, or requires others."""

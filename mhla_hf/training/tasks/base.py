@@ -25,6 +25,7 @@ from ..trainable import check_student, check_teacher, find_mhla_attentions
 
 StageT = TypeVar("StageT", bound=CommonStage)
 LossAndLogs = tuple[torch.Tensor, dict[str, torch.Tensor]]  # scalar loss, detached scalars by name
+TensorsAndWeights = tuple[tuple[torch.Tensor, ...], tuple[float, ...]]
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -43,14 +44,12 @@ class Task(abc.ABC, Generic[StageT]):
     trains_without_data = False  # whether `data=None` is allowed
     cpu_recipe: str | None = None  # name of the recipe that is made for a CPU
 
-    def __init__(self, student: Any, teacher: Any) -> None:
-        self.returned = student
-        self.student = student
+    def __init__(self, student: Any, teacher: Any, preprocessor: Any = None) -> None:
+        self.returned = self.student = student
         self.teacher = teacher
-        self.preprocessor: Any = None  # a tokenizer or image processor that is saved with the model
-        self.show_bars = False  # set by the loop
-        # Set by the loop: whether this process holds the student's weights. With FSDP only the main process does.
-        self.has_weights = True
+        self.preprocessor = preprocessor  # a tokenizer or image processor that is saved with the model
+        # Set by the loop. With FSDP only the main process holds the student's weights.
+        self.show_bars, self.has_weights = False, True
         # Set by the loop, for the last of several `parts`: the hash of the first student before its run, and its record.
         self.earlier_student: str | None = None
         self.earlier_record: dict[str, Any] | None = None
@@ -80,7 +79,7 @@ class Task(abc.ABC, Generic[StageT]):
     def reader(self, source: Any, stage: StageT, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
         """Return a reader of stage `number`, 0-based, which continues from a `Reader`'s `state` or `handover`."""
 
-    def take(self, reader: Any, stage: StageT, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+    def take(self, reader: Any, stage: StageT, rows: slice) -> TensorsAndWeights:
         """Read the next batch, the same in all processes, and return the objective's arguments for this process's `rows`.
 
         These are tensors [number of rows, ...], and weights such as 1 / batch size, which turn sums over samples into

@@ -10,7 +10,7 @@ from ...checkpoints.save import write_files
 from ...data import Reader, open_text, special_tokens, with_special_tokens
 from ...models.encoder.encoder_attention import first_position
 from ..recipe import EncoderStage
-from .base import LossAndLogs, Objective, Task
+from .base import LossAndLogs, Objective, Task, TensorsAndWeights
 
 
 class EncoderObjective(Objective):
@@ -43,10 +43,8 @@ class EncoderTask(Task[EncoderStage]):
     def __init__(
         self, student: Any, teacher: Any, tokenizer: Any = None, text_field: str = "text", files: Any = ()
     ) -> None:
-        super().__init__(student, teacher)
-        self.preprocessor = tokenizer
-        self.text_field = text_field
-        self.files = files
+        super().__init__(student, teacher, tokenizer)
+        self.text_field, self.files = text_field, files
 
     def open(self, data: Any, stages: Sequence[EncoderStage]) -> Any:
         """Open text, and check that a stage's sequences have room for special tokens, and fit the model's positions."""
@@ -58,10 +56,8 @@ class EncoderTask(Task[EncoderStage]):
         limit = self.student.config.max_position_embeddings - first_position(self.student.base_model)
         for stage in stages:
             if not num_special < stage.seq_len <= limit:
-                raise ValueError(
-                    f"seq_len: got {stage.seq_len} in stage {stage.name!r}, expected "
-                    f"more than {num_special} tokens and at most the {limit} positions of the student."
-                )
+                expected = f"more than {num_special} tokens and at most the {limit} positions of the student"
+                raise ValueError(f"seq_len: got {stage.seq_len} in stage {stage.name!r}, expected {expected}.")
             source.reader(stage.seq_len - num_special, 0, 0).take(1)  # fails now if the text is too short
         return source
 
@@ -70,7 +66,7 @@ class EncoderTask(Task[EncoderStage]):
         num_special = sum(map(len, self.special_tokens))
         return source.reader(stage.seq_len - num_special, seed, number, state)
 
-    def take(self, reader: Any, stage: EncoderStage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+    def take(self, reader: Any, stage: EncoderStage, rows: slice) -> TensorsAndWeights:
         ids = reader.take(stage.batch_size)[0][rows]
         return (with_special_tokens(ids, self.special_tokens),), (1 / stage.batch_size,)
 

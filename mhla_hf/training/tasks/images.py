@@ -76,8 +76,7 @@ class ImageTask(Task[ImageStage]):
     equal_sizes = (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size"))
 
     def __init__(self, student: Any, teacher: Any, processor: Any = None, test: Any = None) -> None:
-        super().__init__(student, teacher)
-        self.preprocessor = processor
+        super().__init__(student, teacher, processor)
         self.test = test
         self.test_images: LabeledImages | None = None
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ...data import Reader, max_positions, open_text
 from ..output_head import OutputHead, find_head, run_without_head, sum_in_chunks
 from ..recipe import Stage
-from .base import LossAndLogs, Objective, Task
+from .base import LossAndLogs, Objective, Task, TensorsAndWeights
 
 logger = logging.getLogger("mhla_hf")
 IGNORED_LABEL = -100
@@ -48,14 +48,9 @@ class LanguageObjective(Objective):
         output, hidden = _run(self.student, student_head, ids)
         targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED_LABEL)], dim=1).flatten()
         sums = next_token_loss(
-            hidden.flatten(0, 1),
-            targets,
-            teacher_values,
-            temperature=self.stage.temperature,
-            ce_weight=self.stage.ce_weight if teacher_values else 1.0,
-            head=student_head,
-            to_teacher_targets=to_targets,
-        )
+            hidden.flatten(0, 1), targets, teacher_values, temperature=self.stage.temperature,
+            ce_weight=self.stage.ce_weight if teacher_values else 1.0, head=student_head, to_teacher_targets=to_targets,
+        )  # fmt: skip
         loss, kl, ce = sums * token_weight
         logs = {"ce": ce.detach()}
         if teacher_values:
@@ -68,14 +63,9 @@ class LanguageObjective(Objective):
         """Return the output heads of student and teacher, or (None, None) if one of them cannot be separated."""
         if self.heads is None:
             models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
-            heads: list[OutputHead] = []
-            reasons: list[str] = []
-            for model in models:
-                head = find_head(model, ids)
-                if isinstance(head, OutputHead):
-                    heads.append(head)
-                else:
-                    reasons.append(f"{type(model).__name__}: {head}")
+            results = [(type(model).__name__, find_head(model, ids)) for model in models]
+            heads = [head for _, head in results if isinstance(head, OutputHead)]
+            reasons = [f"{name}: {reason}" for name, reason in results if isinstance(reason, str)]
             method = f"from the logits of whole batches. {'; '.join(reasons)}" if reasons else "in chunks of tokens"
             logger.info("stage %r: computes its loss %s", self.stage.name, method)
             self.heads = (None, None) if reasons else (heads[0], heads[-1])
@@ -160,8 +150,7 @@ class LanguageTask(Task[Stage]):
     equal_sizes = (("logits", "vocab_size"), ("transfer", "hidden_size"))
 
     def __init__(self, student: Any, teacher: Any, tokenizer: Any = None, text_field: str = "text") -> None:
-        super().__init__(student, teacher)
-        self.preprocessor = tokenizer
+        super().__init__(student, teacher, tokenizer)
         self.text_field = text_field
 
     def check(self, stages: Sequence[Stage]) -> None:
@@ -185,7 +174,7 @@ class LanguageTask(Task[Stage]):
     def reader(self, source: Any, stage: Stage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
         return source.reader(stage.seq_len, seed, number, state)
 
-    def take(self, reader: Any, stage: Stage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+    def take(self, reader: Any, stage: Stage, rows: slice) -> TensorsAndWeights:
         tensors = reader.take(stage.batch_size)
         num_predicted = int((tensors[1].numpy()[:, 1:] != IGNORED_LABEL).sum())
         return tuple(x[rows] for x in tensors), (1 / max(1, num_predicted), 1 / stage.batch_size)
