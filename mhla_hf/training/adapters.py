@@ -57,13 +57,8 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
     """Return a `peft.LoraConfig` that adds LoRA to a converted language model, and trains and saves all MHLA modules.
 
     Args:
-        model: A converted language model.
-        **lora: Arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: the modules that PEFT selects
-            for the base model).
-
-    Raises:
-        TypeError: The model has no MHLA layers.
-        ImportError: PEFT is not installed.
+        model: A converted language model; any other is a TypeError.
+        **lora: Arguments of `LoraConfig`. The default of target_modules is PEFT's for the base model.
     """
     mhla_layers(model)
     modules_to_save = [*(lora.pop("modules_to_save", None) or ()), "mhla"]
@@ -77,23 +72,18 @@ def save_adapter(
 ) -> None:
     """Save a conversion without its base: the settings, the MHLA modules, and LoRA if the model has it.
 
-    An adapter that is in `folder` already is replaced when the new one is complete; other files in there are kept.
-
     Args:
-        model: A converted language model, or the result of `get_peft_model(model, adapter_config(model))`. The MHLA modules
-            of the former, or all adapters of the latter, are saved.
-        folder: Where to write the files of a PEFT adapter and mhla.json. If there are several adapters, all but "default" go
-            to subfolders of their names, as in PEFT.
+        model: A converted language model, whose MHLA modules are saved, or a `PeftModel` of one with all its adapters.
+        folder: Where to write a PEFT adapter and mhla.json. An adapter that is there is replaced, other files are kept. Of
+            several adapters, all but "default" go to subfolders of their names, as in PEFT.
         base: The softmax original of a converted model that was distilled, or into which LoRA was merged. What this changed
             in its linear layers is then saved as LoRA; without `base`, it is not saved, and merged LoRA is an error.
         rank: Rank of this LoRA. It keeps the largest singular values of each change; the log says how much that is.
 
     Raises:
         TypeError: The model is neither.
-        ValueError: `folder` holds other files or cannot be written. `base` is given with a `PeftModel`, is not the original,
-            or differs in other parameters than the weights of linear layers. LoRA was merged into the model and there is no
-            `base`. `load_adapter` would refuse the adapter.
-        ImportError: PEFT is not installed.
+        ValueError: `folder` holds other files or cannot be written, `base` does not fit, LoRA was merged without `base`, or
+            `load_adapter` would refuse the adapter.
     """
     peft, untyped_model = import_peft(), cast(Any, model)
     is_peft_model = isinstance(model, peft.PeftModel)
@@ -118,12 +108,9 @@ def save_adapter(
     for name, (lora, weights) in adapters.items():
         lora.inference_mode = True
         _check_weights(converted, settings, lora, weights, name, f"model: got the adapter {name!r}")
-    record = {
-        "base_model_type": config.base_model_type,
-        "sizes": {name: size for name in SIZES if (size := getattr(config, name, None)) is not None},
-        "mhla": config.mhla,
-        "measured": getattr(config, "mhla_measured", None),
-    }
+    sizes = {name: size for name in SIZES if (size := getattr(config, name, None)) is not None}
+    record = {"base_model_type": config.base_model_type, "sizes": sizes, "mhla": config.mhla}
+    record["measured"] = getattr(config, "mhla_measured", None)
     metadata = {"format": "pt", "mhla": json.dumps(config.mhla)}
     message = f"folder: got {str(folder)!r}, expected a folder that can be written"
     with wrap_errors(message), atomic_folder(path, replace=True) as temporary:
@@ -153,14 +140,10 @@ def _check_folder(folder: str | Path) -> Path:
 
 def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the configuration and weights of an adapter for a model that is no `PeftModel`; see `save_adapter`."""
-    factors = {} if base is None else factorize_changes(model, base, rank)
-    lora = import_peft(model).LoraConfig(
-        r=rank,
-        lora_alpha=rank,
-        target_modules=list(factors) or NO_LORA,
-        modules_to_save=["mhla"],
-        base_model_name_or_path=(model if base is None else base).config.name_or_path or None,
-    )
+    factors: dict[str, Any] = {} if base is None else factorize_changes(model, base, rank)
+    name = (model if base is None else base).config.name_or_path or None
+    options = {"target_modules": list(factors) or NO_LORA, "modules_to_save": ["mhla"], "base_model_name_or_path": name}
+    lora = import_peft(model).LoraConfig(r=rank, lora_alpha=rank, **options)
     weights = {name: x for name, x in model.state_dict().items() if ".mhla." in name}
     for name, (down, up) in factors.items():
         weights |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
@@ -169,9 +152,9 @@ def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, t
 
 def _first_rows(model: Any) -> dict[str, torch.Tensor]:
     """Copy the first row of each linear layer's weight, if it is in memory and no `PeftModel` has merged LoRA into it."""
-    modules = {name: module for name, module in model.named_modules() if not getattr(module, "merged", False)}
-    layers = {name: getattr(module, "base_layer", module) for name, module in modules.items()}
-    weights = {name: x.weight for name, x in layers.items() if isinstance(x, torch.nn.Linear)}
+    modules = ((name, module) for name, module in model.named_modules() if not getattr(module, "merged", False))
+    layers = ((name, getattr(module, "base_layer", module)) for name, module in modules)
+    weights = {name: x.weight for name, x in layers if isinstance(x, torch.nn.Linear)}
     return {name: x[:1].detach().clone() for name, x in weights.items() if not x.is_meta}
 
 
@@ -185,9 +168,7 @@ def _remember_base(model: Any, lora: Any) -> None:
 
 def _check_not_merged(model: Any) -> None:
     """Raise ValueError if LoRA was merged into a model since `_remember_base`: without `base`, it cannot be saved."""
-    if not hasattr(model, "rows_before_lora"):
-        return
-    rank, rows = model.rows_before_lora
+    rank, rows = getattr(model, "rows_before_lora", (0, {}))
     for name, row in _first_rows(model).items():
         if name in rows and not torch.equal(rows[name].to(row), row):
             expected = f"the result of merge_and_unload() with base=, its softmax original, and rank={rank}"
@@ -195,9 +176,7 @@ def _check_not_merged(model: Any) -> None:
 
 
 @torch.no_grad()
-def factorize_changes(
-    model: torch.nn.Module, base: torch.nn.Module, rank: int
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def factorize_changes(model: Any, base: Any, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return LoRA's factors, [rank, in] and [out, rank], of what changed in each linear layer since the original `base`."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     factors = {}
@@ -205,8 +184,8 @@ def factorize_changes(
     for name, original in base.named_parameters():
         weight = parameters.get(name)
         if weight is None or weight.shape != original.shape:
-            got = f"{type(base).__name__} whose {name!r} does not fit"
-            raise ValueError(f"base: got {got}, expected the model's original.")
+            start = f"base: got {type(base).__name__} whose {name!r} does not fit"
+            raise ValueError(f"{start}, expected the model's original.")
         change = weight.float() - original.to(weight).float()
         if not change.any():
             continue
@@ -245,10 +224,8 @@ def load_adapter(
         The `PeftModel`, in eval mode unless `is_trainable`.
 
     Raises:
-        ValueError: The adapter is not an MHLA adapter, its files do not fit each other, it belongs to another base, or its
-            name is taken or no name for PEFT. In these cases the model is unchanged.
         TypeError: The model is not a language model of transformers.
-        ImportError: PEFT is not installed.
+        ValueError: It is no MHLA adapter, or does not fit the model, which is unchanged; or the name is taken or no name.
     """
     peft = import_peft()
     folder = _fetch_adapter(source, adapter_name, revision)
@@ -309,11 +286,9 @@ def _check_weights(
         model = peft.get_peft_model(model, lora, adapter_name)
         expected |= peft.get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
     for name in sorted({*expected, *weights}):
-        shape, expected_shape = (
-            f"shape {list(x[name].shape)}" if name in x else "nothing" for x in (weights, expected)
-        )
-        if shape != expected_shape:
-            raise ValueError(f"{start} with {shape} for {name!r}, expected {expected_shape}.")
+        shape, wanted = (f"shape {list(x[name].shape)}" if name in x else "nothing" for x in (weights, expected))
+        if shape != wanted:
+            raise ValueError(f"{start} with {shape} for {name!r}, expected {wanted}.")
         if not weights[name].isfinite().all():
             raise ValueError(f"{start} with NaN or infinity in {name!r}, expected finite numbers.")
 

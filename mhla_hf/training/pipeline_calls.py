@@ -33,8 +33,8 @@ def sample_calls(
     ):
         pipeline(**options, output_type="latent")
     if not calls:
-        expected = f"enough for a step with {component!r}"
-        raise ValueError(f"sampling_steps: got {stage.sampling_steps} in stage {stage.name!r}, expected {expected}.")
+        got = f"{stage.sampling_steps} in stage {stage.name!r}"
+        raise ValueError(f"sampling_steps: got {got}, expected enough for a step with {component!r}.")
     return calls
 
 

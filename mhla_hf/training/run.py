@@ -24,7 +24,7 @@ from ..checkpoints.save import count_bytes
 from . import trainable
 from .pipeline_calls import save_preview
 from .recipe import CommonStage, Options, read_recipe
-from .run_folder import RECORD, RunFolder, identify, identify_student, merge_records, unreadable_state
+from .run_folder import RECORD, RunFolder, identify, merge_records, unreadable_state
 from .sharding import attach_wrapping_hints, gather_weights, load_average, save_average, sharded
 from .tasks.base import Task
 
@@ -104,10 +104,8 @@ class Run:
             if latest == "finished":
                 self.folder.clear()
             else:
-                size = count_bytes(self.task.returned) + (
-                    0 if latest else trainable.count_state_bytes(self.student, self.stages)
-                )
-                check_writable(self.folder.out, "out", size)
+                size = 0 if latest else trainable.count_state_bytes(self.student, self.stages)
+                check_writable(self.folder.out, "out", size + count_bytes(self.task.returned))
                 self.folder.begin()
         self.accelerator.wait_for_everyone()
         out = self.folder.out
@@ -120,10 +118,8 @@ class Run:
         was_training = self.student.training
         try:
             with self.interrupt:
-                training_dtypes = {
-                    name: torch.float32 for name, dtype in dtypes.items() if dtype in trainable.HALF_DTYPES
-                }
-                trainable.set_dtypes(self.student, training_dtypes, self.task.has_weights)
+                halves = [name for name, dtype in dtypes.items() if dtype in trainable.HALF_DTYPES]
+                trainable.set_dtypes(self.student, dict.fromkeys(halves, torch.float32), self.task.has_weights)
                 self._train(latest, requires_grad)
                 trainable.set_dtypes(self.student, saved_dtypes)
                 self.accelerator.wait_for_everyone()
@@ -131,9 +127,7 @@ class Run:
                     with self.folder.result() as temporary:
                         self.task.save(temporary)
                         write_json(temporary / RECORD, self._make_record())
-                    self._report(
-                        f"{out} is finished: {self.progress['total']} steps in {self.progress['seconds']:.0f} s"
-                    )
+                    self._report(f"{out} is finished: {self.total_steps} steps in {self.progress['seconds']:.0f} s")
                 self.accelerator.wait_for_everyone()
                 dtypes = saved_dtypes
         finally:
@@ -393,7 +387,7 @@ class Run:
     def _describe_identity(self) -> dict[str, Any]:
         """Return everything that determines the trained weights, in the order in which an error names what differs."""
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
-        student = identify_student(self.student)
+        student = identify(self.student, is_student=True)
         if self.task.earlier_student is not None:
             student = hash_json([self.task.earlier_student, student], 32)
         return {

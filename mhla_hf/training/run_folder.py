@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ MARKER = "of_a_run_of_mhla_hf"
 STATE_PATTERN = "step-" + 9 * "[0-9]"
 RUN_OUTPUTS = ("runs", "previews")  # folders that are moved into `<out>` at the end
 NUM_KEPT_STATES = 2
-# Names in error messages for those keys of a run's identity that would not be understood.
+# Names in error messages for keys of a run's identity.
 IDENTITY_NAMES = {
     "student": "student (its configuration or weights; one from scratch needs torch.manual_seed)",
     "data": "data or tokenizer",
@@ -40,20 +40,17 @@ VOLATILE_ENTRIES = {
     "_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map",
     "_class_name", "_diffusers_version", "_use_default_values",
 }  # fmt: skip
-# Student -> {folder: hash of the student when the run into this folder began}. In a notebook, the call that resumes a run
-# passes the same object, whose weights the run has already changed.
+# Student -> {folder: its hash when the run into this folder began}: in a notebook, the call that resumes a run passes the
+# same object, whose weights the run has already changed.
 INITIAL_HASHES: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()
 
 
-def identify(model: Any, frozen: Sequence[str] = ()) -> str:
-    """Return a hash of a model's weights, its configuration without `VOLATILE_ENTRIES`, and its frozen parameters' names."""
+def identify(model: Any, is_student: bool = False) -> str:
+    """Return a hash of a model's weights and configuration and, of a student, the names of its frozen parameters."""
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     config = {key: value for key, value in config.items() if key not in VOLATILE_ENTRIES}
+    frozen = [name for name, parameter in model.named_parameters() if is_student and not parameter.requires_grad]
     return hash_json([config, fingerprint_model(model), *frozen], 32)
-
-
-def identify_student(student: Any) -> str:
-    return identify(student, [name for name, parameter in student.named_parameters() if not parameter.requires_grad])
 
 
 class RunFolder:
@@ -70,14 +67,13 @@ class RunFolder:
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
         """Return "finished", the newest state to resume from, or None. Refuse the folder of another run."""
-        # An earlier call in this process may have begun to train the same object into this folder.
+
         current = json.loads(json.dumps(identity))
         initial_hashes = INITIAL_HASHES.setdefault(student, {})
         self.identity = {**current, "student": initial_hashes.get(self.out, current["student"])}
-        latest: Path | Literal["finished"] | None
+        latest: Path | Literal["finished"] | None = "finished"
         if (self.out / RECORD).is_file():
             earlier = (read_json(self.out / RECORD) or {}).get("fingerprint", {})
-            latest = "finished"
         else:
             self.check_free()
             latest = self.newest_state()
@@ -121,7 +117,7 @@ class RunFolder:
         with self._explain_errors("a state"), atomic_folder(target, parent=self.unfinished) as temporary:
             yield temporary
             write_json(temporary / IDENTITY, {**self.identity, "files": _compute_checksums(temporary)})
-        for old_state in sorted(self._list_states())[:-NUM_KEPT_STATES]:
+        for old_state in self._list_states()[:-NUM_KEPT_STATES]:
             shutil.rmtree(old_state.rename(self.unfinished / old_state.name))
 
     def find_damage(self, state: Path) -> str:
@@ -161,7 +157,7 @@ class RunFolder:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or summarize_error(error)
-            intact = "; earlier states are intact" if any(self._list_states()) else ""
+            intact = "; earlier states are intact" if self._list_states() else ""
             start = f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact})"
             raise OSError(f"{start}, expected a place with room to write.") from error
 
@@ -169,14 +165,12 @@ class RunFolder:
         return max(self._list_states(), default=None)
 
     def _list_states(self) -> list[Path]:
-        return list(self.state.glob(STATE_PATTERN))
+        return sorted(self.state.glob(STATE_PATTERN))
 
 
 def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dict[str, Any]:
     """Return the record of two runs that trained the transformers of one pipeline, counted in `unit`, such as "samples"."""
-    merged = dict(last)
-    for key in ("parameters", "steps", unit, "resumed", "seconds"):
-        merged[key] = first[key] + last[key]
+    merged = last | {key: first[key] + last[key] for key in ("parameters", "steps", unit, "resumed", "seconds")}
     for key, name in (("stages", "name"), ("history", "stage")):
         merged[key] = [
             {**entry, name: f"{component}: {entry[name]}"}

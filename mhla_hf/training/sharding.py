@@ -1,8 +1,7 @@
 """Training with FSDP2, as `accelerate launch` sets it up.
 
 The caller's student and teacher stay unsharded, on the CPU, and only the main process needs their weights. Every stage
-works on copies whose parameters are sharded over all processes, layer by layer. At the end of a stage, the student's
-weights are gathered in the main process.
+works on sharded copies; at its end, the student's weights are gathered in the main process.
 """
 
 import contextlib
@@ -106,7 +105,18 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
         return
     try:
         if needs_teacher:
-            task.teacher = _shard_teacher(accelerator, teacher, student)
+            from accelerate.utils import fsdp2_prepare_model
+
+            root = _Root(_copy_model(teacher, accelerator.is_main_process, frozen=True)).eval()
+            attach_wrapping_hints(accelerator, root, root.model, student)
+            accelerator.state.fsdp_plugin.set_auto_wrap_policy(root)
+            fsdp2_prepare_model(accelerator, root)
+            sharded_root: Any = root
+            sharded_root.set_reshard_after_forward(True)
+            # Parameters that belong to no unit stay gathered, because any part of the model may be called.
+            sharded_root.set_reshard_after_forward(False, recurse=False)
+            root()
+            task.teacher = root.model
         task.student = _copy_model(student, accelerator.is_main_process)
         yield
     finally:
@@ -146,22 +156,6 @@ class _Root(nn.Module):
 
     def forward(self) -> None:
         """Do nothing. FSDP's hooks around this call gather the parameters that belong to no unit."""
-
-
-def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> nn.Module:
-    """Return a frozen copy of the teacher in eval mode, sharded over all processes. All processes must call this."""
-    from accelerate.utils import fsdp2_prepare_model
-
-    root = _Root(_copy_model(teacher, accelerator.is_main_process, frozen=True)).eval()
-    attach_wrapping_hints(accelerator, root, root.model, student)
-    accelerator.state.fsdp_plugin.set_auto_wrap_policy(root)
-    fsdp2_prepare_model(accelerator, root)
-    sharded_root: Any = root
-    sharded_root.set_reshard_after_forward(True)
-    # Parameters that belong to no unit stay gathered, because any part of the model may be called.
-    sharded_root.set_reshard_after_forward(False, recurse=False)
-    root()
-    return root.model
 
 
 def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:

@@ -94,14 +94,10 @@ def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights
 
 def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowed: bool) -> bool:
     """Return whether `stage` trains the parameter `name`; `allowed` is False if it was frozen before the run."""
-    if not allowed:
-        return False
     trainable: str = stage.trainable
-    if trainable == "mhla":
-        return ".mhla." in name
-    if trainable == "lora":
-        return ".mhla." in name or ".lora_" in name
-    return trainable == "all" or any(name.startswith(f"{attention}.") for attention in attentions)
+    if trainable in ("mhla", "lora"):
+        return allowed and (".mhla." in name or (trainable == "lora" and ".lora_" in name))
+    return allowed and (trainable == "all" or any(name.startswith(f"{attention}.") for attention in attentions))
 
 
 def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Parameter, bool]) -> None:
@@ -113,14 +109,13 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
 
 def count_state_bytes(student: nn.Module, stages: Sequence[CommonStage]) -> int:
     """Return the bytes of float32 weights, and of the moments of those that are trained, in the stage with most of them."""
-    allowed = {parameter: parameter.requires_grad for parameter in student.parameters()}
-    sizes = []
-    for stage in stages:
-        set_trainable(student, stage, allowed)
-        sizes.append(sum(parameter.numel() * (12 if parameter.requires_grad else 4) for parameter in allowed))
-    for parameter, flag in allowed.items():
-        parameter.requires_grad_(flag)
-    return max(sizes)
+    attentions = find_mhla_attentions(student)
+
+    def count_bytes(stage: CommonStage, name: str, parameter: nn.Parameter) -> int:
+        is_trained = _is_trained(name, attentions, stage, parameter.requires_grad)
+        return parameter.numel() * (12 if is_trained else 4)
+
+    return max(sum(count_bytes(stage, name, x) for name, x in student.named_parameters()) for stage in stages)
 
 
 def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
@@ -130,8 +125,7 @@ def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[s
     for name, parameter in student.named_parameters():
         if parameter.requires_grad:
             is_mhla = ".mhla." in name
-            decays = parameter.ndim > 1 and not is_mhla
-            groups.setdefault((is_mhla, decays), []).append(parameter)
+            groups.setdefault((is_mhla, parameter.ndim > 1 and not is_mhla), []).append(parameter)
     return [
         {
             "params": values,

@@ -5,14 +5,12 @@ import logging
 
 import pytest
 import torch
-from tools.small_models import softmax_model
 from tools.small_types import small_model_of
 from torch import nn
 
 import mhla_hf
 from mhla_hf.models.transformers_api import set_gradient_checkpointing
 from mhla_hf.training import output_head
-from mhla_hf.training.adapters import adapter_config
 from mhla_hf.training.loop import Stage
 from mhla_hf.training.output_head import find_head, run_without_head
 from mhla_hf.training.tasks.language import LanguageObjective
@@ -85,25 +83,12 @@ def test_loss_and_gradients_are_those_of_whole_logits(model_type, values, monkey
     assert_equal_ways(student, teacher, values, monkeypatch)
 
 
-def test_a_routers_loss_stays(monkeypatch):
-    student = softmax_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
-    assert_equal_ways(student, None, {"loss": "lm"}, monkeypatch)
-
-
 @pytest.mark.parametrize("trained", ["head", "frozen head"])
 def test_only_what_learns_gets_a_gradient(lab, trained, monkeypatch):
     teacher = lab.teacher(tie_word_embeddings=False)
     student = lab.student(teacher)
     student.lm_head.weight.requires_grad_(trained == "head")
     student.model.requires_grad_(trained != "head")
-    assert_equal_ways(student, teacher, {"loss": "logits"}, monkeypatch)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
-def test_an_adapter_learns_the_same(lab, monkeypatch):
-    peft = pytest.importorskip("peft")
-    teacher = lab.teacher()
-    student = peft.get_peft_model(lab.student(teacher), adapter_config(lab.student(teacher), r=4))
     assert_equal_ways(student, teacher, {"loss": "logits"}, monkeypatch)
 
 

@@ -277,9 +277,9 @@ def open_latents(data: Any) -> Latents:
         ValueError, TypeError, ImportError: The data cannot be opened.
     """
     if isinstance(data, dict):
-        tensors: dict[str, Any] = {key: value.detach() for key, value in data.items()}
-        hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in tensors.items()}
-        return Latents(StackDataset(**tensors), "a dict of tensors", hashes)
+        columns: dict[str, Any] = {key: value.detach() for key, value in data.items()}
+        hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in columns.items()}
+        return Latents(StackDataset(**columns), "a dict of tensors", hashes)
     if hasattr(data, "column_names") and hasattr(data, "__getitem__"):
         return Latents(data, "a dataset", getattr(data, "_fingerprint", None))
     if not isinstance(data, (str, Path)):
@@ -293,7 +293,7 @@ def open_latents(data: Any) -> Latents:
     datasets = []
     for file in files:
         with wrap_errors(f"data: got {str(file)!r}, expected latents that can be read"):
-            tensors = load_file(file)
+            tensors: Any = load_file(file)
             datasets.append(StackDataset(**tensors))
     return Latents(ConcatDataset(datasets), name, identify_files(files))
 

@@ -38,9 +38,8 @@ class Task(abc.ABC, Generic[StageT]):
     name: str  # key of recipe.STAGE_TYPES; appears in recipes and records
     objective_type: type["Objective"]
     unit: str  # what the record counts: "tokens", "images" or "samples"
-    expected_model: str  # what student and teacher have to be, for error messages
-    # (loss, configuration field that has to be equal in student and teacher for this loss)
-    equal_sizes: tuple[tuple[str, str], ...] = ()
+    expected_model: str  # for error messages
+    equal_sizes: tuple[tuple[str, str], ...] = ()  # (loss, field of the configurations that has to be equal for it)
     trains_without_data = False  # whether `data=None` is allowed
     cpu_recipe: str | None = None  # name of the recipe that is made for a CPU
 

@@ -107,6 +107,7 @@ class DiffusionTask(Task[DiffusionStage]):
         self.student, self.teacher = (getattr(model, component, model) for model in (student, teacher))
         self.pipeline: Any = next((model for model in (teacher, student) if hasattr(model, "scheduler")), None)
         self.student_pipeline = student if hasattr(student, "scheduler") else self.pipeline
+        self.has_two_transformers = getattr(self.pipeline, TRANSFORMERS[1], None) is not None
         self.reads_calls = False
         self.batch: tuple[tuple[str, ...], dict[str, Any]] = ((), {})  # see `DiffusionObjective`
 
@@ -124,15 +125,10 @@ class DiffusionTask(Task[DiffusionStage]):
         first.returned = first.student
         return first, last
 
-    @property
-    def _has_two_transformers(self) -> bool:
-        return self.pipeline.components.get(TRANSFORMERS[1]) is not None
-
     def load(self, folder: Path) -> None:
         """Load what `save` wrote to `folder`, of a pipeline all transformers that are trained by then."""
         if self.returned is self.student:
-            super().load(folder)
-            return
+            return super().load(folder)
         for component in TRANSFORMERS[: TRANSFORMERS.index(self.component) + 1]:
             load_weights(getattr(self.returned, component), folder, component)
 
@@ -151,7 +147,7 @@ class DiffusionTask(Task[DiffusionStage]):
         family = cast(Family, families[0])
         self.condition_names, self.fixed_size = family.conditions, family.fixed_size
         self.takes_text = "encoder_hidden_states" in family.conditions
-        self.reads_calls = not family.conditions or bool(self._image_columns()) or self._has_two_transformers
+        self.reads_calls = not family.conditions or bool(self._image_columns()) or self.has_two_transformers
         super().check(stages)
         if any(stage.trainable == "lora" for stage in stages):
             import_peft()
@@ -159,11 +155,8 @@ class DiffusionTask(Task[DiffusionStage]):
     def _image_columns(self) -> list[str]:
         """Return the columns of latents that the model needs besides a text or a class."""
         config = self.student.config
-        needs = {
-            "condition": _latent_channels(self.student) < (config.get("in_channels") or 0),
-            "image_embeds": config.get("image_dim"),
-            "control": config.get("vace_in_channels"),
-        }
+        needs = {"condition": _latent_channels(self.student) < (config.get("in_channels") or 0)}
+        needs |= {"image_embeds": config.get("image_dim"), "control": config.get("vace_in_channels")}
         return [column for column, is_needed in needs.items() if is_needed]
 
     def open(self, data: Any, stages: Sequence[DiffusionStage]) -> Any:
@@ -201,7 +194,7 @@ class DiffusionTask(Task[DiffusionStage]):
         if source.latents is not None:
             scheduler = self.pipeline.scheduler
             times = (0.0, math.inf)  # for which the transformer is used
-            if self._has_two_transformers:
+            if self.has_two_transformers:
                 boundary = self.pipeline.config.boundary_ratio * scheduler.config.num_train_timesteps
                 times = (boundary, math.inf) if self.component == TRANSFORMERS[0] else (0.0, boundary)
             process = NoiseProcess(scheduler, times)

@@ -1,6 +1,5 @@
 """The task of causal language models: text cut into sequences of full length, and next-token losses."""
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,17 +33,24 @@ class LanguageObjective(Objective):
         The weights are 1 / predicted tokens and 1 / sequences in the whole batch.
         """
         if self.stage.loss == "transfer":
-            loss = sequence_weight * self.attention_transfer_loss(
-                lambda: self.teacher.base_model(input_ids=ids, use_cache=False), _call_without_mask
-            )
+
+            def call_attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
+                return attention(*args, **{**kwargs, "attention_mask": None})  # there is no padding
+
+            run_teacher = lambda: self.teacher.base_model(input_ids=ids, use_cache=False)  # noqa: E731
+            loss = sequence_weight * self.attention_transfer_loss(run_teacher, call_attention)
             return loss, {"loss": loss.detach()}
         student_head, teacher_head = self._find_heads(ids)
         teacher_values: Tensors = []
-        to_targets = None
+        to_targets: Callable[..., Tensors] | None = None
         if self.stage.loss == "logits":
             with torch.no_grad():
                 teacher_values = [_run(self.teacher, teacher_head, ids)[1].flatten(0, 1)]
-            to_targets = functools.partial(_teacher_targets, teacher_head, self.stage.top_k)
+
+            def to_targets(x: torch.Tensor) -> Tensors:
+                logits = x if teacher_head is None else teacher_head(x)
+                return most_likely_tokens(logits, self.stage.top_k) if self.stage.top_k else [logits]
+
         output, hidden = _run(self.student, student_head, ids)
         targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED_LABEL)], dim=1).flatten()
         sums = next_token_loss(
@@ -72,20 +78,10 @@ class LanguageObjective(Objective):
         return self.heads
 
 
-def _teacher_targets(head: OutputHead | None, top_k: int, x: torch.Tensor) -> Tensors:
-    """Return the logits, or the most likely tokens and their log-probabilities; without a head, `x` are the logits."""
-    logits = x if head is None else head(x)
-    return most_likely_tokens(logits, top_k) if top_k else [logits]
-
-
 def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `count` most likely tokens, int64 [..., count], and their log-probabilities, fp32 [..., count]."""
     top = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
     return top.indices, top.values
-
-
-def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return attention(*args, **{**kwargs, "attention_mask": None})
 
 
 def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
