@@ -167,7 +167,6 @@ def _remember_base(model: Any, lora: Any) -> None:
 
 
 def _check_not_merged(model: Any) -> None:
-    """Raise ValueError if LoRA was merged into a model since `_remember_base`: without `base`, it cannot be saved."""
     rank, rows = getattr(model, "rows_before_lora", (0, {}))
     for name, row in _first_rows(model).items():
         if name in rows and not torch.equal(rows[name].to(row), row):
@@ -311,7 +310,6 @@ def _fetch_adapter(source: str | Path, adapter_name: str, revision: str | None) 
 
 
 def _check_base(config: Any, record: dict[str, Any], source: str | Path) -> None:
-    """Raise ValueError unless model type and sizes of a configuration, converted or not, fit the adapter's base model."""
     model_type = getattr(config, "base_model_type", config.model_type)
     if model_type != record["base_model_type"]:
         expected = f"{record['base_model_type']!r}, the base of {str(source)!r}"

@@ -44,10 +44,7 @@ def make_arguments(
 
 
 def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Call a diffusion transformer, and return its first output in fp32, without that for images to edit.
-
-    Floating-point `arguments`, except for the time, get the transformer's dtype; those in `constants` do not.
-    """
+    """Call a diffusion transformer, and return its first output in fp32. `constants` keep their dtypes."""
     casts = {
         key: value.to(transformer.dtype) if torch.is_tensor(value) and value.is_floating_point() else value
         for key, value in arguments.items()
@@ -66,10 +63,7 @@ def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditio
 
 
 class NoiseProcess:
-    """The noise process of a scheduler: flow matching, x_t = (1 - s) x_0 + s noise, s = t / `num_times`; or DDPM.
-
-    Times are drawn from the range `times`, without its end.
-    """
+    """The noise process of a scheduler: flow matching or DDPM. Times are drawn from the range `times`, without its end."""
 
     def __init__(self, scheduler: Any, times: tuple[float, float] = (0.0, math.inf)) -> None:
         config = scheduler.config
@@ -126,10 +120,7 @@ def sample_latents(
     steps: int, guidance: float, generators: Sequence[torch.Generator] | None = None,
     on_step: Callable[[torch.Tensor, float], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sample clean latents [B, C, (F,) h, w] with classifier-free guidance (1: none), as a diffusers pipeline does.
-
-    Row i of a stochastic scheduler draws from `generators[i]`. `on_step(model_input, time)` is called before every step.
-    """
+    """Sample clean latents [B, C, (F,) h, w] as a pipeline does; call `on_step(model_input, time)` before steps."""
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device=noise.device)
     takes_generator = "generator" in inspect.signature(scheduler.step).parameters

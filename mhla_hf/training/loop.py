@@ -97,10 +97,7 @@ def distill(
 
 
 def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Task, RunFolder], Any]) -> Any:
-    """Train two models of one pipeline, one after the other, so that only one at a time is on the device.
-
-    The first run has a folder of its own next to `out`, which is removed at the end. The last one saves the pipeline.
-    """
+    """Train two models of a pipeline in turn, so that only one at a time is on the device. The last saves the pipeline."""
     first, last = parts
     first_folder = RunFolder(folder.out.with_name(f"{folder.out.name}.high_noise"))
     if (folder.out / RECORD).is_file():

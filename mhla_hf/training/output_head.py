@@ -37,10 +37,7 @@ class OutputHead(NamedTuple):
 
 @torch.no_grad()
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
-    """Return the output head of a model, or the reason why it cannot be separated from the rest of the model.
-
-    To verify this, the model runs on a few of the `ids` [B, L] while its linear layer returns fixed logits.
-    """
+    """Return a model's output head, or why it cannot be separated, as found by running `ids` [B, L] with fixed logits."""
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
         return f"its output head is a {type(layer).__name__}, not a torch.nn.Linear"

@@ -243,12 +243,10 @@ class Recipe:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the package's training recipes."""
     return sorted(path.stem for path in RECIPE_FOLDER.glob("*.yaml"))
 
 
 def describe_recipes() -> list[dict[str, Any]]:
-    """Return a dict for each of the package's recipes, for `mhla-hf recipes`."""
     stage_keys = ("name", "loss", "steps", "batch_size", "seq_len")
     recipes = []
     for name in recipe_names():
@@ -289,7 +287,6 @@ def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = N
 
 
 def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[CommonStage, ...]:
-    """Make checked stages of stages or dicts of their fields. Raise ValueError if names repeat or a field is wrong."""
     if not isinstance(stages, (list, tuple)) or not stages:
         expected = f"a list of {stage_type.__name__} or of mappings, at least one"
         raise ValueError(f"stages: got {stages!r:.80}, expected {expected}.")

@@ -35,10 +35,7 @@ Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the devi
 
 
 class Interrupt:
-    """Defers Ctrl-C in the main thread: the first one sets `requested`, the second one stops at once.
-
-    If the block ends without an error after the first one, KeyboardInterrupt is raised then.
-    """
+    """Defers Ctrl-C in the main thread: the first sets `requested`, or is raised at the end; the second stops at once."""
 
     requested = False
 
@@ -60,11 +57,7 @@ class Interrupt:
 
 @dataclasses.dataclass
 class Run:
-    """One training run of `distill`. `progress`, saved as progress.json, is the state of the loop.
-
-    Steps are counted in the current stage ("step") and in the run ("total"), "since" those that are in "sums" and not
-    logged yet.
-    """
+    """One training run of `distill`. `progress` is the state of the loop; its "sums" of "since" steps are not logged yet."""
 
     accelerator: Any
     task: Task

@@ -186,6 +186,5 @@ def unreadable_state(state: Path, reason: str) -> ValueError:
 
 
 def _compute_checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file in a state except `IDENTITY`, by relative path."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / IDENTITY)
     return {file.relative_to(folder).as_posix(): hash_file(file) for file in files}

@@ -124,10 +124,7 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
 
 
 def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
-    """Set what Accelerate reads to shard `root`, which contains `model`: classes of units, and methods for tied weights.
-
-    The student's MHLA attentions are units in both models, because the loss "transfer" calls them by themselves.
-    """
+    """Set what Accelerate reads to shard `root`. MHLA attentions are units, because the loss "transfer" calls them alone."""
     modules = dict(model.named_modules())
     attention_classes = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}
     block_classes = set(getattr(model, "_no_split_modules", None) or ())
@@ -159,10 +156,7 @@ class _Root(nn.Module):
 
 
 def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:
-    """Return a copy to be sharded, with non-persistent buffers, which FSDP does not shard.
-
-    It shares the main process's weights; elsewhere they are memory that is never written and takes no space.
-    """
+    """Return a copy to be sharded; only the main process has weights. FSDP does not shard persistent buffers."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         data = parameter.detach() if is_main else torch.empty_like(parameter, device="cpu")

@@ -138,6 +138,5 @@ def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[s
 
 
 def find_direct_mixings(student: nn.Module) -> list[nn.Parameter]:
-    """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative after each step."""
     mixings: list[Any] = [module for name, module in student.named_modules() if name.endswith(".mhla.mixing")]
     return [x.weight for x in mixings if getattr(x, "form", None) == "direct" and x.weight.requires_grad]

@@ -98,10 +98,7 @@ def _identify(value: Any) -> Any:
 
 
 class CallReader(TrajectoryReader):
-    """Reads calls of the teacher's transformer from trajectories that its pipeline samples: `sample_calls(row, seed)`.
-
-    `constants` are the arguments that are the same in all rows of the current batch.
-    """
+    """Reads calls that the teacher's pipeline makes: `sample_calls(row, seed)`. `constants` are those of the whole batch."""
 
     def __init__(
         self, sample_calls: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, key: Key,

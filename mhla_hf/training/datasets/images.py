@@ -31,10 +31,7 @@ Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 [C, H, W], class proba
 
 @dataclasses.dataclass(eq=False)
 class LabeledImages:
-    """N images, uint8 [N, C, H, W] or a sequence of paths or PIL images, with integer labels [N].
-
-    `name` is for error messages. `identity` is a hash of the images, computed from a tensor if it is None.
-    """
+    """N images, uint8 [N, C, H, W] or paths or PIL images, with labels [N]. `identity` is a hash, computed if it is None."""
 
     items: Any
     labels: Any

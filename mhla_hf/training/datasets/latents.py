@@ -100,10 +100,7 @@ class LatentReader(Reader):
 
 
 class TrajectoryReader(Reader, abc.ABC):
-    """Reads the inputs of the teacher on trajectories that it samples, one for each row of the batch, in random order.
-
-    After their last input, new ones are sampled. When a run resumes, it samples the current ones again.
-    """
+    """Reads inputs of trajectories that the teacher samples, one for each row of the batch; then it samples new ones."""
 
     def __init__(self, key: Key, state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
@@ -218,10 +215,7 @@ class ClassConditions:
 
 
 class TextConditions:
-    """Encodes and collates texts. An unconditional sample has the empty prompt.
-
-    `encode` returns the conditions of B texts, [B, ...] each, and those of the empty prompt, [1, ...] each.
-    """
+    """Encodes texts, B at once: `encode` returns their conditions, [B, ...] each, and those of the empty prompt."""
 
     def __init__(
         self, encode: Callable[[list[str]], tuple[Conditions, Conditions]], prompts: Iterable[str] = ()

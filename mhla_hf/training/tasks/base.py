@@ -30,10 +30,7 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Task(abc.ABC, Generic[StageT]):
-    """Base class for the training of one kind of model: its data, batches, losses and files.
-
-    `returned` is what `distill` saves and returns: the student, or the pipeline that contains it.
-    """
+    """Data, batches, losses and files of one kind of model. `distill` returns `returned`: a student or its pipeline."""
 
     name: str  # key of recipe.STAGE_TYPES; appears in recipes and records
     objective_type: type["Objective"]
@@ -79,11 +76,7 @@ class Task(abc.ABC, Generic[StageT]):
         """Return a reader of stage `number`, 0-based, which continues from a `Reader`'s `state` or `handover`."""
 
     def take(self, reader: Any, stage: StageT, rows: slice) -> TensorsAndWeights:
-        """Read the next batch, the same in all processes, and return the objective's arguments for this process's `rows`.
-
-        These are tensors [number of rows, ...], and weights such as 1 / batch size, which turn sums over samples into
-        means. The loop multiplies the weights by the number of processes, because gradients are averaged over processes.
-        """
+        """Read a batch; return the objective's arguments for this process's `rows`: tensors, and weights as 1 / batch."""
         return reader.take_rows(stage.batch_size, rows), (1 / stage.batch_size,)
 
     def objective(self, stage: StageT) -> "Objective":
@@ -137,9 +130,8 @@ def load_weights(model: Any, folder: Path, subfolder: str = "") -> None:
 class Objective(nn.Module):
     """Base class of the module that Accelerate wraps: the student and the loss of one stage.
 
-    `forward` takes what `Task.take` returned, and returns the loss of a micro-batch and a dict of detached scalars to log,
-    including "loss". The values of all micro-batches add up to those of the batch. The teacher is no submodule, so that
-    Accelerate does not move, wrap or save it.
+    `forward` returns the loss of a micro-batch, and scalars to log; those of all micro-batches add up to the batch's. The
+    teacher is no submodule, so that Accelerate does not move, wrap or save it.
     """
 
     student: Any

@@ -34,10 +34,7 @@ LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_query", "to_key", "to_va
 
 
 class DiffusionObjective(Objective):
-    """A diffusion transformer with one of the losses that `DiffusionStage` describes.
-
-    `get_batch` returns the names of the current batch's tensors, in order, and further arguments of the transformer.
-    """
+    """A diffusion transformer. `get_batch` returns the names of a batch's tensors, and the transformer's other arguments."""
 
     def __init__(
         self, student: Any, teacher: Any, stage: DiffusionStage,
@@ -89,11 +86,7 @@ def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 class DiffusionTask(Task[DiffusionStage]):
-    """The task of a diffusers transformer, `component` of a pipeline with one or two, which is saved as a whole.
-
-    `reads_calls` says whether batches without latents are calls that the pipeline makes, rather than points on
-    trajectories that `sample_latents` samples.
-    """
+    """The task of a diffusers transformer, `component` of a pipeline. `reads_calls`: its calls make the batches."""
 
     name = "diffusion"
     unit = "samples"

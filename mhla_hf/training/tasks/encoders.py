@@ -14,10 +14,7 @@ from .base import LossAndLogs, Objective, Task, TensorsAndWeights
 
 
 class EncoderObjective(Objective):
-    """A text encoder with one of the losses that `EncoderStage` describes."""
-
     def forward(self, ids: torch.Tensor, sequence_weight: float) -> LossAndLogs:
-        """Return the loss of a micro-batch of `ids` [B, L], and the values to log."""
         if self.stage.loss == "transfer":
             loss = sequence_weight * self.attention_transfer_loss(lambda: self.teacher.base_model(input_ids=ids))
             return loss, {"loss": loss.detach()}

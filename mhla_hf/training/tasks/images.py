@@ -25,8 +25,6 @@ def get_tower(model: Any) -> Any:
 
 
 class ImageObjective(Objective):
-    """An image model with one of the losses that `ImageStage` describes."""
-
     def forward(self, pixels: torch.Tensor, targets: torch.Tensor, image_weight: float) -> LossAndLogs:
         """Return the loss of a micro-batch [B, C, H, W] with class probabilities [B, classes], and the values to log."""
         teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
@@ -81,7 +79,6 @@ class ImageTask(Task[ImageStage]):
         self.test_images: LabeledImages | None = None
 
     def check(self, stages: Sequence[ImageStage]) -> None:
-        """Also check that losses on logits or labels have classifiers, and that the processor fits the student."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
         classifies = {"student": losses & {"logits", "labels"} or self.test is not None, "teacher": "logits" in losses}

@@ -21,8 +21,6 @@ Tensors = Sequence[torch.Tensor]
 
 
 class LanguageObjective(Objective):
-    """A causal language model with one of the losses that `Stage` describes."""
-
     heads: Heads | None = None  # output heads of student and teacher, after the first call of `_find_heads`
 
     def forward(
@@ -116,7 +114,6 @@ def next_token_loss(
 def _kl_and_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, teacher: Tensors, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return T^2 * KL and the cross-entropy, two scalars, summed over the tokens with a target."""
     log_q = logits.float().log_softmax(-1)
     ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=IGNORED_LABEL)
     if len(teacher) == 1:
@@ -150,14 +147,12 @@ class LanguageTask(Task[Stage]):
         self.text_field = text_field
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Also check that the student has an output head."""
         head = getattr(self.student, "get_output_embeddings", lambda: self)()
         if head is None:
             raise TypeError(f"student: got {type(self.student).__name__}, expected {self.expected_model}.")
         super().check(stages)
 
     def open(self, data: Any, stages: Sequence[Stage]) -> Any:
-        """Open text, and check that it and the model's positions are long enough for the longest sequences."""
         vocab_size = self.student.get_input_embeddings().weight.shape[0]
         source = open_text(data, self.preprocessor, text_field=self.text_field, vocab_size=vocab_size)
         longest = max(stage.seq_len for stage in stages)
