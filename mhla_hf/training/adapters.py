@@ -167,7 +167,8 @@ def _remember_base(model: Any, lora: Any) -> None:
 
 
 def _check_not_merged(model: Any) -> None:
-    rank, rows = getattr(model, "rows_before_lora", (0, {}))
+    noted: Any = getattr(model, "rows_before_lora", (0, {}))
+    rank, rows = noted
     for name, row in _first_rows(model).items():
         if name in rows and not torch.equal(rows[name].to(row), row):
             expected = f"the result of merge_and_unload() with base=, its softmax original, and rank={rank}"
@@ -178,7 +179,7 @@ def _check_not_merged(model: Any) -> None:
 def factorize_changes(model: Any, base: Any, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return LoRA's factors, [rank, in] and [out, rank], of what changed in each linear layer since the original `base`."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    factors = {}
+    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     whole = kept = 0.0  # squared norms of the changes and of their approximations
     for name, original in base.named_parameters():
         weight = parameters.get(name)

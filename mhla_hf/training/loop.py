@@ -91,8 +91,8 @@ def distill(
     folder = RunFolder(out)
     if not (folder.out / RECORD).is_file():
         folder.check_free()
-    arguments: dict[str, Any] = {"stages": checked_stages, "data": data, "options": run_options, "seed": seed}
-    train = functools.partial(_train, **arguments, progress=progress, command=command)
+    arguments: Any = {"stages": checked_stages, "data": data, "options": run_options, "seed": seed}
+    train: Any = functools.partial(_train, **arguments, progress=progress, command=command)
     return train(task, folder) if len(parts) == 1 else _train_in_turn(parts, folder, train)
 
 

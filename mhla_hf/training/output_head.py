@@ -4,8 +4,7 @@ The logits of a batch are often the largest tensor of a training step. Where the
 gradients are computed here chunk by chunk from the hidden states, and only the logits of one chunk exist at a time.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,11 +50,11 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     probe = probe.view(layer.out_features, *ids.shape).movedim(0, -1)
     input_shapes: list[torch.Size] = []
 
-    def return_probe(hidden: torch.Tensor) -> torch.Tensor:
-        input_shapes.append(hidden.shape)
+    def return_probe(_layer: Any, inputs: tuple[torch.Tensor], _output: Any) -> torch.Tensor:
+        input_shapes.append(inputs[0].shape)
         return probe
 
-    with torch.random.fork_rng([ids.device] if ids.is_cuda else []), _replaced_forward(layer, return_probe):
+    with torch.random.fork_rng([ids.device] if ids.is_cuda else []), layer.register_forward_hook(return_probe):
         logits = model(input_ids=ids, use_cache=False).logits
     if input_shapes != [(*ids.shape, layer.in_features)]:
         return "its output head does not read one hidden state of each token"
@@ -66,28 +65,15 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
 
 def run_without_head(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Return a model's output, whose logits must not be used, and the inputs of its head, hidden states [B, L, width]."""
-    inputs: list[torch.Tensor] = []
+    hidden: list[torch.Tensor] = []
 
-    def keep_input(hidden: torch.Tensor) -> torch.Tensor:
-        inputs.append(hidden)
-        return hidden[:, :1].detach()
+    def keep_input(_layer: Any, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        hidden.extend(inputs)
+        return inputs[0][:, :1].detach()
 
-    with _replaced_forward(head.layer, keep_input):
+    with head.layer.register_forward_pre_hook(keep_input):
         output = model(input_ids=ids, use_cache=False)
-    return output, inputs[0]
-
-
-@contextlib.contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    instance: Any = module
-    previous = vars(module).get("forward")  # Accelerate sets one on the instance
-    instance.forward = forward
-    try:
-        yield
-    finally:
-        del instance.forward
-        if previous is not None:
-            instance.forward = previous
+    return output, hidden[0]
 
 
 class _SumInChunks(torch.autograd.Function):
@@ -101,11 +87,10 @@ class _SumInChunks(torch.autograd.Function):
         """`weight` and `bias` are those of the head; they are arguments so that autograd tracks them."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
-        need_hidden, need_weight, need_bias = (needs and grad_enabled for needs in ctx.needs_input_grad[:3])
-        need_any = need_hidden or need_weight or need_bias
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros_like(weight) if weight is not None and need_weight else None
-        d_bias = torch.zeros_like(bias) if bias is not None and need_bias else None
+        tensors: Any = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        gradients = [torch.zeros_like(x) if is_needed and grad_enabled else None for x, is_needed in tensors]
+        d_hidden, d_weight, d_bias = gradients
+        need_any = any(x is not None for x in gradients)
         sums: Any = 0
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)

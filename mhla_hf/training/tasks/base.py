@@ -84,7 +84,7 @@ class Task(abc.ABC, Generic[StageT]):
 
     def units_per_step(self, stage: StageT) -> int:
         """Return the number of units (tokens, images or samples) that one optimizer step processes."""
-        return stage.batch_size
+        return stage.batch_size * getattr(stage, "seq_len", 1)
 
     def seconds_of(self, stages: Sequence[StageT], progress: Mapping[str, Any]) -> float:
         """Estimate the seconds that stages take, if a unit takes as long as in the progress of a run so far."""

@@ -258,7 +258,20 @@ class DiffusionTask(Task[DiffusionStage]):
         """Raise ValueError if the data do not suit the model, a loss needs latents instead, or texts cannot be encoded."""
         columns = () if latents is None else latents.columns
         if latents is not None:
-            self._check_latents(latents)
+            if not self.condition_names:
+                got = f"latents with {type(self.student).__name__}"
+                raise ValueError(f"data: got {got}, expected arguments of its pipeline, such as prompts.")
+            parameters = inspect.signature(type(self.pipeline).__call__).parameters
+            if self.pipeline.config.get("expand_timesteps") and "image" in parameters:
+                raise ValueError(
+                    "data: got latents with a first frame as condition (TI2V), expected prompts and images."
+                )
+            text_columns = ("prompt_embeds", "prompt") if self.takes_text else ("class_labels", "label")
+            missing = [column for column in self._image_columns() if column not in columns]
+            missing = missing if set(text_columns) & set(columns) else [text_columns[0]]
+            if missing:
+                got = f"{latents.name!r} without {missing[0]!r}"
+                raise ValueError(f"data: got {got}, expected the column, which conditions the model.")
         if arguments is None and latents is None and (self.takes_text or self.reads_calls):
             raise ValueError("data: got None with a model of texts, expected latents or a list of prompts.")
         if arguments is not None and "class_labels" in self.condition_names:
@@ -272,22 +285,6 @@ class DiffusionTask(Task[DiffusionStage]):
         if self.takes_text and encodes and self.pipeline.components.get("text_encoder") is None:
             expected = "one, or latents with prompt_embeds and drop_condition 0"
             raise ValueError(f"teacher: got a pipeline without text encoder, expected {expected}.")
-
-    def _check_latents(self, latents: Latents) -> None:
-        """Raise ValueError if the model cannot be trained on latents, or they lack a column that conditions it."""
-        model = type(self.student).__name__
-        if not self.condition_names:
-            raise ValueError(f"data: got latents with {model}, expected arguments of its pipeline, such as prompts.")
-        parameters = inspect.signature(type(self.pipeline).__call__).parameters
-        if self.pipeline.config.get("expand_timesteps") and "image" in parameters:
-            raise ValueError("data: got latents with a first frame as condition (TI2V), expected prompts and images.")
-        text_columns = ("prompt_embeds", "prompt") if self.takes_text else ("class_labels", "label")
-        missing = [column for column in self._image_columns() if column not in latents.columns]
-        if not set(text_columns) & set(latents.columns):
-            missing.insert(0, text_columns[0])
-        if missing:
-            got = f"{latents.name!r} without {missing[0]!r}"
-            raise ValueError(f"data: got {got}, expected the column, which conditions the model.")
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
         """Return the shape (channels, (frames,) rows, columns) of latents, by the stage's or else the model's size."""

@@ -47,7 +47,7 @@ class EncoderTask(Task[EncoderStage]):
         """Open text, and check that a stage's sequences have room for special tokens, and fit the model's positions."""
         tokenizer = self.preprocessor
         self.special_tokens = special_tokens(tokenizer)
-        num_special = sum(map(len, self.special_tokens))
+        self.num_special = num_special = sum(map(len, self.special_tokens))
         vocab_size = self.student.get_input_embeddings().weight.shape[0]
         source = open_text(data, tokenizer, text_field=self.text_field, vocab_size=vocab_size)
         limit = self.student.config.max_position_embeddings - first_position(self.student.base_model)
@@ -60,15 +60,11 @@ class EncoderTask(Task[EncoderStage]):
 
     def reader(self, source: Any, stage: EncoderStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
         """Return a reader of sequences without special tokens, which `take` adds."""
-        num_special = sum(map(len, self.special_tokens))
-        return source.reader(stage.seq_len - num_special, seed, number, state)
+        return source.reader(stage.seq_len - self.num_special, seed, number, state)
 
     def take(self, reader: Any, stage: EncoderStage, rows: slice) -> TensorsAndWeights:
         ids = reader.take(stage.batch_size)[0][rows]
         return (with_special_tokens(ids, self.special_tokens),), (1 / stage.batch_size,)
-
-    def units_per_step(self, stage: EncoderStage) -> int:
-        return stage.batch_size * stage.seq_len
 
     def save(self, folder: Any) -> None:
         super().save(folder)

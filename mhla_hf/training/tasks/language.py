@@ -169,6 +169,3 @@ class LanguageTask(Task[Stage]):
         tensors = reader.take(stage.batch_size)
         num_predicted = int((tensors[1].numpy()[:, 1:] != IGNORED_LABEL).sum())
         return tuple(x[rows] for x in tensors), (1 / max(1, num_predicted), 1 / stage.batch_size)
-
-    def units_per_step(self, stage: Stage) -> int:
-        return stage.batch_size * stage.seq_len
