@@ -95,7 +95,12 @@ def save_adapter(
         raise ValueError(f"base: got {type(base).__name__} with a PeftModel, whose LoRA is saved, expected None.")
     if not is_whole(rank, 1):
         raise ValueError(f"rank: got {rank!r}, expected a whole number of at least 1.")
-    path = _check_folder(folder)
+    path = Path(folder).resolve()
+    is_adapter = any(path.glob(SETTINGS_FILE)) or any(path.glob(f"*/{SETTINGS_FILE}"))
+    is_used = path.is_file() or (path.is_dir() and any(path.iterdir()) and not is_adapter)
+    if is_used or Path.cwd().is_relative_to(path):
+        expected = "a new or empty folder, or an adapter to replace, and not the working folder"
+        raise ValueError(f"folder: got {str(folder)!r}, expected {expected}.")
     peft_configs = untyped_model.peft_config if is_peft_model else {}
     # PiSSA and its like change the base when they begin, and do so again when the adapter is loaded.
     if base is None and not any(isinstance(getattr(x, "init_lora_weights", 0), str) for x in peft_configs.values()):
@@ -125,17 +130,6 @@ def save_adapter(
             weights = {key: x.clone(memory_format=torch.contiguous_format) for key, x in weights.items()}
             save_file(weights, target / WEIGHTS_FILE, metadata)
             write_json(target / SETTINGS_FILE, record)
-
-
-def _check_folder(folder: str | Path) -> Path:
-    """Return the absolute path of a folder to save to. Raise ValueError unless it is new, empty, or an adapter's."""
-    path = Path(folder).resolve()
-    is_adapter = any(path.glob(SETTINGS_FILE)) or any(path.glob(f"*/{SETTINGS_FILE}"))
-    is_used = path.is_file() or (path.is_dir() and any(path.iterdir()) and not is_adapter)
-    if is_used or Path.cwd().is_relative_to(path):
-        expected = "a new or empty folder, or an adapter to replace, and not the working folder"
-        raise ValueError(f"folder: got {str(folder)!r}, expected {expected}.")
-    return path
 
 
 def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -254,7 +248,13 @@ def load_adapter(
     if not hasattr(getattr(base, "config", None), "model_type"):
         expected = "a language model of transformers or its PeftModel"
         raise TypeError(f"model: got {type(base).__name__}, expected {expected}.")
-    _check_base(base.config, record, source)
+    model_type = getattr(base.config, "base_model_type", base.config.model_type)
+    if model_type != record["base_model_type"]:
+        expected = f"{record['base_model_type']!r}, the base of {str(source)!r}"
+        raise ValueError(f"model: got the model type {model_type!r}, expected {expected}.")
+    for name, size in record["sizes"].items():
+        if (current := getattr(base.config, name, None)) != size:
+            raise ValueError(f"model: got {name} {current}, expected {size}, as the base of {str(source)!r} has.")
     is_converted = getattr(base.config, "mhla", None) is not None
     if is_converted and MHLASettings.from_dict(base.config.mhla) != settings:
         raise ValueError(f"model: got one converted with other settings than {str(source)!r}, expected the same ones.")
@@ -308,13 +308,3 @@ def _fetch_adapter(source: str | Path, adapter_name: str, revision: str | None) 
         start = f"source: got {str(source)!r}, which has no {missing[0]}"
         raise ValueError(f"{start}, expected an adapter that save_adapter wrote.")
     return folder
-
-
-def _check_base(config: Any, record: dict[str, Any], source: str | Path) -> None:
-    model_type = getattr(config, "base_model_type", config.model_type)
-    if model_type != record["base_model_type"]:
-        expected = f"{record['base_model_type']!r}, the base of {str(source)!r}"
-        raise ValueError(f"model: got the model type {model_type!r}, expected {expected}.")
-    for name, size in record["sizes"].items():
-        if (current := getattr(config, name, None)) != size:
-            raise ValueError(f"model: got {name} {current}, expected {size}, as the base of {str(source)!r} has.")

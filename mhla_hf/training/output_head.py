@@ -63,8 +63,11 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     return head
 
 
-def run_without_head(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Return a model's output, whose logits must not be used, and the inputs of its head, hidden states [B, L, width]."""
+def run_without_head(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Return a model's output, without usable logits, and the inputs of `head` [B, L, width] or, without one, the logits."""
+    if head is None:
+        output = model(input_ids=ids, use_cache=False)
+        return output, output.logits
     hidden: list[torch.Tensor] = []
 
     def keep_input(_layer: Any, inputs: tuple[torch.Tensor]) -> torch.Tensor:
@@ -76,15 +79,19 @@ def run_without_head(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[A
     return output, hidden[0]
 
 
-class _SumInChunks(torch.autograd.Function):
-    """`sum_in_chunks`. The forward pass also computes the gradients, so that the logits of a chunk can be freed."""
+class SumInChunks(torch.autograd.Function):
+    """Sums of a loss over N tokens, [S], without the logits of all tokens. Only the first sum has a gradient.
+
+    `loss(logits, *rows)` returns the sums over a chunk, [S], from its logits and the same rows of `token_tensors`. The
+    gradients are computed in the forward pass, so that the logits of a chunk can be freed.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
         loss: ChunkLoss, token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """`weight` and `bias` are those of the head; they are arguments so that autograd tracks them."""
+        """`hidden` are inputs of the head, or logits. `weight` and `bias` are arguments so that autograd tracks them."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
         tensors: Any = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
@@ -117,16 +124,3 @@ class _SumInChunks(torch.autograd.Function):
     def backward(ctx: Any, d_sums: torch.Tensor) -> Any:
         gradients = (x if x is None else d_sums[0].to(x.dtype) * x for x in ctx.saved_tensors)
         return *gradients, None, None, None, None
-
-
-def sum_in_chunks(
-    hidden: torch.Tensor, head: OutputHead | None, loss: ChunkLoss, token_tensors: Sequence[torch.Tensor] = ()
-) -> torch.Tensor:
-    """Return S sums of a loss over N tokens, [S], without ever storing the logits of all tokens.
-
-    `hidden` are the inputs of the head [N, width] or, without a head, the logits. `loss(logits, *rows)` returns the sums
-    over a chunk, [S], from its logits and the same rows of `token_tensors`, [N, ...] each. Only the first sum has a
-    gradient.
-    """
-    weight, bias = (None, None) if head is None else (head.layer.weight, head.layer.bias)
-    return _SumInChunks.apply(hidden, weight, bias, head, loss, token_tensors, torch.is_grad_enabled())

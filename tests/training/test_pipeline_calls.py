@@ -13,9 +13,15 @@ from tools.tiny_wan_pipelines import IMAGES, SIZE, WAN_DATA, WAN_PIPELINES, pict
 
 import mhla_hf
 from mhla_hf.conversion.model_family import family_of
-from mhla_hf.training.datasets.calls import CallReader, collate_calls, open_arguments, recorded
 from mhla_hf.training.denoising import NoiseProcess, call, make_arguments
-from mhla_hf.training.pipeline_calls import sample_calls, sample_images
+from mhla_hf.training.pipeline_calls import (
+    CallReader,
+    collate_calls,
+    open_arguments,
+    recorded,
+    sample_calls,
+    sample_images,
+)
 from mhla_hf.training.recipe import DiffusionStage
 
 COMMON = {"batch_size": 2, "sampling_steps": 2, "guidance": 3.0, "size": SIZE}

@@ -21,10 +21,9 @@ from ...conversion.model_family import TRANSFORMERS, family_of, is_of_diffusers,
 from ...data import Reader
 from ...models.families import Family
 from ..adapters import import_peft
-from ..datasets.calls import CallReader, PipelineArguments, open_arguments
 from ..datasets.latents import ClassConditions, LatentReader, Latents, PointReader, TextConditions, open_latents
 from ..denoising import Conditions, NoiseProcess, call, make_arguments
-from ..pipeline_calls import sample_calls, sample_images
+from ..pipeline_calls import CallReader, PipelineArguments, open_arguments, sample_calls, sample_images
 from ..recipe import DiffusionStage
 from ..trainable import find_mhla_attentions
 from .base import LossAndLogs, Objective, Task, TensorsAndWeights, load_weights

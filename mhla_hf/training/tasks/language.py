@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ...data import Reader, max_positions, open_text
-from ..output_head import OutputHead, find_head, run_without_head, sum_in_chunks
+from ..output_head import OutputHead, SumInChunks, find_head, run_without_head
 from ..recipe import Stage
 from .base import LossAndLogs, Objective, Task, TensorsAndWeights
 
@@ -43,13 +43,13 @@ class LanguageObjective(Objective):
         to_targets: Callable[..., Tensors] | None = None
         if self.stage.loss == "logits":
             with torch.no_grad():
-                teacher_values = [_run(self.teacher, teacher_head, ids)[1].flatten(0, 1)]
+                teacher_values = [run_without_head(self.teacher, teacher_head, ids)[1].flatten(0, 1)]
 
             def to_targets(x: torch.Tensor) -> Tensors:
                 logits = x if teacher_head is None else teacher_head(x)
                 return most_likely_tokens(logits, self.stage.top_k) if self.stage.top_k else [logits]
 
-        output, hidden = _run(self.student, student_head, ids)
+        output, hidden = run_without_head(self.student, student_head, ids)
         targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED_LABEL)], dim=1).flatten()
         sums = next_token_loss(
             hidden.flatten(0, 1), targets, teacher_values, temperature=self.stage.temperature,
@@ -82,14 +82,6 @@ def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, 
     return top.indices, top.values
 
 
-def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Return a model's output for ids [B, L], and the inputs of `head` [B, L, width] or, without one, the logits."""
-    if head is not None:
-        return run_without_head(model, head, ids)
-    output = model(input_ids=ids, use_cache=False)
-    return output, output.logits
-
-
 def next_token_loss(
     student: torch.Tensor, targets: torch.Tensor, teacher: Tensors = (), *, temperature: float = 1.0,
     ce_weight: float = 0.0, head: OutputHead | None = None,
@@ -108,7 +100,9 @@ def next_token_loss(
         kl, ce = _kl_and_cross_entropy(logits, chunk_targets, teacher_targets, temperature)
         return torch.stack([kl + ce_weight * ce, kl, ce])
 
-    return sum_in_chunks(student, head, chunk_loss, (targets, *teacher))
+    weight, bias = (None, None) if head is None else (head.layer.weight, head.layer.bias)
+    tensors = (targets, *teacher)
+    return SumInChunks.apply(student, weight, bias, head, chunk_loss, tensors, torch.is_grad_enabled())
 
 
 def _kl_and_cross_entropy(
