@@ -26,7 +26,6 @@ class OutputHead(NamedTuple):
     cap: float | None
 
     def transform(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and soft-cap the outputs of the linear layer, [..., vocab]."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 

@@ -90,7 +90,6 @@ def open_arguments(data: Any) -> PipelineArguments | None:
 
 
 def _identify(value: Any) -> Any:
-    """Return a JSON-serializable value that identifies an argument of a pipeline."""
     if isinstance(value, Mapping):
         return {key: _identify(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -158,7 +157,6 @@ class Constant:
 
 
 def _same_kind(one: Call, other: Call) -> bool:
-    """Return whether two calls can be rows of one batch."""
     return one.keys() == other.keys() and all(_same_form(value, other[name]) for name, value in one.items())
 
 

@@ -132,7 +132,6 @@ class Run:
         return self.task.returned
 
     def _train(self, latest: Path | None, requires_grad: Mapping[nn.Parameter, bool]) -> None:
-        """Train all stages, from the saved state `latest` if it is not None."""
         import accelerate
 
         if latest is not None:
@@ -186,7 +185,8 @@ class Run:
             self._restore(latest)
         reader = self.task.reader(self.source, stage, number, self.seed, progress["reader"])
         sums = {key: torch.tensor(value, device=accelerator.device) for key, value in progress["sums"].items()}
-        direct_mixings = trainable.find_direct_mixings(self.task.student)
+        mixings: Any = [module for name, module in self.task.student.named_modules() if name.endswith(".mhla.mixing")]
+        direct_mixings = [x.weight for x in mixings if getattr(x, "form", None) == "direct" and x.weight.requires_grad]
         label = f"{stage.name} ({number + 1}/{len(self.stages)})"
         bar = tqdm(total=stage.steps, initial=progress["step"], desc=label, unit="step", disable=not self.show_bars)
         units_per_step = self.task.units_per_step(stage)
@@ -276,7 +276,6 @@ class Run:
         return grad_norm
 
     def _report_time_left(self) -> None:
-        """Report the time that all stages together still take, and on a CPU, if it is long, the recipe for a CPU."""
         seconds = self.task.seconds_of(self.stages, self.progress)
         left = tqdm.format_interval(seconds - self.progress["seconds"])
         hint = ""
@@ -345,7 +344,6 @@ class Run:
         accelerator.wait_for_everyone()
 
     def _make_record(self) -> dict[str, Any]:
-        """Return the content of train.json."""
         progress, unit = self.progress, self.task.unit
         stages, earlier_seconds = [], 0.0
         for stage in self.stages:

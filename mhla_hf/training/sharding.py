@@ -84,7 +84,6 @@ def save_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 
 def load_average(accelerator: Any, average: Any, folder: Path) -> None:
-    """Load into an `EMAModel`, in place, what `save_average` wrote. All processes must call this."""
     if accelerator.is_fsdp2:
         state = average.state_dict()
         load_shards(state, checkpoint_id=folder / AVERAGE_FOLDER)

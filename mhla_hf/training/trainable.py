@@ -135,8 +135,3 @@ def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[s
         }
         for (mhla, decays), values in groups.items()
     ]
-
-
-def find_direct_mixings(student: nn.Module) -> list[nn.Parameter]:
-    mixings: list[Any] = [module for name, module in student.named_modules() if name.endswith(".mhla.mixing")]
-    return [x.weight for x in mixings if getattr(x, "form", None) == "direct" and x.weight.requires_grad]

@@ -85,7 +85,6 @@ class LabeledImages:
         return images
 
     def _renumber(self, numbers: Sequence[int], class_names: Sequence[str] | None = None) -> "LabeledImages":
-        """Return these images with every label i replaced by numbers[i]."""
         self.check_labels(len(numbers))
         labels = torch.tensor(numbers)[self.labels]
         return LabeledImages(self.items, labels, self.name, class_names, self.describe()["sha256"])
@@ -98,7 +97,6 @@ class LabeledImages:
             raise ValueError(f"{argument}: got {got}, expected 0 to {num_classes - 1}.")
 
     def image(self, index: int, channels: int) -> Image.Image:
-        """Return one image in RGB, or in grayscale if `channels` is 1."""
         item = self.items[index]
         if isinstance(item, torch.Tensor):
             item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
@@ -223,7 +221,6 @@ class ImageReader(Reader):
         return pixels, targets
 
     def _make_sample(self, number: int) -> Sample:
-        """Return the augmented image that is read at position `number` of the stage, and its smoothed label."""
         stage = self.stage
         index = self.shuffled(number, len(self.images))
         random = numpy.random.default_rng((*self.key, number, 1))

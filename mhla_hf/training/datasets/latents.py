@@ -59,7 +59,6 @@ class Latents:
         return {"kind": "latents", "samples": len(self.rows), "shape": list(self.shape), "source": self.identity}
 
     def sample(self, index: int) -> tuple[torch.Tensor, Condition]:
-        """Return the latents of one sample, fp32 [C, (F,) h, w], and its condition."""
         row = self.rows[index]
         latents = torch.as_tensor(row["latents"]).float()
         columns = (column for column in self.columns if column in CONDITION_COLUMNS)
@@ -87,7 +86,6 @@ class LatentReader(Reader):
         return {**_collate(inputs, self.conditions), "target": torch.stack(targets)}
 
     def _make_sample(self, number: int) -> tuple[torch.Tensor, float, Condition, torch.Tensor]:
-        """Return the noisy latents, time, condition and target of the sample read at position `number` of the stage."""
         latents, condition = self.source.sample(self.shuffled(number, len(self.source.rows)))
         generator = make_generator(*self.key, number)
         noise = torch.randn(latents.shape, generator=generator)
@@ -152,7 +150,6 @@ class PointReader(TrajectoryReader):
         return [trajectory for batch in micro_batches for trajectory in self._sample(batch)]
 
     def _sample(self, numbers: Sequence[int]) -> list[list[Any]]:
-        """Sample the trajectories of a micro-batch, on the teacher's device."""
         transformer, scheduler = self.teacher
         device = next(transformer.parameters()).device
         generators = [make_generator(*self.key, number) for number in numbers]
@@ -187,7 +184,6 @@ class PointReader(TrajectoryReader):
 
 
 def _collate(inputs: Iterable[Sequence[Any]], encoder: ConditionEncoder) -> Batch:
-    """Make a batch of noisy latents, times, and conditions."""
     noisy, times, conditions = inputs
     return {"noisy": torch.stack(list(noisy)), "times": torch.tensor(times), **encoder.batch(conditions)}
 
@@ -293,7 +289,6 @@ def open_latents(data: Any) -> Latents:
 
 
 def read_prompt_lines(path: Path) -> list[str]:
-    """Return the nonempty lines of a text file, without surrounding whitespace."""
     return [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
 
 

@@ -91,7 +91,6 @@ class Task(abc.ABC, Generic[StageT]):
         return progress["seconds"] / progress[self.unit] * sum(x.steps * self.units_per_step(x) for x in stages)
 
     def evaluate(self) -> dict[str, float]:
-        """Return evaluation scores of the student by name, to be logged in the history."""
         return {}
 
     def check_previews(self, source: Any) -> None:
@@ -99,7 +98,6 @@ class Task(abc.ABC, Generic[StageT]):
         raise ValueError("preview_every: got a number with a model that makes no images, expected 0.")
 
     def preview(self, source: Any, stage: StageT, seed: int) -> list[Any]:
-        """Return an image that the student makes, or the frames of a video, as PIL images."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -111,13 +109,11 @@ class Task(abc.ABC, Generic[StageT]):
         set_gradient_checkpointing(self.student, enabled)
 
     def save(self, folder: Path) -> None:
-        """Write the trained model, and its tokenizer or image processor, into an existing folder."""
         self.returned.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         if self.preprocessor is not None:
             self.preprocessor.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
-        """Load into the student, in place, the weights that `save` wrote to `folder`."""
         load_weights(self.student, folder)
 
 

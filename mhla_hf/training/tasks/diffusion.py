@@ -80,7 +80,6 @@ class DiffusionObjective(Objective):
 
 
 def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error of each sample, summed over samples."""
     return (prediction - target).square().flatten(1).mean(1).sum()
 
 
@@ -133,7 +132,10 @@ class DiffusionTask(Task[DiffusionStage]):
                 raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         if self.pipeline is None:
             raise ValueError("teacher: got no pipeline as student or teacher, expected one of them, for its scheduler.")
-        descriptions = [f"{_base_of(model)} of {model.config.get('in_channels')} channels" for model in models]
+        # The softmax class of a converted model; families such as Flux have several.
+        bases = [next(x for x in type(model).__mro__ if transformer_family(x) is not None) for model in models]
+        channels = [model.config.get("in_channels") for model in models]
+        descriptions = [f"{x.__name__} of {count} channels" for x, count in zip(bases, channels, strict=True)]
         if descriptions[0] != descriptions[-1]:
             raise ValueError(f"teacher: got a {descriptions[-1]}, expected a {descriptions[0]} as the student is.")
         family = cast(Family, families[0])
@@ -145,7 +147,6 @@ class DiffusionTask(Task[DiffusionStage]):
             import_peft()
 
     def _image_columns(self) -> list[str]:
-        """Return the columns of latents that the model needs besides a text or a class."""
         config = self.student.config
         needs = {"condition": _latent_channels(self.student) < (config.get("in_channels") or 0)}
         needs |= {"image_embeds": config.get("image_dim"), "control": config.get("vace_in_channels")}
@@ -303,7 +304,6 @@ class DiffusionTask(Task[DiffusionStage]):
         return (channels, *latent_frames, rows // scale, columns // scale)
 
     def _check_shape(self, shape: tuple[int, ...], stage: DiffusionStage, latents: Latents | None) -> None:
-        """Raise ValueError if the shape of the latents does not fit the model or the stage."""
         patch_size, channels = _patch_size(self.student), _latent_channels(self.student)
         sample_size = self.student.config.get("sample_size")
         expected = None
@@ -321,7 +321,6 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> tuple[Conditions, Conditions]:
-        """Return the conditions of B texts, [B, ...] each, and those of the empty prompt, [1, ...] each."""
         pipeline = self.pipeline
         encoder_device = pipeline.text_encoder.device
         pipeline.text_encoder.to(self.student.device)
@@ -342,11 +341,6 @@ def _latent_channels(model: Any) -> int:
     """Return the number of channels of the noisy latents; the input of models of image to video has more. 0: unknown."""
     in_channels = model.config.get("in_channels") or 0
     return min(in_channels, model.config.get("out_channels") or in_channels)
-
-
-def _base_of(model: Any) -> str:
-    """Return the name of the softmax class of a model that can be trained; families such as Flux have several classes."""
-    return next(cls.__name__ for cls in type(model).__mro__ if transformer_family(cls) is not None)
 
 
 def _patch_size(model: Any) -> tuple[int, ...]:
