@@ -44,10 +44,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 
 
 def import_peft(model: Any = None) -> Any:
-    """Return the `peft` module. Register the classes and default LoRA targets of a converted model, if there is one.
-
-    Raise ImportError if PEFT is not installed.
-    """
+    """Return the `peft` module. Register the classes and default LoRA targets of a converted model, if there is one."""
     with require_extra("an adapter", "peft", "peft"):
         import peft
     family = family_of(model) if model is not None else None
@@ -60,13 +57,8 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
     """Return a `peft.LoraConfig` that adds LoRA to a converted language model, and trains and saves all MHLA modules.
 
     Args:
-        model: A converted language model.
-        **lora: Arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: the modules that PEFT selects
-            for the base model).
-
-    Raises:
-        TypeError: The model has no MHLA layers.
-        ImportError: PEFT is not installed.
+        model: A converted language model; any other is a TypeError.
+        **lora: Arguments of `LoraConfig`. The default of target_modules is PEFT's for the base model.
     """
     mhla_layers(model)
     modules_to_save = [*(lora.pop("modules_to_save", None) or ()), "mhla"]
@@ -80,23 +72,18 @@ def save_adapter(
 ) -> None:
     """Save a conversion without its base: the settings, the MHLA modules, and LoRA if the model has it.
 
-    An adapter that is in `folder` already is replaced when the new one is complete; other files in there are kept.
-
     Args:
-        model: A converted language model, or the result of `get_peft_model(model, adapter_config(model))`. The MHLA modules
-            of the former, or all adapters of the latter, are saved.
-        folder: Where to write the files of a PEFT adapter and mhla.json. If there are several adapters, all but "default" go
-            to subfolders of their names, as in PEFT.
+        model: A converted language model, whose MHLA modules are saved, or a `PeftModel` of one with all its adapters.
+        folder: Where to write a PEFT adapter and mhla.json. An adapter that is there is replaced, other files are kept. Of
+            several adapters, all but "default" go to subfolders of their names, as in PEFT.
         base: The softmax original of a converted model that was distilled, or into which LoRA was merged. What this changed
             in its linear layers is then saved as LoRA; without `base`, it is not saved, and merged LoRA is an error.
         rank: Rank of this LoRA. It keeps the largest singular values of each change; the log says how much that is.
 
     Raises:
         TypeError: The model is neither.
-        ValueError: `folder` holds other files or cannot be written. `base` is given with a `PeftModel`, is not the original,
-            or differs in other parameters than the weights of linear layers. LoRA was merged into the model and there is no
-            `base`. `load_adapter` would refuse the adapter.
-        ImportError: PEFT is not installed.
+        ValueError: `folder` holds other files or cannot be written, `base` does not fit, LoRA was merged without `base`, or
+            `load_adapter` would refuse the adapter.
     """
     peft, untyped_model = import_peft(), cast(Any, model)
     is_peft_model = isinstance(model, peft.PeftModel)
@@ -108,7 +95,12 @@ def save_adapter(
         raise ValueError(f"base: got {type(base).__name__} with a PeftModel, whose LoRA is saved, expected None.")
     if not is_whole(rank, 1):
         raise ValueError(f"rank: got {rank!r}, expected a whole number of at least 1.")
-    path = _check_folder(folder)
+    path = Path(folder).resolve()
+    is_adapter = any(path.glob(SETTINGS_FILE)) or any(path.glob(f"*/{SETTINGS_FILE}"))
+    is_used = path.is_file() or (path.is_dir() and any(path.iterdir()) and not is_adapter)
+    if is_used or Path.cwd().is_relative_to(path):
+        expected = "a new or empty folder, or an adapter to replace, and not the working folder"
+        raise ValueError(f"folder: got {str(folder)!r}, expected {expected}.")
     peft_configs = untyped_model.peft_config if is_peft_model else {}
     # PiSSA and its like change the base when they begin, and do so again when the adapter is loaded.
     if base is None and not any(isinstance(getattr(x, "init_lora_weights", 0), str) for x in peft_configs.values()):
@@ -121,12 +113,9 @@ def save_adapter(
     for name, (lora, weights) in adapters.items():
         lora.inference_mode = True
         _check_weights(converted, settings, lora, weights, name, f"model: got the adapter {name!r}")
-    record = {
-        "base_model_type": config.base_model_type,
-        "sizes": {name: size for name in SIZES if (size := getattr(config, name, None)) is not None},
-        "mhla": config.mhla,
-        "measured": getattr(config, "mhla_measured", None),
-    }
+    sizes = {name: size for name in SIZES if (size := getattr(config, name, None)) is not None}
+    record = {"base_model_type": config.base_model_type, "sizes": sizes, "mhla": config.mhla}
+    record["measured"] = getattr(config, "mhla_measured", None)
     metadata = {"format": "pt", "mhla": json.dumps(config.mhla)}
     message = f"folder: got {str(folder)!r}, expected a folder that can be written"
     with wrap_errors(message), atomic_folder(path, replace=True) as temporary:
@@ -143,27 +132,12 @@ def save_adapter(
             write_json(target / SETTINGS_FILE, record)
 
 
-def _check_folder(folder: str | Path) -> Path:
-    """Return the absolute path of a folder to save to. Raise ValueError unless it is new, empty, or an adapter's."""
-    path = Path(folder).resolve()
-    is_adapter = any(path.glob(SETTINGS_FILE)) or any(path.glob(f"*/{SETTINGS_FILE}"))
-    is_used = path.is_file() or (path.is_dir() and any(path.iterdir()) and not is_adapter)
-    if is_used or Path.cwd().is_relative_to(path):
-        expected = "a new or empty folder, or an adapter to replace, and not the working folder"
-        raise ValueError(f"folder: got {str(folder)!r}, expected {expected}.")
-    return path
-
-
 def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the configuration and weights of an adapter for a model that is no `PeftModel`; see `save_adapter`."""
-    factors = {} if base is None else factorize_changes(model, base, rank)
-    lora = import_peft(model).LoraConfig(
-        r=rank,
-        lora_alpha=rank,
-        target_modules=list(factors) or NO_LORA,
-        modules_to_save=["mhla"],
-        base_model_name_or_path=(model if base is None else base).config.name_or_path or None,
-    )
+    factors: dict[str, Any] = {} if base is None else factorize_changes(model, base, rank)
+    name = (model if base is None else base).config.name_or_path or None
+    options = {"target_modules": list(factors) or NO_LORA, "modules_to_save": ["mhla"], "base_model_name_or_path": name}
+    lora = import_peft(model).LoraConfig(r=rank, lora_alpha=rank, **options)
     weights = {name: x for name, x in model.state_dict().items() if ".mhla." in name}
     for name, (down, up) in factors.items():
         weights |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
@@ -172,9 +146,9 @@ def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, t
 
 def _first_rows(model: Any) -> dict[str, torch.Tensor]:
     """Copy the first row of each linear layer's weight, if it is in memory and no `PeftModel` has merged LoRA into it."""
-    modules = {name: module for name, module in model.named_modules() if not getattr(module, "merged", False)}
-    layers = {name: getattr(module, "base_layer", module) for name, module in modules.items()}
-    weights = {name: x.weight for name, x in layers.items() if isinstance(x, torch.nn.Linear)}
+    modules = ((name, module) for name, module in model.named_modules() if not getattr(module, "merged", False))
+    layers = ((name, getattr(module, "base_layer", module)) for name, module in modules)
+    weights = {name: x.weight for name, x in layers if isinstance(x, torch.nn.Linear)}
     return {name: x[:1].detach().clone() for name, x in weights.items() if not x.is_meta}
 
 
@@ -187,44 +161,32 @@ def _remember_base(model: Any, lora: Any) -> None:
 
 
 def _check_not_merged(model: Any) -> None:
-    """Raise ValueError if LoRA was merged into a model since `_remember_base`: without `base`, it cannot be saved."""
-    if not hasattr(model, "rows_before_lora"):
-        return
-    rank, rows = model.rows_before_lora
+    noted: Any = getattr(model, "rows_before_lora", (0, {}))
+    rank, rows = noted
     for name, row in _first_rows(model).items():
         if name in rows and not torch.equal(rows[name].to(row), row):
-            raise ValueError(
-                f"model: got LoRA merged into {name!r}, which would be lost, expected the result of merge_and_unload() "
-                f"with base=, its softmax original, and rank={rank}."
-            )
+            expected = f"the result of merge_and_unload() with base=, its softmax original, and rank={rank}"
+            raise ValueError(f"model: got LoRA merged into {name!r}, which would be lost, expected {expected}.")
 
 
 @torch.no_grad()
-def factorize_changes(
-    model: torch.nn.Module, base: torch.nn.Module, rank: int
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Approximate the difference of a converted model's linear layers to its original's by matrices of low rank.
-
-    Returns the factors of LoRA, [rank, in_features] and [out_features, rank], by layer. Raises ValueError if `base` is not
-    the original, or differs in other parameters than the weights of linear layers.
-    """
+def factorize_changes(model: Any, base: Any, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return LoRA's factors, [rank, in] and [out, rank], of what changed in each linear layer since the original `base`."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    factors = {}
+    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     whole = kept = 0.0  # squared norms of the changes and of their approximations
     for name, original in base.named_parameters():
         weight = parameters.get(name)
         if weight is None or weight.shape != original.shape:
-            raise ValueError(
-                f"base: got {type(base).__name__} whose {name!r} does not fit, expected the model's original."
-            )
+            start = f"base: got {type(base).__name__} whose {name!r} does not fit"
+            raise ValueError(f"{start}, expected the model's original.")
         change = weight.float() - original.to(weight).float()
         if not change.any():
             continue
         module_name, _, kind = name.rpartition(".")
         if kind != "weight" or not isinstance(modules[module_name], torch.nn.Linear):
-            raise ValueError(
-                f"base: got a model with another {name!r}, expected changed weights of linear layers alone."
-            )
+            expected = "changed weights of linear layers alone"
+            raise ValueError(f"base: got a model with another {name!r}, expected {expected}.")
         left, values, right = torch.linalg.svd(change, full_matrices=False)
         left, values, right = left[:, :rank], values[:rank], right[:rank]
         pad = rank - len(values)  # of a layer with fewer features than the rank
@@ -256,10 +218,8 @@ def load_adapter(
         The `PeftModel`, in eval mode unless `is_trainable`.
 
     Raises:
-        ValueError: The adapter is not an MHLA adapter, its files do not fit each other, it belongs to another base, or its
-            name is taken or no name for PEFT. In these cases the model is unchanged.
         TypeError: The model is not a language model of transformers.
-        ImportError: PEFT is not installed.
+        ValueError: It is no MHLA adapter, or does not fit the model, which is unchanged; or the name is taken or no name.
     """
     peft = import_peft()
     folder = _fetch_adapter(source, adapter_name, revision)
@@ -286,10 +246,15 @@ def load_adapter(
         raise ValueError(f"adapter_name: got {adapter_name!r}, expected a name without a dot that no module has.")
     base: Any = model if peft_model is None else peft_model.get_base_model()
     if not hasattr(getattr(base, "config", None), "model_type"):
-        raise TypeError(
-            f"model: got {type(base).__name__}, expected a language model of transformers or its PeftModel."
-        )
-    _check_base(base.config, record, source)
+        expected = "a language model of transformers or its PeftModel"
+        raise TypeError(f"model: got {type(base).__name__}, expected {expected}.")
+    model_type = getattr(base.config, "base_model_type", base.config.model_type)
+    if model_type != record["base_model_type"]:
+        expected = f"{record['base_model_type']!r}, the base of {str(source)!r}"
+        raise ValueError(f"model: got the model type {model_type!r}, expected {expected}.")
+    for name, size in record["sizes"].items():
+        if (current := getattr(base.config, name, None)) != size:
+            raise ValueError(f"model: got {name} {current}, expected {size}, as the base of {str(source)!r} has.")
     is_converted = getattr(base.config, "mhla", None) is not None
     if is_converted and MHLASettings.from_dict(base.config.mhla) != settings:
         raise ValueError(f"model: got one converted with other settings than {str(source)!r}, expected the same ones.")
@@ -310,10 +275,7 @@ def load_adapter(
 def _check_weights(
     base: Any, settings: MHLASettings, lora: Any, weights: dict[str, torch.Tensor], adapter_name: str, start: str
 ) -> None:
-    """Raise ValueError unless an adapter has the tensors that PEFT saves with these settings, and all are finite.
-
-    Their names and shapes come from a copy of `base` on the meta device. `start` is the beginning of the error.
-    """
+    """Raise ValueError unless an adapter has the tensors that PEFT saves with these settings, and all are finite."""
     peft, lora = import_peft(), copy.deepcopy(lora)
     lora.base_model_name_or_path = None  # PEFT would warn that the copy has another name
     with wrap_errors(f"{start}, expected an adapter that fits {type(base).__name__}"), torch.device("meta"):
@@ -324,11 +286,9 @@ def _check_weights(
         model = peft.get_peft_model(model, lora, adapter_name)
         expected |= peft.get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
     for name in sorted({*expected, *weights}):
-        shape, expected_shape = (
-            f"shape {list(x[name].shape)}" if name in x else "nothing" for x in (weights, expected)
-        )
-        if shape != expected_shape:
-            raise ValueError(f"{start} with {shape} for {name!r}, expected {expected_shape}.")
+        shape, wanted = (f"shape {list(x[name].shape)}" if name in x else "nothing" for x in (weights, expected))
+        if shape != wanted:
+            raise ValueError(f"{start} with {shape} for {name!r}, expected {wanted}.")
         if not weights[name].isfinite().all():
             raise ValueError(f"{start} with NaN or infinity in {name!r}, expected finite numbers.")
 
@@ -345,22 +305,6 @@ def _fetch_adapter(source: str | Path, adapter_name: str, revision: str | None) 
     if (folder / adapter_name / SETTINGS_FILE).is_file():
         folder = folder / adapter_name
     if missing := [name for name in FILES if not (folder / name).is_file()]:
-        raise ValueError(
-            f"source: got {str(source)!r}, which has no {missing[0]}, expected an adapter that save_adapter wrote."
-        )
+        start = f"source: got {str(source)!r}, which has no {missing[0]}"
+        raise ValueError(f"{start}, expected an adapter that save_adapter wrote.")
     return folder
-
-
-def _check_base(config: Any, record: dict[str, Any], source: str | Path) -> None:
-    """Raise ValueError unless model type and sizes of a configuration, converted or not, fit the adapter's base model."""
-    model_type = getattr(config, "base_model_type", config.model_type)
-    if model_type != record["base_model_type"]:
-        raise ValueError(
-            f"model: got the model type {model_type!r}, expected "
-            f"{record['base_model_type']!r}, the base of {str(source)!r}."
-        )
-    for name, size in record["sizes"].items():
-        if getattr(config, name, None) != size:
-            raise ValueError(
-                f"model: got {name} {getattr(config, name, None)}, expected {size}, as the base of {str(source)!r} has."
-            )

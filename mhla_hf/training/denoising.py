@@ -21,10 +21,9 @@ Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, [B, 
 def make_arguments(
     transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions
 ) -> dict[str, Any]:
-    """Return the keyword arguments with which a diffusion transformer is called.
+    """Return the arguments of a diffusion transformer for latents [B, C, (F,) h, w] at `times` [B] (0 to 1,000).
 
-    `noisy` is [B, C, (F,) h, w], `times` [B] on the scheduler's scale (0 to 1,000). Of the conditions (`Family.conditions`),
-    "condition" [B, D, (F,) h, w] becomes further channels of the latents, as in models of image to video.
+    The condition "condition" [B, D, (F,) h, w] becomes further channels of the latents, as in models of image to video.
     """
     arguments: dict[str, Any] = dict(conditions)
     if (condition := arguments.pop("condition", None)) is not None:
@@ -45,10 +44,7 @@ def make_arguments(
 
 
 def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Call a diffusion transformer, and return its first output in fp32, without that for images to edit.
-
-    Floating-point tensors in `arguments`, except for the time, get the transformer's dtype; those in `constants` do not.
-    """
+    """Call a diffusion transformer, and return its first output in fp32. `constants` keep their dtypes."""
     casts = {
         key: value.to(transformer.dtype) if torch.is_tensor(value) and value.is_floating_point() else value
         for key, value in arguments.items()
@@ -61,22 +57,13 @@ def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str,
 
 
 def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Return the transformer's prediction (velocity, noise or clean sample), fp32 in the shape of `noisy`.
-
-    The variance that DiT and PixArt also predict is dropped.
-    """
+    """Return the prediction, fp32 in the shape of `noisy`, without the variance that DiT and PixArt also predict."""
     output = call(transformer, make_arguments(transformer, noisy, times, conditions))
     return output[:, : noisy.shape[1]]
 
 
 class NoiseProcess:
-    """The noise process of a scheduler. It adds noise to clean latents, and computes the target of the transformer.
-
-    x_0 stands for the clean latents, x_t for the noisy ones at time t. In flow matching, with s = t / `num_times`:
-    x_t = (1 - s) x_0 + s noise, and the prediction is the velocity noise - x_0. In DDPM, with a_t = `alphas_cumprod[t]`:
-    x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise, and the prediction depends on the scheduler's `prediction_type`.
-    Times are drawn from the range `times`, without its end.
-    """
+    """The noise process of a scheduler: flow matching or DDPM. Times are drawn from the range `times`, without its end."""
 
     def __init__(self, scheduler: Any, times: tuple[float, float] = (0.0, math.inf)) -> None:
         config = scheduler.config
@@ -92,26 +79,21 @@ class NoiseProcess:
         elif hasattr(scheduler, "alphas_cumprod"):
             self.alphas_cumprod = scheduler.alphas_cumprod.double().cpu()
         else:
-            raise ValueError(
-                f"scheduler: got {type(scheduler).__name__}, expected one with flow sigmas or alphas_cumprod."
-            )
+            name = type(scheduler).__name__
+            raise ValueError(f"scheduler: got {name}, expected one with flow sigmas or alphas_cumprod.")
 
     @property
     def is_flow(self) -> bool:
-        """Whether the process is flow matching; else it is DDPM."""
         return self.prediction == "flow_prediction"
 
     def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
-        """Draw a time on the scheduler's scale, a whole number for DDPM.
-
-        In flow matching, `shift` moves times toward noise; None means the scheduler's.
-        """
+        """Draw a time on the scheduler's scale. In flow matching, `shift` (None: the scheduler's) moves it toward noise."""
         shift = self.shift if shift is None else shift
+        is_normal = distribution == "logit-normal"
+        draw = torch.randn if is_normal else torch.rand
         while True:
-            if distribution == "logit-normal":
-                fraction = torch.randn((), generator=generator, dtype=torch.float64).sigmoid().item()
-            else:
-                fraction = torch.rand((), generator=generator, dtype=torch.float64).item()
+            number = draw((), generator=generator, dtype=torch.float64)
+            fraction = (number.sigmoid() if is_normal else number).item()
             if self.is_flow:
                 time = self.num_times * shift * fraction / (1 + (shift - 1) * fraction)
             else:
@@ -138,11 +120,7 @@ def sample_latents(
     steps: int, guidance: float, generators: Sequence[torch.Generator] | None = None,
     on_step: Callable[[torch.Tensor, float], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sample clean latents with classifier-free guidance (1: none), as a diffusers pipeline does.
-
-    `noise` and the result are fp32 [B, C, (F,) h, w]. Row i of a stochastic scheduler draws from `generators[i]`.
-    `on_step(model_input, time)` is called before every step.
-    """
+    """Sample clean latents [B, C, (F,) h, w] as a pipeline does; call `on_step(model_input, time)` before steps."""
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device=noise.device)
     takes_generator = "generator" in inspect.signature(scheduler.step).parameters

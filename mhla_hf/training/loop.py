@@ -20,7 +20,7 @@ from ..checkpoints.load import require_extra
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, CommonStage, Options, Recipe, Stage, make_stages, read_recipe
 from .run import Run
-from .run_folder import RECORD, RUN_OUTPUTS, RunFolder, identify_student
+from .run_folder import RECORD, RUN_OUTPUTS, RunFolder, identify
 from .sharding import make_accelerator
 from .tasks import find_task
 from .tasks.base import Task
@@ -44,7 +44,7 @@ def distill(
 
     Args:
         student: A causal language model, text encoder or image model of transformers, or a transformer or pipeline of
-            diffusers. It is trained in place, in float32. A pipeline is saved whole.
+            diffusers, which is trained in place, in float32.
         teacher: The softmax original, with the same layer names and vocabulary, in any dtype; never changed. Required by
             losses that compare with it. For diffusion, student or teacher must be a pipeline, because its scheduler is used.
         out: Folder to create. Until the run is finished, its state is in `<out>.state`.
@@ -53,7 +53,7 @@ def distill(
             (a list, or a .txt file with one per line) or, given None, for random classes.
         stages: List of stages, or of dicts with their fields.
         recipe: Name of a recipe, path of a YAML file, or `Recipe`; pass either this or `stages`.
-        seed: Random seed from 0 to 2**32 - 1, which determines the order of the data and every other random choice.
+        seed: Determines the order of the data and every other random choice.
         mixed_precision: "no" (default) or "bf16" (float32 weights and bfloat16 arithmetic).
         save_dtype: Dtype of the saved weights, "float32", "bfloat16" or "float16" (or torch's); None: the student's.
             Mixing matrices are always float32.
@@ -63,16 +63,15 @@ def distill(
         preview_every: Optimizer steps between images or videos that a diffusion model samples for the first row of the data
             (default 0: none), saved in `out/previews` and shown by trackers.
         tracker: "tensorboard" (written to `runs/`) or another one that Accelerate knows; None or "": none.
-        progress: Whether to show progress on stderr: bars on a terminal, else a line every `log_every` steps.
+        progress: Whether to show progress on stderr.
         command: Shell command that repeats the run, for the record.
         **options: Options for the kind of model. Language models and encoders: `tokenizer` (saved with the model) and
             `text_field`. Encoders: `files` (saved with the model, see `checkpoints.save.read_sentence_files`). Image
             models: `processor` (saved with the model) and `test` (images on which the accuracy is logged).
 
     Returns:
-        The trained `student`, in the dtype in which it was saved. If `accelerate launch` shards the run with FSDP2, only
-        the main process has its weights. `out/train.json` records stages, tokens, seconds, losses, versions, hardware and
-        seed.
+        The trained `student`, in the dtype in which it was saved; with FSDP2, only the main process has its weights.
+        `out/train.json` records stages, tokens, seconds, losses, versions, hardware and seed.
 
     Raises:
         ValueError, TypeError, ImportError: An argument is not valid; raised before anything is written.
@@ -80,14 +79,10 @@ def distill(
         KeyboardInterrupt: On Ctrl-C, after the current step is done and the state is saved.
     """
     run_arguments = {
-        "mixed_precision": mixed_precision,
-        "save_dtype": save_dtype and str(save_dtype).removeprefix("torch."),
-        "gradient_checkpointing": gradient_checkpointing,
-        "save_every": save_every,
-        "log_every": log_every,
-        "preview_every": preview_every,
-        "tracker": tracker,
-    }
+        "mixed_precision": mixed_precision, "save_dtype": save_dtype and str(save_dtype).removeprefix("torch."),
+        "gradient_checkpointing": gradient_checkpointing, "save_every": save_every, "log_every": log_every,
+        "preview_every": preview_every, "tracker": tracker,
+    }  # fmt: skip
     task = find_task(student, teacher, options)
     checked_stages, data, run_options = _resolve(task, stages, recipe, data, seed, run_arguments)
     parts = task.parts()
@@ -96,22 +91,17 @@ def distill(
     folder = RunFolder(out)
     if not (folder.out / RECORD).is_file():
         folder.check_free()
-    train = functools.partial(
-        _train, stages=checked_stages, data=data, options=run_options, seed=seed, progress=progress, command=command
-    )
+    arguments: Any = {"stages": checked_stages, "data": data, "options": run_options, "seed": seed}
+    train: Any = functools.partial(_train, **arguments, progress=progress, command=command)
     return train(task, folder) if len(parts) == 1 else _train_in_turn(parts, folder, train)
 
 
 def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Task, RunFolder], Any]) -> Any:
-    """Train two models of one pipeline, one after the other, so that only one at a time is on the device.
-
-    The first run has a folder of its own next to `out`, from which a killed call resumes; it is removed at the end.
-    The last run returns and saves the pipeline.
-    """
+    """Train two models of a pipeline in turn, so that only one at a time is on the device. The last saves the pipeline."""
     first, last = parts
     first_folder = RunFolder(folder.out.with_name(f"{folder.out.name}.high_noise"))
     if (folder.out / RECORD).is_file():
-        last.earlier_student = identify_student(first.student)
+        last.earlier_student = identify(first.student, is_student=True)
     else:
         train(first, first_folder)
         last.earlier_student = first_folder.identity["student"]
@@ -155,10 +145,7 @@ def _train(
     task: Task, folder: RunFolder, stages: Sequence[CommonStage], data: Any, options: Options, seed: int, progress: bool,
     command: str | None,
 ) -> Any:  # fmt: skip
-    """Create an `Accelerator`, open the data, train, and return the result of `Run.execute`.
-
-    At the end, Accelerate's global state is reset if it did not exist before; with several processes, `PartialState` stays.
-    """
+    """Create an `Accelerator`, open the data, train, and reset Accelerate's global state if it did not exist before."""
     with require_extra("distill", "accelerate", "train"):
         import accelerate
     trackers = [str(tracker.value) for tracker in accelerate.tracking.get_available_trackers()]
@@ -167,25 +154,20 @@ def _train(
     is_first_accelerator = not accelerate.state.PartialState._shared_state
     ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = make_accelerator(
-        mixed_precision=options.mixed_precision,
-        log_with=options.tracker or None,
-        project_dir=str(folder.state),
+        mixed_precision=options.mixed_precision, log_with=options.tracker or None, project_dir=str(folder.state),
         kwargs_handlers=[ddp],
-    )
+    )  # fmt: skip
     try:
         processes, precision = accelerator.num_processes, accelerator.mixed_precision
         if precision not in ("no", "bf16"):
             raise ValueError(f"mixed_precision: got {precision!r} from the launcher, expected 'no' or 'bf16'.")
         for stage in stages:
             if stage.batch_size % (processes * stage.grad_accum):
-                raise ValueError(
-                    f"batch_size: got {stage.batch_size} in stage {stage.name!r}, expected "
-                    f"a multiple of {processes} processes times grad_accum {stage.grad_accum}."
-                )
+                expected = f"a multiple of {processes} processes times grad_accum {stage.grad_accum}"
+                raise ValueError(f"batch_size: got {stage.batch_size} in stage {stage.name!r}, expected {expected}.")
         if options.preview_every and accelerator.is_fsdp2:
-            raise ValueError(
-                f"preview_every: got {options.preview_every} with FSDP, which shards the model, expected 0."
-            )
+            got = f"{options.preview_every} with FSDP, which shards the model"
+            raise ValueError(f"preview_every: got {got}, expected 0.")
         source = task.open(data, stages)
         if options.preview_every:
             task.check_previews(source)

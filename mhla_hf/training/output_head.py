@@ -4,8 +4,7 @@ The logits of a batch are often the largest tensor of a training step. Where the
 gradients are computed here chunk by chunk from the hidden states, and only the logits of one chunk exist at a time.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,32 +19,23 @@ ChunkLoss = Callable[..., torch.Tensor]
 
 
 class OutputHead(NamedTuple):
-    """A linear output head with an optional scale and soft cap of its logits.
-
-    The logits of hidden states x are cap * tanh(scale * layer(x) / cap), or scale * layer(x) without a cap.
-    """
+    """A linear output head with logits cap * tanh(scale * layer(x) / cap), or scale * layer(x) without a cap."""
 
     layer: nn.Linear
     scale: float
     cap: float | None
 
     def transform(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and soft-cap the outputs of the linear layer, [..., vocab]."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [..., vocab] of hidden states [..., width]."""
         return self.transform(self.layer(hidden))
 
 
 @torch.no_grad()
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
-    """Return the output head of a model, or the reason why it cannot be separated from the rest of the model.
-
-    To verify this, the model runs on a few tokens of `ids` [B, L] while the output of its linear layer is replaced by
-    fixed logits. It must return the result of `OutputHead.transform` for these logits.
-    """
+    """Return a model's output head, or why it cannot be separated, as found by running `ids` [B, L] with fixed logits."""
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
         return f"its output head is a {type(layer).__name__}, not a torch.nn.Linear"
@@ -59,11 +49,11 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     probe = probe.view(layer.out_features, *ids.shape).movedim(0, -1)
     input_shapes: list[torch.Size] = []
 
-    def return_probe(hidden: torch.Tensor) -> torch.Tensor:
-        input_shapes.append(hidden.shape)
+    def return_probe(_layer: Any, inputs: tuple[torch.Tensor], _output: Any) -> torch.Tensor:
+        input_shapes.append(inputs[0].shape)
         return probe
 
-    with torch.random.fork_rng([ids.device] if ids.is_cuda else []), _replaced_forward(layer, return_probe):
+    with torch.random.fork_rng([ids.device] if ids.is_cuda else []), layer.register_forward_hook(return_probe):
         logits = model(input_ids=ids, use_cache=False).logits
     if input_shapes != [(*ids.shape, layer.in_features)]:
         return "its output head does not read one hidden state of each token"
@@ -72,40 +62,27 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     return head
 
 
-def run_without_head(model: Any, head: OutputHead, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Run a model without its output head on ids [B, L].
-
-    Return its output, whose logits must not be used, and the inputs of the head, hidden states [B, L, width].
-    """
-    inputs: list[torch.Tensor] = []
-
-    def keep_input(hidden: torch.Tensor) -> torch.Tensor:
-        inputs.append(hidden)
-        return hidden[:, :1].detach()
-
-    with _replaced_forward(head.layer, keep_input):
+def run_without_head(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Return a model's output, without usable logits, and the inputs of `head` [B, L, width] or, without one, the logits."""
+    if head is None:
         output = model(input_ids=ids, use_cache=False)
-    return output, inputs[0]
+        return output, output.logits
+    hidden: list[torch.Tensor] = []
+
+    def keep_input(_layer: Any, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        hidden.extend(inputs)
+        return inputs[0][:, :1].detach()
+
+    with head.layer.register_forward_pre_hook(keep_input):
+        output = model(input_ids=ids, use_cache=False)
+    return output, hidden[0]
 
 
-@contextlib.contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Replace the `forward` of `module`, and restore it at the end."""
-    instance: Any = module
-    previous = vars(module).get("forward")  # Accelerate sets one on the instance
-    instance.forward = forward
-    try:
-        yield
-    finally:
-        del instance.forward
-        if previous is not None:
-            instance.forward = previous
+class SumInChunks(torch.autograd.Function):
+    """Sums of a loss over N tokens, [S], without the logits of all tokens. Only the first sum has a gradient.
 
-
-class _SumInChunks(torch.autograd.Function):
-    """Autograd function behind `sum_in_chunks`.
-
-    The forward pass also computes the gradients, so that the logits of a chunk can be freed before the next chunk.
+    `loss(logits, *rows)` returns the sums over a chunk, [S], from its logits and the same rows of `token_tensors`. The
+    gradients are computed in the forward pass, so that the logits of a chunk can be freed.
     """
 
     @staticmethod
@@ -113,14 +90,13 @@ class _SumInChunks(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
         loss: ChunkLoss, token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """`weight` and `bias` are those of the head; they are arguments so that autograd tracks them."""
+        """`hidden` are inputs of the head, or logits. `weight` and `bias` are arguments so that autograd tracks them."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
-        need_hidden, need_weight, need_bias = (needs and grad_enabled for needs in ctx.needs_input_grad[:3])
-        need_any = need_hidden or need_weight or need_bias
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros_like(weight) if weight is not None and need_weight else None
-        d_bias = torch.zeros_like(bias) if bias is not None and need_bias else None
+        tensors: Any = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        gradients = [torch.zeros_like(x) if is_needed and grad_enabled else None for x, is_needed in tensors]
+        d_hidden, d_weight, d_bias = gradients
+        need_any = any(x is not None for x in gradients)
         sums: Any = 0
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
@@ -145,19 +121,5 @@ class _SumInChunks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_sums: torch.Tensor) -> Any:
-        """Return the gradients that `forward` computed, multiplied by the gradient of the first sum."""
         gradients = (x if x is None else d_sums[0].to(x.dtype) * x for x in ctx.saved_tensors)
         return *gradients, None, None, None, None
-
-
-def sum_in_chunks(
-    hidden: torch.Tensor, head: OutputHead | None, loss: ChunkLoss, token_tensors: Sequence[torch.Tensor] = ()
-) -> torch.Tensor:
-    """Return S sums of a loss over N tokens, [S], without ever storing the logits of all tokens.
-
-    `hidden` are the inputs of the head [N, width] or, without a head, the logits. `loss(logits, *rows)` returns the sums
-    over a chunk, [S], from its logits and the same rows of `token_tensors`, [N, ...] each. Only the first sum has a
-    gradient, with respect to the hidden states and the head.
-    """
-    weight, bias = (None, None) if head is None else (head.layer.weight, head.layer.bias)
-    return _SumInChunks.apply(hidden, weight, bias, head, loss, token_tensors, torch.is_grad_enabled())

@@ -1,29 +1,232 @@
-"""Calls of diffusers pipelines during training: they sample the teacher's trajectories and the student's previews."""
+"""Calls of diffusers pipelines during training, which sample the student's previews and the teacher's trajectories.
+
+Recorded is what the teacher's pipeline calls its transformer with while it samples. Everything that a pipeline takes can
+thus condition the training (images, videos, masks), and what it makes of its arguments (packed tokens, positions, pooled
+texts) need not be known here. Every trajectory has its own random generator, seeded with (seed, stage, number), so it does
+not depend on the process that samples it, nor on where a run was interrupted.
+"""
 
 import contextlib
+import dataclasses
+import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from PIL.Image import Image
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
 
+from ..checkpoints.fingerprint import hash_json
 from ..conversion.grid_fit import move
 from ..conversion.model_family import TRANSFORMERS
-from .datasets.calls import FRAME_ARGUMENTS, Call, recorded
+from ..data import check_data_path, identify_files, load_split
+from .datasets.latents import Batch, Key, TrajectoryReader, make_generator, read_prompts
 from .recipe import DiffusionStage
 from .trainable import HALF_DTYPES
 
+Call = dict[str, Any]  # arguments of a transformer for one sample
+SHARED_ARGUMENTS = ("padding_mask",)  # of transformers: tensors [1, ...] for all samples
+# Names of the number of frames among the arguments of pipelines.
+FRAME_ARGUMENTS = ("num_frames", "frames", "video_length")
+MILLISECONDS_PER_FRAME = 100
+
+
+@dataclasses.dataclass
+class PipelineArguments:
+    """A dataset whose rows are dicts of a pipeline's arguments, such as prompts and images. `identity` is JSON."""
+
+    rows: Any
+    name: str
+    identity: Any
+
+    def check(self, pipeline: Any, stages: Sequence[DiffusionStage] = ()) -> None:
+        """Raise ValueError if the pipeline does not take these arguments or the size of a stage, or requires others."""
+        parameters = inspect.signature(type(pipeline).__call__).parameters
+        columns = list(self.rows[0])
+        caller = type(pipeline).__name__
+        if unknown := [name for name in columns if name not in parameters]:
+            raise ValueError(f"data: got {self.name} with {unknown[0]!r}, expected only arguments of {caller}.")
+        named = [value for value in parameters.values() if value.kind is not value.VAR_KEYWORD][1:]
+        required = [value.name for value in named if value.default is value.empty]
+        if missing := [name for name in required if name not in columns]:
+            raise ValueError(f"data: got {self.name} without {missing[0]!r}, expected it, which {caller} requires.")
+        takes_frames = not {*FRAME_ARGUMENTS, "video"}.isdisjoint(parameters)
+        for stage in stages:
+            if len(stage.size or ()) == 3 and not takes_frames:
+                got = f"{stage.size} in stage {stage.name!r}"
+                raise ValueError(f"size: got {got}, expected [rows, columns] in pixels for {caller}.")
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "trajectories", "samples": len(self.rows), "source": self.identity}
+
+
+def open_arguments(data: Any) -> PipelineArguments | None:
+    """Open prompts, a list of dicts of arguments of a pipeline, or columns of arguments; None if the data are others.
+
+    Columns come from a `Dataset`, a Hub id, or a folder of images with a `metadata.jsonl` or `.csv`, where "file_name"
+    becomes the argument `image`, and "last_image_file_name" `last_image`.
+    """
+    if isinstance(data, (list, tuple)) and data and all(isinstance(row, Mapping) for row in data):
+        return PipelineArguments(list(data), "a list of arguments", hash_json([_identify(row) for row in data]))
+    if (prompts := read_prompts(data)) is not None:
+        return PipelineArguments([{"prompt": prompt} for prompt in prompts], "prompts", hash_json(prompts))
+    if isinstance(data, (str, Path)):
+        path, name = check_data_path(data), str(data)
+        if not path.exists():
+            rows = load_split(name)
+            return None if "latents" in rows.column_names else PipelineArguments(rows, repr(name), name)
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        if any(file.suffix == ".safetensors" for file in files) or not files:
+            return None
+        rows = load_split(name, "imagefolder", data_dir=str(path), drop_labels=True)
+        return PipelineArguments(rows, repr(name), identify_files(files))
+    if hasattr(data, "column_names") and "latents" not in data.column_names:
+        return PipelineArguments(data, "a dataset", getattr(data, "_fingerprint", None))
+    return None
+
+
+def _identify(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _identify(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_identify(item) for item in value]
+    if isinstance(value, Image):
+        return [value.mode, list(value.size), hashlib.sha256(value.tobytes()).hexdigest()[:32]]
+    if isinstance(value, torch.Tensor):
+        numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()  # numpy has no bfloat16
+        return [str(value.dtype), list(value.shape), hashlib.sha256(numbers.tobytes()).hexdigest()[:32]]
+    return value
+
+
+class CallReader(TrajectoryReader):
+    """Reads calls that the teacher's pipeline makes: `sample_calls(row, seed)`. `constants` are those of the whole batch."""
+
+    def __init__(
+        self, sample_calls: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, key: Key,
+        state: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(key, state)
+        self.sample_calls, self.source = sample_calls, source
+        self.constants: Call = {}
+
+    def collate(self, inputs: Sequence[Call]) -> Batch:
+        tensors, self.constants = collate_calls(inputs)
+        return tensors
+
+    def sample(self, numbers: Sequence[int]) -> list[list[Call]]:
+        """Return calls in random order. At a position, all rows of a batch have calls of one kind."""
+        trajectories = []
+        for number in numbers:
+            row = self.source.rows[self.shuffled(number, len(self.source.rows))]
+            calls = self.sample_calls(row, make_generator(*self.key, number).initial_seed())
+            kinds = [next(index for index, other in enumerate(calls) if _same_kind(call, other)) for call in calls]
+            order = numpy.random.default_rng((*self.key, number))
+            shuffled = {kind: iter(order.permutation(numpy.flatnonzero(numpy.equal(kinds, kind)))) for kind in kinds}
+            batch_order = numpy.random.default_rng((*self.key, self.next)).permutation(kinds)
+            trajectories.append([calls[next(shuffled[kind])] for kind in batch_order])
+        return trajectories
+
+
+def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
+    """Make a batch of calls: its tensors, [R, ...] each, and the arguments that all calls have in common."""
+    tensors: Batch = {}
+    constants: Call = {}
+    for name, value in calls[0].items():
+        values: list[Any] = [call.get(name) for call in calls]
+        if not all(_same_form(value, other) for other in values):
+            expected = "the same in all rows of a batch: batch_size 1, or data of one size and prompts of one length"
+            raise ValueError(f"data: got samples that differ in {name!r} of the transformer, expected {expected}.")
+        if isinstance(value, torch.Tensor):
+            tensors[name] = torch.cat(values)
+        elif _has_tensors(value):
+            constants[name] = {key: torch.cat([row[key] for row in values]) for key in value}
+        else:
+            constants[name] = value.value if isinstance(value, Constant) else value
+    return tensors, constants
+
+
+class Constant:
+    """A tensor, or a structure of tensors, that has no axis for samples, such as rotary embeddings."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _same_kind(one: Call, other: Call) -> bool:
+    return one.keys() == other.keys() and all(_same_form(value, other[name]) for name, value in one.items())
+
+
+def _has_tensors(value: Any) -> bool:
+    """Return whether a value is a dict of tensors of a sample; those for all samples are a `Constant`."""
+    return isinstance(value, dict) and bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
+
+
+def _same_form(one: Any, other: Any) -> bool:
+    """Return whether an argument of two calls has the same shape or, if it is no tensor of a sample, the same value."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape
+    if _has_tensors(one) and _has_tensors(other):
+        return {key: x.shape for key, x in one.items()} == {key: x.shape for key, x in other.items()}
+    ones, structure = tree_flatten(one.value if isinstance(one, Constant) else one)
+    others, other_structure = tree_flatten(other.value if isinstance(other, Constant) else other)
+    return structure == other_structure and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+        for a, b in zip(ones, others, strict=True)
+    )
+
+
+def _has_rows(value: Any, count: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == count
+
+
+@contextlib.contextmanager
+def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
+    """Yield a list, to which the calls of `transformer` are appended, one for each sample."""
+    parameters = inspect.signature(transformer.forward).parameters
+    calls: list[Call] = []
+    # (tensor, copy) by the tensor's id. The tensor is kept so that its id is not used again.
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def record(_module: Any, args: Any, kwargs: Any) -> None:
+        arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        arguments.pop("return_dict", None)
+        count = len(arguments["hidden_states"])
+        rows: list[Call] = [{} for _ in range(count)]
+        for name, value in arguments.items():
+            if name == "timestep" and value.numel() == 1:
+                value = value.reshape(1).expand(count)
+            # Image embeddings of Wan have a row for each of a sample's images.
+            is_text = name.startswith("encoder_hidden_states") and isinstance(value, torch.Tensor)
+            is_sample = (is_text or _has_rows(value, count)) and name not in SHARED_ARGUMENTS
+            if is_sample:
+                if is_text and id(value) not in copies:
+                    copies[id(value)] = (value, value.to("cpu", copy=True))
+                parts = (copies[id(value)][1] if is_text else value.to("cpu", copy=True)).chunk(count)
+            elif isinstance(value, list) and len(value) == count and all(isinstance(item, list) for item in value):
+                parts = tuple([item] for item in value)  # the sizes of the images of each row
+            elif isinstance(value, dict) and value and all(_has_rows(item, count) for item in value.values()):
+                parts = tuple({key: item[row : row + 1].cpu() for key, item in value.items()} for row in range(count))
+            else:
+                has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
+                parts = (Constant(value) if has_tensors else value,) * count
+            for row, part in zip(rows, parts, strict=True):
+                row[name] = part
+        calls.extend(rows)
+
+    with transformer.register_forward_pre_hook(record, with_kwargs=True):
+        yield calls
+
 
 def sample_calls(
-    pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
+    pipeline: Any, component: str, transformer: Any, stage: DiffusionStage, arguments: Mapping[str, Any], seed: int
 ) -> list[Call]:
-    """Sample with a pipeline, with `transformer` as its component; return its calls, one for each sample, on the CPU.
-
-    The pipeline's models are moved to the transformer's device, of two transformers only the one in use. `stage` and the
-    row `arguments` of the data set the pipeline's arguments; see `make_options`.
-    """
+    """Sample with a pipeline, with `transformer` as its component; return its calls, one for each sample, on the CPU."""
     device = next(transformer.parameters()).device
     options = make_options(pipeline, device, arguments, stage, seed)
     with (
@@ -33,14 +236,14 @@ def sample_calls(
     ):
         pipeline(**options, output_type="latent")
     if not calls:
-        expected = f"enough for a step with {component!r}"
-        raise ValueError(f"sampling_steps: got {stage.sampling_steps} in stage {stage.name!r}, expected {expected}.")
+        got = f"{stage.sampling_steps} in stage {stage.name!r}"
+        raise ValueError(f"sampling_steps: got {got}, expected enough for a step with {component!r}.")
     return calls
 
 
 @torch.no_grad()
 def sample_images(
-    pipeline: Any, component: str, transformer: Any, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
+    pipeline: Any, component: str, transformer: Any, stage: DiffusionStage, arguments: Mapping[str, Any], seed: int
 ) -> list[Image]:
     """Sample as `sample_calls` does, and return the image, or the frames of the video."""
     device = next(transformer.parameters()).device
@@ -55,13 +258,26 @@ def sample_images(
     return list(result.frames[0] if hasattr(result, "frames") else result.images[:1])
 
 
+def save_preview(frames: Sequence[Image], folder: Path, step: int, trackers: Sequence[Any]) -> None:
+    """Save an image as .png, or the frames of a video as animated .gif; log them to trackers that take images."""
+    folder.mkdir(exist_ok=True)
+    file = folder / f"step-{step:09d}"
+    if len(frames) == 1:
+        frames[0].save(file.with_suffix(".png"))
+    else:
+        gif = file.with_suffix(".gif")
+        frames[0].save(gif, save_all=True, append_images=frames[1:], duration=MILLISECONDS_PER_FRAME, loop=0)
+    images = numpy.stack([numpy.asarray(frame.convert("RGB")) for frame in frames])  # [F, H, W, 3]
+    for tracker in trackers:
+        if hasattr(tracker, "log_images"):
+            options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images({"preview": images}, step=step, **options)
+
+
 def make_options(
     pipeline: Any, device: torch.device, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
 ) -> dict[str, Any]:
-    """Return the arguments of a call of a pipeline for a row of the data, which overrides what the stage says.
-
-    Tensors and the random generator are on the device.
-    """
+    """Return the arguments of a pipeline for a row of the data, which overrides what the stage says."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
     options: dict[str, Any] = {"num_inference_steps": stage.sampling_steps, "guidance_scale": stage.guidance}
     options["use_resolution_binning"] = False  # which would sample at another size
@@ -85,10 +301,9 @@ class LastCall(Exception):
 
 @contextlib.contextmanager
 def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = False) -> Iterator[None]:
-    """Keep only the transformer in use on the device, if the pipeline has two (Wan 2.2).
+    """Keep only the transformer in use on the device, if the pipeline has two (Wan 2.2), and none of them is sharded.
 
-    `component` is in use before and after. Sharded transformers stay where they are. With `stops`, the pipeline ends,
-    without an error, where it would call the second one.
+    `component` is in use before and after. With `stops`, the pipeline ends where it would call the second one.
     """
     first, second = (pipeline.components.get(name) for name in TRANSFORMERS)
     if second is None:
@@ -116,10 +331,7 @@ def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = F
 
 @contextlib.contextmanager
 def prepared(pipeline: Any, component: str, transformer: Any) -> Iterator[None]:
-    """Make a pipeline ready to sample with `transformer`, on its device and without a progress bar.
-
-    At the end, the other models return to their devices, and the component to its place.
-    """
+    """Make a pipeline ready to sample with `transformer`, on its device; at the end, its components are as before."""
     device = next(transformer.parameters()).device
     # The module may be sharded or trained, so it does not become the component that the pipeline saves.
     components = vars(pipeline)

@@ -15,28 +15,22 @@ RECIPE_FOLDER = Path(__file__).parent / "recipes"
 
 @checked
 class CommonStage:
-    """Base class of a training stage: a loss, the parameters that it trains, and the optimizer's settings.
+    """A stage of a training run: a loss, the parameters that it trains, and the settings of AdamW.
 
     Args:
         name: Identifies the stage in logs and records; unique within a run.
         loss: One of the losses that the subclass lists. "transfer" is the relative squared error (L1 for diffusion) between
-            the attention outputs of each MHLA layer and of the softmax original, both computed from the teacher's hidden
-            states.
+            the attention outputs of MHLA layers and of the softmax original, both on the teacher's hidden states.
         steps: Number of optimizer steps.
         lr: Peak learning rate.
         batch_size: Samples per optimizer step, over all processes and accumulation steps.
-        grad_accum: Number of equal micro-batches into which each process splits its share of the batch. Changes the
-            memory, not the result.
-        trainable: "mhla" (only the modules that the conversion added), "attention" (the converted attention modules with
-            their projections) or "all".
+        grad_accum: Micro-batches per process and step. Changes the memory, not the result.
+        trainable: "mhla" (what the conversion added), "attention" (the converted attention modules) or "all".
         lr_mhla: Peak learning rate of the parameters under `.mhla.`; None means `lr`.
         warmup: Number of steps of linear warmup.
         schedule: Learning-rate schedule after the warmup: "cosine", "linear" or "constant".
         lr_end: Final learning rates, as a fraction of the peak learning rates. Not used by the constant schedule.
-        weight_decay: AdamW's weight decay, applied only to matrices outside of `.mhla.`.
-        beta1: AdamW's beta1.
-        beta2: AdamW's beta2.
-        eps: AdamW's epsilon.
+        weight_decay: Applied only to matrices outside of `.mhla.`.
         max_grad_norm: Norm to which gradients are clipped; 0 disables clipping.
         ema: Decay of an exponential moving average of the weights, which replaces them at the end of the stage; 0 disables
             it. At step n the decay is at most (1 + n) / (10 + n), so that early weights are forgotten.
@@ -86,16 +80,12 @@ class Stage(CommonStage):
     """A stage that trains a language model; see also the fields of `CommonStage`.
 
     Args:
-        loss: One of
-            - "transfer": see `CommonStage`;
-            - "logits": KL divergence from the teacher's next-token distribution, plus `ce_weight` times cross-entropy;
-            - "lm": cross-entropy.
+        loss: "transfer" (see `CommonStage`), "logits" (KL divergence from the teacher's next-token distribution, plus
+            `ce_weight` times cross-entropy), or "lm" (cross-entropy).
         seq_len: Tokens per sequence.
-        ce_weight: Weight of the cross-entropy in "logits".
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
-            Must be 1 with `top_k`.
-        top_k: Number of the teacher's most likely tokens over which the KL divergence is computed; all others count as one
-            token. This takes less memory. 0 means the whole vocabulary.
+        top_k: Number of the teacher's most likely tokens over which the KL divergence is computed, at temperature 1; all
+            others count as one token. This takes less memory. 0 means the whole vocabulary.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("lm",)
@@ -107,11 +97,9 @@ class Stage(CommonStage):
     top_k: int = values.at_least(0, 0)
 
     def validate_top_k(self) -> None:
-        """With `top_k`, the teacher's other logits are not known, so that no temperature can be applied."""
         if self.top_k and self.temperature != 1:
-            raise ValueError(
-                f"temperature: got {self.temperature} with a KL divergence over the most likely tokens, expected 1."
-            )
+            got = f"{self.temperature} with a KL divergence over the most likely tokens"
+            raise ValueError(f"temperature: got {got}, expected 1.")
 
 
 @checked
@@ -119,18 +107,12 @@ class DiffusionStage(CommonStage):
     """A stage that trains a diffusion transformer; see also the fields of `CommonStage`.
 
     Args:
-        loss: One of
-            - "transfer": see `CommonStage`;
-            - "prediction": squared error against the teacher's prediction (velocity, noise or clean sample), plus
-              `data_weight` times the loss "denoising";
-            - "denoising": the usual flow-matching or DDPM loss on data.
-        trainable: As in `CommonStage`, or "lora": the modules that the conversion added, and LoRA of rank `lora_rank` on
-            the projections of the converted attention modules, merged into their weights at the end of the stage.
-        data_weight: Weight of the denoising loss in "prediction".
-        lora_rank: Rank of LoRA.
+        loss: "transfer" (see `CommonStage`), "prediction" (squared error against the teacher's, plus `data_weight` times the
+            loss "denoising"), or "denoising" (the usual flow-matching or DDPM loss on data).
+        trainable: As in `CommonStage`, or "lora": what the conversion added, and LoRA of rank `lora_rank` on the projections
+            of the converted attention modules, merged into their weights at the end of the stage.
         size: Size in pixels, [rows, columns] or [frames, rows, columns]; None means the data's size, or the model's own.
-        timesteps: Distribution from which training draws timesteps, "logit-normal" or "uniform"; None means logit-normal
-            for flow matching and uniform for DDPM.
+        timesteps: Distribution of timesteps, "logit-normal" or "uniform"; None: by whether it is flow matching.
         shift: Timestep shift toward noise in flow matching; None means the scheduler's.
         drop_condition: Fraction of samples that are trained without their text or class, for classifier-free guidance.
         sampling_steps: Steps of the teacher's trajectories, on which the student is trained when there is no data.
@@ -163,12 +145,8 @@ class ImageStage(CommonStage):
     """A stage that trains an image classifier or a vision tower; see also the fields of `CommonStage`.
 
     Args:
-        loss: One of
-            - "labels": cross-entropy;
-            - "logits": KL divergence from the teacher's class distribution, plus `ce_weight` times cross-entropy;
-            - "features": relative squared error against the teacher's last hidden state;
-            - "transfer": see `CommonStage`.
-        ce_weight: Weight of the cross-entropy in "logits".
+        loss: "labels" (cross-entropy), "logits" (KL divergence from the teacher's class distribution, plus `ce_weight` times
+            cross-entropy), "features" (relative squared error against the teacher's last hidden state), or "transfer".
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
         smoothing: Label smoothing, from 0 to 1.
         crop: Smallest fraction of an image's area that a random crop keeps; 1 disables cropping.
@@ -176,8 +154,7 @@ class ImageStage(CommonStage):
         shift: Largest distance in pixels by which images are moved, wrapping around at the edges.
         erase: Fraction of images in which a random box is replaced by noise.
         mixup: Parameter a of the distribution Beta(a, a) of mixup's weights; 0 disables mixup.
-        cutmix: Parameter a of the distribution Beta(a, a) of CutMix's weights; 0 disables CutMix. With both, each batch uses
-            one of them at random.
+        cutmix: The same of CutMix's weights. With both, each batch uses one of them at random.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("labels",)
@@ -204,10 +181,8 @@ class EncoderStage(CommonStage):
     """A stage that trains a text encoder; see also the fields of `CommonStage`.
 
     Args:
-        loss: One of
-            - "transfer": see `CommonStage`;
-            - "embeddings": sum of three cosine distances between the last hidden states of student and teacher: the average
-              over tokens, the distance of the first token, and the distance of the means over tokens.
+        loss: "transfer" (see `CommonStage`), or "embeddings": sum of three cosine distances between the last hidden states
+            of student and teacher: averaged over tokens, of the first token, and of the means over tokens.
         seq_len: Tokens per sequence, including special tokens.
     """
 
@@ -268,33 +243,25 @@ class Recipe:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the package's training recipes."""
     return sorted(path.stem for path in RECIPE_FOLDER.glob("*.yaml"))
 
 
 def describe_recipes() -> list[dict[str, Any]]:
-    """Return a dict for each of the package's recipes, with "name", "task", "base", "stages" and "about"."""
     stage_keys = ("name", "loss", "steps", "batch_size", "seq_len")
     recipes = []
     for name in recipe_names():
         recipe = read_recipe(name)
         stages = [{key: getattr(stage, key) for key in stage_keys if hasattr(stage, key)} for stage in recipe.stages]
-        recipes.append(
-            {"name": name, "task": recipe.task, "base": recipe.base, "stages": stages, "about": recipe.about}
-        )
+        fields = {"name": name, "task": recipe.task, "base": recipe.base}
+        recipes.append({**fields, "stages": stages, "about": recipe.about})
     return recipes
 
 
 def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = None) -> Recipe:
     """Read and check one of `recipe_names()`, or a YAML file; a `Recipe` is returned unchanged.
 
-    Args:
-        name: Name of a recipe, or the path of a YAML file.
-        changes: Values that override those of the recipe. Keys are "STAGE.FIELD", "*.FIELD" (in every stage),
-            "settings.FIELD", "run.FIELD", or the name of a field of `Recipe`.
-
-    Raises:
-        ValueError: There is no such recipe, or anything in it is not valid.
+    The keys of `changes` to the recipe are "STAGE.FIELD", "*.FIELD" (in every stage), "settings.FIELD", "run.FIELD", or the
+    name of a field of `Recipe`.
     """
     if isinstance(name, Recipe):
         return name
@@ -320,17 +287,14 @@ def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = N
 
 
 def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[CommonStage, ...]:
-    """Make checked stages of stages or dicts of their fields. Raise ValueError if names repeat or a field is wrong."""
     if not isinstance(stages, (list, tuple)) or not stages:
-        raise ValueError(
-            f"stages: got {stages!r:.80}, expected a list of {stage_type.__name__} or of mappings, at least one."
-        )
+        expected = f"a list of {stage_type.__name__} or of mappings, at least one"
+        raise ValueError(f"stages: got {stages!r:.80}, expected {expected}.")
     checked_stages: list[CommonStage] = []
     for number, stage in enumerate(stages, 1):
-        if not isinstance(stage, stage_type):
-            name = stage.get("name", number) if isinstance(stage, dict) else number
-            stage = read_settings(stage_type, stage, f"stage {name!r}: ")
-        checked_stages.append(stage)
+        name = stage.get("name", number) if isinstance(stage, dict) else number
+        is_checked = isinstance(stage, stage_type)
+        checked_stages.append(stage if is_checked else read_settings(stage_type, stage, f"stage {name!r}: "))
     names = [stage.name for stage in checked_stages]
     if len(set(names)) < len(names) or not all(names):
         raise ValueError(f"stages: got the names {', '.join(map(repr, names))}, expected different ones.")

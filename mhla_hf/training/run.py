@@ -3,7 +3,9 @@
 import dataclasses
 import logging
 import math
+import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -19,22 +21,12 @@ from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import require_extra, summarize_error
 from ..checkpoints.provenance import describe_run, public_name
 from ..checkpoints.save import count_bytes
-from .interrupt import Interrupt
-from .previews import save_preview
+from . import trainable
+from .pipeline_calls import save_preview
 from .recipe import CommonStage, Options, read_recipe
-from .run_folder import RECORD, RunFolder, identify, identify_student, merge_records, unreadable_state
+from .run_folder import RECORD, RunFolder, identify, merge_records, unreadable_state
 from .sharding import attach_wrapping_hints, gather_weights, load_average, save_average, sharded
 from .tasks.base import Task
-from .trainable import (
-    HALF_DTYPES,
-    count_state_bytes,
-    find_direct_mixings,
-    get_dtypes,
-    get_saved_dtypes,
-    make_parameter_groups,
-    set_dtypes,
-    set_trainable,
-)
 
 logger = logging.getLogger("mhla_hf")
 FIRST_STEPS = 3  # after which the time left is estimated
@@ -42,55 +34,61 @@ LONG = 4 * 3600  # seconds of training on a CPU after which its recipe is named
 Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the device, summed since the last log entry
 
 
+class Interrupt:
+    """Defers Ctrl-C in the main thread: the first sets `requested`, or is raised at the end; the second stops at once."""
+
+    requested = False
+
+    def __enter__(self) -> None:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self.previous_handler = signal.signal(signal.SIGINT, self._handle) if in_main_thread else None
+
+    def __exit__(self, error_type: type[BaseException] | None, _error: Any, _traceback: Any) -> None:
+        if self.previous_handler is not None:  # SIG_DFL is 0
+            signal.signal(signal.SIGINT, self.previous_handler)
+        if self.requested and error_type is None:
+            raise KeyboardInterrupt("stopped; the run had just finished and is saved")
+
+    def _handle(self, _number: int, _frame: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@dataclasses.dataclass
 class Run:
-    """One training run of `distill`. Its `progress` is the state of the loop, saved as progress.json:
+    """One training run of `distill`. `progress` is the state of the loop; its "sums" of "since" steps are not logged yet."""
 
-    - "stage": number of the current stage, 0-based;
-    - "step", "total": optimizer steps done in this stage, and in the run;
-    - "tokens", "images" or "samples": units processed;
-    - "seconds": time spent in steps;
-    - "resumed": how often the run was resumed;
-    - "reader": state of the data reader;
-    - "history": log entries, one every `log_every` steps;
-    - "sums", "since": sums of losses that are not logged yet, and the number of steps in them.
-    """
+    accelerator: Any
+    task: Task
+    source: Any
+    stages: Sequence[CommonStage]
+    options: Options
+    seed: int
+    folder: RunFolder
+    reports: bool
+    command: str | None
+    average: Any = None  # of the weights, in a stage with ema
 
-    def __init__(
-        self, accelerator: Any, task: Task, source: Any, stages: Sequence[CommonStage], options: Options, seed: int,
-        folder: RunFolder, progress: bool, command: str | None,
-    ) -> None:  # fmt: skip
-        self.accelerator = accelerator
-        self.task = task
-        self.source = source
-        self.stages = stages
-        self.options = options
-        self.seed = seed
-        self.folder = folder
-        self.command = command
-        self.student = task.student
-        self.teacher = task.teacher
-        self.is_main = accelerator.is_main_process
+    def __post_init__(self) -> None:
+        task = self.task
+        self.student, self.teacher = task.student, task.teacher
+        self.is_main = self.accelerator.is_main_process
         self.interrupt = Interrupt()
-        self.average: Any = None  # of the weights, in a stage with ema
-        self.reports = progress and self.is_main
-        self.show_bars = self.reports and (sys.stderr.isatty() or "ipykernel" in sys.modules)
-        task.show_bars = self.show_bars
-        task.has_weights = self.is_main or not accelerator.is_fsdp2
-        self.total_steps = sum(stage.steps for stage in stages)
+        self.reports = self.reports and self.is_main
+        task.show_bars = self.show_bars = self.reports and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+        task.has_weights = self.is_main or not self.accelerator.is_fsdp2
+        self.total_steps = sum(stage.steps for stage in self.stages)
         counts = dict.fromkeys(("stage", "step", "total", task.unit, "resumed", "since"), 0)
         self.progress: dict[str, Any] = {**counts, "seconds": 0.0, "reader": None, "sums": {}, "history": []}
 
     def execute(self) -> Any:
-        """Train the student in place and save it to the output folder; resume an interrupted run, and load a finished one.
-
-        All processes must call this. At the end the parameters have the dtypes that were saved; `requires_grad` and the
-        training mode are as before. Return the student, or the pipeline that contains it.
-        """
+        """Train the student in place and save it; resume an interrupted run, load a finished one. All call this."""
         from accelerate.utils import broadcast_object_list
 
-        dtypes = get_dtypes(self.student)
+        dtypes = trainable.get_dtypes(self.student)
         save_dtype = self.options.save_dtype
-        saved_dtypes = get_saved_dtypes(self.student, getattr(torch, save_dtype) if save_dtype else None)
+        saved_dtypes = trainable.get_saved_dtypes(self.student, getattr(torch, save_dtype) if save_dtype else None)
         # Other processes than the main one may lack the weights.
         (identity,) = broadcast_object_list([self._describe_identity() if self.is_main else None])
         latest = self.folder.find(identity, self.student)
@@ -99,34 +97,34 @@ class Run:
             if latest == "finished":
                 self.folder.clear()
             else:
-                size = count_bytes(self.task.returned) + (0 if latest else count_state_bytes(self.student, self.stages))
-                check_writable(self.folder.out, "out", size)
+                size = 0 if latest else trainable.count_state_bytes(self.student, self.stages)
+                check_writable(self.folder.out, "out", size + count_bytes(self.task.returned))
                 self.folder.begin()
         self.accelerator.wait_for_everyone()
+        out = self.folder.out
         if latest == "finished":
-            set_dtypes(self.student, saved_dtypes)
-            self.task.load(self.folder.out)
-            self._report(f"{self.folder.out} is finished already: nothing to do")
+            trainable.set_dtypes(self.student, saved_dtypes)
+            self.task.load(out)
+            self._report(f"{out} is finished already: nothing to do")
             return self.task.returned
         requires_grad = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
         was_training = self.student.training
         try:
             with self.interrupt:
-                training_dtypes = {name: torch.float32 for name, dtype in dtypes.items() if dtype in HALF_DTYPES}
-                set_dtypes(self.student, training_dtypes, self.task.has_weights)
+                halves = [name for name, dtype in dtypes.items() if dtype in trainable.HALF_DTYPES]
+                trainable.set_dtypes(self.student, dict.fromkeys(halves, torch.float32), self.task.has_weights)
                 self._train(latest, requires_grad)
-                set_dtypes(self.student, saved_dtypes)
+                trainable.set_dtypes(self.student, saved_dtypes)
                 self.accelerator.wait_for_everyone()
                 if self.is_main:
                     with self.folder.result() as temporary:
                         self.task.save(temporary)
                         write_json(temporary / RECORD, self._make_record())
-                    steps, seconds = self.progress["total"], self.progress["seconds"]
-                    self._report(f"{self.folder.out} is finished: {steps} steps in {seconds:.0f} s")
+                    self._report(f"{out} is finished: {self.total_steps} steps in {self.progress['seconds']:.0f} s")
                 self.accelerator.wait_for_everyone()
                 dtypes = saved_dtypes
         finally:
-            set_dtypes(self.student, dtypes)
+            trainable.set_dtypes(self.student, dtypes)
             for parameter, flag in requires_grad.items():
                 parameter.requires_grad_(flag)
             self.student.train(was_training)
@@ -134,7 +132,6 @@ class Run:
         return self.task.returned
 
     def _train(self, latest: Path | None, requires_grad: Mapping[nn.Parameter, bool]) -> None:
-        """Train all stages, from the saved state `latest` if it is not None. Raise ValueError if that state is damaged."""
         import accelerate
 
         if latest is not None:
@@ -146,8 +143,8 @@ class Run:
             self._report(f"resuming from step {self.progress['total']} of {self.total_steps} ({latest})")
         accelerate.utils.set_seed(self.seed, device_specific=True)
         if self.options.tracker:
-            tensorboard_options = {"purge_step": self.progress["total"] + 1}
-            self.accelerator.init_trackers("runs", init_kwargs={"tensorboard": tensorboard_options})
+            purge = {"tensorboard": {"purge_step": self.progress["total"] + 1}}
+            self.accelerator.init_trackers("runs", init_kwargs=purge)
         self.student.train()
         if self.options.gradient_checkpointing:
             self.task.set_gradient_checkpointing(True)
@@ -155,7 +152,7 @@ class Run:
             for number in range(self.progress["stage"], len(self.stages)):
                 stage = self.stages[number]
                 with self.task.prepare(stage):
-                    set_trainable(self.student, stage, requires_grad)
+                    trainable.set_trainable(self.student, stage, requires_grad)
                     with sharded(self.accelerator, self.task, stage.needs_teacher):
                         self._train_stage(number, latest)
                 latest = None
@@ -166,18 +163,11 @@ class Run:
                 self.task.set_gradient_checkpointing(False)
 
     def _train_stage(self, number: int, latest: Path | None) -> None:
-        """Train one stage, from the saved state `latest` if it is not None.
-
-        A state is saved every `save_every` steps, at the end of the stage, and before KeyboardInterrupt is raised because a
-        process was interrupted. At the end, averaged weights replace the trained ones in a stage with `ema`.
-        """
-        stage = self.stages[number]
-        accelerator = self.accelerator
-        progress = self.progress
+        """Train one stage, from the saved state `latest` if not None, and save states; stop after one if interrupted."""
+        stage, accelerator, progress = self.stages[number], self.accelerator, self.progress
         accelerator.free_memory()
-        groups = make_parameter_groups(self.task.student, stage)
-        betas = (stage.beta1, stage.beta2)
-        optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
+        groups = trainable.make_parameter_groups(self.task.student, stage)
+        optimizer = torch.optim.AdamW(groups, betas=(stage.beta1, stage.beta2), eps=stage.eps, fused=True)
         objective = self.task.objective(stage)
         if accelerator.is_fsdp2:
             attach_wrapping_hints(accelerator, objective, objective.student, objective.student)
@@ -195,7 +185,8 @@ class Run:
             self._restore(latest)
         reader = self.task.reader(self.source, stage, number, self.seed, progress["reader"])
         sums = {key: torch.tensor(value, device=accelerator.device) for key, value in progress["sums"].items()}
-        direct_mixings = find_direct_mixings(self.task.student)
+        mixings: Any = [module for name, module in self.task.student.named_modules() if name.endswith(".mhla.mixing")]
+        direct_mixings = [x.weight for x in mixings if getattr(x, "form", None) == "direct" and x.weight.requires_grad]
         label = f"{stage.name} ({number + 1}/{len(self.stages)})"
         bar = tqdm(total=stage.steps, initial=progress["step"], desc=label, unit="step", disable=not self.show_bars)
         units_per_step = self.task.units_per_step(stage)
@@ -239,10 +230,7 @@ class Run:
             reader.close()
 
     def _restore(self, latest: Path) -> None:
-        """Load the weights, optimizer, average and random generators from a saved state.
-
-        If the number of processes has changed, a process without saved random generators keeps its own.
-        """
+        """Load a saved state. A process without saved random generators, as there are more processes now, keeps its own."""
         from accelerate.utils import load
 
         try:
@@ -260,18 +248,13 @@ class Run:
     def _step(
         self, objective: Any, optimizer: Any, trained: Sequence[nn.Parameter], reader: Any, stage: CommonStage, sums: Sums,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Run one optimizer step, and add its logged quantities to `sums`.
-
-        Return the norm of the gradient before clipping, or None without clipping.
-        """
+        """Run one optimizer step, add its logged quantities to `sums`, and return the norm of the unclipped gradient."""
         accelerator = self.accelerator
-        grad_norm = None
         for group in optimizer.param_groups:
             group["lr"] = group["top_lr"] * stage.lr_factor(self.progress["step"])
         processes, rank = accelerator.num_processes, accelerator.process_index
-        rows_per_process = stage.batch_size // processes
-        rows = slice(rank * rows_per_process, (rank + 1) * rows_per_process)
-        tensors, weights = self.task.take(reader, stage, rows)
+        count = stage.batch_size // processes
+        tensors, weights = self.task.take(reader, stage, slice(rank * count, (rank + 1) * count))
         weights = tuple(processes * weight for weight in weights)
         micro_batches = list(zip(*(tensor.chunk(stage.grad_accum) for tensor in tensors), strict=True))
         for micro_batch in micro_batches:
@@ -283,6 +266,7 @@ class Run:
                 accelerator.backward(loss)
             for key, value in logs.items():
                 sums[key] = sums[key] + value if key in sums else value
+        grad_norm = None
         if stage.max_grad_norm:
             # Accelerate recognizes an FSDP model by the list of all of its parameters.
             parameters = list(objective.parameters()) if accelerator.is_fsdp2 else trained
@@ -292,7 +276,6 @@ class Run:
         return grad_norm
 
     def _report_time_left(self) -> None:
-        """Report the time that all stages together still take, and on a CPU, if it is long, the recipe for a CPU."""
         seconds = self.task.seconds_of(self.stages, self.progress)
         left = tqdm.format_interval(seconds - self.progress["seconds"])
         hint = ""
@@ -302,20 +285,14 @@ class Run:
         self._report(f"about {left} left for all {self.total_steps:,} steps{hint}")
 
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
-        """Evaluate the student, add the scores and the means of `sums` to the history, and update trackers and `bar`.
-
-        All processes must call this; it waits for the device. Return whether any process was interrupted.
-        """
-        progress = self.progress
-        unit = self.task.unit
+        """Add scores and the means of `sums` to the history. Return whether any process was interrupted. All call this."""
+        progress, unit = self.progress, self.task.unit
         interrupted = torch.tensor(float(self.interrupt.requested), device=self.accelerator.device)
         means = self.accelerator.reduce(torch.stack([*sums.values(), interrupted]), reduction="mean").tolist()
         num_interrupted = means.pop()
         entry = {"stage": stage.name, "step": progress["step"], "total": progress["total"], unit: progress[unit]}
-        for key, mean in zip(sums, means, strict=True):
-            entry[key] = mean / progress["since"]
-        entry["lr"] = lr
-        entry["seconds"] = round(progress["seconds"], 3)
+        entry |= {key: mean / progress["since"] for key, mean in zip(sums, means, strict=True)}
+        entry |= {"lr": lr, "seconds": round(progress["seconds"], 3)}
         if grad_norm is not None:
             entry["grad_norm"] = float(grad_norm)
         self._check_finite(stage, entry["loss"], grad_norm)
@@ -335,18 +312,17 @@ class Run:
         postfix = {"loss": f"{entry['loss']:.4g}", f"{unit}/s": f"{units_per_second:,.0f}", "left in all": left}
         bar.set_postfix(postfix, refresh=False)
         if not self.show_bars:
-            label = f"{stage.name} ({progress['stage'] + 1}/{len(self.stages)})"
             values = ", ".join(f"{name} {value}" for name, value in postfix.items())
+            label = f"{stage.name} ({progress['stage'] + 1}/{len(self.stages)})"
             self._report(f"{label}: step {progress['step']} of {stage.steps}, {values}")
         return num_interrupted > 0
 
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
         norm = 0.0 if grad_norm is None else float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise ValueError(
-                f"lr: got {stage.lr}, with which loss {loss} and gradient norm {norm} are not finite in stage "
-                f"{stage.name!r} by step {self.progress['step']}, expected a smaller lr."
-            )
+            numbers = f"loss {loss} and gradient norm {norm} are not finite"
+            place = f"in stage {stage.name!r} by step {self.progress['step']}"
+            raise ValueError(f"lr: got {stage.lr}, with which {numbers} {place}, expected a smaller lr.")
 
     def _save_state(self, reader: Any, sums: Sums, grad_norm: torch.Tensor | None, stage: CommonStage) -> None:
         """Save a state from which the run can resume, unless a loss is not finite. All processes must call this."""
@@ -368,22 +344,13 @@ class Run:
         accelerator.wait_for_everyone()
 
     def _make_record(self) -> dict[str, Any]:
-        """Return the content of train.json."""
-        progress = self.progress
-        unit = self.task.unit
-        stages = []
-        earlier_seconds = 0.0
+        progress, unit = self.progress, self.task.unit
+        stages, earlier_seconds = [], 0.0
         for stage in self.stages:
             entries = [entry for entry in progress["history"] if entry["stage"] == stage.name]
-            stages.append(
-                {
-                    **dataclasses.asdict(stage),
-                    unit: stage.steps * self.task.units_per_step(stage),
-                    "seconds": round(entries[-1]["seconds"] - earlier_seconds, 3),
-                    "first_loss": entries[0]["loss"],
-                    "last_loss": entries[-1]["loss"],
-                }
-            )
+            fields = {**dataclasses.asdict(stage), unit: stage.steps * self.task.units_per_step(stage)}
+            fields["seconds"] = round(entries[-1]["seconds"] - earlier_seconds, 3)
+            stages.append({**fields, "first_loss": entries[0]["loss"], "last_loss": entries[-1]["loss"]})
             earlier_seconds = entries[-1]["seconds"]
         record = {
             "format_version": 1,
@@ -409,12 +376,9 @@ class Run:
         return merge_records(earlier, record, unit) if earlier is not None else record
 
     def _describe_identity(self) -> dict[str, Any]:
-        """Return everything that determines the trained weights, JSON-serializable.
-
-        If a run cannot resume, the error names the first key whose value differs.
-        """
+        """Return everything that determines the trained weights, in the order in which an error names what differs."""
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
-        student = identify_student(self.student)
+        student = identify(self.student, is_student=True)
         if self.task.earlier_student is not None:
             student = hash_json([self.task.earlier_student, student], 32)
         return {

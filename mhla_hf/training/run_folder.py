@@ -1,16 +1,9 @@
 """The folders of a training run, which survive a killed process.
 
-During a run, its state is in `<out>.state/`, next to the output folder:
-
-    step-N/                the latest saved states, from which the run resumes
-    runs/                  files of trackers
-    previews/              images and videos that the student made
-    unfinished/            files that are being written
-    lock                   locked by the process that trains
-    of_a_run_of_mhla_hf    marks the folder as one of this package; no other folder is written to or cleared
-
-In each state, `run.json` identifies the run and holds a checksum of every file. A different run cannot resume from it; the
-error names what differs. `<out>` is created by one rename when everything in it is complete.
+During a run, its state is in `<out>.state/`, next to the output folder: states `step-N/`, `runs/` and `previews/`, files
+that are being written (`unfinished/`), a lock, and a marker without which no folder is written to or cleared. In each
+state, `run.json` identifies the run and holds a checksum of every file. A different run cannot resume from it; the error
+names what differs. `<out>` is created by one rename when everything in it is complete.
 """
 
 import contextlib
@@ -18,7 +11,7 @@ import json
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +28,7 @@ MARKER = "of_a_run_of_mhla_hf"
 STATE_PATTERN = "step-" + 9 * "[0-9]"
 RUN_OUTPUTS = ("runs", "previews")  # folders that are moved into `<out>` at the end
 NUM_KEPT_STATES = 2
-# Names in error messages for those keys of a run's identity that would not be understood.
+# Names in error messages for keys of a run's identity.
 IDENTITY_NAMES = {
     "student": "student (its configuration or weights; one from scratch needs torch.manual_seed)",
     "data": "data or tokenizer",
@@ -47,24 +40,17 @@ VOLATILE_ENTRIES = {
     "_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map",
     "_class_name", "_diffusers_version", "_use_default_values",
 }  # fmt: skip
-# Student -> {folder: hash of the student when the run into this folder began}. In a notebook, the call that resumes a run
-# passes the same object, whose weights the run has already changed.
+# Student -> {folder: its hash when the run into this folder began}: in a notebook, the call that resumes a run passes the
+# same object, whose weights the run has already changed.
 INITIAL_HASHES: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()
 
 
-def identify(model: Any, frozen: Sequence[str] = ()) -> str:
-    """Return a hash, 32 hex digits, of a model's weights, its configuration, and the names of its frozen parameters.
-
-    `VOLATILE_ENTRIES` of the configuration are left out. Reading all weights takes about a second per gigabyte.
-    """
+def identify(model: Any, is_student: bool = False) -> str:
+    """Return a hash of a model's weights and configuration and, of a student, the names of its frozen parameters."""
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     config = {key: value for key, value in config.items() if key not in VOLATILE_ENTRIES}
+    frozen = [name for name, parameter in model.named_parameters() if is_student and not parameter.requires_grad]
     return hash_json([config, fingerprint_model(model), *frozen], 32)
-
-
-def identify_student(student: Any) -> str:
-    """Return the result of `identify` for a student, with the names of its frozen parameters."""
-    return identify(student, [name for name, parameter in student.named_parameters() if not parameter.requires_grad])
 
 
 class RunFolder:
@@ -80,18 +66,14 @@ class RunFolder:
         self.identity: dict[str, Any] = {}
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
-        """Return "finished", the newest state to resume from, or None. Refuse the folder of another run.
+        """Return "finished", the newest state to resume from, or None. Refuse the folder of another run."""
 
-        Training changes the student's weights. If an earlier call in this process began to train the same object into this
-        folder, `self.identity` therefore contains the hash of the student from before that call.
-        """
         current = json.loads(json.dumps(identity))
         initial_hashes = INITIAL_HASHES.setdefault(student, {})
         self.identity = {**current, "student": initial_hashes.get(self.out, current["student"])}
-        latest: Path | Literal["finished"] | None
+        latest: Path | Literal["finished"] | None = "finished"
         if (self.out / RECORD).is_file():
             earlier = (read_json(self.out / RECORD) or {}).get("fingerprint", {})
-            latest = "finished"
         else:
             self.check_free()
             latest = self.newest_state()
@@ -101,25 +83,20 @@ class RunFolder:
         if earlier is None:
             self.identity = current
         elif changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
-            name = IDENTITY_NAMES.get(changed[0], changed[0])
-            raise ValueError(
-                f"out: got {str(self.out)!r}, begun with another {name}, expected the same, or another folder."
-            )
+            begun = f"begun with another {IDENTITY_NAMES.get(changed[0], changed[0])}"
+            raise ValueError(f"out: got {str(self.out)!r}, {begun}, expected the same, or another folder.")
         initial_hashes[self.out] = self.identity["student"]
         return latest
 
     def check_free(self) -> None:
         """Raise ValueError if a folder cannot be made for the result or the state, or holds files of something else."""
         check_writable(self.out, "out")
+        start = f"out: got {str(self.out)!r}"
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
-            raise ValueError(
-                f"out: got {str(self.out)!r}, which is a file or holds other files, expected a new or empty folder."
-            )
+            raise ValueError(f"{start}, which is a file or holds other files, expected a new or empty folder.")
         if self.state.is_dir() and any(self.state.iterdir()) and not (self.state / MARKER).is_file():
-            raise ValueError(
-                f"out: got {str(self.out)!r}, but {str(self.state)!r}, for the run's state, holds other files, "
-                "expected no such folder."
-            )
+            state = f"but {str(self.state)!r}, for the run's state"
+            raise ValueError(f"{start}, {state}, holds other files, expected no such folder.")
 
     def begin(self) -> None:
         """Create the state folder, lock it against other processes, and remove unfinished files of a killed one."""
@@ -129,26 +106,22 @@ class RunFolder:
             try:
                 self.lock.acquire(blocking=False)
             except Timeout:
-                raise ValueError(
-                    f"out: got {str(self.out)!r}, into which another process is training now, expected another folder."
-                ) from None
+                start = f"out: got {str(self.out)!r}, into which another process is training now"
+                raise ValueError(f"{start}, expected another folder.") from None
             shutil.rmtree(self.unfinished, ignore_errors=True)
 
     @contextlib.contextmanager
     def new_state(self, step: int) -> Iterator[Path]:
-        """Yield an empty folder, which becomes the newest state, of `step` optimizer steps in the whole run, at the end.
-
-        The identity and checksums of all files are added to it, and all but the newest `NUM_KEPT_STATES` states are removed.
-        """
+        """Yield an empty folder, which becomes the newest state at the end; only `NUM_KEPT_STATES` are kept."""
         target = self.state / f"step-{step:09d}"
         with self._explain_errors("a state"), atomic_folder(target, parent=self.unfinished) as temporary:
             yield temporary
             write_json(temporary / IDENTITY, {**self.identity, "files": _compute_checksums(temporary)})
-        for old_state in sorted(self._list_states())[:-NUM_KEPT_STATES]:
+        for old_state in self._list_states()[:-NUM_KEPT_STATES]:
             shutil.rmtree(old_state.rename(self.unfinished / old_state.name))
 
     def find_damage(self, state: Path) -> str:
-        """Compare a state with its checksums. Return a description of the first difference, or "" if there is none."""
+        """Return how a state differs from its checksums, or ""."""
         checksums = _compute_checksums(state)
         for name, checksum in (read_json(state / IDENTITY) or {})["files"].items():
             if checksums.get(name) != checksum:
@@ -157,10 +130,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def result(self) -> Iterator[Path]:
-        """Yield an empty folder, which becomes `out` at the end.
-
-        Files of trackers and previews are moved into it, and the state is removed.
-        """
+        """Yield an empty folder, which becomes `out` at the end, with files of trackers and previews. Clear the state."""
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
             for name in RUN_OUTPUTS:
@@ -187,24 +157,20 @@ class RunFolder:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or summarize_error(error)
-            intact = "; earlier states are intact" if any(self._list_states()) else ""
-            raise OSError(
-                f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact}), "
-                "expected a place with room to write."
-            ) from error
+            intact = "; earlier states are intact" if self._list_states() else ""
+            start = f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact})"
+            raise OSError(f"{start}, expected a place with room to write.") from error
 
     def newest_state(self) -> Path | None:
         return max(self._list_states(), default=None)
 
     def _list_states(self) -> list[Path]:
-        return list(self.state.glob(STATE_PATTERN))
+        return sorted(self.state.glob(STATE_PATTERN))
 
 
 def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dict[str, Any]:
     """Return the record of two runs that trained the transformers of one pipeline, counted in `unit`, such as "samples"."""
-    merged = dict(last)
-    for key in ("parameters", "steps", unit, "resumed", "seconds"):
-        merged[key] = first[key] + last[key]
+    merged = last | {key: first[key] + last[key] for key in ("parameters", "steps", unit, "resumed", "seconds")}
     for key, name in (("stages", "name"), ("history", "stage")):
         merged[key] = [
             {**entry, name: f"{component}: {entry[name]}"}
@@ -215,13 +181,10 @@ def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dic
 
 
 def unreadable_state(state: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"out: got the state {str(state)!r}, which cannot be read ({reason}), "
-        "expected an intact one: delete it to resume from the state before it."
-    )
+    expected = "an intact one: delete it to resume from the state before it"
+    return ValueError(f"out: got the state {str(state)!r}, which cannot be read ({reason}), expected {expected}.")
 
 
 def _compute_checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file in a state except `IDENTITY`, by relative path."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / IDENTITY)
     return {file.relative_to(folder).as_posix(): hash_file(file) for file in files}

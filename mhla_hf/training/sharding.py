@@ -1,13 +1,11 @@
 """Training with FSDP2, as `accelerate launch` sets it up.
 
 The caller's student and teacher stay unsharded, on the CPU, and only the main process needs their weights. Every stage
-works on copies whose parameters are sharded over all processes, layer by layer. At the end of a stage, the student's
-weights are gathered in the main process.
+works on sharded copies; at its end, the student's weights are gathered in the main process.
 """
 
 import contextlib
 import copy
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,10 +33,7 @@ def launched_with(engine: str) -> bool:
 
 
 def make_accelerator(**options: Any) -> Any:
-    """Create an `Accelerator` for the launched processes, on GPUs or, without one, on CPUs with gloo.
-
-    Raise ValueError if the launcher is configured for FSDP1, another engine, or offloading without a GPU.
-    """
+    """Create an `Accelerator` for the launched processes, on GPUs or, without one, on CPUs with gloo."""
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -49,8 +44,17 @@ def make_accelerator(**options: Any) -> Any:
     cpu_only = not torch.accelerator.is_available()
     if not launched_with("FSDP"):
         accelerator = accelerate.Accelerator(cpu=cpu_only, **options)
-        accelerator.register_save_state_pre_hook(_remove_ddp_prefix)
-        accelerator.register_load_state_pre_hook(functools.partial(_unwrap, accelerator))
+
+        def remove_ddp_prefix(_models: Any, state_dicts: list[dict[str, Any]], _folder: str) -> None:
+            for state_dict in state_dicts:
+                consume_prefix_in_state_dict_if_present(state_dict, "module.")
+
+        def unwrap(models: list[nn.Module], _folder: str) -> None:
+            models[:] = map(accelerator.unwrap_model, models)
+
+        # Runs with and without data parallelism read each other's states.
+        accelerator.register_save_state_pre_hook(remove_ddp_prefix)
+        accelerator.register_load_state_pre_hook(unwrap)
         return accelerator
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
@@ -71,16 +75,6 @@ def make_accelerator(**options: Any) -> Any:
     return accelerator
 
 
-def _remove_ddp_prefix(_models: Any, state_dicts: list[dict[str, Any]], _folder: str) -> None:
-    """Remove "module." from saved names, so that runs with and without data parallelism read each other's states."""
-    for state_dict in state_dicts:
-        consume_prefix_in_state_dict_if_present(state_dict, "module.")
-
-
-def _unwrap(accelerator: Any, models: list[nn.Module], _folder: str) -> None:
-    models[:] = map(accelerator.unwrap_model, models)
-
-
 def save_average(accelerator: Any, average: Any, folder: Path) -> None:
     """Save an `EMAModel` in the folder of a state, with FSDP each process its shard. All processes must call this."""
     if accelerator.is_fsdp2:
@@ -90,7 +84,6 @@ def save_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 
 def load_average(accelerator: Any, average: Any, folder: Path) -> None:
-    """Load into an `EMAModel`, in place, what `save_average` wrote. All processes must call this."""
     if accelerator.is_fsdp2:
         state = average.state_dict()
         load_shards(state, checkpoint_id=folder / AVERAGE_FOLDER)
@@ -102,10 +95,7 @@ def load_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """With FSDP, replace the models of `task` by copies until the end: a sharded teacher, and a student still to be sharded.
-
-    Without FSDP, the teacher is only moved to the device and put in eval mode. All processes must enter this.
-    """
+    """With FSDP, replace the models of `task` by copies: a sharded teacher, and a student to be sharded. All call this."""
     student, teacher = task.student, task.teacher
     if not accelerator.is_fsdp2:
         if needs_teacher:
@@ -114,7 +104,18 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
         return
     try:
         if needs_teacher:
-            task.teacher = _shard_teacher(accelerator, teacher, student)
+            from accelerate.utils import fsdp2_prepare_model
+
+            root = _Root(_copy_model(teacher, accelerator.is_main_process, frozen=True)).eval()
+            attach_wrapping_hints(accelerator, root, root.model, student)
+            accelerator.state.fsdp_plugin.set_auto_wrap_policy(root)
+            fsdp2_prepare_model(accelerator, root)
+            sharded_root: Any = root
+            sharded_root.set_reshard_after_forward(True)
+            # Parameters that belong to no unit stay gathered, because any part of the model may be called.
+            sharded_root.set_reshard_after_forward(False, recurse=False)
+            root()
+            task.teacher = root.model
         task.student = _copy_model(student, accelerator.is_main_process)
         yield
     finally:
@@ -122,11 +123,7 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
 
 
 def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
-    """Set what Accelerate reads to shard `root`, which contains `model`: classes of units, and methods for tied weights.
-
-    Attention modules that are MHLA in the student are units of their own in both models, because the loss "transfer" calls
-    them while the rest of their layer is not gathered.
-    """
+    """Set what Accelerate reads to shard `root`. MHLA attentions are units, because the loss "transfer" calls them alone."""
     modules = dict(model.named_modules())
     attention_classes = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}
     block_classes = set(getattr(model, "_no_split_modules", None) or ())
@@ -157,27 +154,8 @@ class _Root(nn.Module):
         """Do nothing. FSDP's hooks around this call gather the parameters that belong to no unit."""
 
 
-def _shard_teacher(accelerator: Any, teacher: nn.Module, student: nn.Module) -> nn.Module:
-    """Return a frozen copy of the teacher in eval mode, sharded over all processes. All processes must call this."""
-    from accelerate.utils import fsdp2_prepare_model
-
-    root = _Root(_copy_model(teacher, accelerator.is_main_process, frozen=True)).eval()
-    attach_wrapping_hints(accelerator, root, root.model, student)
-    accelerator.state.fsdp_plugin.set_auto_wrap_policy(root)
-    fsdp2_prepare_model(accelerator, root)
-    sharded_root: Any = root
-    sharded_root.set_reshard_after_forward(True)
-    # Parameters that belong to no unit stay gathered, because any part of the model may be called.
-    sharded_root.set_reshard_after_forward(False, recurse=False)
-    root()
-    return root.model
-
-
 def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:
-    """Return a copy of a model to be sharded, with non-persistent buffers, because FSDP does not shard them.
-
-    In the main process it shares the model's weights; elsewhere they are memory that is never written and takes no space.
-    """
+    """Return a copy to be sharded; only the main process has weights. FSDP does not shard persistent buffers."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         data = parameter.detach() if is_main else torch.empty_like(parameter, device="cpu")

@@ -18,10 +18,7 @@ FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
 def find_mhla_attentions(model: nn.Module) -> list[str]:
-    """Return the names of the attention modules that have an MHLA core.
-
-    The core is the submodule `mhla` of the attention module or, in diffusers, of its `processor`.
-    """
+    """Return the names of modules with a core `mhla`, their own or, in diffusers, their `processor`'s."""
     cores = (name for name, _ in model.named_modules() if name.endswith(".mhla"))
     return [name.removesuffix(".mhla").removesuffix(".processor") for name in cores]
 
@@ -32,21 +29,15 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
     parameters = dict(student.named_parameters())
     for name, parameter in parameters.items():
         if parameter.dtype not in FLOAT_DTYPES or type(parameter.data) is not torch.Tensor:
-            raise ValueError(
-                f"student: got a {type(parameter.data).__name__} of {parameter.dtype} for {name!r}, "
-                "expected float weights, loaded without quantization."
-            )
+            got = f"a {type(parameter.data).__name__} of {parameter.dtype} for {name!r}"
+            raise ValueError(f"student: got {got}, expected float weights, loaded without quantization.")
     for stage in stages:
         if not attentions and (stage.loss == "transfer" or stage.trainable != "all"):
-            raise ValueError(
-                f"student: got no MHLA layer for stage {stage.name!r} to train, "
-                "expected a model that `convert` returned."
-            )
+            got = f"no MHLA layer for stage {stage.name!r} to train"
+            raise ValueError(f"student: got {got}, expected a model that `convert` returned.")
         if not any(_is_trained(name, attentions, stage, value.requires_grad) for name, value in parameters.items()):
-            raise ValueError(
-                f"student: got only frozen parameters for stage {stage.name!r} (trainable {stage.trainable!r}), "
-                "expected some with requires_grad."
-            )
+            got = f"only frozen parameters for stage {stage.name!r} (trainable {stage.trainable!r})"
+            raise ValueError(f"student: got {got}, expected some with requires_grad.")
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequence[CommonStage]) -> None:
@@ -60,10 +51,8 @@ def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequenc
     student_storages = {parameter.untyped_storage().data_ptr() for parameter in student.parameters()}
     for name, parameter in teacher.named_parameters():
         if parameter.untyped_storage().data_ptr() in student_storages:
-            raise ValueError(
-                f"teacher: got a model that shares {name!r} with the student, "
-                "expected a copy made before the conversion."
-            )
+            got = f"a model that shares {name!r} with the student"
+            raise ValueError(f"teacher: got {got}, expected a copy made before the conversion.")
     if not any(stage.loss == "transfer" for stage in teacher_stages):
         return
     teacher_modules = dict(teacher.named_modules())
@@ -80,15 +69,10 @@ def get_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtypes in which a student's parameters and buffers are saved, by name. `dtype=None`: each keeps its own.
-
-    Weights that the model's class always keeps in float32 are saved in float32 instead of a half precision.
-    """
-    model_class = type(model)  # an attribute of the instance may come from the class before the conversion
-    if hasattr(model_class, "_keep_in_fp32_modules_strict"):  # transformers
-        fp32_modules = model_class._keep_in_fp32_modules_strict
-    else:  # diffusers
-        fp32_modules = getattr(model_class, "_keep_in_fp32_modules", None)
+    """Return the dtypes of the saved parameters and buffers; some classes keep modules in float32."""
+    cls = type(model)  # an attribute of the instance may come from the class before the conversion
+    kept = "_keep_in_fp32_modules"
+    fp32_modules = getattr(cls, f"{kept}_strict", None) if hasattr(cls, f"{kept}_strict") else getattr(cls, kept, None)
     dtypes = get_dtypes(model)
     for name, _ in model.named_parameters():
         saved = dtype or dtypes[name]
@@ -98,10 +82,7 @@ def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, t
 
 
 def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights: bool = True) -> None:
-    """Convert parameters and buffers in place, by name, and drop all gradients.
-
-    Without `keep_weights`, parameters become uninitialized memory, which takes no space, as in processes without weights.
-    """
+    """Convert parameters and buffers in place, and drop gradients. Without `keep_weights`, parameters take no memory."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         dtype = dtypes.get(name, value.dtype)
         if keep_weights or not isinstance(value, nn.Parameter):
@@ -113,21 +94,14 @@ def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights
 
 def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowed: bool) -> bool:
     """Return whether `stage` trains the parameter `name`; `allowed` is False if it was frozen before the run."""
-    if not allowed:
-        return False
     trainable: str = stage.trainable
-    if trainable == "mhla":
-        return ".mhla." in name
-    if trainable == "lora":
-        return ".mhla." in name or ".lora_" in name
-    return trainable == "all" or any(name.startswith(f"{attention}.") for attention in attentions)
+    if trainable in ("mhla", "lora"):
+        return allowed and (".mhla." in name or (trainable == "lora" and ".lora_" in name))
+    return allowed and (trainable == "all" or any(name.startswith(f"{attention}.") for attention in attentions))
 
 
 def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Parameter, bool]) -> None:
-    """Set `requires_grad` for the parameters that `stage` trains, and clear it for all others.
-
-    `allowed` is False for those that were frozen before the run; parameters that are not listed may be trained.
-    """
+    """Set `requires_grad` as `stage` says, except where `allowed` is False: that was frozen before the run."""
     attentions = find_mhla_attentions(student)
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(_is_trained(name, attentions, stage, allowed.get(parameter, True)))
@@ -135,46 +109,29 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
 
 def count_state_bytes(student: nn.Module, stages: Sequence[CommonStage]) -> int:
     """Return the bytes of float32 weights, and of the moments of those that are trained, in the stage with most of them."""
-    allowed = {parameter: parameter.requires_grad for parameter in student.parameters()}
-    sizes = []
-    for stage in stages:
-        set_trainable(student, stage, allowed)
-        sizes.append(sum(parameter.numel() * (12 if parameter.requires_grad else 4) for parameter in allowed))
-    for parameter, flag in allowed.items():
-        parameter.requires_grad_(flag)
-    return max(sizes)
+    attentions = find_mhla_attentions(student)
+
+    def count_bytes(stage: CommonStage, name: str, parameter: nn.Parameter) -> int:
+        is_trained = _is_trained(name, attentions, stage, parameter.requires_grad)
+        return parameter.numel() * (12 if is_trained else 4)
+
+    return max(sum(count_bytes(stage, name, x) for name, x in student.named_parameters()) for stage in stages)
 
 
 def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups for the parameters that require gradients.
-
-    Parameters under `.mhla.` have the peak learning rate `lr_mhla` and no weight decay; of the others, matrices have weight
-    decay. A group's peak learning rate is its `top_lr`; its `lr` is 0 until the loop sets it at each step.
-    """
+    """Return AdamW's parameter groups. Their peak learning rate is `top_lr`; `lr` is set at each step."""
     lr_mhla = stage.lr if stage.lr_mhla is None else stage.lr_mhla
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in student.named_parameters():
         if parameter.requires_grad:
             is_mhla = ".mhla." in name
-            decays = parameter.ndim > 1 and not is_mhla
-            groups.setdefault((is_mhla, decays), []).append(parameter)
+            groups.setdefault((is_mhla, parameter.ndim > 1 and not is_mhla), []).append(parameter)
     return [
         {
-            "params": parameters,
+            "params": values,
             "lr": 0.0,
-            "top_lr": lr_mhla if is_mhla else stage.lr,
+            "top_lr": lr_mhla if mhla else stage.lr,
             "weight_decay": stage.weight_decay * decays,
         }
-        for (is_mhla, decays), parameters in groups.items()
-    ]
-
-
-def find_direct_mixings(student: nn.Module) -> list[nn.Parameter]:
-    """Return the trained mixing matrices of the form "direct", which the loop clamps to be nonnegative after each step.
-
-    All other forms are nonnegative by their parametrization, or may have any sign.
-    """
-    mixings: list[Any] = [module for name, module in student.named_modules() if name.endswith(".mhla.mixing")]
-    return [
-        mixing.weight for mixing in mixings if getattr(mixing, "form", None) == "direct" and mixing.weight.requires_grad
+        for (mhla, decays), values in groups.items()
     ]

@@ -21,13 +21,6 @@ Group = _fsdp_param_group.FSDPParamGroup
 original_init, original_wait = Group.__init__, Group.wait_for_unshard
 
 
-def count_bytes(group):
-    """Return the bytes of the shards of a unit, and of its gathered parameters."""
-    sharded = sum(p._sharded_param_data.untyped_storage().size() for p in group.fsdp_params)
-    gathered = sum(tensor.untyped_storage().size() for p in group.fsdp_params for tensor in p.all_gather_outputs)
-    return sharded, gathered
-
-
 def init_and_register(self, *arguments, **options):
     """Initialize a unit of FSDP, and add it to `GROUPS`."""
     original_init(self, *arguments, **options)
@@ -37,8 +30,9 @@ def init_and_register(self, *arguments, **options):
 def wait_and_count(self):
     """Wait until a unit is gathered, and update `PEAK`."""
     original_wait(self)
-    sharded, gathered = map(sum, zip(*map(count_bytes, GROUPS), strict=True))
-    PEAK[:] = sharded, max(PEAK[1], gathered)
+    parameters = [p for group in GROUPS for p in group.fsdp_params]
+    gathered = sum(tensor.untyped_storage().size() for p in parameters for tensor in p.all_gather_outputs)
+    PEAK[:] = sum(p._sharded_param_data.untyped_storage().size() for p in parameters), max(PEAK[1], gathered)
 
 
 def count_sent(function, sent_tensor):
@@ -68,16 +62,15 @@ def main(out, loss, tied=False):
         stage["trainable"] = "mhla"
     tokens = torch.randint(0, 128, (2000,))
     mhla_hf.distill(student, teacher, out=out, data=tokens, stages=[stage], progress=False)
+    tied_bytes = tied and student.lm_head.weight.nbytes
     report = {
         "rank": dist.get_rank(),
         "share": PEAK[0],
         "gathered": PEAK[1],
         "sent": sum(SENT) // 2,
-        "tied": tied and student.lm_head.weight.nbytes,
-        "total": total,
-        "layer": max(layers),
-        "student": sum(p.nbytes for p in student.parameters()),
+        "tied": tied_bytes,
     }
+    report |= {"total": total, "layer": max(layers), "student": sum(p.nbytes for p in student.parameters())}
     print(json.dumps(report), flush=True)
 
 

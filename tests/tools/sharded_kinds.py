@@ -8,7 +8,6 @@ from training.tasks.test_images import GRAY, classifier, squares
 import mhla_hf
 from mhla_hf.training.recipe import DiffusionStage, ImageStage
 from tools.tiny_pipelines import PIPELINES
-from tools.tiny_wan_pipelines import SIZE, WAN_DATA, WAN_PIPELINES
 
 RUN = {"log_every": 1, "save_every": 4, "progress": False}
 SHARED = {"batch_size": 4, "eps": 1e-4}  # with 1e-8, Adam would take full steps along rounding errors
@@ -34,21 +33,7 @@ def images(out):
     mhla_hf.distill(classifier(), out=out, data=data, test=test, processor=GRAY, stages=stages, **RUN)
 
 
-def experts(out):
-    """Distill both transformers of a pipeline of image to video."""
-    torch.manual_seed(1)
-    student = mhla_hf.convert(WAN_PIPELINES["i2v-a14b"](), layers=[1], layout=[1, 2, 2])
-    sampled = {"sampling_steps": 4, "size": SIZE, "batch_size": 2, "eps": 1e-4}
-    stages = [
-        DiffusionStage("transfer", "transfer", 2, 1e-2, trainable="mhla", **sampled),
-        DiffusionStage("lora", "prediction", 3, 1e-3, trainable="lora", lora_rank=2, **sampled),
-    ]
-    data = WAN_DATA["i2v-a14b"]
-    mhla_hf.distill(student, WAN_PIPELINES["i2v-a14b"](), out=out, data=data, stages=stages, **RUN)
-
-
 KINDS = {
-    "experts": experts,
     "dit": lambda out: diffusion(out, "dit", [32, 32]),
     "wan": lambda out: diffusion(out, "wan", [9, 64, 80]),
     "images": images,

@@ -89,16 +89,6 @@ def test_the_first_steps_say_how_long_all_stages_take(lab, tmp_path, monkeypatch
     assert "tokens/s 0, left in all 19996:00:00" in shown
 
 
-def test_what_the_caller_does_at_ctrl_c_is_put_back():
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        with Interrupt():
-            pass
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_ctrl_c_at_the_last_step_still_stops_the_caller_and_a_second_one_at_once(lab, tmp_path, monkeypatch):
     real = Run._make_record
     monkeypatch.setattr(Run, "_make_record", lambda run: (os.kill(os.getpid(), signal.SIGINT), real(run))[1])
@@ -184,22 +174,20 @@ def test_numbers_that_are_not_finite(lab, tmp_path, first, later):
 
 
 def test_gradient_checkpointing_and_bf16(lab, tmp_path):
+    """Where the backward pass is under autocast, gradients of what the forward pass does in fp32 are products in bf16."""
     options = {"plain": {}, "saved": {"gradient_checkpointing": True}, "half": {"mixed_precision": "bf16"}}
-    runs = {name: lab.distill(tmp_path / name, stages=lab.stages(4), **more) for name, more in options.items()}
+    runs, seen = {}, set()
+    for name, more in options.items():
+        student = lab.student()
+        student.lm_head.weight.register_hook(lambda grad: seen.add(torch.is_autocast_enabled("cpu")))
+        runs[name] = lab.distill(tmp_path / name, student=student, stages=lab.stages(4), **more)
+    assert seen == {False}
     plain, saved, half = (model.state_dict() for model in runs.values())
     torch.testing.assert_close(plain, saved, rtol=1e-4, atol=1e-6)
     assert not runs["saved"].is_activation_checkpointing
     assert {value.dtype for value in half.values()} == {FULL}
     torch.testing.assert_close(plain, half, rtol=0.1, atol=0.05)
     assert not torch.equal(plain["lm_head.weight"], half["lm_head.weight"])
-
-
-def test_the_backward_pass_is_not_under_autocast(lab, tmp_path):
-    """Where it is, gradients of what the forward pass does in fp32 are products in bf16."""
-    student, seen = lab.student(), set()
-    student.lm_head.weight.register_hook(lambda grad: seen.add(torch.is_autocast_enabled("cpu")))
-    lab.distill(tmp_path / "out", student=student, stages=lab.stages(2), mixed_precision="bf16")
-    assert seen == {False}
 
 
 @pytest.fixture

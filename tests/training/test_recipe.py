@@ -1,8 +1,13 @@
 """Recipes and stages: what they mean and what they refuse."""
 
 import pytest
+import torch
 
-from mhla_hf.training.recipe import DiffusionStage, ImageStage, Stage, make_stages, read_recipe
+import mhla_hf
+from mhla_hf.models.diffusion.dit_transformer import dit_preset
+from mhla_hf.models.language.configuration import MHLAConfig
+from mhla_hf.nn.settings import MHLASettings
+from mhla_hf.training.recipe import DiffusionStage, ImageStage, Stage, make_stages, read_recipe, recipe_names
 
 GOOD = {"name": "a", "loss": "lm", "steps": 10, "lr": 1e-3}
 LINE = "stages: [{name: a, loss: lm, steps: 1, lr: 1}]\n"
@@ -23,23 +28,19 @@ def test_a_recipe(tmp_path):
     assert recipe.stages == (Stage("a", "lm", 10, 0.001, weight_decay=0.01),) and recipe.run == {"save_every": 5}
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "words"),
-    [
-        (Stage, {"name": ""}, "stages: got the names '', expected different ones"),
-        (Stage, {"batch_size": 10**12}, "batch_size: got 1000000000000, expected a whole number from 1 to 1000000"),
-        (Stage, {"loss": "transfer"}, "trainable: got 'all' with loss 'transfer', expected 'mhla' or 'attention'"),
-        (
-            Stage,
-            {"loss": "logits", "top_k": 8, "temperature": 2},
-            "temperature: got 2 with a KL divergence over the most likely tokens, expected 1",
-        ),
-        (DiffusionStage, {"size": [0, 4]}, r"size: got \[0, 4\], expected \[rows, columns\] or"),
-        (ImageStage, {"crop": 1.5}, "crop: got 1.5, expected a number from 0 to 1"),
-        (Stage, [], "stages: got .., expected a list of Stage or of mappings, at least one"),
-        (Stage, [GOOD, GOOD], "stages: got the names 'a', 'a', expected different ones"),
-    ],
-)
+BAD = [
+    (Stage, {"name": ""}, "stages: got the names '', expected different ones"),
+    (Stage, {"batch_size": 10**12}, "batch_size: got 1000000000000, expected a whole number from 1 to 1000000"),
+    (Stage, {"loss": "transfer"}, "trainable: got 'all' with loss 'transfer', expected 'mhla' or 'attention'"),
+    (Stage, {"loss": "logits", "top_k": 8, "temperature": 2}, "temperature: got 2 with a KL divergence over the most"),
+    (DiffusionStage, {"size": [0, 4]}, r"size: got \[0, 4\], expected \[rows, columns\] or"),
+    (ImageStage, {"crop": 1.5}, "crop: got 1.5, expected a number from 0 to 1"),
+    (Stage, [], "stages: got .., expected a list of Stage or of mappings, at least one"),
+    (Stage, [GOOD, GOOD], "stages: got the names 'a', 'a', expected different ones"),
+]
+
+
+@pytest.mark.parametrize("kind, change, words", BAD)
 def test_bad_stage(kind, change, words):
     if isinstance(change, dict):
         change = [GOOD | {"loss": {Stage: "lm", DiffusionStage: "prediction", ImageStage: "labels"}[kind]} | change]
@@ -66,17 +67,47 @@ def test_a_recipe_by_name_with_some_values_changed():
     assert read_recipe(recipe) is recipe
 
 
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        ("distil.lr",
-            r"set: got 'distil.lr', expected one of transfer.\*, distill.\*, settings.\*, run"),
-        ("distill.rate", "stage 'distill': rate: got an unknown name, expected one of name, loss"),
-        ("run.speed", "run: speed: got an unknown name"),
-        ("colour", "colour: got an unknown name, expected one of stages, task"),
-        ("distill.lr", "stage 'distill': lr: got 'x', expected"),
-    ],
-)  # fmt: skip
+BAD_CHANGES = {
+    "distil.lr": r"set: got 'distil.lr', expected one of transfer.\*, distill.\*, settings.\*, run",
+    "distill.rate": "stage 'distill': rate: got an unknown name, expected one of name, loss",
+    "colour": "colour: got an unknown name, expected one of stages, task",
+    "distill.lr": "stage 'distill': lr: got 'x', expected",
+}
+
+
+@pytest.mark.parametrize("place, words", BAD_CHANGES.items())
 def test_bad_changes(place, words):
     with pytest.raises(ValueError, match=words):
         read_recipe("language_llama_lite", {place: "x"})
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_our_recipes_are_sound(name):
+    recipe = read_recipe(name)
+    assert len(recipe.about) > 50 and all(stage.loss != "transfer" for stage in recipe.stages[1:])
+    settings = dict(recipe.settings)
+    preset = settings.pop("preset", None)
+    if recipe.task == "language" and preset:
+        assert recipe.tokenizer and MHLAConfig.preset(preset, **settings)
+    elif recipe.task == "images" and preset:
+        with torch.device("meta"):
+            model = mhla_hf.MHLAForImageClassification(mhla_hf.MHLAVisionConfig.preset(preset, **settings))
+        assert model.config.num_labels == 1000
+    elif preset:
+        assert recipe.base and dit_preset(preset) and MHLASettings(**settings["mhla"]).layout
+    else:
+        assert (recipe.base or name in ("language_cpu", "encoder")) and MHLASettings(**settings)
+        assert recipe.task != "diffusion" or settings["layout"]
+
+
+def test_recipes_hold_the_papers_settings():
+    first = {name: read_recipe(name).stages[0] for name in recipe_names()}
+    wan, sana = first["wan_paper"], first["sana_paper"]
+    assert (wan.size, wan.lr, wan.eps, wan.max_grad_norm, wan.shift) == ([81, 480, 800], 2e-5, 1e-10, 0.1, 3.0)
+    assert (wan.timesteps, wan.batch_size, wan.loss, wan.drop_condition) == ("logit-normal", 32, "denoising", 0.1)
+    assert (sana.steps, sana.batch_size) == (40_000, 256)
+    for stage in (first["dit_paper"], first["dit_finetune"]):
+        assert (stage.steps, stage.lr, stage.batch_size, stage.schedule) == (400_000, 1e-4, 256, "constant")
+    for stage in (first["image_deit_tiny_scratch"], first["image_vlt_tiny_scratch"]):
+        assert (stage.batch_size, stage.lr, stage.steps) == (1024, 1e-3, round(300 * 1_281_167 / 1024))
+        assert stage.ema and stage.mixup and stage.cutmix and stage.erase

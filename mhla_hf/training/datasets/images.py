@@ -4,6 +4,7 @@ The order and the augmentation of the images are functions of (seed, stage, numb
 processor computes the pixels in a few threads, one batch ahead.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,26 +29,21 @@ ERASED_AREA = (0.02, 1 / 3)  # smallest and largest fraction of an image that `e
 Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 [C, H, W], class probabilities fp32 [classes]
 
 
+@dataclasses.dataclass(eq=False)
 class LabeledImages:
-    """N images with integer labels [N].
+    """N images, uint8 [N, C, H, W] or paths or PIL images, with labels [N]. `identity` is a hash, computed if it is None."""
 
-    `items` are a tensor, uint8 [N, C, H, W], or a sequence of paths or PIL images; `class_names` are in the order of their
-    numbers. `name` is for error messages. `identity` is a hash of the images, computed from a tensor if it is None.
-    """
+    items: Any
+    labels: Any
+    name: str
+    class_names: Sequence[str] | None = None
+    identity: str | None = None
 
-    def __init__(
-        self, items: Any, labels: Any, name: str, class_names: Sequence[str] | None = None, identity: str | None = None
-    ) -> None:
-        self.items = items
-        self.labels = torch.as_tensor(labels).long()
-        self.name = name
-        self.class_names = class_names
-        self.identity = identity
-        if not len(self.labels) or len(self.labels) != len(items):
-            raise ValueError(
-                f"data: got {name!r} with {len(items)} images and {len(self.labels)} labels, "
-                "expected as many, at least one."
-            )
+    def __post_init__(self) -> None:
+        self.labels = torch.as_tensor(self.labels).long()
+        if not len(self.labels) or len(self.labels) != len(self.items):
+            got = f"{self.name!r} with {len(self.items)} images and {len(self.labels)} labels"
+            raise ValueError(f"data: got {got}, expected as many, at least one.")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -67,40 +63,28 @@ class LabeledImages:
     def renumber_as(self, class_names: Sequence[str], training_name: str) -> "LabeledImages":
         """Return these test images, relabeled with the class numbers of the training data, which must have all classes."""
         names = self.class_names or ()
-        for name in names:
-            if name not in class_names:
-                raise ValueError(
-                    f"test: got {self.name!r} with the class {name!r}, expected "
-                    f"some of the {len(class_names)} of {training_name!r}, the training data."
-                )
+        if unknown := [name for name in names if name not in class_names]:
+            expected = f"some of the {len(class_names)} of {training_name!r}, the training data"
+            raise ValueError(f"test: got {self.name!r} with the class {unknown[0]!r}, expected {expected}.")
         return self._renumber([list(class_names).index(name) for name in names], class_names)
 
     def renumber_for(self, config: Any, argument: str = "data") -> "LabeledImages":
-        """Return these images, relabeled with the class numbers of a model.
-
-        Classes are matched by name. If the model has none of the names, but the same number of classes, they are matched by
-        order.
-        """
+        """Return these images, relabeled with the class numbers of a model, by name or, if it knows no name, in order."""
         names = self.class_names or ()
         model_numbers = {str(label): int(number) for number, label in config.id2label.items()}
         unknown = [name for name in names if name not in model_numbers]
         if unknown and len(unknown) < len(names):
-            raise ValueError(
-                f"{argument}: got the class {unknown[0]!r}, which the model does not know, though it knows others, "
-                "expected the model's labels."
-            )
+            got = f"the class {unknown[0]!r}, which the model does not know, though it knows others"
+            raise ValueError(f"{argument}: got {got}, expected the model's labels.")
         if unknown and len(names) != len(model_numbers):
-            raise ValueError(
-                f"{argument}: got {len(names)} classes for a model with {len(model_numbers)} labels, expected as many."
-            )
-        images = self
-        if names:
-            images = self._renumber(range(len(names)) if unknown else [model_numbers[name] for name in names])
+            got = f"{len(names)} classes for a model with {len(model_numbers)} labels"
+            raise ValueError(f"{argument}: got {got}, expected as many.")
+        numbers = range(len(names)) if unknown else [model_numbers[name] for name in names]
+        images = self._renumber(numbers) if names else self
         images.check_labels(config.num_labels, argument)
         return images
 
     def _renumber(self, numbers: Sequence[int], class_names: Sequence[str] | None = None) -> "LabeledImages":
-        """Return these images with every label i replaced by numbers[i]."""
         self.check_labels(len(numbers))
         labels = torch.tensor(numbers)[self.labels]
         return LabeledImages(self.items, labels, self.name, class_names, self.describe()["sha256"])
@@ -109,12 +93,10 @@ class LabeledImages:
         """Raise ValueError unless all labels are from 0 to `num_classes` - 1. Test splits on the Hub hide theirs as -1."""
         lowest, highest = int(self.labels.min()), int(self.labels.max())
         if lowest < 0 or highest >= num_classes:
-            raise ValueError(
-                f"{argument}: got {self.name!r} with labels {lowest} to {highest}, expected 0 to {num_classes - 1}."
-            )
+            got = f"{self.name!r} with labels {lowest} to {highest}"
+            raise ValueError(f"{argument}: got {got}, expected 0 to {num_classes - 1}.")
 
     def image(self, index: int, channels: int) -> Image.Image:
-        """Return one image in RGB, or in grayscale if `channels` is 1."""
         item = self.items[index]
         if isinstance(item, torch.Tensor):
             item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
@@ -159,94 +141,70 @@ def open_images(data: Any, split: str = "train", labeled: bool = True) -> Labele
     if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(x, torch.Tensor) for x in data):
         images, labels = data
         if images.ndim != 4 or images.dtype != torch.uint8 or labels.ndim != 1:
-            raise ValueError(
-                f"data: got tensors {tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}, "
-                "expected images uint8 [N, C, H, W] and labels [N]."
-            )
+            got = f"tensors {tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}"
+            raise ValueError(f"data: got {got}, expected images uint8 [N, C, H, W] and labels [N].")
         return LabeledImages(images, labels, "a pair of tensors")
+    name = "a dataset"
     if isinstance(data, (str, Path)):
-        path = check_data_path(data)
+        path, name = check_data_path(data), str(data)
         if path.is_dir():
             return _open_folder(path, split, labeled)
-        return _open_table(load_split(str(data), split=split), str(data), labeled)
-    if hasattr(data, "features") and hasattr(data, "__len__"):
-        return _open_table(data, "a dataset", labeled)
-    raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset or a pair of tensors.")
+        data = load_split(name, split=split)
+    elif not hasattr(data, "features") or not hasattr(data, "__len__"):
+        raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset or a pair of tensors.")
+    types = {column: type(feature).__name__ for column, feature in data.features.items()}
+    image_columns = [column for column, kind in types.items() if kind == "Image"]
+    label_columns = [column for column, kind in types.items() if kind == "ClassLabel" or column in ("label", "labels")]
+    if not image_columns or (labeled and not label_columns):
+        expected = "one of images and one of labels" if labeled else "one of images"
+        raise ValueError(f"data: got {name!r} with the columns {list(types)}, expected {expected}.")
+    images = data[image_columns[0]]
+    if not labeled:
+        return LabeledImages(images, [0] * len(images), name, None, data._fingerprint)
+    class_names = getattr(data.features[label_columns[0]], "names", None)
+    return LabeledImages(images, list(data[label_columns[0]]), name, class_names, data._fingerprint)
 
 
 def _open_folder(folder: Path, split: str, labeled: bool) -> LabeledImages:
     """Open a folder with one folder of images per class. Images are identified by path and size."""
     split_folders = (folder / name for name in SPLIT_FOLDERS[split])
     root = next((path for path in split_folders if path.is_dir()), folder)
-    if root is folder:
-        for name in SPLIT_FOLDERS["test" if split == "train" else "train"]:
-            if any((folder / name).glob("*/")):
-                raise ValueError(
-                    f"data: got {str(folder)!r} with {name!r} and nothing to {split} on, expected {split}/CLASS in it."
-                )
+    other_split = SPLIT_FOLDERS["test" if split == "train" else "train"]
+    if root is folder and (others := [name for name in other_split if any((folder / name).glob("*/"))]):
+        got = f"{str(folder)!r} with {others[0]!r} and nothing to {split} on"
+        raise ValueError(f"data: got {got}, expected {split}/CLASS in it.")
     class_folders = sorted(path for path in root.iterdir() if path.is_dir())
-    files = [
-        (path, label if labeled else 0)
-        for label, class_folder in enumerate(class_folders)  # `rglob` follows no links in it, but they may be links
-        for path in sorted(class_folder.rglob("*"))
-        if path.suffix.lower() in IMAGE_ENDINGS
-    ]
+    # `rglob` follows no links in a folder, but the folder may be one.
+    paths = [(path, label) for label, place in enumerate(class_folders) for path in sorted(place.rglob("*"))]
     if not labeled:
-        files += [(path, 0) for path in sorted(root.iterdir()) if path.suffix.lower() in IMAGE_ENDINGS]
+        paths = [(path, 0) for path in (*(path for path, _ in paths), *sorted(root.iterdir()))]
+    files = [(path, label) for path, label in paths if path.suffix.lower() in IMAGE_ENDINGS]
     if not files:
         expected = "no folders of images, expected one folder per class" if labeled else "no images, expected some"
         raise ValueError(f"data: got {str(folder)!r}, which holds {expected}.")
     listing = "\n".join(f"{path.relative_to(root)} {path.stat().st_size}" for path, _ in files)
     identity = hashlib.sha256(listing.encode()).hexdigest()[:32]
-    paths, labels = zip(*files, strict=True)
+    items, labels = zip(*files, strict=True)
     class_names = [path.name for path in class_folders] if labeled else None
-    return LabeledImages(paths, labels, folder.name, class_names, identity)
-
-
-def _open_table(table: Any, name: str, labeled: bool) -> LabeledImages:
-    """Open a `datasets.Dataset` with a column of images and, if `labeled`, one of labels."""
-    types = {column: type(feature).__name__ for column, feature in table.features.items()}
-    image_columns = [column for column, type_name in types.items() if type_name == "Image"]
-    label_columns = [
-        column for column, type_name in types.items() if type_name == "ClassLabel" or column in ("label", "labels")
-    ]
-    if not image_columns or (labeled and not label_columns):
-        expected = "one of images and one of labels" if labeled else "one of images"
-        raise ValueError(f"data: got {name!r} with the columns {list(types)}, expected {expected}.")
-    images = table[image_columns[0]]
-    if not labeled:
-        return LabeledImages(images, [0] * len(images), name, None, table._fingerprint)
-    class_names = getattr(table.features[label_columns[0]], "names", None)
-    labels = list(table[label_columns[0]])
-    return LabeledImages(images, labels, name, class_names, table._fingerprint)
+    return LabeledImages(items, labels, folder.name, class_names, identity)
 
 
 class ImageReader(Reader):
-    """Reads and augments the batches of an `ImageStage`. Every epoch reads all images in a new random order.
-
-    The images are prepared in threads, which run until `close` is called. `key` is (seed, number of the stage), `channels`
-    and `num_classes` are the model's.
-    """
+    """Reads and augments the batches of an `ImageStage`, in threads that run until `close` is called."""
 
     def __init__(
         self, images: LabeledImages, stage: ImageStage, key: tuple[int, int], processor: Any, channels: int,
         num_classes: int, state: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(key, state)
-        self.images = images
-        self.stage = stage
-        self.processor = processor
-        self.channels = channels
-        self.num_classes = num_classes
+        self.images, self.stage, self.processor = images, stage, processor
+        self.channels, self.num_classes = channels, num_classes
         self.size = find_output_size(processor, channels)
         self.pool = ThreadPoolExecutor(NUM_THREADS)
         self.next_samples: Iterator[Sample] | None = None  # samples of the next batch, which the pool is computing
 
     def take_rows(self, count: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this process's R rows of the next batch, and start to compute the batch after it.
-
-        These are pixels, fp32 [R, C, H, W], and class probabilities, fp32 [R, classes].
-        """
+        """Return this process's R rows: pixels, fp32 [R, C, H, W], and class probabilities, fp32 [R, classes]."""
         row_numbers = list(range(count))[rows]
         is_mixed = bool(self.stage.mixup or self.stage.cutmix)
         partners = [row ^ 1 if (row ^ 1) < count else row for row in row_numbers] if is_mixed else []
@@ -263,7 +221,6 @@ class ImageReader(Reader):
         return pixels, targets
 
     def _make_sample(self, number: int) -> Sample:
-        """Return the augmented image that is read at position `number` of the stage, and its smoothed label."""
         stage = self.stage
         index = self.shuffled(number, len(self.images))
         random = numpy.random.default_rng((*self.key, number, 1))
@@ -288,25 +245,18 @@ class ImageReader(Reader):
 
     def _mix(
         self, pixels: torch.Tensor, targets: torch.Tensor, other_pixels: torch.Tensor, other_targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply mixup or CutMix to each image and its neighbor in the batch, with one proportion for the whole batch.
-
-        CutMix changes `pixels` in place.
-        """
+    ) -> Sample:
+        """Apply mixup or CutMix to each image and its neighbor in the batch, with one proportion for the whole batch."""
         random = numpy.random.default_rng((*self.key, self.next, 2))
         height, width = self.size
-        use_cutmix = bool(self.stage.cutmix)
-        if self.stage.mixup and self.stage.cutmix:
-            use_cutmix = random.random() < 0.5
+        use_cutmix = bool(self.stage.cutmix) and (not self.stage.mixup or random.random() < 0.5)
         alpha = self.stage.cutmix if use_cutmix else self.stage.mixup
         share = random.beta(alpha, alpha)  # the image's share in the mixture; the neighbor has the rest
         if use_cutmix:
-            side = (1 - share) ** 0.5
-            center_row, center_column = random.random() * height, random.random() * width
-            top = max(0, round(center_row - side * height / 2))
-            bottom = min(height, round(center_row + side * height / 2))
-            left = max(0, round(center_column - side * width / 2))
-            right = min(width, round(center_column + side * width / 2))
+            half_row, half_column = ((1 - share) ** 0.5 * side / 2 for side in self.size)
+            row, column = random.random() * height, random.random() * width
+            top, bottom = max(0, round(row - half_row)), min(height, round(row + half_row))
+            left, right = max(0, round(column - half_column)), min(width, round(column + half_column))
             pixels[:, :, top:bottom, left:right] = other_pixels[:, :, top:bottom, left:right]
             share = 1 - max(0, bottom - top) * max(0, right - left) / (height * width)
         else:
@@ -314,17 +264,13 @@ class ImageReader(Reader):
         return pixels, share * targets + (1 - share) * other_targets
 
     def close(self) -> None:
-        """Stop the threads."""
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 def draw_random_box(
     random: numpy.random.Generator, size: tuple[int, int], min_area: float, max_area: float = 1.0
 ) -> tuple[float, float, float, float]:
-    """Return left, top, right, and bottom of a random box in an image of `size` (width, height), in pixels.
-
-    Its area is a fraction of the image's. Its aspect ratio, relative to the image's, is from 3/4 to 4/3 before it is cut.
-    """
+    """Return left, top, right, and bottom of a random box in an image of `size` (width, height), in pixels."""
     area = random.uniform(min_area, max_area)
     aspect = numpy.exp(random.uniform(-numpy.log(MAX_ASPECT), numpy.log(MAX_ASPECT)))
     width, height = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)

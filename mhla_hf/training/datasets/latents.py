@@ -4,6 +4,7 @@ Every sample has its own random generator, seeded with (seed, stage, number of t
 the process that reads it, nor on where a run was interrupted.
 """
 
+import abc
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -39,21 +40,13 @@ Condition = dict[str, Any]
 Batch = dict[str, torch.Tensor]
 Key = tuple[int, int]  # (seed, number of the stage)
 ConditionEncoder: TypeAlias = "ClassConditions | TextConditions"  # draws conditions, and makes batches of them
-# (number of the sample, [(latents, time), ...] in random order, condition)
-Trajectory = tuple[int, list[tuple[torch.Tensor, float]], Condition]
 
 
 class Latents:
-    """A dataset of latents with their conditions.
-
-    Its rows are dicts with `latents` [C, (F,) h, w] (C channels, h rows, w columns and, for video, F frames) and either
-    some of `CONDITION_COLUMNS` or a text `prompt`. `name` is for error messages; `identity` identifies the data.
-    """
+    """A dataset of rows with `latents` [C, (F,) h, w] and either some of `CONDITION_COLUMNS` or a text `prompt`."""
 
     def __init__(self, rows: Any, name: str, identity: Any) -> None:
-        self.rows = rows
-        self.name = name
-        self.identity = identity
+        self.rows, self.name, self.identity = rows, name, identity
         if not len(rows):
             raise ValueError(f"data: got {name!r}, which is empty, expected latents.")
         row = rows[0]
@@ -66,7 +59,6 @@ class Latents:
         return {"kind": "latents", "samples": len(self.rows), "shape": list(self.shape), "source": self.identity}
 
     def sample(self, index: int) -> tuple[torch.Tensor, Condition]:
-        """Return the latents of one sample, fp32 [C, (F,) h, w], and its condition."""
         row = self.rows[index]
         latents = torch.as_tensor(row["latents"]).float()
         columns = (column for column in self.columns if column in CONDITION_COLUMNS)
@@ -84,23 +76,16 @@ class LatentReader(Reader):
         state: dict[str, Any] | None,
     ) -> None:  # fmt: skip
         super().__init__(key, state)
-        self.source = source
-        self.conditions = conditions
-        self.process = process
-        self.stage = stage
+        self.source, self.conditions, self.process, self.stage = source, conditions, process, stage
 
     def take_rows(self, count: int, rows: slice) -> Batch:
-        """Return this process's R rows of the next batch.
-
-        These are "noisy" and "target", [R, C, (F,) h, w] each, "times" [R], and the conditions, [R, ...] each.
-        """
+        """Return "noisy" and "target", [R, C, (F,) h, w], "times" [R], and conditions of this process's R rows."""
         samples = [self._make_sample(self.next + row) for row in range(*rows.indices(count))]
         self.next += count
-        noisy, times, conditions, targets = zip(*samples, strict=True)
-        return {**_collate(noisy, times, conditions, self.conditions), "target": torch.stack(targets)}
+        *inputs, targets = zip(*samples, strict=True)
+        return {**_collate(inputs, self.conditions), "target": torch.stack(targets)}
 
     def _make_sample(self, number: int) -> tuple[torch.Tensor, float, Condition, torch.Tensor]:
-        """Return the noisy latents, time, condition and target of the sample read at position `number` of the stage."""
         latents, condition = self.source.sample(self.shuffled(number, len(self.source.rows)))
         generator = make_generator(*self.key, number)
         noise = torch.randn(latents.shape, generator=generator)
@@ -112,56 +97,67 @@ class LatentReader(Reader):
         return noisy, time, condition, target
 
 
-class TrajectoryReader(Reader):
-    """Reads points on trajectories that the teacher, (transformer, scheduler), samples.
+class TrajectoryReader(Reader, abc.ABC):
+    """Reads inputs of trajectories that the teacher samples, one for each row of the batch; then it samples new ones."""
 
-    Every row of the batch has a trajectory, whose points are read in random order, one per training step. After the last
-    point, new trajectories are sampled. A process samples the trajectories of its own rows only, and when a run resumes, it
-    samples the current ones again.
-    """
+    def __init__(self, key: Key, state: dict[str, Any] | None) -> None:
+        super().__init__(key, state)
+        self.position: int = state["position"] if state else 0  # in the current trajectories; `next` is their number
+        self.trajectories: list[list[Any]] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"next": self.next, "position": self.position}
+
+    def take_rows(self, count: int, rows: slice) -> Batch:
+        """Return what differs among this process's R rows of the next batch, [R, ...] each, on the CPU."""
+        if not self.trajectories:
+            self.trajectories = self.sample([self.next * count + row for row in range(*rows.indices(count))])
+        inputs = [trajectory[self.position] for trajectory in self.trajectories]
+        self.position += 1
+        if self.position == len(self.trajectories[0]):
+            self.next += 1
+            self.position = 0
+            self.trajectories = []
+        return self.collate(inputs)
+
+    @abc.abstractmethod
+    def sample(self, numbers: Sequence[int]) -> list[list[Any]]:
+        """Return the trajectory with each number, as the inputs to read."""
+
+    @abc.abstractmethod
+    def collate(self, inputs: Sequence[Any]) -> Batch:
+        """Make a batch of inputs."""
+
+
+class PointReader(TrajectoryReader):
+    """Reads points on trajectories that the teacher, (transformer, scheduler), samples: (latents, time, condition)."""
 
     def __init__(
         self, teacher: tuple[Any, Any], shape: tuple[int, ...], conditions: ConditionEncoder, stage: DiffusionStage,
         key: Key, state: dict[str, Any] | None, show_bar: bool,
     ) -> None:  # fmt: skip
         super().__init__(key, state)
-        self.teacher = teacher
-        self.shape = shape
-        self.conditions = conditions
-        self.stage = stage
+        self.teacher, self.shape, self.conditions, self.stage = teacher, shape, conditions, stage
         self.show_bar = show_bar
-        self.round: int | None = None  # number of sets of trajectories sampled before the current one
-        self.trajectories: list[Trajectory] = []
 
-    def take_rows(self, count: int, rows: slice) -> Batch:
-        """Return this process's rows of the next batch, without "target"; see `LatentReader.take_rows`."""
-        current_round, position = divmod(self.next, self.stage.sampling_steps)
-        if current_round != self.round:
-            numbers = [current_round * count + row for row in range(*rows.indices(count))]
-            # A batch that is trained in micro-batches may be too large to sample at once.
-            size = -(-len(numbers) // self.stage.grad_accum)
-            micro_batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-            self.trajectories = [sampled for batch in micro_batches for sampled in self._sample(batch)]
-            self.round = current_round
-        self.next += 1
-        samples = []
-        for number, points, condition in self.trajectories:
-            draw = torch.rand((), generator=make_generator(*self.key, number, position)).item()
-            latents, time = points[position]
-            samples.append((latents, time, _without_text(condition) if draw < self.stage.drop_condition else condition))
-        noisy, times, conditions = zip(*samples, strict=True)
-        return _collate(noisy, times, conditions, self.conditions)
+    def collate(self, inputs: Sequence[Any]) -> Batch:
+        return _collate(zip(*inputs, strict=True), self.conditions)
 
-    def _sample(self, numbers: Sequence[int]) -> list[Trajectory]:
-        """Sample one trajectory for each sample number, on the teacher's device."""
+    def sample(self, numbers: Sequence[int]) -> list[list[Any]]:
+        # A batch that is trained in micro-batches may be too large to sample at once.
+        size = -(-len(numbers) // self.stage.grad_accum)
+        micro_batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+        return [trajectory for batch in micro_batches for trajectory in self._sample(batch)]
+
+    def _sample(self, numbers: Sequence[int]) -> list[list[Any]]:
         transformer, scheduler = self.teacher
         device = next(transformer.parameters()).device
         generators = [make_generator(*self.key, number) for number in numbers]
         noise = torch.stack([torch.randn(self.shape, generator=generator) for generator in generators])
-        drawn_conditions: list[Condition] = [self.conditions.draw(generator) for generator in generators]
+        drawn: list[Condition] = [self.conditions.draw(generator) for generator in generators]
         conditions, unconditional = (
             {key: value.to(device) for key, value in self.conditions.batch(samples).items()}
-            for samples in (drawn_conditions, [_without_text(condition) for condition in drawn_conditions])
+            for samples in (drawn, [_without_text(condition) for condition in drawn])
         )
         device_generators = [torch.Generator(device).manual_seed(generator.initial_seed()) for generator in generators]
         points: list[tuple[torch.Tensor, float]] = []
@@ -173,27 +169,22 @@ class TrajectoryReader(Reader):
                 bar.update()
 
             sample_latents(
-                transformer,
-                scheduler,
-                noise.to(device),
-                conditions,
-                unconditional,
-                steps=steps,
-                guidance=self.stage.guidance,
-                generators=device_generators,
-                on_step=keep_point,
-            )
+                transformer, scheduler, noise.to(device), conditions, unconditional, steps=steps,
+                guidance=self.stage.guidance, generators=device_generators, on_step=keep_point,
+            )  # fmt: skip
         trajectories = []
-        for row, (number, condition) in enumerate(zip(numbers, drawn_conditions, strict=True)):
-            order = numpy.random.default_rng((*self.key, number)).permutation(len(points))
-            shuffled = [(points[step][0][row], points[step][1]) for step in order]
-            trajectories.append((number, shuffled, condition))
+        for row, (number, condition) in enumerate(zip(numbers, drawn, strict=True)):
+            trajectory = []
+            for position, step in enumerate(numpy.random.default_rng((*self.key, number)).permutation(len(points))):
+                draw = torch.rand((), generator=make_generator(*self.key, number, position)).item()
+                kept = _without_text(condition) if draw < self.stage.drop_condition else condition
+                trajectory.append((points[step][0][row], points[step][1], kept))
+            trajectories.append(trajectory)
         return trajectories
 
 
-def _collate(
-    noisy: Sequence[torch.Tensor], times: Sequence[float], conditions: Sequence[Condition], encoder: ConditionEncoder
-) -> Batch:
+def _collate(inputs: Iterable[Sequence[Any]], encoder: ConditionEncoder) -> Batch:
+    noisy, times, conditions = inputs
     return {"noisy": torch.stack(list(noisy)), "times": torch.tensor(times), **encoder.batch(conditions)}
 
 
@@ -214,18 +205,13 @@ class ClassConditions:
     def batch(self, samples: Sequence[Condition]) -> Conditions:
         labels = torch.tensor([int(row.get("class_labels", self.num_classes)) for row in samples])
         if not 0 <= labels.min() <= labels.max() <= self.num_classes:
-            raise ValueError(
-                f"data: got the classes {labels.tolist()}, expected 0 to {self.num_classes - 1} as the model has."
-            )
+            expected = f"0 to {self.num_classes - 1} as the model has"
+            raise ValueError(f"data: got the classes {labels.tolist()}, expected {expected}.")
         return {"class_labels": labels}
 
 
 class TextConditions:
-    """Encodes and collates texts. An unconditional sample has the empty prompt.
-
-    `encode` returns the conditions of B texts, [B, ...] each, and those of the empty prompt, [1, ...] each. Trajectories
-    are sampled for `prompts`.
-    """
+    """Encodes texts, B at once: `encode` returns their conditions, [B, ...] each, and those of the empty prompt."""
 
     def __init__(
         self, encode: Callable[[list[str]], tuple[Conditions, Conditions]], prompts: Iterable[str] = ()
@@ -238,10 +224,7 @@ class TextConditions:
         return {"prompt": self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions that all B samples have, [B, ...] each, on the CPU.
-
-        A sample has a text "prompt", encoded texts, or neither for the empty prompt, whose conditions are stored.
-        """
+        """Return the conditions that all B samples have, [B, ...] each. They have a text, an encoded one, or neither."""
         texts = [sample["prompt"] for sample in samples if "prompt" in sample]
         encoded: Conditions = {}
         if texts or (self.empty is None and any("encoder_hidden_states" not in sample for sample in samples)):
@@ -250,9 +233,8 @@ class TextConditions:
         text_numbers = itertools.count()
         for sample in samples:
             row = dict(sample)
-            if "prompt" in row:
+            if row.pop("prompt", None) is not None:
                 number = next(text_numbers)
-                del row["prompt"]
                 row |= {key: value[number] for key, value in encoded.items()}
             elif "encoder_hidden_states" not in row:
                 row |= {key: value[0] for key, value in (self.empty or {}).items()}
@@ -262,7 +244,6 @@ class TextConditions:
 
 
 def make_generator(*key: int) -> torch.Generator:
-    """Return a random generator that is seeded with the integers `key`."""
     seed = numpy.random.SeedSequence(key).generate_state(1, numpy.uint64)[0]
     return torch.Generator().manual_seed(int(seed >> 1))
 
@@ -286,33 +267,28 @@ def open_latents(data: Any) -> Latents:
         ValueError, TypeError, ImportError: The data cannot be opened.
     """
     if isinstance(data, dict):
-        tensors: dict[str, Any] = {key: value.detach() for key, value in data.items()}
-        hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in tensors.items()}
-        return Latents(StackDataset(**tensors), "a dict of tensors", hashes)
-    if isinstance(data, (str, Path)):
-        path, name = check_data_path(data), str(data)
-        if path.is_dir():
-            return _open_folder(path, name)
-        return Latents(load_split(name), name, name)
+        columns: dict[str, Any] = {key: value.detach() for key, value in data.items()}
+        hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in columns.items()}
+        return Latents(StackDataset(**columns), "a dict of tensors", hashes)
     if hasattr(data, "column_names") and hasattr(data, "__getitem__"):
         return Latents(data, "a dataset", getattr(data, "_fingerprint", None))
-    raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset, or a dict of tensors.")
-
-
-def _open_folder(path: Path, name: str) -> Latents:
+    if not isinstance(data, (str, Path)):
+        raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset, or a dict of tensors.")
+    path, name = check_data_path(data), str(data)
+    if not path.is_dir():
+        return Latents(load_split(name), name, name)
     files = sorted(path.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"data: got the folder {name!r} without latents, expected .safetensors files.")
     datasets = []
     for file in files:
         with wrap_errors(f"data: got {str(file)!r}, expected latents that can be read"):
-            tensors: dict[str, Any] = load_file(file)
+            tensors: Any = load_file(file)
             datasets.append(StackDataset(**tensors))
     return Latents(ConcatDataset(datasets), name, identify_files(files))
 
 
 def read_prompt_lines(path: Path) -> list[str]:
-    """Return the nonempty lines of a text file, without surrounding whitespace."""
     return [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
 
 

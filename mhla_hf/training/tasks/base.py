@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...checkpoints.file_io import SHARD_SIZE
 from ...data import Reader
@@ -25,33 +25,27 @@ from ..trainable import check_student, check_teacher, find_mhla_attentions
 
 StageT = TypeVar("StageT", bound=CommonStage)
 LossAndLogs = tuple[torch.Tensor, dict[str, torch.Tensor]]  # scalar loss, detached scalars by name
+TensorsAndWeights = tuple[tuple[torch.Tensor, ...], tuple[float, ...]]
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Task(abc.ABC, Generic[StageT]):
-    """Base class for the training of one kind of model: its data, batches, losses and files.
-
-    `returned` is what `distill` saves and returns: the student, or the pipeline that contains it. The loop moves `teacher`
-    (the softmax original, or None) to the device and never trains it.
-    """
+    """Data, batches, losses and files of one kind of model. `distill` returns `returned`: a student or its pipeline."""
 
     name: str  # key of recipe.STAGE_TYPES; appears in recipes and records
     objective_type: type["Objective"]
     unit: str  # what the record counts: "tokens", "images" or "samples"
-    expected_model: str  # what student and teacher have to be, for error messages
-    # (loss, configuration field that has to be equal in student and teacher for this loss)
-    equal_sizes: tuple[tuple[str, str], ...] = ()
+    expected_model: str  # for error messages
+    equal_sizes: tuple[tuple[str, str], ...] = ()  # (loss, field of the configurations that has to be equal for it)
     trains_without_data = False  # whether `data=None` is allowed
     cpu_recipe: str | None = None  # name of the recipe that is made for a CPU
 
-    def __init__(self, student: Any, teacher: Any) -> None:
-        self.returned = student
-        self.student = student
+    def __init__(self, student: Any, teacher: Any, preprocessor: Any = None) -> None:
+        self.returned = self.student = student
         self.teacher = teacher
-        self.preprocessor: Any = None  # a tokenizer or image processor that is saved with the model
-        self.show_bars = False  # set by the loop
-        # Set by the loop: whether this process holds the student's weights. With FSDP only the main process does.
-        self.has_weights = True
+        self.preprocessor = preprocessor  # a tokenizer or image processor that is saved with the model
+        # Set by the loop. With FSDP only the main process holds the student's weights.
+        self.show_bars, self.has_weights = False, True
         # Set by the loop, for the last of several `parts`: the hash of the first student before its run, and its record.
         self.earlier_student: str | None = None
         self.earlier_record: dict[str, Any] | None = None
@@ -75,25 +69,14 @@ class Task(abc.ABC, Generic[StageT]):
 
     @abc.abstractmethod
     def open(self, data: Any, stages: Sequence[StageT]) -> Any:
-        """Open the data that were passed to `distill` or named in the recipe, if they fit the model and all stages.
-
-        The result has a `name`, and a method `describe` that returns a JSON-serializable dict that identifies the data.
-        """
+        """Open the data, which must fit model and stages. The result has a `name`, and `describe()`, which identifies it."""
 
     @abc.abstractmethod
     def reader(self, source: Any, stage: StageT, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of the batches of a stage, which is number `number`, 0-based, of the run.
+        """Return a reader of stage `number`, 0-based, which continues from a `Reader`'s `state` or `handover`."""
 
-        It continues from `state`, which `Reader.state` or the previous stage's `Reader.handover` returned, if not None.
-        """
-
-    def take(self, reader: Any, stage: StageT, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
-        """Read the next batch, the same in all processes, and return the objective's arguments for this process's `rows`.
-
-        These are tensors [number of rows, ...], which the loop splits into `grad_accum` micro-batches, and weights such as
-        1 / batch size, which turn sums over samples into means over the batch. The loop multiplies the weights by the number
-        of processes, because gradients are averaged over processes.
-        """
+    def take(self, reader: Any, stage: StageT, rows: slice) -> TensorsAndWeights:
+        """Read a batch; return the objective's arguments for this process's `rows`: tensors, and weights as 1 / batch."""
         return reader.take_rows(stage.batch_size, rows), (1 / stage.batch_size,)
 
     def objective(self, stage: StageT) -> "Objective":
@@ -101,14 +84,13 @@ class Task(abc.ABC, Generic[StageT]):
 
     def units_per_step(self, stage: StageT) -> int:
         """Return the number of units (tokens, images or samples) that one optimizer step processes."""
-        return stage.batch_size
+        return stage.batch_size * getattr(stage, "seq_len", 1)
 
     def seconds_of(self, stages: Sequence[StageT], progress: Mapping[str, Any]) -> float:
         """Estimate the seconds that stages take, if a unit takes as long as in the progress of a run so far."""
         return progress["seconds"] / progress[self.unit] * sum(x.steps * self.units_per_step(x) for x in stages)
 
     def evaluate(self) -> dict[str, float]:
-        """Return evaluation scores of the student by name, to be logged in the history."""
         return {}
 
     def check_previews(self, source: Any) -> None:
@@ -116,7 +98,6 @@ class Task(abc.ABC, Generic[StageT]):
         raise ValueError("preview_every: got a number with a model that makes no images, expected 0.")
 
     def preview(self, source: Any, stage: StageT, seed: int) -> list[Any]:
-        """Return an image that the student makes, or the frames of a video, as PIL images."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -128,13 +109,11 @@ class Task(abc.ABC, Generic[StageT]):
         set_gradient_checkpointing(self.student, enabled)
 
     def save(self, folder: Path) -> None:
-        """Write the trained model, and its tokenizer or image processor, into an existing folder."""
         self.returned.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         if self.preprocessor is not None:
             self.preprocessor.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
-        """Load into the student, in place, the weights that `save` wrote to `folder`."""
         load_weights(self.student, folder)
 
 
@@ -147,9 +126,8 @@ def load_weights(model: Any, folder: Path, subfolder: str = "") -> None:
 class Objective(nn.Module):
     """Base class of the module that Accelerate wraps: the student and the loss of one stage.
 
-    `forward` takes the tensors and weights that `Task.take` returned. It returns the loss of a micro-batch and a dict of
-    detached scalars to log, including "loss". The values of all micro-batches add up to those of the batch.
-    The teacher is not a submodule, so that Accelerate does not move, wrap or save it.
+    `forward` returns the loss of a micro-batch, and scalars to log; those of all micro-batches add up to the batch's. The
+    teacher is no submodule, so that Accelerate does not move, wrap or save it.
     """
 
     student: Any
@@ -162,28 +140,27 @@ class Objective(nn.Module):
         self.__dict__["teacher"] = teacher
 
     def attention_transfer_loss(
-        self,
-        run_teacher: Callable[[], Any],
-        call_attention: Callable[..., Any] | None = None,
+        self, run_teacher: Callable[[], Any], call_attention: Callable[..., Any] | None = None,
         magnitude: Elementwise = torch.square,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Return the `relative_error` of the student's attention outputs, summed over MHLA layers and samples, in fp32.
 
         While the teacher runs, hooks on its attention modules call the student's module of the same layer with the same
-        inputs, by `call_attention(attention, *args, **kwargs)` if there is one. No other part of the student runs, so every
-        layer is trained without the errors of earlier layers.
+        inputs. So every layer is trained without the errors of earlier layers.
         """
         losses: list[torch.Tensor] = []
         dtype = self.student.dtype
 
-        def cast(x: torch.Tensor) -> torch.Tensor:
-            return x.to(dtype) if x.is_floating_point() else x
-
         def compare(name: str, _module: nn.Module, args: Any, kwargs: Any, teacher_output: Any) -> None:
-            args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
             attention = self.student.get_submodule(name)
+            leaves, structure = tree_flatten((args, kwargs))
+            is_float = [torch.is_tensor(x) and x.is_floating_point() for x in leaves]
+            leaves = [x.to(dtype) if cast else x for x, cast in zip(leaves, is_float, strict=True)]
             if isinstance(attention, FSDPModule):
-                args, kwargs = _require_grad_of_first_input(args, kwargs)
+                # FSDP reshards a module in the backward pass once the gradient of its input is computed.
+                index = is_float.index(True)
+                leaves[index] = leaves[index].detach().requires_grad_()
+            args, kwargs = tree_unflatten(leaves, structure)
             with torch.enable_grad():
                 output = call_attention(attention, *args, **kwargs) if call_attention else attention(*args, **kwargs)
                 # Attention modules may return a tuple, which begins with the hidden states.
@@ -198,24 +175,8 @@ class Objective(nn.Module):
         return functools.reduce(torch.add, losses)
 
 
-def _require_grad_of_first_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments with the first floating-point tensor detached and requiring a gradient.
-
-    In the backward pass, FSDP reshards a module's weights once the gradient of its input is computed. Without that
-    gradient, every layer would stay unsharded.
-    """
-    leaves, structure = tree_flatten((args, kwargs))
-    index = next(i for i, x in enumerate(leaves) if torch.is_tensor(x) and x.is_floating_point())
-    leaves[index] = leaves[index].detach().requires_grad_()
-    args, kwargs = tree_unflatten(leaves, structure)
-    return args, kwargs
-
-
 def relative_error(output: torch.Tensor, target: torch.Tensor, magnitude: Elementwise = torch.square) -> torch.Tensor:
-    """Return magnitude(output - target) / magnitude(target), each summed over a sample's elements, summed over samples.
-
-    Both tensors are [B, ...] in any floating dtype, `magnitude` is `torch.square` or `torch.abs`; the result is in fp32.
-    """
+    """Return magnitude(output - target) / magnitude(target), each summed over a sample's elements, summed over samples."""
     output, target = output.float().flatten(1), target.float().flatten(1)
     scale = magnitude(target).sum(1).clamp_min(torch.finfo(torch.float32).tiny)
     return (magnitude(output - target).sum(1) / scale).sum()

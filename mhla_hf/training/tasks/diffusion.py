@@ -5,10 +5,11 @@ classes, or any arguments of its pipeline. Of a pipeline with two transformers, 
 """
 
 import contextlib
+import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,24 +21,19 @@ from ...conversion.model_family import TRANSFORMERS, family_of, is_of_diffusers,
 from ...data import Reader
 from ...models.families import Family
 from ..adapters import import_peft
-from ..datasets.calls import CallReader, PipelineArguments, open_arguments
-from ..datasets.latents import ClassConditions, LatentReader, Latents, TextConditions, TrajectoryReader, open_latents
+from ..datasets.latents import ClassConditions, LatentReader, Latents, PointReader, TextConditions, open_latents
 from ..denoising import Conditions, NoiseProcess, call, make_arguments
-from ..pipeline_calls import sample_calls, sample_images
+from ..pipeline_calls import CallReader, PipelineArguments, open_arguments, sample_calls, sample_images
 from ..recipe import DiffusionStage
 from ..trainable import find_mhla_attentions
-from .base import LossAndLogs, Objective, Task, load_weights
+from .base import LossAndLogs, Objective, Task, TensorsAndWeights, load_weights
 
 AXES = ("frames", "rows", "columns")
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_query", "to_key", "to_value", "out_layer")
 
 
 class DiffusionObjective(Objective):
-    """A diffusion transformer with one of the losses that `DiffusionStage` describes.
-
-    `get_batch` returns the names of the current batch's tensors, in order, and further arguments of the transformer. The
-    names are "noisy", "times", those of the conditions, and with data "target"; or arguments of the transformer.
-    """
+    """A diffusion transformer. `get_batch` returns the names of a batch's tensors, and the transformer's other arguments."""
 
     def __init__(
         self, student: Any, teacher: Any, stage: DiffusionStage,
@@ -58,7 +54,15 @@ class DiffusionObjective(Objective):
             num_channels = noisy.shape[1]  # without the variance that DiT and PixArt also predict
             batch = make_arguments(self.student, noisy, batch.pop("times"), batch)
         if self.stage.loss == "transfer":
-            loss = self._transfer_loss(batch, constants) * sample_weight
+            grid, state = self.student.token_grid(**batch, **constants), self.student.mhla_state
+
+            def call_attention(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if self.student.is_gradient_checkpointing:
+                    return checkpoint(state.run, grid, attention, *args, use_reentrant=False, **kwargs)
+                return state.run(grid, attention, *args, **kwargs)
+
+            run_teacher = lambda: call(self.teacher, batch, constants)  # noqa: E731
+            loss = self.attention_transfer_loss(run_teacher, call_attention, torch.abs) * sample_weight
             return loss, {"loss": loss.detach()}
         logs: dict[str, torch.Tensor] = {}
         total: Any = 0.0
@@ -74,31 +78,13 @@ class DiffusionObjective(Objective):
             logs["denoise"] = denoising.detach()
         return total, {"loss": total.detach(), **logs}
 
-    def _transfer_loss(self, arguments: dict[str, Any], constants: dict[str, Any]) -> torch.Tensor:
-        """Call the student's attention modules with the size of the grid that the tokens form."""
-        grid = self.student.token_grid(**arguments, **constants)
-        state = self.student.mhla_state
-
-        def call_attention(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.student.is_gradient_checkpointing:
-                return checkpoint(state.run, grid, attention, *args, use_reentrant=False, **kwargs)
-            return state.run(grid, attention, *args, **kwargs)
-
-        return self.attention_transfer_loss(lambda: call(self.teacher, arguments, constants), call_attention, torch.abs)
-
 
 def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error of each sample, summed over samples."""
     return (prediction - target).square().flatten(1).mean(1).sum()
 
 
 class DiffusionTask(Task[DiffusionStage]):
-    """The task of a diffusers transformer, or of a pipeline with one or two. A pipeline is saved as a whole.
-
-    Student or teacher must be a pipeline, because its scheduler is used. `component` is the transformer's name in it.
-    `reads_calls` says whether batches without latents are calls that the pipeline makes, rather than points on
-    trajectories that `sample_latents` samples.
-    """
+    """The task of a diffusers transformer, `component` of a pipeline. `reads_calls`: its calls make the batches."""
 
     name = "diffusion"
     unit = "samples"
@@ -111,6 +97,8 @@ class DiffusionTask(Task[DiffusionStage]):
         self.component = component
         self.student, self.teacher = (getattr(model, component, model) for model in (student, teacher))
         self.pipeline: Any = next((model for model in (teacher, student) if hasattr(model, "scheduler")), None)
+        self.student_pipeline = student if hasattr(student, "scheduler") else self.pipeline
+        self.has_two_transformers = getattr(self.pipeline, TRANSFORMERS[1], None) is not None
         self.reads_calls = False
         self.batch: tuple[tuple[str, ...], dict[str, Any]] = ((), {})  # see `DiffusionObjective`
 
@@ -122,23 +110,16 @@ class DiffusionTask(Task[DiffusionStage]):
             if model is not None and getattr(model, TRANSFORMERS[1], None) is None:
                 raise ValueError(f"{argument}: got one transformer, expected a pipeline with two as the other has.")
         if self.pipeline.config.get("boundary_ratio") is None:
-            raise ValueError(
-                "boundary_ratio: got None in a pipeline with two transformers, expected a number from 0 to 1."
-            )
+            got = "None in a pipeline with two transformers"
+            raise ValueError(f"boundary_ratio: got {got}, expected a number from 0 to 1.")
         first, last = (type(self)(*self.models, component) for component in TRANSFORMERS)
         first.returned = first.student
         return first, last
 
-    @property
-    def _has_two_transformers(self) -> bool:
-        """Whether the pipeline has two transformers, as Wan 2.2."""
-        return self.pipeline.components.get(TRANSFORMERS[1]) is not None
-
     def load(self, folder: Path) -> None:
         """Load what `save` wrote to `folder`, of a pipeline all transformers that are trained by then."""
         if self.returned is self.student:
-            super().load(folder)
-            return
+            return super().load(folder)
         for component in TRANSFORMERS[: TRANSFORMERS.index(self.component) + 1]:
             load_weights(getattr(self.returned, component), folder, component)
 
@@ -151,26 +132,24 @@ class DiffusionTask(Task[DiffusionStage]):
                 raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         if self.pipeline is None:
             raise ValueError("teacher: got no pipeline as student or teacher, expected one of them, for its scheduler.")
-        descriptions = [f"{_base_of(model)} of {model.config.get('in_channels')} channels" for model in models]
+        # The softmax class of a converted model; families such as Flux have several.
+        bases = [next(x for x in type(model).__mro__ if transformer_family(x) is not None) for model in models]
+        channels = [model.config.get("in_channels") for model in models]
+        descriptions = [f"{x.__name__} of {count} channels" for x, count in zip(bases, channels, strict=True)]
         if descriptions[0] != descriptions[-1]:
             raise ValueError(f"teacher: got a {descriptions[-1]}, expected a {descriptions[0]} as the student is.")
         family = cast(Family, families[0])
-        self.condition_names = family.conditions
-        self.fixed_size = family.fixed_size
+        self.condition_names, self.fixed_size = family.conditions, family.fixed_size
         self.takes_text = "encoder_hidden_states" in family.conditions
-        self.reads_calls = not family.conditions or bool(self._image_columns()) or self._has_two_transformers
+        self.reads_calls = not family.conditions or bool(self._image_columns()) or self.has_two_transformers
         super().check(stages)
         if any(stage.trainable == "lora" for stage in stages):
             import_peft()
 
     def _image_columns(self) -> list[str]:
-        """Return the columns of latents that the model needs besides a text or a class."""
         config = self.student.config
-        needs = {
-            "condition": _latent_channels(self.student) < (config.get("in_channels") or 0),
-            "image_embeds": config.get("image_dim"),
-            "control": config.get("vace_in_channels"),
-        }
+        needs = {"condition": _latent_channels(self.student) < (config.get("in_channels") or 0)}
+        needs |= {"image_embeds": config.get("image_dim"), "control": config.get("vace_in_channels")}
         return [column for column, is_needed in needs.items() if is_needed]
 
     def open(self, data: Any, stages: Sequence[DiffusionStage]) -> Any:
@@ -190,58 +169,42 @@ class DiffusionTask(Task[DiffusionStage]):
         if not self.reads_calls or latents is not None:
             for stage in stages:
                 self._check_shape(self._latent_shape(stage) if latents is None else latents.shape, stage, latents)
-        conditions: Any
-        if self.takes_text:
-            conditions = TextConditions(self._encode, prompts)
-        else:
-            conditions = ClassConditions(self.student.config.get("num_embeds_ada_norm"))
+        classes = ClassConditions(self.student.config.get("num_embeds_ada_norm"))
+        conditions = TextConditions(self._encode, prompts) if self.takes_text else classes
         scheduler_config = self.pipeline.scheduler.config.items()
         source = arguments if latents is None else latents
         description = {"kind": "trajectories"} if source is None else source.describe()
         description["scheduler"] = hash_json({key: value for key, value in scheduler_config if not key.startswith("_")})
-        return types.SimpleNamespace(
-            latents=latents,
-            arguments=arguments,
-            conditions=conditions,
-            name="the teacher's trajectories" if latents is None else latents.name,
-            describe=lambda: description,
-        )
+        opened = types.SimpleNamespace(latents=latents, arguments=arguments, conditions=conditions)
+        opened.name = "the teacher's trajectories" if latents is None else latents.name
+        opened.describe = lambda: description
+        return opened
 
     def reader(
         self, source: Any, stage: DiffusionStage, number: int, seed: int, state: dict[str, Any] | None
     ) -> Reader:
-        """Return a reader of noisy latents or, if there are no latents, of points on the teacher's trajectories."""
         key = (seed, number)
         if source.latents is not None:
             scheduler = self.pipeline.scheduler
             times = (0.0, math.inf)  # for which the transformer is used
-            if self._has_two_transformers:
+            if self.has_two_transformers:
                 boundary = self.pipeline.config.boundary_ratio * scheduler.config.num_train_timesteps
                 times = (boundary, math.inf) if self.component == TRANSFORMERS[0] else (0.0, boundary)
             process = NoiseProcess(scheduler, times)
             return LatentReader(source.latents, source.conditions, process, stage, key, state)
         if self.reads_calls:
-
-            def sample(arguments: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
-                return sample_calls(self.pipeline, self.component, self.teacher, arguments, stage, seed)
-
+            sample = functools.partial(sample_calls, self.pipeline, self.component, self.teacher, stage)
             return CallReader(sample, source.arguments, key, state)
         teacher = (self.teacher, self.pipeline.scheduler)
-        shape = self._latent_shape(stage)
-        return TrajectoryReader(teacher, shape, source.conditions, stage, key, state, self.show_bars)
+        return PointReader(teacher, self._latent_shape(stage), source.conditions, stage, key, state, self.show_bars)
 
     def check_previews(self, source: Any) -> None:
         """Raise ValueError if the data do not say what the pipeline samples for, as latents of image to video."""
-        PipelineArguments([self._preview_arguments(source)], source.name, None).check(self._student_pipeline())
+        PipelineArguments([self._preview_arguments(source)], source.name, None).check(self.student_pipeline)
 
     def preview(self, source: Any, stage: DiffusionStage, seed: int) -> list[Any]:
-        """Return what the student samples for the first row of the data."""
         arguments = self._preview_arguments(source)
-        return sample_images(self._student_pipeline(), self.component, self.student, arguments, stage, seed)
-
-    def _student_pipeline(self) -> Any:
-        """Return the pipeline that the student belongs to, or that of the teacher."""
-        return self.models[0] if hasattr(self.models[0], "scheduler") else self.pipeline
+        return sample_images(self.student_pipeline, self.component, self.student, stage, arguments, seed)
 
     def _preview_arguments(self, source: Any) -> dict[str, Any]:
         """Return arguments of the pipeline for the first row of the data, of latents its class or prompt."""
@@ -257,9 +220,7 @@ class DiffusionTask(Task[DiffusionStage]):
         names = {"prompt_embeds": "encoder_hidden_states", "prompt_attention_mask": "encoder_attention_mask"}
         return {name: condition[key][None] for name, key in names.items() if key in condition}
 
-    def take(
-        self, reader: Any, stage: DiffusionStage, rows: slice
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+    def take(self, reader: Any, stage: DiffusionStage, rows: slice) -> TensorsAndWeights:
         """Return the arguments of `DiffusionObjective.forward`, and store the names of the tensors for it."""
         batch = reader.take_rows(stage.batch_size, rows)
         self.batch = (tuple(batch), getattr(reader, "constants", {}))
@@ -270,10 +231,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @contextlib.contextmanager
     def prepare(self, stage: DiffusionStage) -> Iterator[None]:
-        """Add LoRA to the student if `stage` trains it, and merge it at the end.
-
-        The student is put in eval mode, for good: in training mode DiT would randomly drop labels that the teacher sees.
-        """
+        """Put the student in eval mode, for good: in training mode DiT drops labels. Add LoRA, merged at the end."""
         self.student.eval()
         if stage.trainable != "lora":
             yield
@@ -292,10 +250,7 @@ class DiffusionTask(Task[DiffusionStage]):
                     self.student.set_submodule(name, module.get_base_layer())
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        if enabled:
-            self.student.enable_gradient_checkpointing()
-        else:
-            self.student.disable_gradient_checkpointing()
+        getattr(self.student, f"{'enable' if enabled else 'disable'}_gradient_checkpointing")()
 
     def _check_data(
         self, stages: Sequence[DiffusionStage], arguments: PipelineArguments | None, latents: Latents | None
@@ -303,7 +258,20 @@ class DiffusionTask(Task[DiffusionStage]):
         """Raise ValueError if the data do not suit the model, a loss needs latents instead, or texts cannot be encoded."""
         columns = () if latents is None else latents.columns
         if latents is not None:
-            self._check_latents(latents)
+            if not self.condition_names:
+                got = f"latents with {type(self.student).__name__}"
+                raise ValueError(f"data: got {got}, expected arguments of its pipeline, such as prompts.")
+            parameters = inspect.signature(type(self.pipeline).__call__).parameters
+            if self.pipeline.config.get("expand_timesteps") and "image" in parameters:
+                raise ValueError(
+                    "data: got latents with a first frame as condition (TI2V), expected prompts and images."
+                )
+            text_columns = ("prompt_embeds", "prompt") if self.takes_text else ("class_labels", "label")
+            missing = [column for column in self._image_columns() if column not in columns]
+            missing = missing if set(text_columns) & set(columns) else [text_columns[0]]
+            if missing:
+                got = f"{latents.name!r} without {missing[0]!r}"
+                raise ValueError(f"data: got {got}, expected the column, which conditions the model.")
         if arguments is None and latents is None and (self.takes_text or self.reads_calls):
             raise ValueError("data: got None with a model of texts, expected latents or a list of prompts.")
         if arguments is not None and "class_labels" in self.condition_names:
@@ -315,44 +283,19 @@ class DiffusionTask(Task[DiffusionStage]):
         if arguments is not None:
             encodes = "prompt" in arguments.rows[0]
         if self.takes_text and encodes and self.pipeline.components.get("text_encoder") is None:
-            raise ValueError(
-                "teacher: got a pipeline without text encoder, expected "
-                "one, or latents with prompt_embeds and drop_condition 0."
-            )
-
-    def _check_latents(self, latents: Latents) -> None:
-        """Raise ValueError if the model cannot be trained on latents, or they lack a column that conditions it."""
-        model = type(self.student).__name__
-        if not self.condition_names:
-            raise ValueError(f"data: got latents with {model}, expected arguments of its pipeline, such as prompts.")
-        parameters = inspect.signature(type(self.pipeline).__call__).parameters
-        if self.pipeline.config.get("expand_timesteps") and "image" in parameters:
-            raise ValueError("data: got latents with a first frame as condition (TI2V), expected prompts and images.")
-        text_columns = ("prompt_embeds", "prompt") if self.takes_text else ("class_labels", "label")
-        missing = [column for column in self._image_columns() if column not in latents.columns]
-        if not set(text_columns) & set(latents.columns):
-            missing.insert(0, text_columns[0])
-        if missing:
-            raise ValueError(
-                f"data: got {latents.name!r} without {missing[0]!r}, expected the column, which conditions the model."
-            )
+            expected = "one, or latents with prompt_embeds and drop_condition 0"
+            raise ValueError(f"teacher: got a pipeline without text encoder, expected {expected}.")
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
-        """Return the shape (channels, (frames,) rows, columns) of a sample's latents.
-
-        It is computed from the stage's size in pixels or, without one, the model's `sample_size`.
-        """
-        config = self.student.config
+        """Return the shape (channels, (frames,) rows, columns) of latents, by the stage's or else the model's size."""
+        config, pipeline = self.student.config, self.pipeline
         channels = _latent_channels(self.student)
-        pipeline = self.pipeline
         num_axes = len(_patch_size(self.student))
         if stage.size is None and num_axes == 2 and isinstance(config.get("sample_size"), int):
             return channels, config.sample_size, config.sample_size
         if stage.size is None or len(stage.size) != num_axes:
-            raise ValueError(
-                f"size: got {stage.size} in stage {stage.name!r}, expected "
-                f"[{', '.join(AXES[-num_axes:])}] in pixels for this model."
-            )
+            expected = f"[{', '.join(AXES[-num_axes:])}] in pixels for this model"
+            raise ValueError(f"size: got {stage.size} in stage {stage.name!r}, expected {expected}.")
         scale = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None)
         if scale is None:  # DiT's pipeline has no such attribute
             scale = 2 ** (len(pipeline.vae.config.block_out_channels) - 1)
@@ -361,11 +304,8 @@ class DiffusionTask(Task[DiffusionStage]):
         return (channels, *latent_frames, rows // scale, columns // scale)
 
     def _check_shape(self, shape: tuple[int, ...], stage: DiffusionStage, latents: Latents | None) -> None:
-        """Raise ValueError if the shape of the latents does not fit the model or the stage."""
-        config = self.student.config
-        patch_size = _patch_size(self.student)
-        sample_size = config.get("sample_size")
-        channels = _latent_channels(self.student)
+        patch_size, channels = _patch_size(self.student), _latent_channels(self.student)
+        sample_size = self.student.config.get("sample_size")
         expected = None
         if len(shape) != len(patch_size) + 1 or shape[0] != channels:
             axes = ", ".join(AXES[-len(patch_size) :])
@@ -381,10 +321,6 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> tuple[Conditions, Conditions]:
-        """Return the conditions of B texts, [B, ...] each, and those of the empty prompt, [1, ...] each.
-
-        The pipeline's text encoder is on the student's device only for that.
-        """
         pipeline = self.pipeline
         encoder_device = pipeline.text_encoder.device
         pipeline.text_encoder.to(self.student.device)
@@ -396,9 +332,8 @@ class DiffusionTask(Task[DiffusionStage]):
                 arguments[key] = defaults[key].default
         encoded = pipeline.encode_prompt(**arguments)
         pipeline.text_encoder.to(encoder_device)
-        half = len(encoded) // 2
-        conditions = dict(zip(self.condition_names, encoded[:half], strict=True))
-        empty = dict(zip(self.condition_names, encoded[half:], strict=True))
+        conditions = dict(zip(self.condition_names, encoded[: len(encoded) // 2], strict=True))
+        empty = dict(zip(self.condition_names, encoded[len(encoded) // 2 :], strict=True))
         return conditions, {key: value[:1] for key, value in empty.items()}
 
 
@@ -408,12 +343,6 @@ def _latent_channels(model: Any) -> int:
     return min(in_channels, model.config.get("out_channels") or in_channels)
 
 
-def _base_of(model: Any) -> str:
-    """Return the name of the softmax class of a model that can be trained; families such as Flux have several classes."""
-    return next(cls.__name__ for cls in type(model).__mro__ if transformer_family(cls) is not None)
-
-
 def _patch_size(model: Any) -> tuple[int, ...]:
-    """Return the patch size of a diffusion transformer along each axis."""
     patch_size = model.config.patch_size
     return (patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)

@@ -10,17 +10,11 @@ from ...checkpoints.save import write_files
 from ...data import Reader, open_text, special_tokens, with_special_tokens
 from ...models.encoder.encoder_attention import first_position
 from ..recipe import EncoderStage
-from .base import LossAndLogs, Objective, Task
+from .base import LossAndLogs, Objective, Task, TensorsAndWeights
 
 
 class EncoderObjective(Objective):
-    """A text encoder with one of the losses that `EncoderStage` describes."""
-
     def forward(self, ids: torch.Tensor, sequence_weight: float) -> LossAndLogs:
-        """Return the loss of a micro-batch, and the values to log.
-
-        `ids` are int64 [B, L]; `sequence_weight` is 1 / sequences in the whole batch.
-        """
         if self.stage.loss == "transfer":
             loss = sequence_weight * self.attention_transfer_loss(lambda: self.teacher.base_model(input_ids=ids))
             return loss, {"loss": loss.detach()}
@@ -35,10 +29,7 @@ class EncoderObjective(Objective):
 
 
 class EncoderTask(Task[EncoderStage]):
-    """The task of a transformers text encoder. A head on the encoder is not trained.
-
-    `files`, a result of `checkpoints.save.read_sentence_files`, are saved with the model.
-    """
+    """The task of a text encoder; `files` (see `read_sentence_files`) are saved with it. A head is not trained."""
 
     name = "encoders"
     objective_type = EncoderObjective
@@ -49,40 +40,31 @@ class EncoderTask(Task[EncoderStage]):
     def __init__(
         self, student: Any, teacher: Any, tokenizer: Any = None, text_field: str = "text", files: Any = ()
     ) -> None:
-        super().__init__(student, teacher)
-        self.preprocessor = tokenizer
-        self.text_field = text_field
-        self.files = files
+        super().__init__(student, teacher, tokenizer)
+        self.text_field, self.files = text_field, files
 
     def open(self, data: Any, stages: Sequence[EncoderStage]) -> Any:
         """Open text, and check that a stage's sequences have room for special tokens, and fit the model's positions."""
         tokenizer = self.preprocessor
         self.special_tokens = special_tokens(tokenizer)
-        num_special = sum(map(len, self.special_tokens))
+        self.num_special = num_special = sum(map(len, self.special_tokens))
         vocab_size = self.student.get_input_embeddings().weight.shape[0]
         source = open_text(data, tokenizer, text_field=self.text_field, vocab_size=vocab_size)
         limit = self.student.config.max_position_embeddings - first_position(self.student.base_model)
         for stage in stages:
             if not num_special < stage.seq_len <= limit:
-                raise ValueError(
-                    f"seq_len: got {stage.seq_len} in stage {stage.name!r}, expected "
-                    f"more than {num_special} tokens and at most the {limit} positions of the student."
-                )
+                expected = f"more than {num_special} tokens and at most the {limit} positions of the student"
+                raise ValueError(f"seq_len: got {stage.seq_len} in stage {stage.name!r}, expected {expected}.")
             source.reader(stage.seq_len - num_special, 0, 0).take(1)  # fails now if the text is too short
         return source
 
     def reader(self, source: Any, stage: EncoderStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of sequences without special tokens."""
-        num_special = sum(map(len, self.special_tokens))
-        return source.reader(stage.seq_len - num_special, seed, number, state)
+        """Return a reader of sequences without special tokens, which `take` adds."""
+        return source.reader(stage.seq_len - self.num_special, seed, number, state)
 
-    def take(self, reader: Any, stage: EncoderStage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
-        """Return the arguments of `EncoderObjective.forward`, with special tokens added to the ids."""
+    def take(self, reader: Any, stage: EncoderStage, rows: slice) -> TensorsAndWeights:
         ids = reader.take(stage.batch_size)[0][rows]
         return (with_special_tokens(ids, self.special_tokens),), (1 / stage.batch_size,)
-
-    def units_per_step(self, stage: EncoderStage) -> int:
-        return stage.batch_size * stage.seq_len
 
     def save(self, folder: Any) -> None:
         super().save(folder)

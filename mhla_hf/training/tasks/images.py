@@ -20,21 +20,13 @@ def is_classifier(model: Any) -> bool:
 
 
 def get_tower(model: Any) -> Any:
-    """Return the model below the head of a classifier, and any other model unchanged.
-
-    `base_model` is not used for vision towers, because for some of them it lacks the embeddings.
-    """
+    """Return the model below a classifier's head; `base_model` of a vision tower may lack the embeddings."""
     return model.base_model if is_classifier(model) else model
 
 
 class ImageObjective(Objective):
-    """An image model with one of the losses that `ImageStage` describes."""
-
     def forward(self, pixels: torch.Tensor, targets: torch.Tensor, image_weight: float) -> LossAndLogs:
-        """Return the loss of a micro-batch, and the values to log.
-
-        `pixels` are [B, C, H, W], `targets` probabilities [B, classes]; `image_weight` is 1 / images in the whole batch.
-        """
+        """Return the loss of a micro-batch [B, C, H, W] with class probabilities [B, classes], and the values to log."""
         teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
         if self.stage.loss == "transfer":
             grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
@@ -73,11 +65,7 @@ class ImageObjective(Objective):
 
 
 class ImageTask(Task[ImageStage]):
-    """The task of a transformers image classifier or vision tower.
-
-    `processor` is the student's image processor, which is saved with the model. None: that of a classifier from scratch,
-    made from its configuration. On `test`, images for `open_images`, the accuracy is logged as "test_accuracy".
-    """
+    """The task of an image classifier or vision tower; on the images `test`, the accuracy is logged as "test_accuracy"."""
 
     name = "images"
     objective_type = ImageObjective
@@ -86,13 +74,11 @@ class ImageTask(Task[ImageStage]):
     equal_sizes = (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size"))
 
     def __init__(self, student: Any, teacher: Any, processor: Any = None, test: Any = None) -> None:
-        super().__init__(student, teacher)
-        self.preprocessor = processor
+        super().__init__(student, teacher, processor)
         self.test = test
         self.test_images: LabeledImages | None = None
 
     def check(self, stages: Sequence[ImageStage]) -> None:
-        """Also check that losses on logits or labels have classifiers, and that the processor fits the student."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
         classifies = {"student": losses & {"logits", "labels"} or self.test is not None, "teacher": "logits" in losses}
@@ -126,7 +112,6 @@ class ImageTask(Task[ImageStage]):
         return ImageReader(source, stage, (seed, number), self.processor, self.channels, self.num_classes, state)
 
     def evaluate(self) -> dict[str, float]:
-        """Return {"test_accuracy": accuracy from 0 to 1} on the test images, or {} without them."""
         if self.test_images is None:
             return {}
         return {"test_accuracy": top1_accuracy(self.student, self.test_images, self.processor)}

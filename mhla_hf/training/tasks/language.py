@@ -1,6 +1,5 @@
 """The task of causal language models: text cut into sequences of full length, and next-token losses."""
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from ...data import Reader, max_positions, open_text
-from ..output_head import OutputHead, find_head, run_without_head, sum_in_chunks
+from ..output_head import OutputHead, SumInChunks, find_head, run_without_head
 from ..recipe import Stage
-from .base import LossAndLogs, Objective, Task
+from .base import LossAndLogs, Objective, Task, TensorsAndWeights
 
 logger = logging.getLogger("mhla_hf")
 IGNORED_LABEL = -100
@@ -22,41 +21,40 @@ Tensors = Sequence[torch.Tensor]
 
 
 class LanguageObjective(Objective):
-    """A causal language model with one of the losses that `Stage` describes."""
-
     heads: Heads | None = None  # output heads of student and teacher, after the first call of `_find_heads`
 
     def forward(
         self, ids: torch.Tensor, labels: torch.Tensor, token_weight: float, sequence_weight: float
     ) -> LossAndLogs:
-        """Return the loss of a micro-batch of B sequences of L tokens, and the values to log.
+        """Return the loss of a micro-batch of ids [B, L] with labels [B, L] that are not shifted, and the values to log.
 
-        `ids` and `labels` are int64 [B, L]; labels are not shifted, and -100 marks tokens without a loss. The weights are
-        1 / predicted tokens and 1 / sequences in the whole batch.
+        The weights are 1 / predicted tokens and 1 / sequences in the whole batch.
         """
         if self.stage.loss == "transfer":
-            loss = sequence_weight * self.attention_transfer_loss(
-                lambda: self.teacher.base_model(input_ids=ids, use_cache=False), _call_without_mask
-            )
+
+            def call_attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
+                return attention(*args, **{**kwargs, "attention_mask": None})  # there is no padding
+
+            run_teacher = lambda: self.teacher.base_model(input_ids=ids, use_cache=False)  # noqa: E731
+            loss = sequence_weight * self.attention_transfer_loss(run_teacher, call_attention)
             return loss, {"loss": loss.detach()}
         student_head, teacher_head = self._find_heads(ids)
         teacher_values: Tensors = []
-        to_targets = None
+        to_targets: Callable[..., Tensors] | None = None
         if self.stage.loss == "logits":
             with torch.no_grad():
-                teacher_values = [_run(self.teacher, teacher_head, ids)[1].flatten(0, 1)]
-            to_targets = functools.partial(_teacher_targets, teacher_head, self.stage.top_k)
-        output, hidden = _run(self.student, student_head, ids)
+                teacher_values = [run_without_head(self.teacher, teacher_head, ids)[1].flatten(0, 1)]
+
+            def to_targets(x: torch.Tensor) -> Tensors:
+                logits = x if teacher_head is None else teacher_head(x)
+                return most_likely_tokens(logits, self.stage.top_k) if self.stage.top_k else [logits]
+
+        output, hidden = run_without_head(self.student, student_head, ids)
         targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED_LABEL)], dim=1).flatten()
         sums = next_token_loss(
-            hidden.flatten(0, 1),
-            targets,
-            teacher_values,
-            temperature=self.stage.temperature,
-            ce_weight=self.stage.ce_weight if teacher_values else 1.0,
-            head=student_head,
-            to_teacher_targets=to_targets,
-        )
+            hidden.flatten(0, 1), targets, teacher_values, temperature=self.stage.temperature,
+            ce_weight=self.stage.ce_weight if teacher_values else 1.0, head=student_head, to_teacher_targets=to_targets,
+        )  # fmt: skip
         loss, kl, ce = sums * token_weight
         logs = {"ce": ce.detach()}
         if teacher_values:
@@ -66,49 +64,22 @@ class LanguageObjective(Objective):
         return loss, {"loss": loss.detach(), **logs}
 
     def _find_heads(self, ids: torch.Tensor) -> Heads:
-        """Return the output heads of student and teacher, or (None, None) if one of them cannot be separated.
-
-        The first call runs the models on a few of the token ids, logs the result and keeps it.
-        """
+        """Return the output heads of student and teacher, or (None, None) if one of them cannot be separated."""
         if self.heads is None:
             models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
-            heads: list[OutputHead] = []
-            reasons: list[str] = []
-            for model in models:
-                head = find_head(model, ids)
-                if isinstance(head, OutputHead):
-                    heads.append(head)
-                else:
-                    reasons.append(f"{type(model).__name__}: {head}")
+            results = [(type(model).__name__, find_head(model, ids)) for model in models]
+            heads = [head for _, head in results if isinstance(head, OutputHead)]
+            reasons = [f"{name}: {reason}" for name, reason in results if isinstance(reason, str)]
             method = f"from the logits of whole batches. {'; '.join(reasons)}" if reasons else "in chunks of tokens"
             logger.info("stage %r: computes its loss %s", self.stage.name, method)
             self.heads = (None, None) if reasons else (heads[0], heads[-1])
         return self.heads
 
 
-def _teacher_targets(head: OutputHead | None, top_k: int, x: torch.Tensor) -> Tensors:
-    """Return the logits, or the most likely tokens and their log-probabilities; without a head, `x` are the logits."""
-    logits = x if head is None else head(x)
-    return most_likely_tokens(logits, top_k) if top_k else [logits]
-
-
 def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `count` most likely tokens, int64 [..., count], and their log-probabilities, fp32 [..., count]."""
     top = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
     return top.indices, top.values
-
-
-def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call MHLA attention without the teacher's mask, which it does not need, as there is no padding."""
-    return attention(*args, **{**kwargs, "attention_mask": None})
-
-
-def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Return a model's output for ids [B, L], and the inputs of `head` [B, L, width] or, without one, the logits."""
-    if head is not None:
-        return run_without_head(model, head, ids)
-    output = model(input_ids=ids, use_cache=False)
-    return output, output.logits
 
 
 def next_token_loss(
@@ -118,13 +89,9 @@ def next_token_loss(
 ) -> torch.Tensor:  # fmt: skip
     """Return sums over N tokens, fp32 [3]: T^2 * KL(teacher / T || student / T) + ce_weight * CE, the KL, and the CE.
 
-    Only the first has a gradient. They are computed in chunks, so that no tensor of the size of all logits is allocated.
-
-    - `student`: inputs of `head` [N, width] or, without one, the logits [N, vocab].
-    - `targets`: int64 [N]; -100 marks tokens without a loss.
-    - `teacher`: the logits; or its k most likely tokens, int64 [N, k], and their log-probabilities, all other tokens being
-      merged into one; or nothing, for a KL of 0.
-    - `to_teacher_targets`: makes these of `teacher`, chunk by chunk, if it holds something else, such as hidden states.
+    `student` are the inputs of `head` [N, width] or the logits. `teacher` are the logits; or the k most likely tokens [N,
+    k] and their log-probabilities, all others being merged into one; or what `to_teacher_targets` makes these of. Only the
+    first sum has a gradient.
     """
 
     def chunk_loss(logits: torch.Tensor, chunk_targets: torch.Tensor, *chunk_teacher: torch.Tensor) -> torch.Tensor:
@@ -133,13 +100,14 @@ def next_token_loss(
         kl, ce = _kl_and_cross_entropy(logits, chunk_targets, teacher_targets, temperature)
         return torch.stack([kl + ce_weight * ce, kl, ce])
 
-    return sum_in_chunks(student, head, chunk_loss, (targets, *teacher))
+    weight, bias = (None, None) if head is None else (head.layer.weight, head.layer.bias)
+    tensors = (targets, *teacher)
+    return SumInChunks.apply(student, weight, bias, head, chunk_loss, tensors, torch.is_grad_enabled())
 
 
 def _kl_and_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, teacher: Tensors, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return T^2 * KL and the cross-entropy, two scalars, summed over the tokens with a target."""
     log_q = logits.float().log_softmax(-1)
     ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=IGNORED_LABEL)
     if len(teacher) == 1:
@@ -159,10 +127,7 @@ def _kl_and_cross_entropy(
 
 
 class LanguageTask(Task[Stage]):
-    """The task of a transformers causal language model.
-
-    `tokenizer` is required if the data are text, and saved with the model; `text_field` is the column of a dataset.
-    """
+    """The task of a causal language model. `tokenizer` is saved with it; `text_field` is the column of a dataset."""
 
     name = "language"
     objective_type = LanguageObjective
@@ -172,19 +137,16 @@ class LanguageTask(Task[Stage]):
     equal_sizes = (("logits", "vocab_size"), ("transfer", "hidden_size"))
 
     def __init__(self, student: Any, teacher: Any, tokenizer: Any = None, text_field: str = "text") -> None:
-        super().__init__(student, teacher)
-        self.preprocessor = tokenizer
+        super().__init__(student, teacher, tokenizer)
         self.text_field = text_field
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Also check that the student has an output head."""
         head = getattr(self.student, "get_output_embeddings", lambda: self)()
         if head is None:
             raise TypeError(f"student: got {type(self.student).__name__}, expected {self.expected_model}.")
         super().check(stages)
 
     def open(self, data: Any, stages: Sequence[Stage]) -> Any:
-        """Open text, and check that it and the model's positions are long enough for the longest sequences."""
         vocab_size = self.student.get_input_embeddings().weight.shape[0]
         source = open_text(data, self.preprocessor, text_field=self.text_field, vocab_size=vocab_size)
         longest = max(stage.seq_len for stage in stages)
@@ -197,10 +159,7 @@ class LanguageTask(Task[Stage]):
     def reader(self, source: Any, stage: Stage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
         return source.reader(stage.seq_len, seed, number, state)
 
-    def take(self, reader: Any, stage: Stage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+    def take(self, reader: Any, stage: Stage, rows: slice) -> TensorsAndWeights:
         tensors = reader.take(stage.batch_size)
         num_predicted = int((tensors[1].numpy()[:, 1:] != IGNORED_LABEL).sum())
         return tuple(x[rows] for x in tensors), (1 / max(1, num_predicted), 1 / stage.batch_size)
-
-    def units_per_step(self, stage: Stage) -> int:
-        return stage.batch_size * stage.seq_len

@@ -24,6 +24,13 @@ TRANSFER = DiffusionStage("transfer", "transfer", 2, 1e-2, trainable="mhla", **C
 MATCH = DiffusionStage("match", "prediction", 2, 1e-3, **COMMON)
 
 
+def lora_stages(steps, **values):
+    return [
+        DiffusionStage("transfer", "transfer", steps, 1e-2, trainable="mhla", **values),
+        DiffusionStage("lora", "prediction", steps, 1e-3, trainable="lora", lora_rank=2, **values),
+    ]
+
+
 def converted(family, layers=(1,), **settings):
     """The family's tiny pipeline, converted."""
     torch.manual_seed(1)
@@ -51,10 +58,7 @@ def test_without_data_from_pipeline_to_pipeline(lab, family, tmp_path):
     teacher, student = PIPELINES[family](), converted(family)
     before = copy.deepcopy(student.transformer.state_dict())
     common = {"batch_size": 2, "sampling_steps": 2, "size": SIZES[family]}
-    stages = [
-        DiffusionStage("transfer", "transfer", 2, 1e-2, trainable="mhla", **common),
-        DiffusionStage("lora", "prediction", 2, 1e-3, trainable="lora", lora_rank=2, **common),
-    ]
+    stages = lora_stages(2, **common)
     data = None if family == "dit" else ["a cat", "a dog walks"]
     out = mhla_hf.distill(student, teacher, out=tmp_path / "a", data=data, stages=stages, progress=False)
     assert out is student
@@ -121,30 +125,23 @@ def test_a_bare_transformer_and_a_pipeline_whose_transformer_was_converted_alone
     assert (generate(there) - generate(pipe)).abs().max() <= 1e-5
 
 
-def lora_run(out, data=None):
-    stages = [
-        DiffusionStage("transfer", "transfer", 3, 1e-2, trainable="mhla", **COMMON),
-        DiffusionStage("lora", "prediction", 5, 1e-3, trainable="lora", ema=0.9, **COMMON),
-    ]
-    return distill(out, stages, data)
-
-
 @pytest.mark.parametrize("data", [None, latents()], ids=["trajectories", "latents"])
 def test_stopped_run_ends_as_the_whole_one(lab, tmp_path, monkeypatch, data):
     """In a LoRA stage with a moving average, in the middle of a window of trajectories."""
-    lora_run(tmp_path / "whole", data)
+    stages = lora_stages(4, ema=0.9, **COMMON)
+    distill(tmp_path / "whole", stages, data)
     real, calls = diffusion.DiffusionObjective.forward, []
 
     def forward(self, *arguments):
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) == 6:
             os.kill(os.getpid(), signal.SIGINT)
         return real(self, *arguments)
 
     monkeypatch.setattr(diffusion.DiffusionObjective, "forward", forward)
     with pytest.raises(KeyboardInterrupt):
-        lora_run(tmp_path / "out", data)
-    lora_run(tmp_path / "out", data)
+        distill(tmp_path / "out", stages, data)
+    distill(tmp_path / "out", stages, data)
     assert lab.record(tmp_path / "out")["resumed"] == 1
     assert lab.weights(tmp_path / "out") == lab.weights(tmp_path / "whole")
     assert lab.history(tmp_path / "out") == lab.history(tmp_path / "whole")
@@ -152,11 +149,7 @@ def test_stopped_run_ends_as_the_whole_one(lab, tmp_path, monkeypatch, data):
 
 def accumulated(out, parts, **options):
     common = {"batch_size": 4, "grad_accum": parts, "sampling_steps": 2}
-    stages = [
-        DiffusionStage("transfer", "transfer", 3, 1e-2, trainable="mhla", **common),
-        DiffusionStage("match", "prediction", 3, 1e-3, **common),
-    ]
-    return distill(out, stages, **options)
+    return distill(out, lora_stages(3, **common), **options)
 
 
 def test_parts_processes_and_gradient_checkpointing_change_nothing(lab, tmp_path):

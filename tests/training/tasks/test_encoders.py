@@ -70,9 +70,7 @@ def test_sequences_have_the_special_tokens_and_as_many_tokens_as_the_stage_says(
     assert ids.shape == (2, 24) and shares == (1 / 4,)
     assert set(ids[:, 0].tolist()) == {tokenizer.cls_token_id} and set(ids[:, -1].tolist()) == {tokenizer.sep_token_id}
     longer = EncoderStage(**{**STAGES[1], "seq_len": 65})
-    with pytest.raises(
-        ValueError, match="seq_len: got 65 in stage 'distill', expected more than 2 tokens and at most the 64 positions"
-    ):
+    with pytest.raises(ValueError, match="seq_len: got 65 in stage 'distill', expected more than 2 tokens and at most"):
         task.open(torch.arange(5, 300), [longer])
 
 
@@ -80,15 +78,13 @@ def test_distill_converts_an_encoder_and_trains_it(tmp_path, tokenizer, monkeypa
     monkeypatch.chdir(tmp_path)
     softmax_encoder("bert", vocab_size=402).save_pretrained("encoder")
     tokenizer.save_pretrained("encoder")
-    (tmp_path / "encoder/modules.json").write_text(
-        json.dumps([{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}])
-    )
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    (tmp_path / "encoder/modules.json").write_text(json.dumps(modules))
     (tmp_path / "text.txt").write_text(TRAINING)
     line = ["distill", "encoder", "--recipe", "encoder", "--data", "text.txt", "--out", "out", "--max-steps", "2"]
     assert main([*line, "--set", "*.seq_len=16", "--set", "settings.block_size=8", "--batch-size", "2"]) == 0
     assert capsys.readouterr().out == "out: trained\n"
-    assert (
-        type(AutoModel.from_pretrained("out")).__name__ == "MHLABertModel" and (tmp_path / "out/modules.json").is_file()
-    )
+    assert type(AutoModel.from_pretrained("out")).__name__ == "MHLABertModel"
+    assert (tmp_path / "out/modules.json").is_file()
     assert main(["distill", "encoder", "--recipe", "language_cpu", "--data", "text.txt", "--out", "new"]) == 2
     assert "recipe: got one for language, expected one for encoders" in capsys.readouterr().err

@@ -43,6 +43,8 @@ CASES = {
     "no name": ({"data": " "}, "data: got ' ', expected a file"),
     "short for the second stage": (lambda lab: {"data": lab.tokens(60), "stages": TWO},
         "60 tokens, expected at least one sequence .seq_len 64."),
+    "batch": ({"stages": [Stage("lm", "lm", 4, 1e-3, **STAGE, grad_accum=3)]},
+        "batch_size: got 4 in stage 'lm', expected a multiple of 1 processes times grad_accum 3."),
     "positions": (lambda lab: {"student": mhla_hf.convert(small_model_of("gpt2")), "stages": [Stage("a", "lm", 1, 1e-3,
         seq_len=129)]}, "seq_len: got 129, expected at most the 128 positions of the student"),
     "vocabulary": ({"data": torch.arange(90)}, "with tokens 0 to 89, expected 0 to 63"),
@@ -114,10 +116,8 @@ def test_likeliest_tokens_with_all_others_as_one():
     """Where the others are one token, that is the whole KL."""
     student, teacher = torch.randn(11, 13, requires_grad=True), torch.randn(11, 13)
     targets = torch.randint(0, 13, (11,)).index_fill(0, torch.tensor([2]), -100)
-    sums = [
-        next_token_loss(student, targets, known, ce_weight=1.0)
-        for known in ([teacher], most_likely_tokens(teacher, 12))
-    ]
+    teachers = ([teacher], most_likely_tokens(teacher, 12))
+    sums = [next_token_loss(student, targets, known, ce_weight=1.0) for known in teachers]
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
     grads = [torch.autograd.grad(both[0], student)[0] for both in sums]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
@@ -143,10 +143,8 @@ def test_transfer_loss_by_hand(lab):
     loss, _ = LanguageObjective(student, teacher, lab.stages()[0])(ids, ids, 1.0, 0.5)
 
     caught, attention = {}, teacher.model.layers[1].self_attn
-    handle = attention.register_forward_hook(
-        lambda module, args, kwargs, output: caught.update(kwargs=kwargs, out=output[0]), with_kwargs=True
-    )
-    with handle, torch.no_grad():
+    keep = lambda module, args, kwargs, output: caught.update(kwargs=kwargs, out=output[0])  # noqa: E731
+    with attention.register_forward_hook(keep, with_kwargs=True), torch.no_grad():
         teacher(input_ids=ids, use_cache=False)
     got = student.model.layers[1].self_attn(**(caught["kwargs"] | {"attention_mask": None}))[0]
     per_row = (got - caught["out"]).square().sum((1, 2)) / caught["out"].square().sum((1, 2))
