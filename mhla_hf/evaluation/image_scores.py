@@ -115,14 +115,7 @@ def read_image(image: Any) -> torch.Tensor:
 
 
 def extract_features(
-    images: Sequence[Any],
-    extractor: Extractor,
-    cache: Path,
-    *,
-    batch_size: int,
-    state: Any,
-    progress: bool,
-    label: str,
+    images: Sequence[Any], extractor: Extractor, cache: Path, *, batch_size: int, state: Any, progress: bool, label: str
 ) -> dict[str, torch.Tensor] | None:
     """Return features [N, ...] by name, in the order of the images; None except on the main process.
 
