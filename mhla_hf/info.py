@@ -91,7 +91,7 @@ def describe_model(model: PathLike, context: int = 1024, revision: str | None = 
 
 
 def describe_softmax_model(model: PathLike, config: Any, context: int) -> dict[str, Any]:
-    """See `describe_model`, for a model of transformers that is not converted."""
+    """Describe a model of transformers that is not converted; see `describe_model`."""
     if getattr(config, "mhla", None) is not None:
         raise ValueError(
             f"model: got {str(model)!r}, an MHLA model on the Hub, expected the folder of a downloaded one."
@@ -110,10 +110,7 @@ def describe_softmax_model(model: PathLike, config: Any, context: int) -> dict[s
 
 
 def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str, Any]:
-    """Compare a softmax language model with its converted one or, for None, with what `mhla-hf convert` makes by default.
-
-    "cache" is in bytes per sequence; None if the state grows with the tokens (`mixing_form` other than "decay").
-    """
+    """Compare a softmax language model with its converted one or, for None, with what `mhla-hf convert` makes by default."""
     with torch.device("meta"):
         original, student = (
             AutoModelForCausalLM.from_config(copy.deepcopy(x)).eval() for x in (config, converted or config)
@@ -147,25 +144,20 @@ def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str,
 
 
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict of those `SHOWN_SETTINGS` that apply to the model's form of mixing and are not None, False, or 0."""
-    unused: set[str] = set()
-    if settings.get("layout"):
-        unused.update(("block_size", "num_blocks"))
-    if settings["mixing_form"] != "decay":
-        unused.add("num_decays")
+    """Return those `SHOWN_SETTINGS` that apply to the model."""
+    unused = ["block_size", "num_blocks"] if settings.get("layout") else []
+    unused += ["num_decays"] if settings["mixing_form"] != "decay" else []
     names = (name for name in SHOWN_SETTINGS if name not in unused)
     return {name: settings[name] for name in names if settings.get(name) not in (None, False, 0)}
 
 
 def count_weights(folder: Path) -> tuple[int, int]:
-    """Return the number of parameters in all safetensors files of a folder and its subfolders, and their size in bytes."""
+    """Return the number of parameters in all safetensors files below a folder, and their size in bytes."""
     parameters = size = 0
     for file in sorted(folder.rglob("*.safetensors")):
         size += file.stat().st_size
-        with (
-            wrap_errors(f"{file}: got a damaged file, expected a complete safetensors file"),
-            safe_open(file, framework="pt") as weights,
-        ):
+        message = f"{file}: got a damaged file, expected a complete safetensors file"
+        with wrap_errors(message), safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118
                 parameters += math.prod(weights.get_slice(name).get_shape())
     return parameters, size

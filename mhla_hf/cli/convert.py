@@ -85,9 +85,8 @@ def run_convert(
         transformer = convert(pipeline, **learning, **options).transformer
         save_model(pipeline, out, overwrite=overwrite)
         words = ["mhla-hf", "distill", out, "--teacher", model, "--trust-remote-code", "--out", f"{out}-distilled"]
-        print(
-            f"{render_layers(out, transformer)}; next, distill it: {shlex.join(words)} --recipe RECIPE --data PROMPTS"
-        )
+        next_step = f"{shlex.join(words)} --recipe RECIPE --data PROMPTS"
+        print(f"{render_layers(out, transformer)}; next, distill it: {next_step}")
         return
     loader_name, recipe = OTHER_KINDS.get(kind or "", ("load_language_model", "language_llama_lite"))
     base, processor = getattr(load, loader_name)(model, **load_options)
@@ -99,9 +98,8 @@ def run_convert(
         text = text or "self"
         learning |= {"text": text, "tokenizer": processor, "checkpoint": checkpoint}
     torch.manual_seed(seed)
-    with values.resumable(
-        lambda: checkpoint if checkpoint.exists() and (overwrite or not holds_saved_model(path)) else None
-    ):
+    can_resume = lambda: checkpoint.exists() and (overwrite or not holds_saved_model(path))  # noqa: E731
+    with values.resumable(lambda: checkpoint if can_resume() else None):
         convert(base, **learning, **options)
         files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
         save_model(base, out, processor, overwrite, files)
@@ -121,7 +119,6 @@ def run_convert(
 
 
 def read_pipeline_samples(samples: str) -> list[int] | list[str]:
-    """Return the class labels in "1,207", or the prompts in a .txt file with one per line."""
     from ..training.datasets.latents import read_prompts
 
     items = [item.strip() for item in samples.split(",")]
@@ -135,7 +132,7 @@ def read_pipeline_samples(samples: str) -> list[int] | list[str]:
 
 
 def read_image_samples(samples: str, processor: Any, config: Any, seed: int) -> Any:
-    """Return the pixels of up to `MAX_IMAGES` images of a folder or dataset, drawn at random: fp32 [N, C, H, W]."""
+    """Return the pixels of up to `MAX_IMAGES` images, drawn at random: fp32 [N, C, H, W]."""
     import torch
 
     from ..training.datasets.images import open_images, preprocess
@@ -147,7 +144,7 @@ def read_image_samples(samples: str, processor: Any, config: Any, seed: int) -> 
 
 
 def render_layers(out: str, model: Any) -> str:
-    """Render which layers of a model or transformer are MHLA, and the errors that a conversion with samples measured."""
+    """Render which layers are MHLA, and the errors that a conversion with samples measured."""
     config = model.config
     total = f" of {config.num_hidden_layers}" if hasattr(config, "num_hidden_layers") else ""
     line = f"{out}: {type(model).__name__}, layers {config.mhla['layers']}{total} are MHLA"

@@ -28,9 +28,8 @@ Log in first: hf auth login. If it is interrupted, the same command resumes: fil
 
 
 def info_options(add: values.AddArgument) -> None:
-    add(
-        "model", metavar="MODEL", help="a saved MHLA model or pipeline, or folder or Hub id of a softmax language model"
-    )
+    models = "a saved MHLA model or pipeline, or folder or Hub id of a softmax language model"
+    add("model", metavar="MODEL", help=models)
     add("--context", type=values.parse_count, default=1024, help="tokens at which the cache is counted (default: 1024)")
     add("--revision", help="branch, tag or commit on the Hub")
     values.add_json_option(add)
@@ -91,11 +90,8 @@ def push_options(add: values.AddArgument) -> None:
     add("--message", help="first line of the commit")
     add("--draft", action="store_true", help="allow a converted language model without recall scores")
     add("--delete-stale", action="store_true", help="delete files of an older model that the new one lacks")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="check everything, list the files to send and to delete, and send nothing",
-    )
+    dry_run = "check everything, list the files to send and to delete, and send nothing"
+    add("--dry-run", action="store_true", help=dry_run)
     add("--license", help="for the card of a model that has none, such as apache-2.0")
     add("--base-model", help="Hub id of the softmax original, for such a card")
 

@@ -1,8 +1,6 @@
 """The command line `mhla-hf`: parse the arguments and call the function of the sub-command.
 
-Sub-commands import their libraries when they run, so that `--help` is instant. Results go to stdout, everything else to
-stderr. Invalid input ends with exit code 2 and one line on stderr, Ctrl-C with 130 and a line that names what is saved, if
-anything is. `--debug` shows the traceback of an error.
+Sub-commands import their libraries when they run, so that `--help` is instant. Results go to stdout, all else to stderr.
 """
 
 import argparse
@@ -45,14 +43,14 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that reports errors in one line, without printing the usage."""
+    """Reports errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def build_parser() -> Parser:
-    """Build the parser of `mhla-hf`. Options are named after the arguments of the function that the sub-command calls."""
+    """Options are named after the arguments of the function that a sub-command calls."""
     layout: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser(prog="mhla-hf", description=DESCRIPTION, **layout)
     parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
@@ -113,7 +111,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def set_up_output(verbose: bool) -> None:
-    """Configure output streams, logging and the libraries' progress bars; `verbose` logs progress to stderr."""
     replace_unprintable()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("mhla_hf").setLevel(logging.INFO if verbose else logging.WARNING)
@@ -124,14 +121,14 @@ def set_up_output(verbose: bool) -> None:
 
 
 def replace_unprintable() -> None:
-    """Make stdout and stderr print question marks for characters that their encoding lacks, instead of failing."""
+    """Print question marks for characters that the encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
 def describe_error(error: BaseException, flags: Mapping[str, str] | None = None) -> str:
-    """Describe an error in one line. An argument at its beginning becomes its command-line flag, by `flags`."""
+    """Describe an error in one line; an argument at its beginning becomes its flag."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"
@@ -142,7 +139,7 @@ def describe_error(error: BaseException, flags: Mapping[str, str] | None = None)
 
 
 def script(main: Callable[[], Any], name: str | None = None) -> None:
-    """Run the `main` of a script with the error handling of `mhla-hf`, with its file name as default `name` in messages."""
+    """Run the `main` of a script with the error handling of `mhla-hf`."""
     replace_unprintable()
     try:
         main()

@@ -131,7 +131,6 @@ def run_distill(
 
 
 def check_no_settings(names: list[str], student: str) -> None:
-    """Raise ValueError if settings of a conversion are given for a model that is converted already."""
     if names:
         start = f"set: got {names[0]!r} with {student!r}, which is converted already"
         raise ValueError(f"{start}, expected a softmax model.")
@@ -140,10 +139,7 @@ def check_no_settings(names: list[str], student: str) -> None:
 def load_pipelines(
     student: str, teacher: str | None, recipe: Any, settings: list[str], seed: int, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """Load the pipelines of student and teacher, which share everything but their transformers.
-
-    A student that is not converted is converted, and is the teacher by default. The teacher is None if no stage needs one.
-    """
+    """Load student and teacher, which share everything but their transformers; None for a teacher that no stage needs."""
     import torch
 
     from ..checkpoints.load import load_pipeline
@@ -176,7 +172,6 @@ def run_recipes(as_json: bool, **_: Any) -> None:
 
 
 def render_recipes(recipes: Sequence[Mapping[str, Any]]) -> str:
-    """Render the result of `describe_recipes` as a table."""
     from ..plots import render_rows
 
     rows = []

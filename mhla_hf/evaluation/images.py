@@ -1,11 +1,6 @@
 """Score image pipelines (FID, sFID, IS, precision, recall, CLIP score) and image classifiers (top-1 accuracy).
 
-Images are generated into a folder by any diffusers pipeline that takes class labels or prompts, resumably and on several
-processes, and scores are computed from the files. A score is reused only for the same weights, protocol, reference, number
-of images and seed.
-
-For a classifier, images are prepared by its own image processor. Folders of classes are matched to its labels by name, or
-by their order, as in ImageNet, if no name matches.
+Folders of classes are matched to a classifier's labels by name, or by their order, as in ImageNet, if no name matches.
 """
 
 import dataclasses
@@ -104,7 +99,6 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
     subjects = find_subjects(models, args, pipeline=True)
     with joined_processes() as state:
         progress = args.progress and state.is_main_process
-        # Everything that determines the scores except model, number of images and seed, with hashes in place of files.
         content = {name: getattr(protocol, name) for name in ("name", "classes", "sampling", "neighbors", "splits")}
         for name in ("reference", "prompts", "clip"):
             content[name] = hash_source(getattr(protocol, name), progress)
@@ -117,10 +111,7 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
 
 
 class _Judge(PipelineJudge):
-    """Scores one pipeline. `content` is everything that determines the scores except model, number of images, and seed.
-
-    The extractor is None if no metric needs features.
-    """
+    """Scores one pipeline. `content` is all that determines the scores except model, number of images, and seed."""
 
     def __init__(self, subject: Subject, protocol: Any, state: Any, extractor: Any, content: Mapping[str, Any]) -> None:
         super().__init__(subject, protocol, state)
@@ -130,7 +121,7 @@ class _Judge(PipelineJudge):
         self.hash = hash_json([VERSION, self.count, content])
 
     def run(self) -> Results:
-        """Return all requested scores, after measuring those that are not known. All processes must call this."""
+        """Return all requested scores, after measuring those that are not known."""
         task = self.protocol.name
         labels = {name: self.label(name) for name in self.args.recipe.tasks}
         if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
@@ -139,25 +130,21 @@ class _Judge(PipelineJudge):
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.samples, r.limit) in requested)
 
     def label(self, name: str) -> str:
-        """Return a metric's name in tables, which includes the extractor's name if that is not FID's Inception."""
         return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
 
     def _features(self, images: Sequence[Any], cache: Path, label: str) -> dict[str, torch.Tensor] | None:
-        """Return the features of all images by name, cached in a folder; None except on the main process."""
         options = {"batch_size": self.args.batch_size, "state": self.state, "progress": self.progress, "label": label}
         features = extract_features(images, self.extractor, cache, **options)
         for metric, name in FEATURES_BY_METRIC.items():
             if metric in self.args.recipe.tasks and features is not None and name not in features:
-                raise ValueError(
-                    f"extractor: got {self.extractor.name!r}, expected one with {name} features for {metric}."
-                )
+                start = f"extractor: got {self.extractor.name!r}"
+                raise ValueError(f"{start}, expected one with {name} features for {metric}.")
         return features
 
     def _reference(self, missing: set[str]) -> tuple[Any, dict[str, Moments]]:
         """Return the reference's features [N, D] (None if its moments suffice), and its moments by name of features.
 
-        The moments in an .npz file are those of Inception's features; for another extractor they are computed from the
-        images in the file. What is computed is returned on the main process only. All processes must call this.
+        The moments in an .npz file are of Inception's features; for another extractor they are computed from its images.
         """
         path = Path(self.protocol.reference)
         moments = {}
@@ -174,8 +161,9 @@ class _Judge(PipelineJudge):
                     return None, moments
                 images = file["arr_0"] if "arr_0" in file.files else ()
         if not len(images):
-            expected = f"it to contain images for {self.extractor.name!r}"
-            raise ValueError(f"reference: got {str(path)!r}, expected {expected}.")
+            raise ValueError(
+                f"reference: got {str(path)!r}, expected it to contain images for {self.extractor.name!r}."
+            )
         cache = Path(self.protocol.samples) / f"reference-{hash_json(self.content)}"
         features = self._features(images, cache, "reference") or {}
         computed_moments = {name: Moments.of(features[name]) for name in MOMENTS if name in features}
@@ -192,21 +180,20 @@ class _Judge(PipelineJudge):
             with wrap_errors(f"prompts: got {str(protocol.prompts)!r}, expected a text file"):
                 prompts = read_prompt_lines(Path(protocol.prompts))
             if not prompts:
-                raise ValueError(
-                    f"prompts: got {str(protocol.prompts)!r}, which is empty, expected one prompt per line."
-                )
+                start = f"prompts: got {str(protocol.prompts)!r}, which is empty"
+                raise ValueError(f"{start}, expected one prompt per line.")
             conditions = [prompts[index % len(prompts)] for index in range(count)]
         return [Sample(f"{i:06d}.png", c, seed_of_sample(self.seed, i)) for i, c in enumerate(conditions)]
 
     def _score(self, missing: set[str]) -> None:
-        """Generate the images, and compute and store the metrics `missing`. All processes must call this."""
+        """Generate the images, and compute and store the metrics `missing`."""
         started = time.perf_counter()
         plan, name, count = self._plan(), self.subject.name, self.count
         folder = self.folder / f"{self.protocol.name}-{count}"
         # Read the reference before images are generated, so that an invalid one is reported early.
         reference: Any = self._reference(missing) if missing & REFERENCE_METRICS else (None, {})
         reference_features, reference_moments = reference
-        identity = {"plan": hash_json([dataclasses.astuple(sample) for sample in plan])}
+        identity = {"plan": hash_json(plan)}
         sampling = {"output_type": "pil", **self.protocol.sampling}
         options = {"batch_size": self.args.batch_size, "label": f"{name}: images"}
         self.make(folder, plan, identity, sampling, lambda image, path: image.save(path, "PNG"), **options)
@@ -260,9 +247,8 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
     if list(args.recipe.tasks) != ["acc"]:
         raise ValueError(f"tasks: got {list(args.recipe.tasks)}, expected ['acc'] for classifiers.")
     if not protocol.data:
-        raise ValueError(
-            "settings: data: got none, expected a folder with one folder of images per class, or a dataset."
-        )
+        expected = "a folder with one folder of images per class, or a dataset"
+        raise ValueError(f"settings: data: got none, expected {expected}.")
     subjects = find_subjects(models, args)
     processor: Any = protocol.processor
     if isinstance(processor, (str, Path)):

@@ -1,8 +1,4 @@
-"""Records of scores, the results file of a model, and tables and plots that compare models.
-
-All published scores (tables, cards, README) are read from `results.json` in the model's folder. Each record holds what is
-needed to assess and repeat the measurement: versions, hardware, command, and date.
-"""
+"""Records of scores, the results file of a model (results.json), and tables and plots that compare models."""
 
 import dataclasses
 import itertools
@@ -38,65 +34,38 @@ FINITE = checked_field(lambda value: finite(value) is not None, "a finite number
 
 @checked
 class Result:
-    """One score of one model, with its provenance.
-
-    Args:
-        task: Name of the task, as the harness gives it.
-        metric: Name of the metric, as the harness gives it. A filter other than "none" is appended
-            ("exact_match,strict").
-        value: The score; None if it was not finite.
-        stderr: Standard error of the score; None if the metric has none or it was not finite.
-        higher_is_better: Whether higher scores are better; None if the harness does not specify it.
-        shots: Number of examples in the prompt.
-        samples: Number of documents, images or videos scored.
-        limit: The limit of the run, as the user gave it; None for the whole task.
-        task_version: Version of the task.
-        task_hash: Hash of the task's definition and data. If it changes, the score counts as missing.
-        model: The model's name, as the user gave it.
-        revision: Commit on the Hub; None for a local folder.
-        fingerprint: Fingerprint of the weights.
-        versions: Dict from library to version.
-        commit: Git commit of this package, or its version if it was installed without git.
-        dtype: Dtype of the parameters.
-        hardware: Description of CPU and GPU in one line.
-        seed: The seed, or the harness's list of seeds as text.
-        command: Shell command that repeats the measurement.
-        date: Date and time of the measurement in UTC, ISO 8601.
-        seconds: Duration of the measurement of the task.
-        window: Context length of the model in tokens, for lm-eval tasks; None for others.
-    """
+    """One score of one model, with its provenance."""
 
     task: str
-    metric: str
-    value: Number | None = dataclasses.field(metadata=FINITE)
+    metric: str  # as the harness gives it, with its filter unless that is "none": "exact_match,strict"
+    value: Number | None = dataclasses.field(metadata=FINITE)  # None if it was not finite
     stderr: Number | None = dataclasses.field(metadata=FINITE)
     higher_is_better: bool | None
-    shots: int
-    samples: int
-    limit: Number | None
+    shots: int  # examples in the prompt
+    samples: int  # documents, images or videos
+    limit: Number | None  # None for the whole task
     task_version: str
-    task_hash: str
+    task_hash: str  # of the task's definition and data; if it changes, the score counts as missing
     model: str
-    revision: str | None
-    fingerprint: str
-    versions: dict
-    commit: str
-    dtype: str
+    revision: str | None  # commit on the Hub
+    fingerprint: str  # of the weights
+    versions: dict  # of libraries
+    commit: str  # of this package, or its version
+    dtype: str  # of the parameters
     hardware: str
-    seed: int | str
-    command: str
-    date: str
+    seed: int | str  # or the harness's seeds as text
+    command: str  # that repeats the measurement
+    date: str  # UTC, ISO 8601
     seconds: Number | None = None
-    window: int | None = None
+    window: int | None = None  # context length in tokens, for lm-eval tasks
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The tuple (task, metric, shots, limit, samples), which is the same when a score is measured again."""
+        """What is the same when a score is measured again."""
         return (self.task, self.metric, self.shots, self.limit, self.samples)
 
     @classmethod
     def from_dict(cls, values: Any) -> "Result":
-        """Create a record from its JSON form. Raise ValueError if a field is unknown, missing, or of the wrong type."""
         return read_settings(cls, values, "result: ")
 
 
@@ -105,7 +74,7 @@ class Results(list[Result]):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Results":
-        """Read a results file, or results.json in a folder; there are no records if it does not exist."""
+        """Read a results file, or results.json in a folder; without one there are no records."""
         path = results_path(path)
         if not path.exists():
             return cls()
@@ -139,7 +108,6 @@ class Results(list[Result]):
         return max(matches, key=lambda record: record.samples, default=None)
 
     def write(self, path: str | Path) -> Path:
-        """Write all records to `path`, a .json file or an existing folder, and return the path of the file."""
         content = {"format_version": FORMAT_VERSION, "results": [dataclasses.asdict(record) for record in self]}
         return write_json(results_path(path), content)
 
@@ -158,16 +126,15 @@ def format_score(value: float | None, stderr: float | None = None, places: int =
 
 
 def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", short: bool = False) -> str:
-    """Render scores as "text" or "markdown": task, metric (with ↑ or ↓), shots, samples, and one column per model.
+    """Render scores as "text" or "markdown", one column per model.
 
-    If `short`, round to three decimals instead of four, and omit errors of 0, and the column of shots if all of them are
-    0.
+    `short` gives three decimals instead of four, and omits errors of 0, and the column of shots if all of them are 0.
     """
     by_model = {name: {record.identity: record for record in records} for name, records in models.items()}
     by_identity = {identity: record for records in reversed(by_model.values()) for identity, record in records.items()}
     rows = [["task", "metric", "shots", "samples", *models]]
     places = 3 if short else 4
-    for identity in sorted(by_identity, key=_natural_sort_key):
+    for identity in sorted(by_identity, key=natural_sort_key):
         record = by_identity[identity]
         samples = f"{record.samples}" if record.limit is None else f"{record.samples} (limit)"
         row = [record.task, record.metric + ARROWS[record.higher_is_better], str(record.shots), samples]
@@ -180,8 +147,8 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
     return render_rows(rows[0], rows[1:], style)
 
 
-def _natural_sort_key(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
-    """Return a sort key that compares numbers by value, so that acc_back_64 precedes acc_back_128."""
+def natural_sort_key(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
+    """Compare numbers by value, so that acc_back_64 precedes acc_back_128."""
     parts = re.split(r"(\d+)", " ".join(map(str, identity)))
     return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
 
@@ -191,8 +158,7 @@ def compute_paper_values(
 ) -> dict[str, tuple[float, float | None]]:
     """Return {label: (value, standard error or None)} of a recipe's columns for one model, where there is a score.
 
-    A column is {"task", "metric", "percent", "higher_is_better"}, or {"mean_of": labels}. A mean needs all of its columns;
-    its standard error assumes that they are independent, and is None if one of theirs is.
+    A column is {"task", "metric", "percent", "higher_is_better"}, or {"mean_of": labels}, which needs all of them.
     """
     scores: dict[Any, Any] = {
         (r.task, r.metric): (r.value, r.stderr) for r in reversed(list(records)) if r.value is not None
@@ -238,20 +204,10 @@ class Comparison(dict[str, Results]):
         return render_rows(["model", *(_add_arrow(label, self.columns) for label in self.columns)], rows, style, left=1)
 
     def plot(self, path: str | Path) -> Path:
-        """Plot the scores to a PNG file.
+        """Plot the scores to a PNG file, and return its path.
 
-        There is one panel per column of the recipe, or per score if no column has a value. In each of these panels, every
-        model is a point with its standard error. Recall by depth and speed by length have their own panels, with one curve
-        per model.
-
-        Args:
-            path: The file to write.
-
-        Returns:
-            `path`.
-
-        Raises:
-            ValueError: There is no score to plot.
+        There is one panel per column of the recipe, or per score if no column has a value, with a point per model. Recall
+        by depth and speed by length have panels with curves. ValueError: there is no score to plot.
         """
         points: dict[str, Any] = {}
         all_points: dict[str, Any] = {}
@@ -290,15 +246,13 @@ class Comparison(dict[str, Results]):
 
 
 def _add_arrow(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the label of a column with an arrow toward better values, or without one if "higher_is_better" is None."""
     return label + ARROWS[columns[label].get("higher_is_better", True)]
 
 
 def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | None:
     """Return times and cache sizes for a card, from the records of "softmax" and "mhla"; None if not timed together.
 
-    The dict has "rows" (of "what", "length", "softmax_ms", "mhla_ms", and the same in "mib"), "hardware", "versions",
-    "seed", and "command".
+    Its "rows" have "what", "length", "softmax_ms", "mhla_ms", and the same in "mib".
     """
     tables: dict[str, Any] = {}  # by task_hash, which is equal for models that were timed together
     for attention, records in columns.items():
@@ -322,7 +276,6 @@ def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | N
 def _draw_points(
     axes: Any, title: str, values: Mapping[str, tuple[float, float | None]], colors: Mapping[str, str]
 ) -> None:
-    """Draw one point with its standard error per model."""
     label = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
     for name, (value, error) in values.items():
         row = list(colors).index(name)
@@ -337,7 +290,6 @@ def _draw_points(
 def _draw_curves(
     axes: Any, title: str, lines: Mapping[str, Sequence[tuple[int, float, float]]], colors: Mapping[str, str]
 ) -> None:
-    """Draw one curve of (position, value, standard error) per model."""
     for name, points in lines.items():
         positions, values, errors = zip(*sorted(points), strict=True)
         style = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}

@@ -1,8 +1,6 @@
-"""`push`: upload a model to the Hub in one commit.
+"""`push`: check a model (`folder_checks.py`), and upload it to the Hub in one commit.
 
-Everything is checked before the first byte is sent (`folder_checks.py`). Large files are uploaded first; then one commit
-adds all files and, if that is asked for, deletes those of an older model. At any time, the repository contains either the
-old or the new model.
+Large files are uploaded first, so that at any time the repository contains either the old or the new model.
 """
 
 import contextlib
@@ -31,25 +29,15 @@ HTTPError: Any = HfHubHTTPError.__bases__[0]
 
 @dataclasses.dataclass(frozen=True)
 class Pushed:
-    """The result of a push.
-
-    Attributes:
-        repo_id: The repository.
-        revision: Id of the commit, for `from_pretrained(..., revision=...)`; empty after a dry run.
-        url: URL of the commit or pull request; empty after a dry run.
-        new: Whether the commit changed the repository; False after a dry run.
-        left: Files and folders that are not part of the model and were not sent.
-        files: Path in the repository -> size in bytes.
-        deleted: Files of an older model that were deleted or, after a dry run, that the push would delete.
-    """
+    """The result of a push."""
 
     repo_id: str
-    revision: str
-    url: str
-    new: bool
-    left: tuple[str, ...] = ()
-    files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    deleted: tuple[str, ...] = ()
+    revision: str  # id of the commit; empty after a dry run
+    url: str  # of the commit or pull request; empty after a dry run
+    new: bool  # whether the repository changed
+    left: tuple[str, ...] = ()  # files and folders that are not part of the model and were not sent
+    files: Mapping[str, int] = dataclasses.field(default_factory=dict)  # path in the repository -> bytes
+    deleted: tuple[str, ...] = ()  # files of an older model, deleted or to be deleted
 
 
 def push(
@@ -176,10 +164,7 @@ def send(
 
 
 def find_stale(old_paths: Iterable[str], new_paths: Collection[str]) -> list[str]:
-    """List those files of a repository that a push of an older model may have written, and the new model does not replace.
-
-    Beside the new model they could be loaded in its place, such as model.safetensors beside shards.
-    """
+    """List files of an older model that the new one does not replace, and that could be loaded in its place."""
     folders = {PurePosixPath(path).parent for path in new_paths}
     return sorted(
         path
@@ -209,7 +194,7 @@ def list_files(folder: PathLike) -> list[Path]:
 
 
 def _describe_author(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> Person:
-    """Return the author's part of a first card. A dry run does not read the license from the card of `base_model`."""
+    """Return the author's part of a first card."""
     if (folder / CARD_FILE).is_file():
         raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")
     if dry_run and license is None:
@@ -220,7 +205,7 @@ def _describe_author(folder: Path, repo_id: str, license: str | None, base_model
 
 
 def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:
-    """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`."""
+    """Return `what` if it is a folder; else save it to `target`."""
     if isinstance(what, str | Path):
         if tokenizer is not None:
             raise ValueError("tokenizer: got one with a folder, expected None; a folder holds its own.")
