@@ -4,6 +4,7 @@ Every process reads the same rows and keeps its share of them. There is no paddi
 label in the data is -100.
 """
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -127,11 +128,9 @@ class _RingReader(Reader):
 
     def __init__(self, tokens: torch.Tensor, length: int, key: Key, state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
-        self.tokens = tokens
-        self.length = length
+        self.tokens, self.length = tokens, length
         self.epoch: int | None = None
-        self.offset = 0
-        self.order = numpy.zeros(0, dtype=int)
+        self.offset, self.order = 0, numpy.zeros(0, dtype=int)
 
     def take(self, count: int) -> Batch:
         per_epoch = len(self.tokens) // self.length
@@ -150,18 +149,16 @@ class _RingReader(Reader):
         return ids, ids
 
 
+@dataclasses.dataclass
 class TokenStream:
-    """The rows of a `datasets.IterableDataset`, packed into sequences. `identity` recognizes them when training resumes."""
+    """The rows of a `datasets.IterableDataset`, packed into sequences."""
 
-    def __init__(
-        self, dataset: Any, tokenizer: Any, text_field: str, vocab_size: int | None, name: str, identity: Any
-    ) -> None:
-        self.dataset = dataset
-        self.tokenizer = tokenizer
-        self.text_field = text_field
-        self.vocab_size = vocab_size
-        self.name = name
-        self.identity = identity
+    dataset: Any
+    tokenizer: Any
+    text_field: str
+    vocab_size: int | None
+    name: str  # for error messages
+    identity: Any  # by which the data is recognized when training resumes
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "stream", "source": self.identity, "field": self.text_field}
@@ -243,10 +240,8 @@ def _list_files(path: Path) -> list[Path]:
     for endings in (TEXT_ENDINGS, *((ending,) for ending in TABLE_ENDINGS)):
         if chosen := [file for file in files if file.suffix.lower() in endings]:
             return chosen
-    all_endings = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
-    raise ValueError(
-        f"data: got the folder {str(path)!r}, which holds no text, expected files ending in {all_endings}."
-    )
+    start = f"data: got the folder {str(path)!r}, which holds no text"
+    raise ValueError(f"{start}, expected files ending in {', '.join((*TEXT_ENDINGS, *TABLE_ENDINGS))}.")
 
 
 def check_data_path(data: PathLike, argument: str = "data") -> Path:

@@ -40,22 +40,10 @@ SHOWN_SETTINGS = (
 
 
 def describe_model(model: PathLike, context: int = 1024, revision: str | None = None) -> dict[str, Any]:
-    """Describe a saved MHLA model or pipeline, or a softmax language model and its conversion.
+    """Describe a saved MHLA model or pipeline, or a softmax language model and its conversion, as JSON.
 
-    Args:
-        model: Folder of an MHLA model; folder or Hub id of a softmax language model, of which only config.json is read.
-        context: Tokens at which the cache is counted, at most the model's positions.
-        revision: Branch, tag or commit on the Hub.
-
-    Returns:
-        A JSON-serializable dict, which `render_info` renders as text. For language models with a softmax original, it says
-        which layers stay softmax and why ("kept_layers"), how many KV heads do, and the bytes of one sequence's cache:
-        "softmax", "mhla" and, before a conversion, "mhla_alone", with no KV head kept. The "base" of an MHLA model is taken
-        from `card.json`, else from the training record, else from the model card.
-
-    Raises:
-        NotConvertible: Nothing in a softmax model can be converted; the message says why.
-        ValueError: There is no such model, it is of another kind, or one of its files is damaged.
+    For language models with a softmax original, this says which layers stay softmax and why ("kept_layers"), how many KV
+    heads do, and the bytes of one sequence's cache at `context` tokens, before a conversion also with no KV head kept.
     """
     folder = Path(model)
     stored = read_json(folder / "config.json") or {}

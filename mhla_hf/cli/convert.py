@@ -43,7 +43,7 @@ def convert_options(add: values.AddArgument) -> None:
     add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: all; without learning, of text models: 2/3)')
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
     add("--effort", type=float, default=1.0, help="of learning: 0.5 halves the time and is less exact (default: 1)")
-    values.add_dtype_option(add)
+    add("--dtype", **values.DTYPE)
     add("--device", default="cpu", help="where the model learns, as torch names it (default: cpu)")
     add("--seed", type=values.parse_seed, default=0, help="random seed (default: 0)")
     add("--revision", help="branch, tag or commit on the Hub")

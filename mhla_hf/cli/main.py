@@ -14,7 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from .. import __version__
-from . import convert, evaluate, hub, train
+from .convert import CONVERT, convert_options, run_convert
+from .evaluate import EVALUATE, evaluate_options, run_evaluate
+from .hub import CARD, INFO, PUSH, card_options, info_options, push_options, run_card, run_info, run_push
+from .train import DISTILL, RECIPES, distill_options, recipes_options, run_distill, run_recipes
 
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
 FLAG = re.compile(r"^--\w[\w-]*")  # --max_steps is accepted as --max-steps, as in other libraries
@@ -25,21 +28,14 @@ Tab completion: pip install 'mhla_hf[completion]', then eval "$(register-python-
 """
 # Name -> (function that runs the command, function that adds its options, help, epilog).
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] = {
-    "convert": (
-        convert.run_convert, convert.convert_options, "Turn a softmax model into an MHLA model.", convert.CONVERT
-    ),
-    "recipes": (train.run_recipes, train.recipes_options, "List the training recipes.", train.RECIPES),
-    "distill": (
-        train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL
-    ),
-    "info": (hub.run_info, hub.info_options, "Describe an MHLA model, or what a conversion would give.", hub.INFO),
-    "evaluate": (
-        evaluate.run_evaluate, evaluate.evaluate_options, "Score language, image and video models side by side.",
-        evaluate.EVALUATE,
-    ),
-    "card": (hub.run_card, hub.card_options, "Write a model card from scores, or check one.", hub.CARD),
-    "push": (hub.run_push, hub.push_options, "Check a model and upload it to the Hub in one commit.", hub.PUSH),
-}  # fmt: skip
+    "convert": (run_convert, convert_options, "Turn a softmax model into an MHLA model.", CONVERT),
+    "recipes": (run_recipes, recipes_options, "List the training recipes.", RECIPES),
+    "distill": (run_distill, distill_options, "Train an MHLA model from its softmax original.", DISTILL),
+    "info": (run_info, info_options, "Describe an MHLA model, or what a conversion would give.", INFO),
+    "evaluate": (run_evaluate, evaluate_options, "Score language, image and video models side by side.", EVALUATE),
+    "card": (run_card, card_options, "Write a model card from scores, or check one.", CARD),
+    "push": (run_push, push_options, "Check a model and upload it to the Hub in one commit.", PUSH),
+}
 
 
 class Parser(argparse.ArgumentParser):

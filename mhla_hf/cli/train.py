@@ -1,5 +1,6 @@
 """The commands `mhla-hf distill` and `recipes`."""
 
+import json
 import logging
 import os
 import shlex
@@ -49,7 +50,7 @@ def distill_options(add: values.AddArgument) -> None:
     add("--learning-rate", type=float, metavar="LR", help="peak learning rate of every stage (one: --set STAGE.lr=LR)")
     add("--max-steps", type=values.parse_count, metavar="N", help="most steps of any stage")
     add("--dtype", choices=MIXED_PRECISION, help="dtype of the arithmetic and the teacher (default: the recipe's)")
-    add("--save-dtype", choices=values.DTYPES[1:], help="dtype of the saved weights (default: STUDENT's)")
+    add("--save-dtype", choices=values.DTYPE["choices"][1:], help="dtype of the saved weights (default: STUDENT's)")
     add("--device", help="as torch names it (default: what Accelerate finds)")
     add("--trust-remote-code", action="store_true", help="run source from the folder of a converted pipeline")
     add("--report-to", dest="tracker", metavar="NAME", help="tensorboard, any other tracker of Accelerate, or none")
@@ -162,13 +163,14 @@ def load_pipelines(
 
 
 def recipes_options(add: values.AddArgument) -> None:
-    values.add_json_option(add)
+    add("--json", **values.JSON)
 
 
 def run_recipes(as_json: bool, **_: Any) -> None:
     values.load_libraries()
 
-    values.print_record(describe_recipes(), as_json, render_recipes)
+    recipes = describe_recipes()
+    print(json.dumps(recipes, indent=2) if as_json else render_recipes(recipes))
 
 
 def render_recipes(recipes: Sequence[Mapping[str, Any]]) -> str:

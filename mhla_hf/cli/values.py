@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import errno
 import importlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +14,10 @@ from ..checkpoints.file_io import HUB_ID, PIPELINE_INDEX, resolve_model_name
 
 DATA_ENDINGS = (".txt", ".text", ".md", ".rst", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
 KEEP = re.compile(r"\d+/0*[1-9]\d*|(\d+\.?\d*|\.\d+)(%|[KMG]iB)?")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Keyword arguments of options of several commands.
+DTYPE: dict[str, Any] = {"choices": ("auto", "float32", "bfloat16", "float16"), "default": "auto", "metavar": "DTYPE"}
+DTYPE["help"] = "auto (default), float32, bfloat16 or float16"
+JSON: dict[str, Any] = {"action": "store_true", "dest": "as_json", "help": "print the full record as JSON"}
 
 AddArgument = Callable[..., Any]  # `ArgumentParser.add_argument` of a sub-command
 
@@ -67,18 +69,9 @@ def parse_value(text: str) -> Any:
     if text.lower() in constants:
         return constants[text.lower()]
     for number in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return number(text)
-        except ValueError:
-            continue
     return text
-
-
-def parse_pairs(argument: str, pairs: Iterable[str]) -> dict[str, str]:
-    folders: dict[str, str] = dict(pair.partition("=")[::2] for pair in pairs)
-    if incomplete := [label for label, folder in folders.items() if not (label and folder)]:
-        raise ValueError(f"{argument}: got {incomplete[0]!r}, expected LABEL=DIR, such as teacher=out/teacher.")
-    return folders
 
 
 def load_libraries() -> None:
@@ -127,19 +120,3 @@ def check_data(data: str | None) -> None:
     is_id = HUB_ID.fullmatch(data.partition(":")[0]) and not data.startswith(".")
     if not is_id or Path(data).suffix in DATA_ENDINGS:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), data)
-
-
-def add_dtype_option(add: AddArgument) -> None:
-    add("--dtype", default="auto", choices=DTYPES, metavar="DTYPE", help="auto (default), float32, bfloat16 or float16")
-
-
-def add_device_option(add: AddArgument) -> None:
-    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
-
-
-def add_json_option(add: AddArgument) -> None:
-    add("--json", action="store_true", dest="as_json", help="print the full record as JSON")
-
-
-def print_record(record: Any, as_json: bool, render: Callable[[Any], str]) -> None:
-    print(json.dumps(record, indent=2) if as_json else render(record))

@@ -219,9 +219,8 @@ class _Judge(PipelineJudge):
             error = (values.std() / count**0.5).item() if count > 1 else None
             scores["CLIP score"] = values.mean().item(), error, True, count
         labeled = {self.label(metric): scores[metric] for metric in scores if metric in missing}
-        self.subject.store_scores(
-            self.protocol.name, labeled, self.hash, started, self.device, keep_other_sample_counts=True
-        )
+        options = {"keep_other_sample_counts": True}
+        self.subject.store_scores(self.protocol.name, labeled, self.hash, started, self.device, **options)
 
 
 @checked

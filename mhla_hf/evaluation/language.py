@@ -107,10 +107,9 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
             broadcast_scores(subject, state)
             window = args.max_length
             if subject.kept and window is None:  # as lm-eval will choose it
-                config = (
-                    subject.source.config if subject.loaded else load_config(subject.source, **subject.load_options)
-                )
-                tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
+                source, options = subject.source, subject.load_options
+                config = source.config if subject.loaded else load_config(source, **options)
+                tokenizer = args.tokenizer or load_tokenizer(source, **options)
                 window = resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
             missing = [item for item in requested if args.force or not item.is_known(subject, window)]
             if missing:
@@ -125,10 +124,8 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
 
 
 def _load_requested_tasks(protocol: LanguageProtocol, subject: Subject, args: Any) -> list[Requested]:
-    """Return the requested tasks. With lengths, those of `make_recall` are generated first; see `load_tasks`."""
-    names = args.recipe.tasks
-    paths = list_paths(args.include_path)
-    metadata = None
+    """Load the tasks; with lengths, those of `make_recall` are generated first."""
+    names, paths, metadata = args.recipe.tasks, list_paths(args.include_path), None
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-tasks-") as folder:
         if protocol.lengths:
             tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
@@ -143,12 +140,9 @@ def _load_requested_tasks(protocol: LanguageProtocol, subject: Subject, args: An
 
 
 def load_tasks(
-    names: Sequence[str] | Mapping[str, int | None],
-    include_path: str | Path | Sequence[str | Path] | None = None,
-    num_fewshot: int | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    data_files: str | Path | None = None,
-) -> list[Requested]:
+    names: Sequence[str] | Mapping[str, int | None], include_path: str | Path | Sequence[str | Path] | None = None,
+    num_fewshot: int | None = None, metadata: Mapping[str, Any] | None = None, data_files: str | Path | None = None,
+) -> list[Requested]:  # fmt: skip
     """Load tasks, groups or tags by name or pattern, or by a dict from these to the number of examples in the prompt.
 
     `num_fewshot` is for all tasks, except those that require 0. `metadata` are the arguments of tasks that generate their
@@ -190,18 +184,9 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
     for name, entry in filed.items():
         files = {"test": path_by_name[f"{name}.jsonl"], "train": path_by_name.get(f"{name}.train.jsonl")}
         files = {split: path for split, path in files.items() if path}
-        settings = {
-            "include": str(entry.yaml_path),
-            "task": name,
-            "custom_dataset": None,
-            "dataset_path": "json",
-            "dataset_name": None,
-            "dataset_kwargs": {"data_files": files},
-            "test_split": "test",
-            "training_split": None,
-            "validation_split": None,
-            "fewshot_split": list(files)[-1],
-        }
+        settings: dict[str, Any] = {"include": str(entry.yaml_path), "task": name, "dataset_path": "json"}
+        settings |= {"dataset_kwargs": {"data_files": files}, "test_split": "test", "fewshot_split": list(files)[-1]}
+        settings |= dict.fromkeys(("custom_dataset", "dataset_name", "training_split", "validation_split"))
         file = Path(temporary, f"{name}.yaml")
         file.write_text(json.dumps(settings), encoding="utf-8")  # JSON is valid YAML
         index[name] = dataclasses.replace(entry, yaml_path=file)
@@ -252,14 +237,11 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
         model, tokenizer = load_language_model(model, **load_options)
     was_training = model.training
     seeds = HARNESS_SEEDS if args.seed is None else (args.seed,) * 4
-    sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
-    shared_facts: dict[str, Any] = {
-        "seed": recorded_seed(args),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "revision": getattr(model.config, "_commit_hash", None),
-    }
+    shared_facts: dict[str, Any] = {"seed": recorded_seed(args), "dtype": str(model.dtype).removeprefix("torch.")}
+    shared_facts["revision"] = getattr(model.config, "_commit_hash", None)
     try:
         with quiet_harness(args.progress):
+            sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
             judge = HFLM(pretrained=model, tokenizer=tokenizer, **sizes)
         if longest > judge.max_length:  # lm-eval would truncate the text, perhaps including the answer
             expected = f"at most the {judge.max_length} tokens that the model sees, or a larger max_length"
@@ -299,33 +281,32 @@ def score(
         return []
     seconds = round(time.perf_counter() - started, 3)
     facts = {**facts, "seconds": seconds, "window": language_model.max_length}
-    return [record for name in requested.scored for record in _records(raw, name, requested.scored[name], facts)]
-
-
-def _records(raw: Mapping[str, Any], name: str, scored: tuple[str, int], facts: Mapping[str, Any]) -> Iterator[Result]:
-    """Yield the records of one task or group from lm-eval's results."""
-    values = raw["results"][name]
-    for key, value in values.items():
-        metric, comma, filter_name = key.partition(",")
-        # RULER writes -1 for lengths that were not requested.
-        if not comma or metric.endswith("_stderr") or (metric.isdecimal() and value == -1):
-            continue
-        stderr = finite(values.get(f"{metric}_stderr,{filter_name}"))
-        samples = [sample for sample in raw["samples"].get(name, ()) if metric in sample]
-        if stderr is None and metric in RATIO_METRICS and samples:
-            stderr = ratio_stderr(metric, [sample[metric] for sample in samples])
-        yield Result(
-            task=name,
-            metric=metric if filter_name == "none" else key,
-            value=finite(value),
-            stderr=stderr,
-            higher_is_better=raw["higher_is_better"].get(name, {}).get(metric),
-            shots=scored[1],
-            samples=len(samples) or int(values.get("sample_len") or 0),
-            task_version=str(raw["versions"].get(name)),
-            task_hash=scored[0],
-            **facts,
-        )
+    records = []
+    for name, (hash_of_task, shots) in requested.scored.items():
+        values = raw["results"][name]
+        for key, value in values.items():
+            metric, comma, filter_name = key.partition(",")
+            # RULER writes -1 for lengths that were not requested.
+            if not comma or metric.endswith("_stderr") or (metric.isdecimal() and value == -1):
+                continue
+            stderr = finite(values.get(f"{metric}_stderr,{filter_name}"))
+            samples = [sample for sample in raw["samples"].get(name, ()) if metric in sample]
+            if stderr is None and metric in RATIO_METRICS and samples:
+                stderr = ratio_stderr(metric, [sample[metric] for sample in samples])
+            record = Result(
+                task=name,
+                metric=metric if filter_name == "none" else key,
+                value=finite(value),
+                stderr=stderr,
+                higher_is_better=raw["higher_is_better"].get(name, {}).get(metric),
+                shots=shots,
+                samples=len(samples) or int(values.get("sample_len") or 0),
+                task_version=str(raw["versions"].get(name)),
+                task_hash=hash_of_task,
+                **facts,
+            )
+            records.append(record)
+    return records
 
 
 def ratio_stderr(metric: str, pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -169,7 +169,7 @@ def compute_paper_values(
             scale = 100 if column.get("percent") else 1
             values_by_label[label] = tuple(number and scale * number for number in score)
     for label, column in columns.items():
-        averaged = column.get("mean_of", [])
+        averaged = column.get("mean_of")
         if averaged and all(name in values_by_label for name in averaged):
             values, errors = zip(*(values_by_label[name] for name in averaged), strict=True)
             error = None if None in errors else math.hypot(*errors) / len(averaged)
@@ -194,14 +194,13 @@ class Comparison(dict[str, Results]):
 
     def paper_table(self, style: str = "text") -> str:
         """Render the recipe's columns in the paper's layout, one row per model; "" if no column has a value."""
-        by_model = {name: compute_paper_values(records, self.columns) for name, records in self.items()}
-        if not any(by_model.values()):
-            return ""
-        rows = [
-            [name, *(format_score(*values[label], places=2) if label in values else "" for label in self.columns)]
-            for name, values in by_model.items()
-        ]
-        return render_rows(["model", *(_add_arrow(label, self.columns) for label in self.columns)], rows, style, left=1)
+        rows = []
+        for name, records in self.items():
+            values = compute_paper_values(records, self.columns)
+            cells = (format_score(*values[label], places=2) if label in values else "" for label in self.columns)
+            rows.append([name, *cells])
+        header = ["model", *(_add_arrow(label, self.columns) for label in self.columns)]
+        return render_rows(header, rows, style, left=1) if any(any(row[1:]) for row in rows) else ""
 
     def plot(self, path: str | Path) -> Path:
         """Plot the scores to a PNG file, and return its path.
@@ -209,38 +208,35 @@ class Comparison(dict[str, Results]):
         There is one panel per column of the recipe, or per score if no column has a value, with a point per model. Recall
         by depth and speed by length have panels with curves. ValueError: there is no score to plot.
         """
+        columns = {name: compute_paper_values(records, self.columns) for name, records in self.items()}
+        # Title -> model -> (position on a curve or None, value, standard error) of each point.
         points: dict[str, Any] = {}
-        all_points: dict[str, Any] = {}
         curves: dict[str, Any] = {}
         for name, records in self.items():
-            for label, score in compute_paper_values(records, self.columns).items():
-                points.setdefault(_add_arrow(label, self.columns), {})[name] = score
+            for label, score in columns[name].items():
+                points.setdefault(_add_arrow(label, self.columns), {})[name] = [(None, *score)]
             for record in records:
-                if record.value is None:
-                    continue
                 metric, separator, position = record.metric.rpartition("_" if record.task == SPEED else "_back_")
-                if separator and position.isdecimal():
+                if record.value is not None and separator and position.isdecimal():
                     title = f"{record.task}\n{metric}, by {'length ↓' if record.task == SPEED else 'depth'}"
-                    line = curves.setdefault(title, {}).setdefault(name, [])
-                    line.append((int(position), record.value, record.stderr or 0.0))
-                else:
+                    curve = curves.setdefault(title, {}).setdefault(name, [])
+                    curve.append((int(position), record.value, record.stderr or 0.0))
+                elif record.value is not None and not any(columns.values()):
                     shots = f", {record.shots} shots" if record.shots else ""
                     title = f"{record.task}\n{record.metric}{shots}{ARROWS[record.higher_is_better]}"
-                    all_points.setdefault(title, {})[name] = (record.value, record.stderr)
-        points = points or all_points
-        if not points and not curves:
+                    points.setdefault(title, {})[name] = [(None, record.value, record.stderr)]
+        panels = [*points.items(), *curves.items()]
+        if not panels:
             raise ValueError("plot: got no score, expected at least one.")
         colors = dict(zip(self, itertools.cycle(PALETTE), strict=False))
-        panels: list[Any] = [(_draw_points, *panel) for panel in points.items()]
-        panels += [(_draw_curves, *panel) for panel in curves.items()]
         num_columns = min(4, len(panels))
         num_rows = math.ceil(len(panels) / 4)
         size = (3.4 * num_columns + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * num_rows + 0.5)
         with drawing(path, num_rows, num_columns, figsize=size) as (_, grid):
             for cell in grid.flat[len(panels) :]:
                 cell.set_visible(False)
-            for cell, (draw, title, values) in zip(grid.flat, panels, strict=False):
-                draw(cell, title, values, colors)
+            for cell, (title, values) in zip(grid.flat, panels, strict=False):
+                (_draw_curves if title in curves else _draw_points)(cell, title, values, colors)
                 cell.set_title(title, fontsize=9.5)
         return Path(path)
 
@@ -273,11 +269,9 @@ def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | N
     return None
 
 
-def _draw_points(
-    axes: Any, title: str, values: Mapping[str, tuple[float, float | None]], colors: Mapping[str, str]
-) -> None:
+def _draw_points(axes: Any, title: str, values: Mapping[str, Any], colors: Mapping[str, str]) -> None:
     label = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-    for name, (value, error) in values.items():
+    for name, [(_, value, error)] in values.items():
         row = list(colors).index(name)
         axes.errorbar(value, row, xerr=error, fmt="o", color=colors[name], markersize=6, capsize=3, linewidth=1.6)
         axes.annotate(f"{value:.4g}", (value, row), **label)
@@ -287,9 +281,7 @@ def _draw_points(
     axes.margins(x=0.2)
 
 
-def _draw_curves(
-    axes: Any, title: str, lines: Mapping[str, Sequence[tuple[int, float, float]]], colors: Mapping[str, str]
-) -> None:
+def _draw_curves(axes: Any, title: str, lines: Mapping[str, Any], colors: Mapping[str, str]) -> None:
     for name, points in lines.items():
         positions, values, errors = zip(*sorted(points), strict=True)
         style = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}

@@ -86,14 +86,9 @@ class Subject:
         }
 
     def store_scores(
-        self,
-        task: str,
-        scores: Mapping[str, tuple[Any, ...]],
-        task_hash: str,
-        started: float,
-        device: torch.device | str,
-        keep_other_sample_counts: bool = False,
-    ) -> None:
+        self, task: str, scores: Mapping[str, tuple[Any, ...]], task_hash: str, started: float,
+        device: torch.device | str, keep_other_sample_counts: bool = False,
+    ) -> None:  # fmt: skip
         """Store {metric: (value, standard error, higher is better, samples)} of our own metrics."""
         facts = {**self.provenance(device), "task": task, "task_hash": task_hash, "task_version": VERSION}
         facts |= {"shots": 0, "seed": self.args.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
@@ -249,16 +244,9 @@ class PipelineJudge:
         return load_pipeline(self.subject.source, **options)
 
     def make(
-        self,
-        folder: Path,
-        plan: Sequence[Sample],
-        identity: dict[str, Any],
-        sampling: Mapping[str, Any],
-        save: Callable[[Any, Path], object],
-        *,
-        batch_size: int,
-        label: str,
-    ) -> None:
+        self, folder: Path, plan: Sequence[Sample], identity: dict[str, Any], sampling: Mapping[str, Any],
+        save: Callable[[Any, Path], object], *, batch_size: int, label: str,
+    ) -> None:  # fmt: skip
         """Generate the samples of a plan, except for batches whose files all exist.
 
         `identity` is what determines them beside weights, dtype, and the pipeline's arguments `sampling`.

@@ -233,7 +233,7 @@ def find_license(
     """Return the license in the base model's card (the teacher's README.md first) or, without one, that of the user."""
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
     own_card = Path(teacher, CARD_FILE) if teacher and Path(teacher, CARD_FILE).is_file() else None
-    for card in filter(None, (own_card, base_model)):
+    for card in [card for card in (own_card, base_model) if card]:
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # no card, or one that cannot be read
             stated = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
             if "license" in stated:

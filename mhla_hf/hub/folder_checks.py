@@ -46,13 +46,9 @@ TEMPLATE_ESCAPES = re.compile(r"\\[nrt]")  # in chat templates, where they could
 
 
 def stage_folder(
-    folder: PathLike,
-    staging: PathLike,
-    *,
-    repo_id: str | None = None,
-    person: Person | None = None,
+    folder: PathLike, staging: PathLike, *, repo_id: str | None = None, person: Person | None = None,
     draft: bool = False,
-) -> tuple[str, ...]:
+) -> tuple[str, ...]:  # fmt: skip
     """Copy the files of the model from `folder` into the new `staging` (weights as links), and check the copy.
 
     Return the paths of what is not part of the model. A card is written from `person` if there is none. `draft` accepts a
