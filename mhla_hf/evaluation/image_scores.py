@@ -15,16 +15,13 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import CLIPModel, CLIPProcessor
 
-from ..checkpoints.file_io import atomic_file
 from ..checkpoints.fingerprint import hash_file, hash_json
 from ..checkpoints.load import no_code_prompts, summarize_error, wrap_errors
 from ..checkpoints.values import checked, checked_field
 
-IMAGES_PER_FILE = 1000  # in the cache of features
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".JPEG")
 INCEPTION = "Inception"
 INCEPTION_SHA256 = "6726825d"  # first digits, as in the name of torch-fidelity's file; the network of 2015
@@ -110,35 +107,6 @@ def read_image(image: Any) -> torch.Tensor:
         return torch.from_numpy(numpy.ascontiguousarray(image)).permute(2, 0, 1)
     with wrap_errors(f"images: got {str(image)!r}, expected an image file"), Image.open(image) as opened:
         return torch.from_numpy(numpy.array(opened.convert("RGB"))).permute(2, 0, 1)
-
-
-def extract_features(
-    images: Sequence[Any], extractor: Extractor, cache: Path, *, batch_size: int, state: Any, progress: bool, label: str
-) -> dict[str, torch.Tensor] | None:
-    """Return features [N, ...] by name, in the order of the images; None except on the main process.
-
-    Images are paths, or uint8 [N, height, width, 3]. Features are cached in chunks, so that a stop loses one at most.
-    """
-    starts = range(0, len(images), IMAGES_PER_FILE)
-    chunks = {cache / f"{number:05d}.safetensors": start for number, start in enumerate(starts)}
-    mine = list(chunks.items())[state.process_index :: state.num_processes]
-    missing = [(file, start) for file, start in mine if not file.is_file()]
-    with tqdm(total=IMAGES_PER_FILE * len(missing), desc=label, disable=not progress) as bar:
-        for file, first_index in missing:
-            chunk, batches = images[first_index : first_index + IMAGES_PER_FILE], []
-            for start in range(0, len(chunk), batch_size):
-                batch = [read_image(image) for image in chunk[start : start + batch_size]]
-                if len({image.shape for image in batch}) > 1:
-                    raise ValueError(f"{label}: got images of different sizes, expected one size.")
-                batches.append(extractor(torch.stack(batch)))
-                bar.update(len(batch))
-            with atomic_file(file) as temporary:
-                save_file({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, temporary)
-    state.wait_for_everyone()
-    if not state.is_main_process:
-        return None
-    stored = [load_file(file) for file in chunks]
-    return {name: torch.cat([part[name] for part in stored]) for name in stored[0]}
 
 
 def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> str:

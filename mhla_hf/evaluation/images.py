@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy
 import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 from transformers import AutoImageProcessor
 
+from ..checkpoints.file_io import atomic_file
 from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import choose_device, load_classifier, wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
@@ -23,7 +26,6 @@ from .image_scores import (
     IMAGE_SUFFIXES,
     Moments,
     clip_scores,
-    extract_features,
     find_extractor,
     fraction_error,
     frechet_distance,
@@ -31,6 +33,7 @@ from .image_scores import (
     hash_source,
     inception_score,
     precision_recall,
+    read_image,
 )
 from .records import Results
 from .subjects import VERSION, PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
@@ -42,6 +45,7 @@ FEATURES_BY_METRIC = {
     "precision": "features",
     "recall": "features",
 }
+CHUNK = 1000  # images per file in the cache of features
 METRICS = (*FEATURES_BY_METRIC, "CLIP score")
 REFERENCE_METRICS = set(FEATURES_BY_METRIC) - {"IS"}  # metrics that compare with a reference
 MOMENTS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # names in ADM's .npz files
@@ -133,12 +137,33 @@ class _Judge(PipelineJudge):
         return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
 
     def _features(self, images: Sequence[Any], cache: Path, label: str) -> dict[str, torch.Tensor] | None:
-        options = {"batch_size": self.args.batch_size, "state": self.state, "progress": self.progress, "label": label}
-        features = extract_features(images, self.extractor, cache, **options)
+        """Return features [N, ...] by name, in the order of the images (paths or an array); None on other processes.
+
+        They are cached in chunks, so that a stop loses one at most.
+        """
+        chunks = {cache / f"{i // CHUNK:05d}.safetensors": images[i : i + CHUNK] for i in range(0, len(images), CHUNK)}
+        mine = list(chunks.items())[self.state.process_index :: self.state.num_processes]
+        missing = [(file, chunk) for file, chunk in mine if not file.is_file()]
+        with tqdm(total=CHUNK * len(missing), desc=label, disable=not self.progress) as bar:
+            for file, chunk in missing:
+                batches = []
+                for start in range(0, len(chunk), self.args.batch_size):
+                    batch = [read_image(image) for image in chunk[start : start + self.args.batch_size]]
+                    if len({image.shape for image in batch}) > 1:
+                        raise ValueError(f"{label}: got images of different sizes, expected one size.")
+                    batches.append(self.extractor(torch.stack(batch)))
+                    bar.update(len(batch))
+                with atomic_file(file) as temporary:
+                    save_file({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, temporary)
+        self.state.wait_for_everyone()
+        if not self.state.is_main_process:
+            return None
+        stored = [load_file(file) for file in chunks]
+        features = {name: torch.cat([part[name] for part in stored]) for name in stored[0]}
         for metric, name in FEATURES_BY_METRIC.items():
-            if metric in self.args.recipe.tasks and features is not None and name not in features:
-                start = f"extractor: got {self.extractor.name!r}"
-                raise ValueError(f"{start}, expected one with {name} features for {metric}.")
+            if metric in self.args.recipe.tasks and name not in features:
+                expected = f"one with {name} features for {metric}"
+                raise ValueError(f"extractor: got {self.extractor.name!r}, expected {expected}.")
         return features
 
     def _reference(self, missing: set[str]) -> tuple[Any, dict[str, Moments]]:

@@ -236,13 +236,6 @@ class PipelineJudge:
         self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # this model's samples
         broadcast_scores(subject, state)
 
-    @functools.cached_property
-    def pipeline(self) -> Any:
-        if self.subject.loaded:
-            return self.subject.source
-        options = {"dtype": self.subject.dtype, "device": self.device, **self.subject.load_options}
-        return load_pipeline(self.subject.source, **options)
-
     def make(
         self, folder: Path, plan: Sequence[Sample], identity: dict[str, Any], sampling: Mapping[str, Any],
         save: Callable[[Any, Path], object], *, batch_size: int, label: str,
@@ -251,7 +244,10 @@ class PipelineJudge:
 
         `identity` is what determines them beside weights, dtype, and the pipeline's arguments `sampling`.
         """
-        pipeline, state = self.pipeline, self.state
+        pipeline, state = self.subject.source, self.state
+        if not self.subject.loaded:
+            options = {"dtype": self.subject.dtype, "device": self.device, **self.subject.load_options}
+            pipeline = load_pipeline(pipeline, **options)
         argument = {int: "class_labels", str: "prompt", type(None): None}[type(plan[0].condition)]
         if argument is not None and argument not in inspect.signature(pipeline.__call__).parameters:
             raise ValueError(f"models: got {type(pipeline).__name__}, expected a pipeline that takes {argument}.")
