@@ -103,8 +103,7 @@ def run_convert(
         convert(base, **learning, **options)
         files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
         save_model(base, out, processor, overwrite, files)
-    unfinished = path.parent.glob(f"{glob.escape(checkpoint.name)}.tmp-*")  # of killed processes
-    for file in (checkpoint, *unfinished):
+    for file in (checkpoint, *path.parent.glob(f"{glob.escape(checkpoint.name)}.tmp-*")):  # those of killed processes
         file.unlink(missing_ok=True)
     if "text" in learning:
         if not progress:  # with progress, `convert` has printed it

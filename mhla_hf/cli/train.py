@@ -101,10 +101,8 @@ def run_distill(
         return
     kind = load.find_model_kind(student)
     if kind == "images":
-        raise ValueError(
-            f"student: got {student!r}, an image classifier, expected a causal language model or a text encoder "
-            "(for classifiers see conversion/image_classifier.py)."
-        )
+        expected = "a causal language model or a text encoder (for classifiers see conversion/image_classifier.py)"
+        raise ValueError(f"student: got {student!r}, an image classifier, expected {expected}.")
     load_model: Any = load.load_encoder if kind == "encoders" else load.load_language_model
     load_options: dict[str, Any] = {"device": "cpu"}
     if kind == "encoders":

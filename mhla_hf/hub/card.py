@@ -149,11 +149,7 @@ def render_card(facts: Facts) -> str:
             card_data=metadata.to_yaml(),
             facts=facts,
             config=_Optional(facts.config, mhla=_Optional(facts.config["mhla"])),
-            scores={
-                section: render_table(by_label, "markdown", short=True)
-                for section, by_label in sections.items()
-                if any(by_label.values())
-            },
+            scores={name: render_table(x, "markdown", short=True) for name, x in sections.items() if any(x.values())},
             columns={label: {record.identity: record for record in records} for label, records in columns.items()},
             section_of=section_of,
             score=format_score,

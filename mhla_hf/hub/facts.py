@@ -166,15 +166,9 @@ def _count_layers(config: dict[str, Any]) -> int | None:
 def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
     """Collect what results/<name>.json holds of a saved and evaluated model; `compared` are records of others."""
     kind, class_name, config = read_model(folder)
-    return {
-        "format_version": FORMAT_VERSION,
-        "kind": kind,
-        "class_name": class_name,
-        "config": config,
-        "results": read_records(folder, weights),
-        "compared": compared,
-        "train": read_json(Path(folder, "train.json")),
-    }
+    about = {"format_version": FORMAT_VERSION, "kind": kind, "class_name": class_name, "config": config}
+    results, train = read_records(folder, weights), read_json(Path(folder, "train.json"))
+    return {**about, "results": results, "compared": compared, "train": train}
 
 
 def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any], Person]:

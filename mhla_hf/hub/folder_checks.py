@@ -99,10 +99,9 @@ def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draf
     for file in (file for file in folder.rglob("*.json") if file.name in CONFIG_FILES):
         _check_code_names(file)
     for path, content in read_sentence_files(folder).items():
-        if isinstance(content, dict):
-            for key in read_json(folder / path) or {}:
-                if key not in content:
-                    raise ValueError(f"{folder / path}: got the key {key!r}, expected only keys that name no code.")
+        for key in read_json(folder / path) or {} if isinstance(content, dict) else ():
+            if key not in content:
+                raise ValueError(f"{folder / path}: got the key {key!r}, expected only keys that name no code.")
     dtype = check_weights(folder)
     readme = folder / CARD_FILE
     if person is not None and not readme.exists():

@@ -132,24 +132,16 @@ def send(
             raise ValueError(f"tags: got {found}, expected another.")
         stale = find_stale(api.list_repo_files(repo_id, revision=head), paths)
         if stale and not delete_stale:
-            count = "1 file" if len(stale) == 1 else f"{len(stale)} files"
-            raise ValueError(
-                f"delete_stale: got False, and {repo_id} holds {count} of an older model ({', '.join(stale[:3])}"
-                f"{', ...' * (len(stale) > 3)}), expected True, which deletes them."
-            )
+            count, names = "1 file" if len(stale) == 1 else f"{len(stale)} files", ", ".join(stale[:3])
+            start = f"delete_stale: got False, and {repo_id} holds {count} of an older model"
+            raise ValueError(f"{start} ({names}{', ...' * (len(stale) > 3)}), expected True, which deletes them.")
         logger.info("push: sending %d files to %s", len(additions), repo_id)
         # Not `upload_folder`: without `gitignore_content`, the repository's own .gitignore would silently drop files.
-        api.preupload_lfs_files(
-            repo_id, additions, gitignore_content="", free_memory=False, revision=branch, create_pr=create_pr
-        )
-        commit_info = api.create_commit(
-            repo_id,
-            [*additions, *map(CommitOperationDelete, stale)],
-            commit_message=message or "Push with mhla_hf",
-            parent_commit=head,
-            revision=branch,
-            create_pr=create_pr,
-        )
+        target: Any = {"repo_id": repo_id, "revision": branch, "create_pr": create_pr}
+        api.preupload_lfs_files(additions=additions, gitignore_content="", free_memory=False, **target)
+        operations: list[Any] = [*additions, *map(CommitOperationDelete, stale)]
+        message = message or "Push with mhla_hf"
+        commit_info = api.create_commit(operations=operations, commit_message=message, parent_commit=head, **target)
         is_new = commit_info.oid != head
         for tag_name in tags:
             if is_new or tag_name not in {tag.name for tag in existing_tags}:
@@ -166,11 +158,8 @@ def send(
 def find_stale(old_paths: Iterable[str], new_paths: Collection[str]) -> list[str]:
     """List files of an older model that the new one does not replace, and that could be loaded in its place."""
     folders = {PurePosixPath(path).parent for path in new_paths}
-    return sorted(
-        path
-        for path in old_paths
-        if path not in new_paths and PurePosixPath(path).parent in folders and is_model_file(PurePosixPath(path).name)
-    )
+    others = [PurePosixPath(path) for path in old_paths if path not in new_paths]
+    return sorted(str(path) for path in others if path.parent in folders and is_model_file(path.name))
 
 
 def foresee_deletions(
@@ -198,8 +187,8 @@ def _describe_author(folder: Path, repo_id: str, license: str | None, base_model
     if (folder / CARD_FILE).is_file():
         raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")
     if dry_run and license is None:
-        reason = f"which does not ask the Hub for that of {base_model!r}"
-        raise ValueError(f"license: got none in a dry run, {reason}, expected it.")
+        start = "license: got none in a dry run, which does not ask the Hub"
+        raise ValueError(f"{start} for that of {base_model!r}, expected it.")
     terms = find_license(None if dry_run else base_model, None, license)
     return Person(repo_id, base_model, **terms)  # type: ignore[arg-type]
 
