@@ -149,7 +149,7 @@ class _RingReader(Reader):
         return ids, ids
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class TokenStream:
     """The rows of a `datasets.IterableDataset`, packed into sequences."""
 

@@ -49,7 +49,20 @@ def describe_model(model: PathLike, context: int = 1024, revision: str | None = 
     stored = read_json(folder / "config.json") or {}
     loaded = load_config(model, revision=revision) if "model_type" in stored or not folder.is_dir() else None
     if loaded is not None and (getattr(loaded, "mhla", None) is None or not stored):
-        return describe_softmax_model(model, loaded, context)
+        start = f"model: got {str(model)!r}"
+        if getattr(loaded, "mhla", None) is not None:
+            raise ValueError(f"{start}, an MHLA model on the Hub, expected the folder of a downloaded one.")
+        if (family := family_to_convert(loaded.model_type)) in (*ENCODERS, *VISION):
+            kind = "a vision tower" if family in VISION else "an encoder of text"
+            raise ValueError(f"{start}, {kind}, expected a causal language model or an MHLA model.")
+        return {
+            "model": str(model),
+            "class": (loaded.architectures or [loaded.model_type])[0],
+            "kind": "softmax",
+            "layers": loaded.num_hidden_layers,
+            **compare_with_softmax(loaded, None, context),
+            "positions": getattr(loaded, "max_position_embeddings", None),
+        }
     kind, class_name, config = read_model(folder)
     settings = config["mhla"]
     parameters, size = count_weights(folder)
@@ -75,25 +88,6 @@ def describe_model(model: PathLike, context: int = 1024, revision: str | None = 
         "positions": config.get("max_position_embeddings"),
         "trained": {key: train[key] for key in ("steps", "tokens", "seconds") if key in train} or None,
         "scores": [dataclasses.asdict(record) for record in Results.read(folder) if section_of(record)],
-    }
-
-
-def describe_softmax_model(model: PathLike, config: Any, context: int) -> dict[str, Any]:
-    """Describe a model of transformers that is not converted; see `describe_model`."""
-    if getattr(config, "mhla", None) is not None:
-        raise ValueError(
-            f"model: got {str(model)!r}, an MHLA model on the Hub, expected the folder of a downloaded one."
-        )
-    if (family := family_to_convert(config.model_type)) in (*ENCODERS, *VISION):
-        kind = "a vision tower" if family in VISION else "an encoder of text"
-        raise ValueError(f"model: got {str(model)!r}, {kind}, expected a causal language model or an MHLA model.")
-    return {
-        "model": str(model),
-        "class": (config.architectures or [config.model_type])[0],
-        "kind": "softmax",
-        "layers": config.num_hidden_layers,
-        **compare_with_softmax(config, None, context),
-        "positions": getattr(config, "max_position_embeddings", None),
     }
 
 
