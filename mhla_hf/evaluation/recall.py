@@ -207,17 +207,10 @@ def write_task(folder: Path, name: str, task: str, rows: Sequence[Mapping[str, A
     documents = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
     (folder / f"{name}.jsonl").write_text(documents, encoding="utf-8")
     metrics = [metric, *(f"{metric}_back_{back}" for back in sorted({row["back"] for row in rows}))]
-    content = {
-        "task": name,
-        "dataset_kwargs": {"file": f"{name}.jsonl"},
-        "test_split": "test",
-        "num_fewshot": 0,
-        "target_delimiter": "",
-        "doc_to_text": "context",
-        **settings,
-        "metric_list": [{"metric": x, "aggregation": "mean", "higher_is_better": True} for x in metrics],
-        "metadata": {"version": 1.0},
-    }
+    content = {"task": name, "dataset_kwargs": {"file": f"{name}.jsonl"}, "test_split": "test", "num_fewshot": 0}
+    content |= {"target_delimiter": "", "doc_to_text": "context", **settings}
+    content["metric_list"] = [{"metric": x, "aggregation": "mean", "higher_is_better": True} for x in metrics]
+    content["metadata"] = {"version": 1.0}
     functions = f"custom_dataset: !function local_data.load\nprocess_results: !function local_data.{scoring}\n"
     text = functions + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     (folder / f"{name}.yaml").write_text(text, encoding="utf-8")

@@ -196,9 +196,8 @@ class _Judge(PipelineJudge):
         numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
         is_mean = len(numbers) == len(values) > 1 and abs(statistics.fmean(numbers) - average) <= 1e-6
         error = statistics.stdev(numbers) / len(numbers) ** 0.5 if is_mean else None
-        self.subject.store_scores(
-            TASK, {dimension: (average, error, True, len(values))}, self.hash, started, self.device
-        )
+        scores = {dimension: (average, error, True, len(values))}
+        self.subject.store_scores(TASK, scores, self.hash, started, self.device)
 
     def _store_totals(self) -> None:
         """Store quality, semantic, and total, if they can be computed as VBench does."""
@@ -208,9 +207,9 @@ class _Judge(PipelineJudge):
         is_whole = len(averages) == len(DIMENSIONS) and None not in averages.values()
         if self.args.limit or self.protocol.videos != 5 or not is_whole:
             logger.info("%s: no totals without all of VBench's videos and dimensions", self.subject.name)
-        elif (totals := compute_vbench_totals(averages)) != {
-            name: known[name].value for name in TOTALS if name in known
-        }:
+            return
+        totals = compute_vbench_totals(averages)
+        if any(name not in known or known[name].value != value for name, value in totals.items()):
             samples = sum(known[name].samples for name in DIMENSIONS)
             scores = {name: (value, None, True, samples) for name, value in totals.items()}
             self.subject.store_scores(TASK, scores, self.hash, time.perf_counter(), self.device)
