@@ -1,11 +1,10 @@
 """Training text, cut into sequences of full length: from files, tokens in memory, or a stream of `datasets`.
 
-Text on disk is tokenized once and treated as a ring of tokens; the sequences of a step are a function of (seed, stage,
-step). A stream is read in its own order and resumes at the position that `datasets` recorded, with a refilled shuffle
-buffer. Every process reads the same rows and keeps its share of them. There is no padding, so every token has a loss
-unless its label in the data is -100.
+Every process reads the same rows and keeps its share of them. There is no padding, so every token has a loss unless its
+label in the data is -100.
 """
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -31,27 +30,26 @@ TokensAndLabels = tuple[list[int], list[int]]  # flat lists of equal length
 
 
 class Reader:
-    """Base class of objects that read the batches of one training stage, from the beginning or a result of `state()`."""
+    """Reads the batches of one training stage, from the beginning or a result of `state()`."""
 
     def __init__(self, key: Iterable[int], state: dict[str, Any] | None = None) -> None:
         self.key: Key = tuple(key)
         self.next: int = state["next"] if state else 0
 
     def take(self, count: int) -> Any:
-        """Return the next `count` samples as a batch."""
         raise NotImplementedError
 
     def shuffled(self, number: int, count: int) -> int:
-        """Return the index of the sample to read after `number` others. Every epoch reads all `count` in a new order."""
+        """Return the index of the sample to read after `number` others; every epoch has a new order of all `count`."""
         epoch, position = divmod(number, count)
         return int(_permutation((*self.key, epoch), count)[position])
 
     def state(self) -> dict[str, Any]:
-        """Return the state from which a new reader can resume, a JSON-serializable dict."""
+        """Return what a new reader resumes from, as JSON."""
         return {"next": self.next}
 
     def handover(self) -> dict[str, Any] | None:
-        """Return the state from which the next stage's reader continues, or None to let it start from the beginning."""
+        """Return the state from which the next stage's reader continues; None is the beginning."""
         return None
 
     def close(self) -> None:
@@ -60,7 +58,6 @@ class Reader:
 
 @functools.lru_cache(maxsize=4)
 def _permutation(key: Key, count: int) -> numpy.ndarray:
-    """Return a random permutation of range(count), int64 [count], seeded with `key`."""
     return numpy.random.default_rng(key).permutation(count)
 
 
@@ -75,8 +72,8 @@ def open_text(
 ) -> "TokenRing | TokenStream":
     """Open token ids [N], a list of texts, text files, or, as a stream, tables on disk, a Hub id, or `datasets` objects.
 
-    A folder is read with its subfolders; a Hub id is "id" or "id:configuration", of which the split "train" is read. Tokens
-    (a tensor, or rows with `input_ids` and perhaps `labels`) need no tokenizer; without `vocab_size` they are not checked.
+    A Hub id is "id" or "id:configuration". Tokens (a tensor, or rows with `input_ids` and perhaps `labels`) need no
+    tokenizer; without `vocab_size` they are not checked.
     """
     if isinstance(data, torch.Tensor):
         return TokenRing(data, vocab_size, "a tensor of tokens")
@@ -117,12 +114,11 @@ class TokenRing:
         check_token_ids(self.tokens, vocab_size, name)
 
     def describe(self) -> dict[str, Any]:
-        """Return a JSON-serializable description that identifies the data."""
+        """Identify the data, as JSON."""
         digest = hashlib.sha256(self.tokens.numpy()).hexdigest()[:32]
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
     def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
-        """Return a reader of sequences of `length` tokens for one stage, which resumes from `state`."""
         _check_length(len(self.tokens), length, self.name)
         return _RingReader(self.tokens, length, (seed, stage), state)
 
@@ -132,11 +128,9 @@ class _RingReader(Reader):
 
     def __init__(self, tokens: torch.Tensor, length: int, key: Key, state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
-        self.tokens = tokens
-        self.length = length
+        self.tokens, self.length = tokens, length
         self.epoch: int | None = None
-        self.offset = 0
-        self.order = numpy.zeros(0, dtype=int)
+        self.offset, self.order = 0, numpy.zeros(0, dtype=int)
 
     def take(self, count: int) -> Batch:
         per_epoch = len(self.tokens) // self.length
@@ -155,28 +149,22 @@ class _RingReader(Reader):
         return ids, ids
 
 
+@dataclasses.dataclass(eq=False)
 class TokenStream:
-    """The rows of a `datasets.IterableDataset`, packed into sequences; see `open_text`.
+    """The rows of a `datasets.IterableDataset`, packed into sequences."""
 
-    `name` is for error messages, `identity` (JSON) for recognizing the data when training resumes.
-    """
-
-    def __init__(
-        self, dataset: Any, tokenizer: Any, text_field: str, vocab_size: int | None, name: str, identity: Any
-    ) -> None:
-        self.dataset = dataset
-        self.tokenizer = tokenizer
-        self.text_field = text_field
-        self.vocab_size = vocab_size
-        self.name = name
-        self.identity = identity
+    dataset: Any
+    tokenizer: Any
+    text_field: str
+    vocab_size: int | None
+    name: str  # for error messages
+    identity: Any  # by which the data is recognized when training resumes
 
     def describe(self) -> dict[str, Any]:
-        """As of `TokenRing`."""
         return {"kind": "stream", "source": self.identity, "field": self.text_field}
 
     def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
-        """Return a reader of sequences of `length` tokens. The stream has its own order, so seed and stage are ignored."""
+        """The stream has its own order, so seed and stage are ignored."""
         return _StreamReader(self, length, state)
 
     def tokens(self, rows: Sequence[dict[str, Any]]) -> TokensAndLabels:
@@ -185,16 +173,13 @@ class TokenStream:
             ids = [token for row in rows for token in row["input_ids"]]
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
             if len(ids) != len(labels):
-                raise ValueError(
-                    f"data: got {self.name!r} with {len(ids)} input_ids and {len(labels)} labels, expected as many."
-                )
+                start = f"data: got {self.name!r} with {len(ids)} input_ids and {len(labels)} labels"
+                raise ValueError(f"{start}, expected as many.")
         else:
             texts = [row.get(self.text_field) for row in rows]
             if not all(isinstance(text, str) for text in texts):
-                columns = ", ".join(rows[0])
-                raise ValueError(
-                    f"data: got {self.name!r} with columns {columns}, expected text in a column {self.text_field!r}."
-                )
+                start = f"data: got {self.name!r} with columns {', '.join(rows[0])}"
+                raise ValueError(f"{start}, expected text in a column {self.text_field!r}.")
             ids = labels = _encode(self.tokenizer, texts, self.name)
         if ids:
             check_token_ids(torch.tensor(ids), self.vocab_size, self.name)
@@ -234,13 +219,12 @@ class _StreamReader(Reader):
         return torch.tensor([ids[:needed], labels[:needed]]).view(2, count, self.length).unbind()
 
     def state(self) -> dict[str, Any]:
-        """Return the epoch, the state dict of the dataset, and the tokens that were read but not returned."""
         return {"epoch": self.epoch, "place": self.position, "rest": self.leftover}
 
     handover = state
 
     def _go_to(self, epoch: int, position: Any) -> None:
-        """Continue reading an epoch at `position`, which is a state dict of the dataset, or None for the epoch's start."""
+        """Continue at `position`, a state dict of the dataset, or None for the epoch's start."""
         self.epoch = epoch
         self.position = position
         self.stream.dataset.set_epoch(epoch)
@@ -249,24 +233,19 @@ class _StreamReader(Reader):
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return the files with the training text, sorted: `path` itself or, in a folder and its subfolders, all text files.
-
-    If a folder has none, these are all tables of its first format in `TABLE_ENDINGS`.
-    """
+    """Return all text files below a folder, or else all tables of its first format in `TABLE_ENDINGS`, sorted."""
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file())
     for endings in (TEXT_ENDINGS, *((ending,) for ending in TABLE_ENDINGS)):
         if chosen := [file for file in files if file.suffix.lower() in endings]:
             return chosen
-    all_endings = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
-    raise ValueError(
-        f"data: got the folder {str(path)!r}, which holds no text, expected files ending in {all_endings}."
-    )
+    start = f"data: got the folder {str(path)!r}, which holds no text"
+    raise ValueError(f"{start}, expected files ending in {', '.join((*TEXT_ENDINGS, *TABLE_ENDINGS))}.")
 
 
 def check_data_path(data: PathLike, argument: str = "data") -> Path:
-    """Return `data` as a path, with ~ expanded. Empty data, as from a shell variable that is not set, are refused."""
+    """Return `data` as a path, with ~ expanded. It is empty where a shell variable is not set."""
     if not str(data).strip():
         raise ValueError(f"{argument}: got {str(data)!r}, expected a file, a folder or a dataset.")
     return Path(data).expanduser()
@@ -286,10 +265,7 @@ def read_text_file(file: Path, argument: str = "data") -> str:
 
 
 def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -> Any:
-    """Load a split with `datasets.load_dataset`, from the Hub by "id" or "id:configuration", or local files by `builder`.
-
-    With `builder`, the positional arguments of `load_dataset`, `name` is only used in error messages.
-    """
+    """Load a split from the Hub by "id" or "id:configuration", or with `builder`, arguments of `datasets.load_dataset`."""
     repository, _, configuration = name.partition(":")
     looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
     if not builder and (looks_local or repository.count("/") > 1):
@@ -301,7 +277,7 @@ def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -
 
 
 def identify_files(files: Iterable[Path]) -> list[list[Any]]:
-    """Return [name, size in bytes, hash of the first mebibyte] for each file, to recognize data when training resumes."""
+    """Return [name, size in bytes, hash of the first mebibyte] of each file."""
     identities = []
     for file in files:
         with file.open("rb") as stream:
@@ -311,7 +287,7 @@ def identify_files(files: Iterable[Path]) -> list[list[Any]]:
 
 
 def _encode(tokenizer: Any, texts: list[Any], name: str) -> list[int]:
-    """Tokenize documents into one list of ids, with the end-of-sequence token, if there is one, after each."""
+    """Tokenize documents into one list of ids, with the end-of-sequence token after each."""
     if tokenizer is None:
         raise ValueError(f"tokenizer: got None with {name!r}, which is text, expected a tokenizer.")
     if not texts:
@@ -322,10 +298,7 @@ def _encode(tokenizer: Any, texts: list[Any], name: str) -> list[int]:
 
 
 def special_tokens(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token ids that a tokenizer adds before and after a text, two int64 vectors.
-
-    Only a CLS or BOS token counts as added before the text. Both vectors are empty if the tokenizer is None.
-    """
+    """Return the token ids that a tokenizer adds before (a CLS or BOS token) and after a text, two int64 vectors."""
     ids = [] if tokenizer is None else tokenizer("")["input_ids"]
     num_before = 1 if ids and ids[0] in (tokenizer.cls_token_id, tokenizer.bos_token_id) else 0
     return torch.tensor(ids[:num_before]).long(), torch.tensor(ids[num_before:]).long()
@@ -338,13 +311,11 @@ def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.
 
 
 def check_token_ids(tokens: Any, vocab_size: int | None, name: str) -> None:
-    """Raise ValueError unless all `tokens` (torch or NumPy) are from 0 to `vocab_size` - 1; None skips the check."""
     if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         start = f"data: got {name!r} with tokens {tokens.min()} to {tokens.max()}"
         raise ValueError(f"{start}, expected 0 to {vocab_size - 1} as the model knows.")
 
 
 def _check_length(tokens: int, length: int, name: str) -> None:
-    """Raise ValueError if there are fewer `tokens` than one sequence has."""
     if tokens < length:
         raise ValueError(f"data: got {name!r} with {tokens} tokens, expected at least one sequence (seq_len {length}).")

@@ -40,28 +40,29 @@ SHOWN_SETTINGS = (
 
 
 def describe_model(model: PathLike, context: int = 1024, revision: str | None = None) -> dict[str, Any]:
-    """Describe a saved MHLA model or pipeline, or a softmax language model and its conversion.
+    """Describe a saved MHLA model or pipeline, or a softmax language model and its conversion, as JSON.
 
-    Args:
-        model: Folder of an MHLA model; folder or Hub id of a softmax language model, of which only config.json is read.
-        context: Tokens at which the cache is counted, at most the model's positions.
-        revision: Branch, tag or commit on the Hub.
-
-    Returns:
-        A JSON-serializable dict, which `render_info` renders as text. For language models with a softmax original, it says
-        which layers stay softmax and why ("kept_layers"), how many KV heads do, and the bytes of one sequence's cache:
-        "softmax", "mhla" and, before a conversion, "mhla_alone", with no KV head kept. The "base" of an MHLA model is taken
-        from `card.json`, else from the training record, else from the model card.
-
-    Raises:
-        NotConvertible: Nothing in a softmax model can be converted; the message says why.
-        ValueError: There is no such model, it is of another kind, or one of its files is damaged.
+    For language models with a softmax original, this says which layers stay softmax and why ("kept_layers"), how many KV
+    heads do, and the bytes of one sequence's cache at `context` tokens, before a conversion also with no KV head kept.
     """
     folder = Path(model)
     stored = read_json(folder / "config.json") or {}
     loaded = load_config(model, revision=revision) if "model_type" in stored or not folder.is_dir() else None
     if loaded is not None and (getattr(loaded, "mhla", None) is None or not stored):
-        return describe_softmax_model(model, loaded, context)
+        start = f"model: got {str(model)!r}"
+        if getattr(loaded, "mhla", None) is not None:
+            raise ValueError(f"{start}, an MHLA model on the Hub, expected the folder of a downloaded one.")
+        if (family := family_to_convert(loaded.model_type)) in (*ENCODERS, *VISION):
+            kind = "a vision tower" if family in VISION else "an encoder of text"
+            raise ValueError(f"{start}, {kind}, expected a causal language model or an MHLA model.")
+        return {
+            "model": str(model),
+            "class": (loaded.architectures or [loaded.model_type])[0],
+            "kind": "softmax",
+            "layers": loaded.num_hidden_layers,
+            **compare_with_softmax(loaded, None, context),
+            "positions": getattr(loaded, "max_position_embeddings", None),
+        }
     kind, class_name, config = read_model(folder)
     settings = config["mhla"]
     parameters, size = count_weights(folder)
@@ -90,30 +91,8 @@ def describe_model(model: PathLike, context: int = 1024, revision: str | None = 
     }
 
 
-def describe_softmax_model(model: PathLike, config: Any, context: int) -> dict[str, Any]:
-    """See `describe_model`, for a model of transformers that is not converted."""
-    if getattr(config, "mhla", None) is not None:
-        raise ValueError(
-            f"model: got {str(model)!r}, an MHLA model on the Hub, expected the folder of a downloaded one."
-        )
-    if (family := family_to_convert(config.model_type)) in (*ENCODERS, *VISION):
-        kind = "a vision tower" if family in VISION else "an encoder of text"
-        raise ValueError(f"model: got {str(model)!r}, {kind}, expected a causal language model or an MHLA model.")
-    return {
-        "model": str(model),
-        "class": (config.architectures or [config.model_type])[0],
-        "kind": "softmax",
-        "layers": config.num_hidden_layers,
-        **compare_with_softmax(config, None, context),
-        "positions": getattr(config, "max_position_embeddings", None),
-    }
-
-
 def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str, Any]:
-    """Compare a softmax language model with its converted one or, for None, with what `mhla-hf convert` makes by default.
-
-    "cache" is in bytes per sequence; None if the state grows with the tokens (`mixing_form` other than "decay").
-    """
+    """Compare a softmax language model with its converted one or, for None, with what `mhla-hf convert` makes by default."""
     with torch.device("meta"):
         original, student = (
             AutoModelForCausalLM.from_config(copy.deepcopy(x)).eval() for x in (config, converted or config)
@@ -147,25 +126,20 @@ def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str,
 
 
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict of those `SHOWN_SETTINGS` that apply to the model's form of mixing and are not None, False, or 0."""
-    unused: set[str] = set()
-    if settings.get("layout"):
-        unused.update(("block_size", "num_blocks"))
-    if settings["mixing_form"] != "decay":
-        unused.add("num_decays")
+    """Return those `SHOWN_SETTINGS` that apply to the model."""
+    unused = ["block_size", "num_blocks"] if settings.get("layout") else []
+    unused += ["num_decays"] if settings["mixing_form"] != "decay" else []
     names = (name for name in SHOWN_SETTINGS if name not in unused)
     return {name: settings[name] for name in names if settings.get(name) not in (None, False, 0)}
 
 
 def count_weights(folder: Path) -> tuple[int, int]:
-    """Return the number of parameters in all safetensors files of a folder and its subfolders, and their size in bytes."""
+    """Return the number of parameters in all safetensors files below a folder, and their size in bytes."""
     parameters = size = 0
     for file in sorted(folder.rglob("*.safetensors")):
         size += file.stat().st_size
-        with (
-            wrap_errors(f"{file}: got a damaged file, expected a complete safetensors file"),
-            safe_open(file, framework="pt") as weights,
-        ):
+        message = f"{file}: got a damaged file, expected a complete safetensors file"
+        with wrap_errors(message), safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118
                 parameters += math.prod(weights.get_slice(name).get_shape())
     return parameters, size

@@ -38,13 +38,9 @@ def draw_heads(measured: Mapping[str, Any]) -> str:
     layers = range(max(map(int, gates)) + 1)
     lines = ["layer " + "".join(str(layer % 10) for layer in layers)]
     for head in range(max(map(len, gates.values()))):
-        marks = ""
-        for layer in map(str, layers):
-            if head >= len(gates.get(layer, ())):
-                marks += " "
-            else:
-                marks += "#" if head in softmax_heads.get(layer, ()) else "."
-        lines.append(f"KV {head:<3}{marks}".rstrip())
+        has_head = {layer: head < len(gates.get(str(layer), ())) for layer in layers}
+        marks = ("#" if head in softmax_heads.get(str(x), ()) else "." if has_head[x] else " " for x in layers)
+        lines.append(f"KV {head:<3}{''.join(marks)}".rstrip())
     return "\n".join(lines)
 
 
@@ -61,15 +57,10 @@ def render_report(measured: Mapping[str, Any]) -> str:
         f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
         for tokens, sizes in measured["cache_bytes"].items()
     ]
-    rows = [
-        [
-            name,
-            f"{values['kl']:.4f}" if "kl" in values else "0",
-            f"{values['perplexity']:.2f}",
-            f"{values['recall']:.3f}",
-        ]
-        for name, values in scores.items()
-    ]
+    rows = []
+    for name, values in scores.items():
+        kl = f"{values['kl']:.4f}" if "kl" in values else "0"
+        rows.append([name, kl, f"{values['perplexity']:.2f}", f"{values['recall']:.3f}"])
     table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
     heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
     return "\n".join([table, *caches, *heads])
@@ -96,10 +87,7 @@ def drawing(
     path: PathLike, rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], style: dict[str, Any] = STYLE,
     note: str = "", **options: Any,
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
-    """Context manager that yields a matplotlib figure and its axes [rows, columns], and writes `path` (PNG) at the end.
-
-    `figsize` is in inches, `style` are rc parameters, and `note` is a line of small text below the axes.
-    """
+    """Yield a matplotlib figure and its axes [rows, columns], and write `path` (PNG); `note` is a line below the axes."""
     with require_extra("a figure", "matplotlib", "eval"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure

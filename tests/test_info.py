@@ -15,35 +15,26 @@ from mhla_hf.conversion.transformers_models import NotConvertible
 from mhla_hf.info import compare_with_softmax, describe_model
 from mhla_hf.models.language.cache import MHLACacheLayer
 
-COMMON = {"dtype": "bfloat16", "num_attention_heads": 32, "num_key_value_heads": 8}
+COMMON = {"dtype": "bfloat16", "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu"}
 LARGE = {  # as their config.json says it
     "Llama-3.2-1B": {
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
-        "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001, **COMMON,
-    },
-    "Qwen3-8B": {
-        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128,
-        "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000, "bos_token_id": 151643, "eos_token_id": 151645, "use_sliding_window": False, **COMMON,
+        "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": True, **COMMON,
     },
     "Mixtral-8x7B": {
         "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "vocab_size": 32000, "max_position_embeddings": 32768, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": None, "num_local_experts": 8,
-        "num_experts_per_tok": 2, **COMMON,
+        "vocab_size": 32000, "max_position_embeddings": 32768, "tie_word_embeddings": False, "sliding_window": None,
+        "num_local_experts": 8, "num_experts_per_tok": 2, **COMMON,
     },
 }  # fmt: skip
 COUNTED = {  # parameters, KV heads, bytes of a token's keys and values: 2 * layers * heads * width * 2
     "Llama-3.2-1B": (1_235_814_400, 16 * 8, 2 * 16 * 8 * 64 * 2),
-    "Qwen3-8B": (8_190_735_360, 36 * 8, 2 * 36 * 8 * 128 * 2),
     "Mixtral-8x7B": (46_702_792_704, 32 * 8, 2 * 32 * 8 * 128 * 2),
 }
 
 
 def config_of(name, **changes):
-    values = {**LARGE[name], **changes}
-    return AutoConfig.for_model(**values)
+    return AutoConfig.for_model(**{**LARGE[name], **changes})
 
 
 @pytest.mark.parametrize("name", list(LARGE))
@@ -70,7 +61,7 @@ def test_a_large_model_without_its_weights(name):
     assert cache["mhla"] == pytest.approx(expected, abs=layers)  # each layer is rounded
 
 
-@pytest.mark.parametrize("name", ["cohere2", "deepseek_v3", "gemma4_text", "gpt2", "lfm2_moe", "qwen3_next"])
+@pytest.mark.parametrize("name", ["cohere2", "deepseek_v3", "gemma4_text", "gpt2", "qwen3_next"])
 def test_windows_latents_and_states_are_counted_as_real_caches_hold_them(name):
     model, tokens = small_model_of(name), 60
     record = compare_with_softmax(model.config, None, tokens)
@@ -132,8 +123,6 @@ def folders(tmp_path, monkeypatch):
     ("line", "said"),
     [
         ("llama --context 0", "argument --context: got 0, expected a whole number of at least 1"),
-        ("llama --context many", "argument --context: got many"),
-        ("nowhere/at/all", "model: got 'nowhere/at/all', which is not a folder"),
         ("nobody/nothing", "model: got 'nobody/nothing', which is not a folder, expected a model"),
         ("empty", "got no config.json"),
         ("damaged", "config.json: got invalid JSON"),

@@ -43,7 +43,7 @@ def convert_options(add: values.AddArgument) -> None:
     add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: all; without learning, of text models: 2/3)')
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
     add("--effort", type=float, default=1.0, help="of learning: 0.5 halves the time and is less exact (default: 1)")
-    values.add_dtype_option(add)
+    add("--dtype", **values.DTYPE)
     add("--device", default="cpu", help="where the model learns, as torch names it (default: cpu)")
     add("--seed", type=values.parse_seed, default=0, help="random seed (default: 0)")
     add("--revision", help="branch, tag or commit on the Hub")
@@ -85,9 +85,8 @@ def run_convert(
         transformer = convert(pipeline, **learning, **options).transformer
         save_model(pipeline, out, overwrite=overwrite)
         words = ["mhla-hf", "distill", out, "--teacher", model, "--trust-remote-code", "--out", f"{out}-distilled"]
-        print(
-            f"{render_layers(out, transformer)}; next, distill it: {shlex.join(words)} --recipe RECIPE --data PROMPTS"
-        )
+        next_step = f"{shlex.join(words)} --recipe RECIPE --data PROMPTS"
+        print(f"{render_layers(out, transformer)}; next, distill it: {next_step}")
         return
     loader_name, recipe = OTHER_KINDS.get(kind or "", ("load_language_model", "language_llama_lite"))
     base, processor = getattr(load, loader_name)(model, **load_options)
@@ -99,14 +98,12 @@ def run_convert(
         text = text or "self"
         learning |= {"text": text, "tokenizer": processor, "checkpoint": checkpoint}
     torch.manual_seed(seed)
-    with values.resumable(
-        lambda: checkpoint if checkpoint.exists() and (overwrite or not holds_saved_model(path)) else None
-    ):
+    can_resume = lambda: checkpoint.exists() and (overwrite or not holds_saved_model(path))  # noqa: E731
+    with values.resumable(lambda: checkpoint if can_resume() else None):
         convert(base, **learning, **options)
         files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
         save_model(base, out, processor, overwrite, files)
-    unfinished = path.parent.glob(f"{glob.escape(checkpoint.name)}.tmp-*")  # of killed processes
-    for file in (checkpoint, *unfinished):
+    for file in (checkpoint, *path.parent.glob(f"{glob.escape(checkpoint.name)}.tmp-*")):  # those of killed processes
         file.unlink(missing_ok=True)
     if "text" in learning:
         if not progress:  # with progress, `convert` has printed it
@@ -121,7 +118,6 @@ def run_convert(
 
 
 def read_pipeline_samples(samples: str) -> list[int] | list[str]:
-    """Return the class labels in "1,207", or the prompts in a .txt file with one per line."""
     from ..training.datasets.latents import read_prompts
 
     items = [item.strip() for item in samples.split(",")]
@@ -135,7 +131,7 @@ def read_pipeline_samples(samples: str) -> list[int] | list[str]:
 
 
 def read_image_samples(samples: str, processor: Any, config: Any, seed: int) -> Any:
-    """Return the pixels of up to `MAX_IMAGES` images of a folder or dataset, drawn at random: fp32 [N, C, H, W]."""
+    """Return the pixels of up to `MAX_IMAGES` images, drawn at random: fp32 [N, C, H, W]."""
     import torch
 
     from ..training.datasets.images import open_images, preprocess
@@ -147,7 +143,7 @@ def read_image_samples(samples: str, processor: Any, config: Any, seed: int) -> 
 
 
 def render_layers(out: str, model: Any) -> str:
-    """Render which layers of a model or transformer are MHLA, and the errors that a conversion with samples measured."""
+    """Render which layers are MHLA, and the errors that a conversion with samples measured."""
     config = model.config
     total = f" of {config.num_hidden_layers}" if hasattr(config, "num_hidden_layers") else ""
     line = f"{out}: {type(model).__name__}, layers {config.mhla['layers']}{total} are MHLA"

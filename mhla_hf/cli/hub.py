@@ -1,5 +1,6 @@
 """The commands `mhla-hf info`, `card` and `push`."""
 
+import json
 import os
 from typing import Any
 
@@ -28,12 +29,11 @@ Log in first: hf auth login. If it is interrupted, the same command resumes: fil
 
 
 def info_options(add: values.AddArgument) -> None:
-    add(
-        "model", metavar="MODEL", help="a saved MHLA model or pipeline, or folder or Hub id of a softmax language model"
-    )
+    models = "a saved MHLA model or pipeline, or folder or Hub id of a softmax language model"
+    add("model", metavar="MODEL", help=models)
     add("--context", type=values.parse_count, default=1024, help="tokens at which the cache is counted (default: 1024)")
     add("--revision", help="branch, tag or commit on the Hub")
-    values.add_json_option(add)
+    add("--json", **values.JSON)
 
 
 def run_info(model: str, context: int, revision: str | None, as_json: bool, **_: Any) -> None:
@@ -42,7 +42,8 @@ def run_info(model: str, context: int, revision: str | None, as_json: bool, **_:
 
     from ..info import describe_model, render_info
 
-    values.print_record(describe_model(model, context, revision), as_json, render_info)
+    record = describe_model(model, context, revision)
+    print(json.dumps(record, indent=2) if as_json else render_info(record))
 
 
 def card_options(add: values.AddArgument) -> None:
@@ -78,7 +79,10 @@ def run_card(
     elif hub_id is None:
         raise ValueError("hub_id: got nothing, expected the Hub id that the model will have, such as --name me/model.")
     else:
-        print(card.write_card(folder, name=hub_id, compared=values.parse_pairs("compare", compare), **options))
+        compared: dict[str, Any] = dict(pair.partition("=")[::2] for pair in compare)
+        if incomplete := [label for label, path in compared.items() if not (label and path)]:
+            raise ValueError(f"compare: got {incomplete[0]!r}, expected LABEL=DIR, such as teacher=out/teacher.")
+        print(card.write_card(folder, name=hub_id, compared=compared, **options))
 
 
 def push_options(add: values.AddArgument) -> None:
@@ -91,11 +95,8 @@ def push_options(add: values.AddArgument) -> None:
     add("--message", help="first line of the commit")
     add("--draft", action="store_true", help="allow a converted language model without recall scores")
     add("--delete-stale", action="store_true", help="delete files of an older model that the new one lacks")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="check everything, list the files to send and to delete, and send nothing",
-    )
+    dry_run = "check everything, list the files to send and to delete, and send nothing"
+    add("--dry-run", action="store_true", help=dry_run)
     add("--license", help="for the card of a model that has none, such as apache-2.0")
     add("--base-model", help="Hub id of the softmax original, for such a card")
 

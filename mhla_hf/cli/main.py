@@ -1,8 +1,6 @@
 """The command line `mhla-hf`: parse the arguments and call the function of the sub-command.
 
-Sub-commands import their libraries when they run, so that `--help` is instant. Results go to stdout, everything else to
-stderr. Invalid input ends with exit code 2 and one line on stderr, Ctrl-C with 130 and a line that names what is saved, if
-anything is. `--debug` shows the traceback of an error.
+Sub-commands import their libraries when they run, so that `--help` is instant. Results go to stdout, all else to stderr.
 """
 
 import argparse
@@ -16,7 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from .. import __version__
-from . import convert, evaluate, hub, train
+from .convert import CONVERT, convert_options, run_convert
+from .evaluate import EVALUATE, evaluate_options, run_evaluate
+from .hub import CARD, INFO, PUSH, card_options, info_options, push_options, run_card, run_info, run_push
+from .train import DISTILL, RECIPES, distill_options, recipes_options, run_distill, run_recipes
 
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
 FLAG = re.compile(r"^--\w[\w-]*")  # --max_steps is accepted as --max-steps, as in other libraries
@@ -27,32 +28,25 @@ Tab completion: pip install 'mhla_hf[completion]', then eval "$(register-python-
 """
 # Name -> (function that runs the command, function that adds its options, help, epilog).
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] = {
-    "convert": (
-        convert.run_convert, convert.convert_options, "Turn a softmax model into an MHLA model.", convert.CONVERT
-    ),
-    "recipes": (train.run_recipes, train.recipes_options, "List the training recipes.", train.RECIPES),
-    "distill": (
-        train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL
-    ),
-    "info": (hub.run_info, hub.info_options, "Describe an MHLA model, or what a conversion would give.", hub.INFO),
-    "evaluate": (
-        evaluate.run_evaluate, evaluate.evaluate_options, "Score language, image and video models side by side.",
-        evaluate.EVALUATE,
-    ),
-    "card": (hub.run_card, hub.card_options, "Write a model card from scores, or check one.", hub.CARD),
-    "push": (hub.run_push, hub.push_options, "Check a model and upload it to the Hub in one commit.", hub.PUSH),
-}  # fmt: skip
+    "convert": (run_convert, convert_options, "Turn a softmax model into an MHLA model.", CONVERT),
+    "recipes": (run_recipes, recipes_options, "List the training recipes.", RECIPES),
+    "distill": (run_distill, distill_options, "Train an MHLA model from its softmax original.", DISTILL),
+    "info": (run_info, info_options, "Describe an MHLA model, or what a conversion would give.", INFO),
+    "evaluate": (run_evaluate, evaluate_options, "Score language, image and video models side by side.", EVALUATE),
+    "card": (run_card, card_options, "Write a model card from scores, or check one.", CARD),
+    "push": (run_push, push_options, "Check a model and upload it to the Hub in one commit.", PUSH),
+}
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that reports errors in one line, without printing the usage."""
+    """Reports errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def build_parser() -> Parser:
-    """Build the parser of `mhla-hf`. Options are named after the arguments of the function that the sub-command calls."""
+    """Options are named after the arguments of the function that a sub-command calls."""
     layout: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser(prog="mhla-hf", description=DESCRIPTION, **layout)
     parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
@@ -113,7 +107,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def set_up_output(verbose: bool) -> None:
-    """Configure output streams, logging and the libraries' progress bars; `verbose` logs progress to stderr."""
     replace_unprintable()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("mhla_hf").setLevel(logging.INFO if verbose else logging.WARNING)
@@ -124,14 +117,14 @@ def set_up_output(verbose: bool) -> None:
 
 
 def replace_unprintable() -> None:
-    """Make stdout and stderr print question marks for characters that their encoding lacks, instead of failing."""
+    """Print question marks for characters that the encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
 def describe_error(error: BaseException, flags: Mapping[str, str] | None = None) -> str:
-    """Describe an error in one line. An argument at its beginning becomes its command-line flag, by `flags`."""
+    """Describe an error in one line; an argument at its beginning becomes its flag."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"
@@ -142,7 +135,7 @@ def describe_error(error: BaseException, flags: Mapping[str, str] | None = None)
 
 
 def script(main: Callable[[], Any], name: str | None = None) -> None:
-    """Run the `main` of a script with the error handling of `mhla-hf`, with its file name as default `name` in messages."""
+    """Run the `main` of a script with the error handling of `mhla-hf`."""
     replace_unprintable()
     try:
         main()

@@ -1,5 +1,6 @@
 """The commands `mhla-hf distill` and `recipes`."""
 
+import json
 import logging
 import os
 import shlex
@@ -49,7 +50,7 @@ def distill_options(add: values.AddArgument) -> None:
     add("--learning-rate", type=float, metavar="LR", help="peak learning rate of every stage (one: --set STAGE.lr=LR)")
     add("--max-steps", type=values.parse_count, metavar="N", help="most steps of any stage")
     add("--dtype", choices=MIXED_PRECISION, help="dtype of the arithmetic and the teacher (default: the recipe's)")
-    add("--save-dtype", choices=values.DTYPES[1:], help="dtype of the saved weights (default: STUDENT's)")
+    add("--save-dtype", choices=values.DTYPE["choices"][1:], help="dtype of the saved weights (default: STUDENT's)")
     add("--device", help="as torch names it (default: what Accelerate finds)")
     add("--trust-remote-code", action="store_true", help="run source from the folder of a converted pipeline")
     add("--report-to", dest="tracker", metavar="NAME", help="tensorboard, any other tracker of Accelerate, or none")
@@ -100,10 +101,8 @@ def run_distill(
         return
     kind = load.find_model_kind(student)
     if kind == "images":
-        raise ValueError(
-            f"student: got {student!r}, an image classifier, expected a causal language model or a text encoder "
-            "(for classifiers see conversion/image_classifier.py)."
-        )
+        expected = "a causal language model or a text encoder (for classifiers see conversion/image_classifier.py)"
+        raise ValueError(f"student: got {student!r}, an image classifier, expected {expected}.")
     load_model: Any = load.load_encoder if kind == "encoders" else load.load_language_model
     load_options: dict[str, Any] = {"device": "cpu"}
     if kind == "encoders":
@@ -131,7 +130,6 @@ def run_distill(
 
 
 def check_no_settings(names: list[str], student: str) -> None:
-    """Raise ValueError if settings of a conversion are given for a model that is converted already."""
     if names:
         start = f"set: got {names[0]!r} with {student!r}, which is converted already"
         raise ValueError(f"{start}, expected a softmax model.")
@@ -140,10 +138,7 @@ def check_no_settings(names: list[str], student: str) -> None:
 def load_pipelines(
     student: str, teacher: str | None, recipe: Any, settings: list[str], seed: int, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """Load the pipelines of student and teacher, which share everything but their transformers.
-
-    A student that is not converted is converted, and is the teacher by default. The teacher is None if no stage needs one.
-    """
+    """Load student and teacher, which share everything but their transformers; None for a teacher that no stage needs."""
     import torch
 
     from ..checkpoints.load import load_pipeline
@@ -166,17 +161,17 @@ def load_pipelines(
 
 
 def recipes_options(add: values.AddArgument) -> None:
-    values.add_json_option(add)
+    add("--json", **values.JSON)
 
 
 def run_recipes(as_json: bool, **_: Any) -> None:
     values.load_libraries()
 
-    values.print_record(describe_recipes(), as_json, render_recipes)
+    recipes = describe_recipes()
+    print(json.dumps(recipes, indent=2) if as_json else render_recipes(recipes))
 
 
 def render_recipes(recipes: Sequence[Mapping[str, Any]]) -> str:
-    """Render the result of `describe_recipes` as a table."""
     from ..plots import render_rows
 
     rows = []

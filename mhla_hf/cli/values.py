@@ -1,13 +1,9 @@
-"""Parsing of values, checks of arguments before the slow imports, and options that several commands share.
-
-Invalid values raise `ValueError`, or argparse's own error, with one line that names the argument.
-"""
+"""Parsing of values, checks of arguments before the slow imports, and options that several commands share."""
 
 import argparse
 import contextlib
 import errno
 import importlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -18,27 +14,27 @@ from ..checkpoints.file_io import HUB_ID, PIPELINE_INDEX, resolve_model_name
 
 DATA_ENDINGS = (".txt", ".text", ".md", ".rst", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
 KEEP = re.compile(r"\d+/0*[1-9]\d*|(\d+\.?\d*|\.\d+)(%|[KMG]iB)?")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Keyword arguments of options of several commands.
+DTYPE: dict[str, Any] = {"choices": ("auto", "float32", "bfloat16", "float16"), "default": "auto", "metavar": "DTYPE"}
+DTYPE["help"] = "auto (default), float32, bfloat16 or float16"
+JSON: dict[str, Any] = {"action": "store_true", "dest": "as_json", "help": "print the full record as JSON"}
 
 AddArgument = Callable[..., Any]  # `ArgumentParser.add_argument` of a sub-command
 
 
 def parse_seed(text: str) -> int:
-    """Parse a random seed, an integer from 0 to 2**32 - 1."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"got {text}, expected a whole number from 0 to {2**32 - 1}")
     return int(text)
 
 
 def parse_count(text: str) -> int:
-    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected a whole number of at least 1")
     return int(text)
 
 
 def parse_layers(text: str | None) -> str | list[int] | None:
-    """Parse "all", "2/3", or indices separated by commas; return None for None."""
     if text in (None, "all", "2/3"):
         return text
     items = [item.strip() for item in (text or "").split(",")]
@@ -50,14 +46,13 @@ def parse_layers(text: str | None) -> str | list[int] | None:
 def parse_keep(text: str) -> Any:
     """Parse how many KV heads keep softmax: a number, or a fraction as "1/6" or "0.25"; "17%" and "64MiB" stay text."""
     if not KEEP.fullmatch(text):
-        expected = "a share, a number, a percentage, or a size such as 64MiB"
-        raise ValueError(f"keep: got {text!r}, expected {expected}.")
+        raise ValueError(f"keep: got {text!r}, expected a share, a number, a percentage, or a size such as 64MiB.")
     numerator, slash, denominator = text.partition("/")
     return int(numerator) / int(denominator) if slash else parse_value(text)
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
-    """Parse strings NAME=VALUE into a dict. Values are parsed by `parse_value`; with commas, they become lists."""
+    """Parse strings NAME=VALUE into a dict; values with commas become lists."""
     settings = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -69,27 +64,14 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a number, true, false or none; return other text unchanged.
-
-    YAML is not used, because it would read "no", a value of mixed_precision, as false.
-    """
+    """Parse a number, true, false or none. Not as YAML, which reads "no", a value of mixed_precision, as false."""
     constants = {"true": True, "false": False, "none": None}
     if text.lower() in constants:
         return constants[text.lower()]
     for number in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return number(text)
-        except ValueError:
-            continue
     return text
-
-
-def parse_pairs(argument: str, pairs: Iterable[str]) -> dict[str, str]:
-    """Parse strings LABEL=DIR of the option `argument` into a dict."""
-    folders: dict[str, str] = dict(pair.partition("=")[::2] for pair in pairs)
-    if incomplete := [label for label, folder in folders.items() if not (label and folder)]:
-        raise ValueError(f"{argument}: got {incomplete[0]!r}, expected LABEL=DIR, such as teacher=out/teacher.")
-    return folders
 
 
 def load_libraries() -> None:
@@ -99,7 +81,7 @@ def load_libraries() -> None:
 
 @contextlib.contextmanager
 def resumable(find_saved: Callable[[], Path | None]) -> Iterator[None]:
-    """Context manager in which Ctrl-C says from what file or folder the same command resumes, if there is any."""
+    """Have Ctrl-C say from what file or folder the same command resumes, if there is any."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -109,10 +91,7 @@ def resumable(find_saved: Callable[[], Path | None]) -> Iterator[None]:
 
 
 def check_model(name: str, revision: str | None = None, weights: bool = True) -> None:
-    """Raise ValueError unless `name` is the folder of a saved model or pipeline, or the id of one on the Hub.
-
-    For a Hub id, this downloads config.json or model_index.json. Without `weights`, any folder passes.
-    """
+    """Refuse what is no saved model or pipeline, here or on the Hub. Without `weights`, any folder passes."""
     if os.path.isdir(name) and not weights:
         return
     if isinstance(resolve_model_name(name, pipeline=(Path(name) / PIPELINE_INDEX).is_file()), Path):
@@ -130,38 +109,14 @@ def check_model(name: str, revision: str | None = None, weights: bool = True) ->
 
 
 def check_folder(folder: str, content: str) -> None:
-    """Raise ValueError unless the folder exists. `content` describes its expected content in the message."""
     if not os.path.isdir(folder):
         raise ValueError(f"folder: got {folder!r}, which does not exist, expected the folder of {content}.")
 
 
-def check_file(path: str | None) -> None:
-    """Raise FileNotFoundError unless the file or folder exists; None passes."""
-    if path is not None and not os.path.exists(os.path.expanduser(path)):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-
-
 def check_data(data: str | None) -> None:
-    """Raise FileNotFoundError if `data` can only be a file and does not exist. None and possible Hub ids pass."""
-    if data is None:
+    """Refuse what can only be a file and does not exist; possible Hub ids pass."""
+    if data is None or os.path.exists(os.path.expanduser(data)):
         return
     is_id = HUB_ID.fullmatch(data.partition(":")[0]) and not data.startswith(".")
     if not is_id or Path(data).suffix in DATA_ENDINGS:
-        check_file(data)
-
-
-def add_dtype_option(add: AddArgument) -> None:
-    add("--dtype", default="auto", choices=DTYPES, metavar="DTYPE", help="auto (default), float32, bfloat16 or float16")
-
-
-def add_device_option(add: AddArgument) -> None:
-    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
-
-
-def add_json_option(add: AddArgument) -> None:
-    add("--json", action="store_true", dest="as_json", help="print the full record as JSON")
-
-
-def print_record(record: Any, as_json: bool, render: Callable[[Any], str]) -> None:
-    """Print a record as JSON, or as text rendered by `render`."""
-    print(json.dumps(record, indent=2) if as_json else render(record))
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), data)

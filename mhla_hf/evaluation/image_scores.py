@@ -15,16 +15,13 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import CLIPModel, CLIPProcessor
 
-from ..checkpoints.file_io import atomic_file
 from ..checkpoints.fingerprint import hash_file, hash_json
 from ..checkpoints.load import no_code_prompts, summarize_error, wrap_errors
 from ..checkpoints.values import checked, checked_field
 
-IMAGES_PER_FILE = 1000  # in the cache of features
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".JPEG")
 INCEPTION = "Inception"
 INCEPTION_SHA256 = "6726825d"  # first digits, as in the name of torch-fidelity's file; the network of 2015
@@ -39,7 +36,7 @@ class Extractor:
     Args:
         name: Name in tables.
         function: Maps B images of one size, uint8 [B, 3, height, width], to features [B, D], or to a dict with "features"
-            and optionally "logits", [B, C] for C classes (for IS), and "spatial", [B, S] (for sFID). D and S are widths.
+            and optionally "logits", [B, C] for C classes (for IS), and "spatial", [B, S] (for sFID).
         version: A string that identifies the function and its weights. Scores of other versions are not reused.
         genuine: Whether the function is Inception with FID's published weights.
     """
@@ -50,11 +47,10 @@ class Extractor:
     genuine: bool = False
 
     def label(self, metric: str) -> str:
-        """Return a metric's name in tables; without FID's published weights, a generic one with the extractor's name."""
+        """Return a metric's name in tables: without FID's published weights, a generic one."""
         return metric if self.genuine else f"{OTHER_NAMES.get(metric, metric)} ({self.name})"
 
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the features of images by name, fp32 on the CPU."""
         outputs = self.function(images)
         outputs = outputs if isinstance(outputs, dict) else {"features": outputs}
         return {name: values.detach().float().cpu().contiguous() for name, values in outputs.items()}
@@ -74,10 +70,9 @@ def find_extractor(
 
 
 def load_inception(weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
-    """Return FID's Inception from torch-fidelity, for images of any size; it downloads the weights once if none are given.
+    """Return FID's Inception from torch-fidelity, which downloads the weights once if none are given.
 
-    Its outputs are "features" [B, 2048], "logits" without bias [B, 1008], and "spatial" [B, 2023], those of ADM's
-    evaluator in the same order, so that they match the moments in ADM's reference files.
+    Its "spatial" features have the order of ADM's evaluator, to match the moments in ADM's reference files.
     """
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -114,51 +109,13 @@ def read_image(image: Any) -> torch.Tensor:
         return torch.from_numpy(numpy.array(opened.convert("RGB"))).permute(2, 0, 1)
 
 
-def extract_features(
-    images: Sequence[Any],
-    extractor: Extractor,
-    cache: Path,
-    *,
-    batch_size: int,
-    state: Any,
-    progress: bool,
-    label: str,
-) -> dict[str, torch.Tensor] | None:
-    """Return features [N, ...] by name, in the order of the images; None except on the main process.
-
-    Images are paths, or uint8 [N, height, width, 3]. Features are cached in chunks, so that an interruption loses one at
-    most. All processes must call this.
-    """
-    starts = range(0, len(images), IMAGES_PER_FILE)
-    chunks = {cache / f"{number:05d}.safetensors": start for number, start in enumerate(starts)}
-    mine = list(chunks.items())[state.process_index :: state.num_processes]
-    missing = [(file, start) for file, start in mine if not file.is_file()]
-    with tqdm(total=IMAGES_PER_FILE * len(missing), desc=label, disable=not progress) as bar:
-        for file, first_index in missing:
-            chunk, batches = images[first_index : first_index + IMAGES_PER_FILE], []
-            for start in range(0, len(chunk), batch_size):
-                batch = [read_image(image) for image in chunk[start : start + batch_size]]
-                if len({image.shape for image in batch}) > 1:
-                    raise ValueError(f"{label}: got images of different sizes, expected one size.")
-                batches.append(extractor(torch.stack(batch)))
-                bar.update(len(batch))
-            with atomic_file(file) as temporary:
-                save_file({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, temporary)
-    state.wait_for_everyone()
-    if not state.is_main_process:
-        return None
-    stored = [load_file(file) for file in chunks]
-    return {name: torch.cat([part[name] for part in stored]) for name in stored[0]}
-
-
 def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> str:
-    """Return a hash, 16 hex digits, of the contents of files and of their paths relative to `folder`."""
     bar = tqdm(sorted(files), desc=f"{folder}: reading", disable=not progress)
     return hash_json([[file.relative_to(folder).as_posix(), hash_file(file)] for file in bar])
 
 
 def hash_source(source: Any, progress: bool = False) -> str | None:
-    """Return a hash of a local file or folder; any other value, such as a Hub id, as a string; None as None."""
+    """Return a hash of a local file or folder, and a string of any other value but None."""
     path = Path(source or "")
     if source is None or not path.exists():
         return source and str(source)
@@ -194,8 +151,7 @@ def frechet_distance(sample: Moments, reference: Moments) -> float:
 def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float | None]:
     """Return (mean, standard error) over splits of exp(mean KL divergence of p(y|x) from p(y)); one split has no error.
 
-    p(y|x) are the classes that `logits` [N, C] give for an image, p(y) is their mean over a split. `seed` assigns the
-    splits.
+    p(y|x) are the classes that `logits` [N, C] give for an image, p(y) is their mean over a split.
     """
     if len(logits) < 2 * splits:
         raise ValueError(f"images: got {len(logits)} for {splits} splits, expected at least {2 * splits}.")
@@ -209,11 +165,10 @@ def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tu
 def precision_recall(
     sample: torch.Tensor, reference: torch.Tensor, neighbors: int = 3, chunk: int = 2048
 ) -> tuple[float, float]:
-    """Return precision and recall (arXiv 1904.06991) of features [N, D] against those of R references [R, D].
+    """Return precision and recall (arXiv 1904.06991) of features [N, D] against references [R, D], `chunk` rows at once.
 
-    A point's radius is the distance to its k-th nearest neighbor in its own set. Precision is the fraction of samples
-    within the radius of some reference, recall that of references within the radius of some sample. `chunk` rows are
-    compared at once.
+    Precision is the fraction of samples that are nearer to some reference than its k-th nearest neighbor among the
+    references, and recall the same of references to samples.
     """
     if min(len(sample), len(reference)) <= neighbors:
         counts = f"{len(sample)} samples, {len(reference)} references"

@@ -1,11 +1,6 @@
 """Score image pipelines (FID, sFID, IS, precision, recall, CLIP score) and image classifiers (top-1 accuracy).
 
-Images are generated into a folder by any diffusers pipeline that takes class labels or prompts, resumably and on several
-processes, and scores are computed from the files. A score is reused only for the same weights, protocol, reference, number
-of images and seed.
-
-For a classifier, images are prepared by its own image processor. Folders of classes are matched to its labels by name, or
-by their order, as in ImageNet, if no name matches.
+Folders of classes are matched to a classifier's labels by name, or by their order, as in ImageNet, if no name matches.
 """
 
 import dataclasses
@@ -16,8 +11,11 @@ from typing import Any
 
 import numpy
 import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 from transformers import AutoImageProcessor
 
+from ..checkpoints.file_io import atomic_file
 from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import choose_device, load_classifier, wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
@@ -28,7 +26,6 @@ from .image_scores import (
     IMAGE_SUFFIXES,
     Moments,
     clip_scores,
-    extract_features,
     find_extractor,
     fraction_error,
     frechet_distance,
@@ -36,6 +33,7 @@ from .image_scores import (
     hash_source,
     inception_score,
     precision_recall,
+    read_image,
 )
 from .records import Results
 from .subjects import VERSION, PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
@@ -47,6 +45,7 @@ FEATURES_BY_METRIC = {
     "precision": "features",
     "recall": "features",
 }
+CHUNK = 1000  # images per file in the cache of features
 METRICS = (*FEATURES_BY_METRIC, "CLIP score")
 REFERENCE_METRICS = set(FEATURES_BY_METRIC) - {"IS"}  # metrics that compare with a reference
 MOMENTS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # names in ADM's .npz files
@@ -104,7 +103,6 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
     subjects = find_subjects(models, args, pipeline=True)
     with joined_processes() as state:
         progress = args.progress and state.is_main_process
-        # Everything that determines the scores except model, number of images and seed, with hashes in place of files.
         content = {name: getattr(protocol, name) for name in ("name", "classes", "sampling", "neighbors", "splits")}
         for name in ("reference", "prompts", "clip"):
             content[name] = hash_source(getattr(protocol, name), progress)
@@ -117,10 +115,7 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
 
 
 class _Judge(PipelineJudge):
-    """Scores one pipeline. `content` is everything that determines the scores except model, number of images, and seed.
-
-    The extractor is None if no metric needs features.
-    """
+    """Scores one pipeline. `content` is all that determines the scores except model, number of images, and seed."""
 
     def __init__(self, subject: Subject, protocol: Any, state: Any, extractor: Any, content: Mapping[str, Any]) -> None:
         super().__init__(subject, protocol, state)
@@ -130,7 +125,7 @@ class _Judge(PipelineJudge):
         self.hash = hash_json([VERSION, self.count, content])
 
     def run(self) -> Results:
-        """Return all requested scores, after measuring those that are not known. All processes must call this."""
+        """Return all requested scores, after measuring those that are not known."""
         task = self.protocol.name
         labels = {name: self.label(name) for name in self.args.recipe.tasks}
         if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
@@ -139,25 +134,42 @@ class _Judge(PipelineJudge):
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.samples, r.limit) in requested)
 
     def label(self, name: str) -> str:
-        """Return a metric's name in tables, which includes the extractor's name if that is not FID's Inception."""
         return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
 
     def _features(self, images: Sequence[Any], cache: Path, label: str) -> dict[str, torch.Tensor] | None:
-        """Return the features of all images by name, cached in a folder; None except on the main process."""
-        options = {"batch_size": self.args.batch_size, "state": self.state, "progress": self.progress, "label": label}
-        features = extract_features(images, self.extractor, cache, **options)
+        """Return features [N, ...] by name, in the order of the images (paths or an array); None on other processes.
+
+        They are cached in chunks, so that a stop loses one at most.
+        """
+        chunks = {cache / f"{i // CHUNK:05d}.safetensors": images[i : i + CHUNK] for i in range(0, len(images), CHUNK)}
+        mine = list(chunks.items())[self.state.process_index :: self.state.num_processes]
+        missing = [(file, chunk) for file, chunk in mine if not file.is_file()]
+        with tqdm(total=CHUNK * len(missing), desc=label, disable=not self.progress) as bar:
+            for file, chunk in missing:
+                batches = []
+                for start in range(0, len(chunk), self.args.batch_size):
+                    batch = [read_image(image) for image in chunk[start : start + self.args.batch_size]]
+                    if len({image.shape for image in batch}) > 1:
+                        raise ValueError(f"{label}: got images of different sizes, expected one size.")
+                    batches.append(self.extractor(torch.stack(batch)))
+                    bar.update(len(batch))
+                with atomic_file(file) as temporary:
+                    save_file({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, temporary)
+        self.state.wait_for_everyone()
+        if not self.state.is_main_process:
+            return None
+        stored = [load_file(file) for file in chunks]
+        features = {name: torch.cat([part[name] for part in stored]) for name in stored[0]}
         for metric, name in FEATURES_BY_METRIC.items():
-            if metric in self.args.recipe.tasks and features is not None and name not in features:
-                raise ValueError(
-                    f"extractor: got {self.extractor.name!r}, expected one with {name} features for {metric}."
-                )
+            if metric in self.args.recipe.tasks and name not in features:
+                expected = f"one with {name} features for {metric}"
+                raise ValueError(f"extractor: got {self.extractor.name!r}, expected {expected}.")
         return features
 
     def _reference(self, missing: set[str]) -> tuple[Any, dict[str, Moments]]:
         """Return the reference's features [N, D] (None if its moments suffice), and its moments by name of features.
 
-        The moments in an .npz file are those of Inception's features; for another extractor they are computed from the
-        images in the file. What is computed is returned on the main process only. All processes must call this.
+        The moments in an .npz file are of Inception's features; for another extractor they are computed from its images.
         """
         path = Path(self.protocol.reference)
         moments = {}
@@ -174,8 +186,9 @@ class _Judge(PipelineJudge):
                     return None, moments
                 images = file["arr_0"] if "arr_0" in file.files else ()
         if not len(images):
-            expected = f"it to contain images for {self.extractor.name!r}"
-            raise ValueError(f"reference: got {str(path)!r}, expected {expected}.")
+            raise ValueError(
+                f"reference: got {str(path)!r}, expected it to contain images for {self.extractor.name!r}."
+            )
         cache = Path(self.protocol.samples) / f"reference-{hash_json(self.content)}"
         features = self._features(images, cache, "reference") or {}
         computed_moments = {name: Moments.of(features[name]) for name in MOMENTS if name in features}
@@ -192,21 +205,20 @@ class _Judge(PipelineJudge):
             with wrap_errors(f"prompts: got {str(protocol.prompts)!r}, expected a text file"):
                 prompts = read_prompt_lines(Path(protocol.prompts))
             if not prompts:
-                raise ValueError(
-                    f"prompts: got {str(protocol.prompts)!r}, which is empty, expected one prompt per line."
-                )
+                start = f"prompts: got {str(protocol.prompts)!r}, which is empty"
+                raise ValueError(f"{start}, expected one prompt per line.")
             conditions = [prompts[index % len(prompts)] for index in range(count)]
         return [Sample(f"{i:06d}.png", c, seed_of_sample(self.seed, i)) for i, c in enumerate(conditions)]
 
     def _score(self, missing: set[str]) -> None:
-        """Generate the images, and compute and store the metrics `missing`. All processes must call this."""
+        """Generate the images, and compute and store the metrics `missing`."""
         started = time.perf_counter()
         plan, name, count = self._plan(), self.subject.name, self.count
         folder = self.folder / f"{self.protocol.name}-{count}"
         # Read the reference before images are generated, so that an invalid one is reported early.
         reference: Any = self._reference(missing) if missing & REFERENCE_METRICS else (None, {})
         reference_features, reference_moments = reference
-        identity = {"plan": hash_json([dataclasses.astuple(sample) for sample in plan])}
+        identity = {"plan": hash_json(plan)}
         sampling = {"output_type": "pil", **self.protocol.sampling}
         options = {"batch_size": self.args.batch_size, "label": f"{name}: images"}
         self.make(folder, plan, identity, sampling, lambda image, path: image.save(path, "PNG"), **options)
@@ -232,9 +244,8 @@ class _Judge(PipelineJudge):
             error = (values.std() / count**0.5).item() if count > 1 else None
             scores["CLIP score"] = values.mean().item(), error, True, count
         labeled = {self.label(metric): scores[metric] for metric in scores if metric in missing}
-        self.subject.store_scores(
-            self.protocol.name, labeled, self.hash, started, self.device, keep_other_sample_counts=True
-        )
+        options = {"keep_other_sample_counts": True}
+        self.subject.store_scores(self.protocol.name, labeled, self.hash, started, self.device, **options)
 
 
 @checked
@@ -260,9 +271,8 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
     if list(args.recipe.tasks) != ["acc"]:
         raise ValueError(f"tasks: got {list(args.recipe.tasks)}, expected ['acc'] for classifiers.")
     if not protocol.data:
-        raise ValueError(
-            "settings: data: got none, expected a folder with one folder of images per class, or a dataset."
-        )
+        expected = "a folder with one folder of images per class, or a dataset"
+        raise ValueError(f"settings: data: got none, expected {expected}.")
     subjects = find_subjects(models, args)
     processor: Any = protocol.processor
     if isinstance(processor, (str, Path)):

@@ -1,8 +1,7 @@
 """Score language models with unpatched lm-eval 0.4.13, as `lm_eval --model hf` does, for several models.
 
-Missing scores are determined before a model is loaded: a score is reused if task, hash of the task, shots, limit, seeds,
-window, dtype and the fingerprint of the weights are the same. Scores are written to results.json after every task, so that
-an interrupted evaluation can continue.
+A score is reused if task, its hash, shots, limit, seeds, window, dtype and the weights are the same. Scores are written
+after every task, so that an interrupted evaluation can continue.
 """
 
 import contextlib
@@ -62,7 +61,6 @@ class LanguageProtocol:
     text: str | None = None
 
     def validate_lengths(self) -> None:
-        """Sort the lengths in place, and check them and the depths."""
         self.lengths = sorted({self.lengths} if isinstance(self.lengths, int) else set(self.lengths))
         if min(self.lengths, default=MIN_LENGTH) < MIN_LENGTH:
             raise ValueError(f"lengths: got {self.lengths}, expected whole numbers of at least {MIN_LENGTH}.")
@@ -72,18 +70,14 @@ class LanguageProtocol:
 
 @dataclasses.dataclass
 class Requested:
-    """The lm-eval tasks of one requested name (a task, group or tag), as `TaskManager.load` returns them.
-
-    `scored` is a dict from every task, and every group with an aggregate score, to (hash, number of examples in the
-    prompt). For a group, these are the hash of all hashes and the largest number.
-    """
+    """The lm-eval tasks of one requested name (a task, group or tag), as `TaskManager.load` returns them."""
 
     name: str
     loaded: dict
+    # Task, or group with an aggregate score -> (hash, examples in the prompt). A group has the hash of all hashes.
     scored: dict[str, tuple[str, int]] = dataclasses.field(init=False)
 
-    def __post_init__(self) -> None:
-        """Compute the hashes now, because they cover source code whose file may be deleted later."""
+    def __post_init__(self) -> None:  # the source code in the hashes may be deleted later
         tasks = self.loaded["tasks"].items()
         by_task = {name: (task_hash(task), task.get_config("num_fewshot") or 0) for name, task in tasks}
         all_hashes = hashlib.sha256(" ".join(by_task[name][0] for name in sorted(by_task)).encode()).hexdigest()[:16]
@@ -92,11 +86,9 @@ class Requested:
         self.scored = by_task | {name: (all_hashes, max_shots) for name, group in groups if group.has_aggregation}
 
     def is_known(self, subject: Subject, window: int | None) -> bool:
-        """Return whether all scores in `scored` are known for a model with a context of `window` tokens."""
         conditions = (subject.args.limit, recorded_seed(subject.args), subject.dtype, window)
         kept = [r for r in subject.kept if (r.limit, r.seed, r.dtype, r.window) == conditions]
-        known_scores = {(r.task, r.task_hash, r.shots) for r in kept}
-        return known_scores >= {(name, *hash_and_shots) for name, hash_and_shots in self.scored.items()}
+        return {(r.task, r.task_hash, r.shots) for r in kept} >= {(name, *x) for name, x in self.scored.items()}
 
 
 def judge_language_models(models: object, args: Any) -> dict[str, Results]:
@@ -115,10 +107,9 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
             broadcast_scores(subject, state)
             window = args.max_length
             if subject.kept and window is None:  # as lm-eval will choose it
-                config = (
-                    subject.source.config if subject.loaded else load_config(subject.source, **subject.load_options)
-                )
-                tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
+                source, options = subject.source, subject.load_options
+                config = source.config if subject.loaded else load_config(source, **options)
+                tokenizer = args.tokenizer or load_tokenizer(source, **options)
                 window = resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
             missing = [item for item in requested if args.force or not item.is_known(subject, window)]
             if missing:
@@ -133,14 +124,8 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
 
 
 def _load_requested_tasks(protocol: LanguageProtocol, subject: Subject, args: Any) -> list[Requested]:
-    """Return the requested tasks; see `load_tasks`.
-
-    If the protocol has lengths, the tasks of `make_recall` are generated first. Their lengths, and those of RULER, are
-    counted with `args.tokenizer` or else the tokenizer of `subject`.
-    """
-    names = args.recipe.tasks
-    paths = list_paths(args.include_path)
-    metadata = None
+    """Load the tasks; with lengths, those of `make_recall` are generated first."""
+    names, paths, metadata = args.recipe.tasks, list_paths(args.include_path), None
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-tasks-") as folder:
         if protocol.lengths:
             tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
@@ -155,17 +140,13 @@ def _load_requested_tasks(protocol: LanguageProtocol, subject: Subject, args: An
 
 
 def load_tasks(
-    names: Sequence[str] | Mapping[str, int | None],
-    include_path: str | Path | Sequence[str | Path] | None = None,
-    num_fewshot: int | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    data_files: str | Path | None = None,
-) -> list[Requested]:
+    names: Sequence[str] | Mapping[str, int | None], include_path: str | Path | Sequence[str | Path] | None = None,
+    num_fewshot: int | None = None, metadata: Mapping[str, Any] | None = None, data_files: str | Path | None = None,
+) -> list[Requested]:  # fmt: skip
     """Load tasks, groups or tags by name or pattern, or by a dict from these to the number of examples in the prompt.
 
-    None means the task's own number; `num_fewshot` is for all tasks, except those that require 0. `metadata` are the
-    arguments of tasks that generate their data, such as lengths and tokenizer for RULER; for `data_files`, see
-    `read_from_files`.
+    `num_fewshot` is for all tasks, except those that require 0. `metadata` are the arguments of tasks that generate their
+    data, such as lengths and tokenizer for RULER; for `data_files`, see `read_from_files`.
     """
     names = names if isinstance(names, dict) else dict.fromkeys(names)
     paths = list_paths(include_path)
@@ -192,11 +173,9 @@ def load_tasks(
 
 
 def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | Path) -> set[str]:
-    """Make the tasks of a `TaskManager` read files instead of the Hub, and return the names of those that have a file.
+    """Make tasks read files instead of the Hub, and return the names of those that have a file; see `evaluate`.
 
-    The documents of a task are in NAME.jsonl or NAME.jsonl.gz, with the columns of the dataset on the Hub; examples in the
-    prompt come from NAME.train.jsonl(.gz) or else from the documents. The settings written to `temporary` must exist until
-    tasks are loaded.
+    The settings written to `temporary` must exist until tasks are loaded.
     """
     path_by_name = {path.name: str(path.resolve()) for path in sorted(Path(folder).iterdir(), reverse=True)}
     path_by_name = {name.removesuffix(".gz"): path for name, path in path_by_name.items()}
@@ -205,18 +184,9 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
     for name, entry in filed.items():
         files = {"test": path_by_name[f"{name}.jsonl"], "train": path_by_name.get(f"{name}.train.jsonl")}
         files = {split: path for split, path in files.items() if path}
-        settings = {
-            "include": str(entry.yaml_path),
-            "task": name,
-            "custom_dataset": None,
-            "dataset_path": "json",
-            "dataset_name": None,
-            "dataset_kwargs": {"data_files": files},
-            "test_split": "test",
-            "training_split": None,
-            "validation_split": None,
-            "fewshot_split": list(files)[-1],
-        }
+        settings: dict[str, Any] = {"include": str(entry.yaml_path), "task": name, "dataset_path": "json"}
+        settings |= {"dataset_kwargs": {"data_files": files}, "test_split": "test", "fewshot_split": list(files)[-1]}
+        settings |= dict.fromkeys(("custom_dataset", "dataset_name", "training_split", "validation_split"))
         file = Path(temporary, f"{name}.yaml")
         file.write_text(json.dumps(settings), encoding="utf-8")  # JSON is valid YAML
         index[name] = dataclasses.replace(entry, yaml_path=file)
@@ -224,7 +194,7 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
 
 
 def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, filed: set[str] | None) -> Requested:
-    """Load the tasks of one name, after seeding `random` and NumPy; with `filed`, only those that read files."""
+    """Load the tasks of one name; with `filed`, only those that read files."""
     random.seed(HARNESS_SEEDS[0])  # RULER generates its questions while it loads, from the global generators
     numpy.random.seed(HARNESS_SEEDS[1])
     try:
@@ -245,7 +215,7 @@ def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, filed: 
 
 
 def task_hash(task: Any) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a task's settings, except `UNHASHED_SETTINGS`, and documents."""
+    """Hash a task's settings, except `UNHASHED_SETTINGS`, and its documents."""
     settings = {key: value for key, value in dict(task.dump_config()).items() if key not in UNHASHED_SETTINGS}
     digest = hashlib.sha256()
     for content in (settings, *task.eval_docs):
@@ -254,15 +224,11 @@ def task_hash(task: Any) -> str:
 
 
 def recorded_seed(args: Any) -> int | str:
-    """Return the seed to record: `args.seed`, or the four default seeds of lm-eval joined by commas."""
     return ",".join(map(str, HARNESS_SEEDS)) if args.seed is None else args.seed
 
 
 def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any, longest: int) -> None:
-    """Run tasks that need a context of `longest` tokens on one model, and store the records after each.
-
-    All processes must call this. The training mode of the model is restored at the end.
-    """
+    """Run tasks that need a context of `longest` tokens on one model, and store the records after each."""
     accelerator = Accelerator(cpu=not torch.accelerator.is_available()) if state.num_processes > 1 else None
     device = args.device or (accelerator and str(accelerator.device))
     load_options = {"dtype": args.dtype, "device": device, **subject.load_options}
@@ -271,14 +237,11 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
         model, tokenizer = load_language_model(model, **load_options)
     was_training = model.training
     seeds = HARNESS_SEEDS if args.seed is None else (args.seed,) * 4
-    sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
-    shared_facts: dict[str, Any] = {
-        "seed": recorded_seed(args),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "revision": getattr(model.config, "_commit_hash", None),
-    }
+    shared_facts: dict[str, Any] = {"seed": recorded_seed(args), "dtype": str(model.dtype).removeprefix("torch.")}
+    shared_facts["revision"] = getattr(model.config, "_commit_hash", None)
     try:
         with quiet_harness(args.progress):
+            sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
             judge = HFLM(pretrained=model, tokenizer=tokenizer, **sizes)
         if longest > judge.max_length:  # lm-eval would truncate the text, perhaps including the answer
             expected = f"at most the {judge.max_length} tokens that the model sees, or a larger max_length"
@@ -303,9 +266,9 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
 def score(
     language_model: HFLM, requested: Requested, *, seeds: Sequence[int], facts: Mapping[str, Any]
 ) -> list[Result]:
-    """Run lm-eval on the tasks of one name with its four `seeds`: for Python, NumPy, torch, and the choice of examples.
+    """Run lm-eval on the tasks of one name, and return the records, which share `facts`, on the first process.
 
-    Return the records, which share the fields `facts`, on the first process, and an empty list on others.
+    Its four `seeds` are for Python, NumPy, torch, and the choice of examples.
     """
     random.seed(seeds[0])
     numpy.random.seed(seeds[1])
@@ -318,43 +281,38 @@ def score(
         return []
     seconds = round(time.perf_counter() - started, 3)
     facts = {**facts, "seconds": seconds, "window": language_model.max_length}
-    return [record for name in requested.scored for record in _records(raw, name, requested.scored[name], facts)]
-
-
-def _records(raw: Mapping[str, Any], name: str, scored: tuple[str, int], facts: Mapping[str, Any]) -> Iterator[Result]:
-    """Yield the records of one task or group from lm-eval's results.
-
-    RULER writes -1 for lengths that were not requested; these are left out.
-    """
-    values = raw["results"][name]
-    for key, value in values.items():
-        metric, comma, filter_name = key.partition(",")
-        if not comma or metric.endswith("_stderr") or (metric.isdecimal() and value == -1):
-            continue
-        stderr = finite(values.get(f"{metric}_stderr,{filter_name}"))
-        samples = [sample for sample in raw["samples"].get(name, ()) if metric in sample]
-        if stderr is None and metric in RATIO_METRICS and samples:
-            stderr = ratio_stderr(metric, [sample[metric] for sample in samples])
-        yield Result(
-            task=name,
-            metric=metric if filter_name == "none" else key,
-            value=finite(value),
-            stderr=stderr,
-            higher_is_better=raw["higher_is_better"].get(name, {}).get(metric),
-            shots=scored[1],
-            samples=len(samples) or int(values.get("sample_len") or 0),
-            task_version=str(raw["versions"].get(name)),
-            task_hash=scored[0],
-            **facts,
-        )
+    records = []
+    for name, (hash_of_task, shots) in requested.scored.items():
+        values = raw["results"][name]
+        for key, value in values.items():
+            metric, comma, filter_name = key.partition(",")
+            # RULER writes -1 for lengths that were not requested.
+            if not comma or metric.endswith("_stderr") or (metric.isdecimal() and value == -1):
+                continue
+            stderr = finite(values.get(f"{metric}_stderr,{filter_name}"))
+            samples = [sample for sample in raw["samples"].get(name, ()) if metric in sample]
+            if stderr is None and metric in RATIO_METRICS and samples:
+                stderr = ratio_stderr(metric, [sample[metric] for sample in samples])
+            record = Result(
+                task=name,
+                metric=metric if filter_name == "none" else key,
+                value=finite(value),
+                stderr=stderr,
+                higher_is_better=raw["higher_is_better"].get(name, {}).get(metric),
+                shots=shots,
+                samples=len(samples) or int(values.get("sample_len") or 0),
+                task_version=str(raw["versions"].get(name)),
+                task_hash=hash_of_task,
+                **facts,
+            )
+            records.append(record)
+    return records
 
 
 def ratio_stderr(metric: str, pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the standard error of a metric of sum(loglikelihood) / sum(size), for which lm-eval computes none.
+    """Return the standard error of a metric of r = sum(loglikelihood) / sum(size), for which lm-eval computes none.
 
-    For n documents with loglikelihoods l_i in nats and sizes w_i in bytes or words, the linearized error of the ratio r =
-    sum l_i / sum w_i is sqrt(n / (n - 1) * sum (l_i - r w_i)^2) / sum w_i. It is multiplied by the slope of the metric at
-    r; None if there are fewer than two documents or it is not finite.
+    That of r, linearized, is sqrt(n / (n - 1) * sum (l_i - r w_i)^2) / sum w_i. None for fewer than two documents.
     """
     total = sum(size for _, size in pairs)
     if len(pairs) < 2 or total <= 0:
@@ -367,7 +325,7 @@ def ratio_stderr(metric: str, pairs: Sequence[tuple[float, float]]) -> float | N
 
 @contextlib.contextmanager
 def quiet_harness(progress: bool) -> Iterator[None]:
-    """Context manager that hides lm-eval's log messages below errors and, without `progress`, all output on stderr."""
+    """Hide lm-eval's log messages below errors and, without `progress`, all output on stderr."""
     harness = logging.getLogger("lm_eval")
     level = harness.level
     harness.setLevel(logging.ERROR)

@@ -29,7 +29,8 @@ OBJECTS = tuple(
     quarry ribbon saddle tunnel umbrella valley window yard bridge castle desert forest harbor lantern meadow
     river""".split()  # noqa: SIM905
 )
-CODE, LOOKUP = ("The code of the {} is", ".\n"), ("- {}", "\n")  # beginning and end of a line, around its answer
+# Kind of fact -> beginning and end of its line, around the answer.
+LINES = {"codes": ("The code of the {} is", ".\n"), "lookups": ("- {}", "\n")}
 # Words are the last NUM_WORDS of the first NUM_FREQUENT_WORDS of a vocabulary: familiar, yet rare in the text.
 NUM_FREQUENT_WORDS, NUM_WORDS, MIN_WORDS = 400, 120, 8
 NUM_EXAMPLES = 3  # lookups that are repeated before a question, to show what is asked
@@ -68,9 +69,8 @@ CHOICE = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_
 WRITING_LIMITS = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS}
 WRITING = {"output_type": "generate_until", "doc_to_target": "target", "generation_kwargs": WRITING_LIMITS}
 LIKELIEST = {"output_type": "loglikelihood", "doc_to_target": "target"}
-TASKS: dict[
-    str, tuple[str, str, str, dict[str, Any]]
-] = {  # kind of facts, scoring function, metric, settings of lm-eval
+# Name -> kind of facts, scoring function, metric, settings of lm-eval.
+TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "codes_recall": ("codes", "choice", "acc", CHOICE),
     "codes_generation": ("codes", "answer", "exact_match", WRITING),
     "lookups_recall": ("lookups", "greedy", "acc", LIKELIEST),
@@ -88,14 +88,7 @@ class Question(NamedTuple):
 
 
 def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
-    """Choose names and values of lookups: lowercase words that are one token with the space before them.
-
-    Returns:
-        (names, values), disjoint lists of words without the space, in an order that depends only on the tokenizer.
-
-    Raises:
-        ValueError: The tokenizer has too few such words.
-    """
+    """Choose (names, values) of lookups, disjoint: lowercase words that are one token with the space before them."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     words = [token[1:] for token, _ in tokens if re.fullmatch("[Ġ▁][a-z]{3,}", token)]
     words = words[:NUM_FREQUENT_WORDS][-NUM_WORDS:]
@@ -106,7 +99,6 @@ def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
 
 
 def filler_lines(text: str | None) -> list[str]:
-    """Return the lines of a text, wrapped if they are long, or those of the filler."""
     lines = [part for line in (text or "").splitlines() for part in textwrap.wrap(line, LINE_WIDTH)]
     return [f"{line}\n" for line in lines or NOISE]
 
@@ -115,19 +107,10 @@ def make_text(
     tokenizer: Any, lines: Sequence[str], length: int, facts: Sequence[tuple[str, float]], rng: random.Random, *,
     examples: Mapping[str, int], reserve: int = 0,
 ) -> tuple[str, list[Question]]:  # fmt: skip
-    """Make a text with facts, and a question about each of them.
+    """Make a text of `lines` with facts, and a question about each: together at most `length` tokens less `reserve`.
 
-    Args:
-        tokenizer: A transformers tokenizer, which defines lengths in tokens.
-        lines: The lines between which the facts stand, with their ends; see `filler_lines`.
-        length: Largest number of tokens of text and question, with `reserve` more for an answer.
-        facts: For each fact its kind, "codes" or "lookups", and its place in percent of the text, in ascending order.
-        rng: Random number generator.
-        examples: By kind, how many other facts are repeated before a question.
-        reserve: See `length`.
-
-    Raises:
-        ValueError: `length` is too short for the facts, or the tokenizer has too few words.
+    A fact is its kind, "codes" or "lookups", and its place in percent of the text, in ascending order. `examples` are, by
+    kind, how many other facts are repeated before a question.
     """
 
     def count(text: str) -> int:
@@ -161,15 +144,11 @@ def make_text(
         if count("".join(pieces)) <= room:
             break
         filler.pop()  # tokens of a line can be more behind another line
-    pairs = zip(ends, questions, strict=True)
-    questions_with_ends = [
-        Question(kind, end, prompt, answer, choices) for end, (kind, prompt, answer, choices) in pairs
-    ]
-    return "".join(pieces), questions_with_ends
+    return "".join(pieces), [Question(x[0], end, *x[1:]) for end, x in zip(ends, questions, strict=True)]
 
 
 def _make_statements(tokenizer: Any, kinds: Sequence[str], rng: random.Random) -> list[tuple[str, str, str, str]]:
-    """Return random facts: for each its kind, and the beginning, the answer, and the end of its line."""
+    """Return for each fact its kind, and the beginning, the answer, and the end of its line."""
     num_codes, num_lookups = (kinds.count(kind) for kind in ("codes", "lookups"))
     codes = zip(rng.sample(OBJECTS, num_codes), rng.sample(range(1000, 10_000), num_codes), strict=True)
     names, values = choose_words(tokenizer) if num_lookups else ([], [])
@@ -177,12 +156,8 @@ def _make_statements(tokenizer: Any, kinds: Sequence[str], rng: random.Random) -
         raise ValueError(f"tokenizer: got {len(names)} names for lookups, expected at least {num_lookups}.")
     values = rng.sample(values, num_lookups) if num_lookups <= len(values) else rng.choices(values, k=num_lookups)
     pairs = {"codes": codes, "lookups": zip(rng.sample(names, num_lookups), values, strict=True)}
-    forms = {"codes": CODE, "lookups": LOOKUP}
-    statements = []
-    for kind in kinds:
-        name, answer = next(pairs[kind])
-        statements.append((kind, forms[kind][0].format(name), f" {answer}", forms[kind][1]))
-    return statements
+    chosen = [(kind, *LINES[kind], *next(pairs[kind])) for kind in kinds]
+    return [(kind, start.format(name), f" {answer}", end) for kind, start, end, name, answer in chosen]
 
 
 def make_recall(
@@ -227,22 +202,15 @@ def make_recall(
 
 
 def write_task(folder: Path, name: str, task: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the documents of a task, one of `TASKS`, and its settings, which use no templates."""
+    """Write the documents of a task, one of `TASKS`, and its settings."""
     _, scoring, metric, settings = TASKS[task]
     documents = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
     (folder / f"{name}.jsonl").write_text(documents, encoding="utf-8")
     metrics = [metric, *(f"{metric}_back_{back}" for back in sorted({row["back"] for row in rows}))]
-    content = {
-        "task": name,
-        "dataset_kwargs": {"file": f"{name}.jsonl"},
-        "test_split": "test",
-        "num_fewshot": 0,
-        "target_delimiter": "",
-        "doc_to_text": "context",
-        **settings,
-        "metric_list": [{"metric": x, "aggregation": "mean", "higher_is_better": True} for x in metrics],
-        "metadata": {"version": 1.0},
-    }
+    content = {"task": name, "dataset_kwargs": {"file": f"{name}.jsonl"}, "test_split": "test", "num_fewshot": 0}
+    content |= {"target_delimiter": "", "doc_to_text": "context", **settings}
+    content["metric_list"] = [{"metric": x, "aggregation": "mean", "higher_is_better": True} for x in metrics]
+    content["metadata"] = {"version": 1.0}
     functions = f"custom_dataset: !function local_data.load\nprocess_results: !function local_data.{scoring}\n"
     text = functions + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     (folder / f"{name}.yaml").write_text(text, encoding="utf-8")

@@ -1,8 +1,4 @@
-"""Records of scores, the results file of a model, and tables and plots that compare models.
-
-All published scores (tables, cards, README) are read from `results.json` in the model's folder. Each record holds what is
-needed to assess and repeat the measurement: versions, hardware, command, and date.
-"""
+"""Records of scores, the results file of a model (results.json), and tables and plots that compare models."""
 
 import dataclasses
 import itertools
@@ -38,65 +34,38 @@ FINITE = checked_field(lambda value: finite(value) is not None, "a finite number
 
 @checked
 class Result:
-    """One score of one model, with its provenance.
-
-    Args:
-        task: Name of the task, as the harness gives it.
-        metric: Name of the metric, as the harness gives it. A filter other than "none" is appended
-            ("exact_match,strict").
-        value: The score; None if it was not finite.
-        stderr: Standard error of the score; None if the metric has none or it was not finite.
-        higher_is_better: Whether higher scores are better; None if the harness does not specify it.
-        shots: Number of examples in the prompt.
-        samples: Number of documents, images or videos scored.
-        limit: The limit of the run, as the user gave it; None for the whole task.
-        task_version: Version of the task.
-        task_hash: Hash of the task's definition and data. If it changes, the score counts as missing.
-        model: The model's name, as the user gave it.
-        revision: Commit on the Hub; None for a local folder.
-        fingerprint: Fingerprint of the weights.
-        versions: Dict from library to version.
-        commit: Git commit of this package, or its version if it was installed without git.
-        dtype: Dtype of the parameters.
-        hardware: Description of CPU and GPU in one line.
-        seed: The seed, or the harness's list of seeds as text.
-        command: Shell command that repeats the measurement.
-        date: Date and time of the measurement in UTC, ISO 8601.
-        seconds: Duration of the measurement of the task.
-        window: Context length of the model in tokens, for lm-eval tasks; None for others.
-    """
+    """One score of one model, with its provenance."""
 
     task: str
-    metric: str
-    value: Number | None = dataclasses.field(metadata=FINITE)
+    metric: str  # as the harness gives it, with its filter unless that is "none": "exact_match,strict"
+    value: Number | None = dataclasses.field(metadata=FINITE)  # None if it was not finite
     stderr: Number | None = dataclasses.field(metadata=FINITE)
     higher_is_better: bool | None
-    shots: int
-    samples: int
-    limit: Number | None
+    shots: int  # examples in the prompt
+    samples: int  # documents, images or videos
+    limit: Number | None  # None for the whole task
     task_version: str
-    task_hash: str
+    task_hash: str  # of the task's definition and data; if it changes, the score counts as missing
     model: str
-    revision: str | None
-    fingerprint: str
-    versions: dict
-    commit: str
-    dtype: str
+    revision: str | None  # commit on the Hub
+    fingerprint: str  # of the weights
+    versions: dict  # of libraries
+    commit: str  # of this package, or its version
+    dtype: str  # of the parameters
     hardware: str
-    seed: int | str
-    command: str
-    date: str
+    seed: int | str  # or the harness's seeds as text
+    command: str  # that repeats the measurement
+    date: str  # UTC, ISO 8601
     seconds: Number | None = None
-    window: int | None = None
+    window: int | None = None  # context length in tokens, for lm-eval tasks
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The tuple (task, metric, shots, limit, samples), which is the same when a score is measured again."""
+        """What is the same when a score is measured again."""
         return (self.task, self.metric, self.shots, self.limit, self.samples)
 
     @classmethod
     def from_dict(cls, values: Any) -> "Result":
-        """Create a record from its JSON form. Raise ValueError if a field is unknown, missing, or of the wrong type."""
         return read_settings(cls, values, "result: ")
 
 
@@ -105,7 +74,7 @@ class Results(list[Result]):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Results":
-        """Read a results file, or results.json in a folder; there are no records if it does not exist."""
+        """Read a results file, or results.json in a folder; without one there are no records."""
         path = results_path(path)
         if not path.exists():
             return cls()
@@ -139,7 +108,6 @@ class Results(list[Result]):
         return max(matches, key=lambda record: record.samples, default=None)
 
     def write(self, path: str | Path) -> Path:
-        """Write all records to `path`, a .json file or an existing folder, and return the path of the file."""
         content = {"format_version": FORMAT_VERSION, "results": [dataclasses.asdict(record) for record in self]}
         return write_json(results_path(path), content)
 
@@ -158,16 +126,15 @@ def format_score(value: float | None, stderr: float | None = None, places: int =
 
 
 def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", short: bool = False) -> str:
-    """Render scores as "text" or "markdown": task, metric (with ↑ or ↓), shots, samples, and one column per model.
+    """Render scores as "text" or "markdown", one column per model.
 
-    If `short`, round to three decimals instead of four, and omit errors of 0, and the column of shots if all of them are
-    0.
+    `short` gives three decimals instead of four, and omits errors of 0, and the column of shots if all of them are 0.
     """
     by_model = {name: {record.identity: record for record in records} for name, records in models.items()}
     by_identity = {identity: record for records in reversed(by_model.values()) for identity, record in records.items()}
     rows = [["task", "metric", "shots", "samples", *models]]
     places = 3 if short else 4
-    for identity in sorted(by_identity, key=_natural_sort_key):
+    for identity in sorted(by_identity, key=natural_sort_key):
         record = by_identity[identity]
         samples = f"{record.samples}" if record.limit is None else f"{record.samples} (limit)"
         row = [record.task, record.metric + ARROWS[record.higher_is_better], str(record.shots), samples]
@@ -180,8 +147,8 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
     return render_rows(rows[0], rows[1:], style)
 
 
-def _natural_sort_key(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
-    """Return a sort key that compares numbers by value, so that acc_back_64 precedes acc_back_128."""
+def natural_sort_key(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
+    """Compare numbers by value, so that acc_back_64 precedes acc_back_128."""
     parts = re.split(r"(\d+)", " ".join(map(str, identity)))
     return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
 
@@ -191,8 +158,7 @@ def compute_paper_values(
 ) -> dict[str, tuple[float, float | None]]:
     """Return {label: (value, standard error or None)} of a recipe's columns for one model, where there is a score.
 
-    A column is {"task", "metric", "percent", "higher_is_better"}, or {"mean_of": labels}. A mean needs all of its columns;
-    its standard error assumes that they are independent, and is None if one of theirs is.
+    A column is {"task", "metric", "percent", "higher_is_better"}, or {"mean_of": labels}, which needs all of them.
     """
     scores: dict[Any, Any] = {
         (r.task, r.metric): (r.value, r.stderr) for r in reversed(list(records)) if r.value is not None
@@ -203,7 +169,7 @@ def compute_paper_values(
             scale = 100 if column.get("percent") else 1
             values_by_label[label] = tuple(number and scale * number for number in score)
     for label, column in columns.items():
-        averaged = column.get("mean_of", [])
+        averaged = column.get("mean_of")
         if averaged and all(name in values_by_label for name in averaged):
             values, errors = zip(*(values_by_label[name] for name in averaged), strict=True)
             error = None if None in errors else math.hypot(*errors) / len(averaged)
@@ -228,77 +194,61 @@ class Comparison(dict[str, Results]):
 
     def paper_table(self, style: str = "text") -> str:
         """Render the recipe's columns in the paper's layout, one row per model; "" if no column has a value."""
-        by_model = {name: compute_paper_values(records, self.columns) for name, records in self.items()}
-        if not any(by_model.values()):
-            return ""
-        rows = [
-            [name, *(format_score(*values[label], places=2) if label in values else "" for label in self.columns)]
-            for name, values in by_model.items()
-        ]
-        return render_rows(["model", *(_add_arrow(label, self.columns) for label in self.columns)], rows, style, left=1)
+        rows = []
+        for name, records in self.items():
+            values = compute_paper_values(records, self.columns)
+            cells = (format_score(*values[label], places=2) if label in values else "" for label in self.columns)
+            rows.append([name, *cells])
+        header = ["model", *(_add_arrow(label, self.columns) for label in self.columns)]
+        return render_rows(header, rows, style, left=1) if any(any(row[1:]) for row in rows) else ""
 
     def plot(self, path: str | Path) -> Path:
-        """Plot the scores to a PNG file.
+        """Plot the scores to a PNG file, and return its path.
 
-        There is one panel per column of the recipe, or per score if no column has a value. In each of these panels, every
-        model is a point with its standard error. Recall by depth and speed by length have their own panels, with one curve
-        per model.
-
-        Args:
-            path: The file to write.
-
-        Returns:
-            `path`.
-
-        Raises:
-            ValueError: There is no score to plot.
+        There is one panel per column of the recipe, or per score if no column has a value, with a point per model. Recall
+        by depth and speed by length have panels with curves. ValueError: there is no score to plot.
         """
+        columns = {name: compute_paper_values(records, self.columns) for name, records in self.items()}
+        # Title -> model -> (position on a curve or None, value, standard error) of each point.
         points: dict[str, Any] = {}
-        all_points: dict[str, Any] = {}
         curves: dict[str, Any] = {}
         for name, records in self.items():
-            for label, score in compute_paper_values(records, self.columns).items():
-                points.setdefault(_add_arrow(label, self.columns), {})[name] = score
+            for label, score in columns[name].items():
+                points.setdefault(_add_arrow(label, self.columns), {})[name] = [(None, *score)]
             for record in records:
-                if record.value is None:
-                    continue
                 metric, separator, position = record.metric.rpartition("_" if record.task == SPEED else "_back_")
-                if separator and position.isdecimal():
+                if record.value is not None and separator and position.isdecimal():
                     title = f"{record.task}\n{metric}, by {'length ↓' if record.task == SPEED else 'depth'}"
-                    line = curves.setdefault(title, {}).setdefault(name, [])
-                    line.append((int(position), record.value, record.stderr or 0.0))
-                else:
+                    curve = curves.setdefault(title, {}).setdefault(name, [])
+                    curve.append((int(position), record.value, record.stderr or 0.0))
+                elif record.value is not None and not any(columns.values()):
                     shots = f", {record.shots} shots" if record.shots else ""
                     title = f"{record.task}\n{record.metric}{shots}{ARROWS[record.higher_is_better]}"
-                    all_points.setdefault(title, {})[name] = (record.value, record.stderr)
-        points = points or all_points
-        if not points and not curves:
+                    points.setdefault(title, {})[name] = [(None, record.value, record.stderr)]
+        panels = [*points.items(), *curves.items()]
+        if not panels:
             raise ValueError("plot: got no score, expected at least one.")
         colors = dict(zip(self, itertools.cycle(PALETTE), strict=False))
-        panels: list[Any] = [(_draw_points, *panel) for panel in points.items()]
-        panels += [(_draw_curves, *panel) for panel in curves.items()]
         num_columns = min(4, len(panels))
         num_rows = math.ceil(len(panels) / 4)
         size = (3.4 * num_columns + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * num_rows + 0.5)
         with drawing(path, num_rows, num_columns, figsize=size) as (_, grid):
             for cell in grid.flat[len(panels) :]:
                 cell.set_visible(False)
-            for cell, (draw, title, values) in zip(grid.flat, panels, strict=False):
-                draw(cell, title, values, colors)
+            for cell, (title, values) in zip(grid.flat, panels, strict=False):
+                (_draw_curves if title in curves else _draw_points)(cell, title, values, colors)
                 cell.set_title(title, fontsize=9.5)
         return Path(path)
 
 
 def _add_arrow(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the label of a column with an arrow toward better values, or without one if "higher_is_better" is None."""
     return label + ARROWS[columns[label].get("higher_is_better", True)]
 
 
 def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | None:
     """Return times and cache sizes for a card, from the records of "softmax" and "mhla"; None if not timed together.
 
-    The dict has "rows" (of "what", "length", "softmax_ms", "mhla_ms", and the same in "mib"), "hardware", "versions",
-    "seed", and "command".
+    Its "rows" have "what", "length", "softmax_ms", "mhla_ms", and the same in "mib".
     """
     tables: dict[str, Any] = {}  # by task_hash, which is equal for models that were timed together
     for attention, records in columns.items():
@@ -319,12 +269,9 @@ def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | N
     return None
 
 
-def _draw_points(
-    axes: Any, title: str, values: Mapping[str, tuple[float, float | None]], colors: Mapping[str, str]
-) -> None:
-    """Draw one point with its standard error per model."""
+def _draw_points(axes: Any, title: str, values: Mapping[str, Any], colors: Mapping[str, str]) -> None:
     label = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-    for name, (value, error) in values.items():
+    for name, [(_, value, error)] in values.items():
         row = list(colors).index(name)
         axes.errorbar(value, row, xerr=error, fmt="o", color=colors[name], markersize=6, capsize=3, linewidth=1.6)
         axes.annotate(f"{value:.4g}", (value, row), **label)
@@ -334,10 +281,7 @@ def _draw_points(
     axes.margins(x=0.2)
 
 
-def _draw_curves(
-    axes: Any, title: str, lines: Mapping[str, Sequence[tuple[int, float, float]]], colors: Mapping[str, str]
-) -> None:
-    """Draw one curve of (position, value, standard error) per model."""
+def _draw_curves(axes: Any, title: str, lines: Mapping[str, Any], colors: Mapping[str, str]) -> None:
     for name, points in lines.items():
         positions, values, errors = zip(*sorted(points), strict=True)
         style = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}

@@ -191,8 +191,8 @@ def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, A
         tasks = list(dict.fromkeys(name.strip() for name in tasks))
     if recipe is None:
         if not tasks:
-            expected = f"names, or a recipe: {', '.join(recipe_names())}"
-            raise ValueError(f"tasks: got {tasks} without a recipe, expected {expected}.")
+            names = ", ".join(recipe_names())
+            raise ValueError(f"tasks: got {tasks} without a recipe, expected names, or a recipe: {names}.")
         if settings:
             raise ValueError(f"settings: got {settings!r} without a recipe, expected a recipe, too.")
         return ScoreRecipe("language", dict.fromkeys(tasks))

@@ -1,6 +1,6 @@
 """Time language models by context length, and count the bytes of their caches: recipes of kind "speed".
 
-The models of a call take turns, and the fastest round of each counts: other load on the machine affects all of them alike.
+The models of a call take turns, so that other load affects all of them alike, and the fastest round of each counts.
 """
 
 import time
@@ -113,7 +113,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 def clock(device: torch.device | str) -> float:
-    """Return `time.perf_counter()` in seconds, on CUDA after waiting for all work on the device."""
+    """Return the time in seconds, on CUDA after all work on the device."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

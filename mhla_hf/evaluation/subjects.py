@@ -1,12 +1,8 @@
 """Models to evaluate: folders, Hub ids and loaded objects, each checked, named and fingerprinted before it is loaded.
 
-A fingerprint covers everything that determines a model's outputs, so that scores cannot be attributed to other weights.
-Scores are stored in the model's results file, and a score for the same task and protocol is not measured again.
-
-For pipelines, this module also generates the images and videos that are scored. Every sample has its own seed and file, and
-batches whose files all exist are not generated again. Batches are cut from the whole plan, not from the missing samples, and
-the global random generator is seeded per batch (DDPM draws from it). Therefore a run that was interrupted gives the same
-files as one that was not, on any number of processes.
+For pipelines, this module also generates the images and videos that are scored. Batches are cut from the whole plan, not
+from the missing samples, and every sample has its seed, as has each batch (DDPM draws from the global generator). Therefore
+a run that was interrupted gives the same files as one that was not, on any number of processes.
 """
 
 import contextlib
@@ -18,7 +14,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import HfApi
@@ -37,48 +33,40 @@ IDENTITY = "samples.json"
 
 @dataclasses.dataclass
 class Subject:
-    """One model to evaluate, and its scores. Its results file is `target`, None to write none.
-
-    `dtype` is that of the parameters, such as "float32"; "auto" for a model on the Hub if `args.dtype` is "auto".
-    """
+    """One model to evaluate, and its scores."""
 
     name: str
     source: Any
     fingerprint: str
-    dtype: str
-    target: Path | None
+    dtype: str  # of the parameters; may be "auto" for a model on the Hub
+    target: Path | None  # its results file
     args: Any
 
     @property
     def loaded(self) -> bool:
-        """Whether `source` is an object in memory."""
         return not isinstance(self.source, (str, Path))
 
     @property
     def load_options(self) -> dict[str, Any]:
-        """Keyword arguments for loading the model. The revision of a Hub model is the commit in its fingerprint."""
+        """Arguments for loading the model; the revision of a Hub model is the commit in its fingerprint."""
         origin, _, commit = self.fingerprint.partition(":")
         return {"revision": commit if origin == "hub" else None, "trust_remote_code": self.args.trust_remote_code}
 
     @functools.cached_property
     def kept(self) -> Results:
-        """The stored scores of these weights, read on first use. `knows` decides whether a score can be reused."""
+        """The stored scores of these weights; `knows` decides whether a score can be reused."""
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
         if stored and not self.args.force:
             logger.info("%s: the scores in %s are read, not run again", self.name, self.target)
         return stored
 
     def knows(self, task: str, metric: str, task_hash: str) -> bool:
-        """Return whether a score with the same protocol, limit, seed, and dtype is kept; with `force`, return False."""
         key = (task, metric, task_hash, self.args.limit, self.args.seed or 0, self.dtype)
         kept_keys = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
         return not self.args.force and key in kept_keys
 
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
-        """Add newly measured records to the known scores and, if there is one, to the results file; see `Results.merge`.
-
-        If there is a file, records of other weights are removed from it, and a message is logged.
-        """
+        """Add new records to the known scores and to the results file, from which those of other weights go."""
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
             stored = Results.read(self.target).of(self.fingerprint)
@@ -87,7 +75,7 @@ class Subject:
             logger.info("%s: the scores of %s are stored in %s", self.name, tasks, self.target)
 
     def provenance(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
-        """Return the fields of a `Result` about run, model, and limit; the recorded command repeats `task`."""
+        """Return the fields of a `Result` about run, model, and limit."""
         return {
             **describe_run(self.args.command or format_command([self], task), device),
             "model": self.name if self.loaded else shorten_path(self.source),
@@ -98,18 +86,10 @@ class Subject:
         }
 
     def store_scores(
-        self,
-        task: str,
-        scores: Mapping[str, tuple[Any, ...]],
-        task_hash: str,
-        started: float,
-        device: torch.device | str,
-        keep_other_sample_counts: bool = False,
-    ) -> None:
-        """Store {metric: (value, standard error, higher is better, samples)} of metrics that this package implements.
-
-        `started` is `time.perf_counter()` at the start of the measurement.
-        """
+        self, task: str, scores: Mapping[str, tuple[Any, ...]], task_hash: str, started: float,
+        device: torch.device | str, keep_other_sample_counts: bool = False,
+    ) -> None:  # fmt: skip
+        """Store {metric: (value, standard error, higher is better, samples)} of our own metrics."""
         facts = {**self.provenance(device), "task": task, "task_hash": task_hash, "task_version": VERSION}
         facts |= {"shots": 0, "seed": self.args.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
         names = ("value", "stderr", "higher_is_better", "samples")
@@ -143,8 +123,7 @@ def list_paths(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
 def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subject]:
     """Check and name the models passed to `evaluate`, without loading them.
 
-    A folder is named after its last component, or after the last two if several folders have the same last one. A Hub id is
-    its own name, and a loaded model is named after its class.
+    A folder is named after its last component, or its last two if they share that; a loaded model after its class.
     """
     if not isinstance(models, dict):
         model_list = models if isinstance(models, (list, tuple)) else [models]
@@ -173,7 +152,7 @@ def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subjec
 
 
 def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
-    """Check a model and its results file; `target` is None for the one in the model's folder, if it has one."""
+    """Check a model and its results file; without `target`, that is the one in the model's folder."""
     dtype = args.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
@@ -202,7 +181,7 @@ def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipelin
 
 
 def shorten_path(path: Any) -> str:
-    """Return a path relative to the working folder, or only its name if outside; what does not exist is unchanged."""
+    """Return a path relative to the working folder, or its name if it is outside; others as they are."""
     if not Path(path).exists():
         return str(path)
     resolved, here = Path(path).resolve(), Path.cwd().resolve()
@@ -211,11 +190,7 @@ def shorten_path(path: Any) -> str:
 
 @contextlib.contextmanager
 def joined_processes() -> Iterator[Any]:
-    """Context manager that yields Accelerate's `PartialState`, and without an error waits for all processes at the end.
-
-    A state that it created for one process is reset: processes forked later would inherit it, and each act as the only
-    one.
-    """
+    """Yield Accelerate's `PartialState`; one made here for one process is reset, because forks would inherit it."""
     from accelerate import PartialState
 
     fresh = not PartialState._shared_state
@@ -229,18 +204,17 @@ def joined_processes() -> Iterator[Any]:
 
 
 def broadcast_scores(subject: Subject, state: Any) -> None:
-    """Set `subject.kept` in all processes to its value in the main process. All processes must call this."""
+    """Set `subject.kept` to its value in the main process. All processes must call this."""
     from accelerate.utils import broadcast_object_list
 
     subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One file to generate: its name relative to the folder, its class label (int), prompt (str) or None, and its seed."""
+class Sample(NamedTuple):
+    """One file to generate."""
 
     name: str
-    condition: Any
+    condition: Any  # class label, prompt, or None
     seed: int
 
 
@@ -250,10 +224,7 @@ def seed_of_sample(seed: int, index: int) -> int:
 
 
 class PipelineJudge:
-    """Generates the samples of one pipeline under a protocol; subclasses score them.
-
-    All processes must create it, since its constructor sends the known scores of the main process to the others.
-    """
+    """Generates the samples of one pipeline; subclasses score them. All processes must create it, and call `make`."""
 
     def __init__(self, subject: Subject, protocol: Any, state: Any) -> None:
         self.subject, self.protocol, self.state = subject, protocol, state
@@ -265,31 +236,18 @@ class PipelineJudge:
         self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # this model's samples
         broadcast_scores(subject, state)
 
-    @functools.cached_property
-    def pipeline(self) -> Any:
-        """The pipeline, loaded on first use. A pipeline that was passed as an object stays on its device."""
-        if self.subject.loaded:
-            return self.subject.source
-        options = {"dtype": self.subject.dtype, "device": self.device, **self.subject.load_options}
-        return load_pipeline(self.subject.source, **options)
-
     def make(
-        self,
-        folder: Path,
-        plan: Sequence[Sample],
-        identity: dict[str, Any],
-        sampling: Mapping[str, Any],
-        save: Callable[[Any, Path], object],
-        *,
-        batch_size: int,
-        label: str,
-    ) -> None:
-        """Generate the samples of a plan, except for batches whose files all exist. All processes must call this.
+        self, folder: Path, plan: Sequence[Sample], identity: dict[str, Any], sampling: Mapping[str, Any],
+        save: Callable[[Any, Path], object], *, batch_size: int, label: str,
+    ) -> None:  # fmt: skip
+        """Generate the samples of a plan, except for batches whose files all exist.
 
-        `identity` is what determines the samples, as JSON, except weights, dtype, and `sampling`, the arguments of the
-        pipeline. torch's global random generator is seeded for each batch.
+        `identity` is what determines them beside weights, dtype, and the pipeline's arguments `sampling`.
         """
-        pipeline, state = self.pipeline, self.state
+        pipeline, state = self.subject.source, self.state
+        if not self.subject.loaded:
+            options = {"dtype": self.subject.dtype, "device": self.device, **self.subject.load_options}
+            pipeline = load_pipeline(pipeline, **options)
         argument = {int: "class_labels", str: "prompt", type(None): None}[type(plan[0].condition)]
         if argument is not None and argument not in inspect.signature(pipeline.__call__).parameters:
             raise ValueError(f"models: got {type(pipeline).__name__}, expected a pipeline that takes {argument}.")

@@ -1,8 +1,7 @@
 """Score video pipelines with VBench 0.1.5, following its protocol.
 
-Videos are named as VBench requires, `<prompt>-<index>.mp4`, and generated resumably and on several processes. vbench needs
-old versions of its libraries, so it runs in a separate interpreter, the recipe's `python`, and its prompts are read from
-there. Totals are computed only if all dimensions have scores (VBench's own script counts a missing one as zero).
+vbench needs old versions of its libraries, so it runs in a separate interpreter, the recipe's `python`. Totals are computed
+only if all dimensions have scores (VBench's own script counts a missing one as zero).
 """
 
 import dataclasses
@@ -113,7 +112,7 @@ def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
 
 
 class Bench:
-    """vbench in another Python interpreter (a path or a command), with its version, its prompts, and their file's hash."""
+    """vbench in another Python interpreter (a path or a command)."""
 
     def __init__(self, python: str | Path | None) -> None:
         executable = python and shutil.which(str(Path(python).absolute() if Path(python).is_file() else python))
@@ -125,7 +124,7 @@ class Bench:
         self.sha256 = hash_file(path)
 
     def run(self, source: str, *arguments: object) -> str:
-        """Run Python source without the PYTHON* environment variables, and return its stdout."""
+        """Run Python source without our PYTHON* variables, and return its stdout."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [self.python, "-c", source, *map(str, arguments)]
         with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as folder:
@@ -137,8 +136,6 @@ class Bench:
 
 
 class _Judge(PipelineJudge):
-    """Scores one pipeline on VBench."""
-
     def __init__(self, subject: Subject, protocol: Any, state: Any, bench: Bench) -> None:
         super().__init__(subject, protocol, state)
         self.bench = bench
@@ -149,7 +146,7 @@ class _Judge(PipelineJudge):
         return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.args.limit]
 
     def run(self) -> Results:
-        """Return all requested scores and totals, after measuring those that are not known. All processes must call this."""
+        """Return all requested scores and totals, after measuring those that are not known."""
         dimensions = self.args.recipe.tasks
         missing = [name for name in dimensions if not self.subject.knows(TASK, name, self.hash)]
         if missing:
@@ -158,12 +155,12 @@ class _Judge(PipelineJudge):
             for number, dimension in enumerate(missing, 1):
                 logger.info("%s: %s (%d of %d)", self.subject.name, dimension, number, len(missing))
                 self._judge(dimension)
-            self._keep_totals()
+            self._store_totals()
         requested = {(TASK, name, self.args.limit) for name in (*dimensions, *TOTALS)}
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.limit) in requested)
 
     def _make(self, dimensions: Sequence[str]) -> None:
-        """Generate the videos of all prompts of these dimensions. All processes must call this."""
+        """Generate the videos of all prompts of these dimensions."""
         needed = {entry["prompt_en"] for dimension in dimensions for entry in self.entries(dimension)}
         prompts = dict.fromkeys(entry["prompt_en"] for entry in self.bench.prompts)
         plan = [
@@ -178,7 +175,6 @@ class _Judge(PipelineJudge):
         self.make(self.folder / TASK, plan, identity, sampling, save, batch_size=1, label=label)
 
     def _judge(self, dimension: str) -> None:
-        """Score the videos in one dimension, and store the score."""
         started = time.perf_counter()
         entries = self.entries(dimension)
         names = [f"{entry['prompt_en']}-{i}.mp4" for entry in entries for i in range(self.protocol.videos)]
@@ -200,21 +196,20 @@ class _Judge(PipelineJudge):
         numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
         is_mean = len(numbers) == len(values) > 1 and abs(statistics.fmean(numbers) - average) <= 1e-6
         error = statistics.stdev(numbers) / len(numbers) ** 0.5 if is_mean else None
-        self.subject.store_scores(
-            TASK, {dimension: (average, error, True, len(values))}, self.hash, started, self.device
-        )
+        scores = {dimension: (average, error, True, len(values))}
+        self.subject.store_scores(TASK, scores, self.hash, started, self.device)
 
-    def _keep_totals(self) -> None:
-        """Store quality, semantic, and total, if the run is not limited and has all dimensions and 5 videos per prompt."""
+    def _store_totals(self) -> None:
+        """Store quality, semantic, and total, if they can be computed as VBench does."""
         key = (TASK, self.hash, None, self.seed)
         known = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == key}
         averages: dict[str, Any] = {name: known[name].value for name in DIMENSIONS if name in known}
         is_whole = len(averages) == len(DIMENSIONS) and None not in averages.values()
         if self.args.limit or self.protocol.videos != 5 or not is_whole:
             logger.info("%s: no totals without all of VBench's videos and dimensions", self.subject.name)
-        elif (totals := compute_vbench_totals(averages)) != {
-            name: known[name].value for name in TOTALS if name in known
-        }:
+            return
+        totals = compute_vbench_totals(averages)
+        if any(name not in known or known[name].value != value for name, value in totals.items()):
             samples = sum(known[name].samples for name in DIMENSIONS)
             scores = {name: (value, None, True, samples) for name, value in totals.items()}
             self.subject.store_scores(TASK, scores, self.hash, time.perf_counter(), self.device)

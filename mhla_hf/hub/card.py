@@ -1,8 +1,7 @@
-"""Render and check model cards: scores, how the model was made, how fast it is, and how to load it.
+"""Render and check model cards, of which every number is rendered from records, by `card.md.jinja`.
 
-Every number is rendered from records. `card.md.jinja` renders `Facts`, `write_card` stores the author's part in card.json,
-and `check_card` verifies that rendering again gives the same bytes. In a folder of cards such as `model_cards`, NAME.yaml
-is the author's part, results/NAME.json contains all measurements, and NAME.md is the card.
+In a model's folder, card.json is the author's part. In a folder of cards such as `model_cards`, NAME.yaml is the author's
+part, results/NAME.json has all measurements, and NAME.md is the card.
 """
 
 import dataclasses
@@ -42,8 +41,6 @@ def write_card(
 ) -> Path:  # fmt: skip
     """Write README.md and card.json into the folder of a saved and evaluated MHLA model.
 
-    The folder contains config.json and results.json, and optionally train.json.
-
     Args:
         folder: The model's folder.
         name: Hub id or name of the model.
@@ -73,16 +70,13 @@ def write_card(
 
 
 def _write_measured_card(folder: Path, measured: dict[str, Any], person: Person) -> Path:
-    """Write README.md and card.json of an evaluated model; `measured` is what `facts.measure` returns."""
     text = render_card(make_facts(measured, person))
-    compared = measured["compared"]
-    stored = {"format_version": facts_module.FORMAT_VERSION, **dataclasses.asdict(person), "compared": compared}
-    write_json(folder / facts_module.PERSON_FILE, stored)
+    stored = {"format_version": facts_module.FORMAT_VERSION, **dataclasses.asdict(person)}
+    write_json(folder / facts_module.PERSON_FILE, {**stored, "compared": measured["compared"]})
     return write_text(folder / CARD_FILE, text)
 
 
 def render_folder_card(folder: PathLike, weights: bool = True) -> str:
-    """Render the card from the files in `folder`; see `facts.read_folder` for `weights`."""
     return render_card(make_facts(*read_folder(folder, weights)))
 
 
@@ -92,13 +86,12 @@ def check_card(folder: PathLike) -> None:
 
 
 def compare_card(path: Path, text: str) -> None:
-    """Raise ValueError unless the file `path` exists and its content is `text`, byte for byte."""
     if not path.is_file() or path.read_bytes() != text.encode():
         raise ValueError(f"{path}: got other text, expected what the files beside it render to; write the card again.")
 
 
 def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
-    """Render all cards in a folder such as `model_cards` again, or with `check` compare them, and return their paths."""
+    """Render all cards in a folder of cards again, or with `check` compare them, and return their paths."""
     names = {path.stem for pattern in ("*.yaml", "*.md", f"{RESULTS}/*.json") for path in Path(root).glob(pattern)}
     paths = [Path(root, f"{name}.md") for name in sorted(names)]
     for path in paths:
@@ -127,14 +120,13 @@ def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | N
 
 
 def write_first_card(folder: Path, person: Person) -> Path:
-    """Write the card of a saved model that has none, with its scores if it was evaluated, and return its path."""
+    """Write the card of a saved model that has none, with its scores if it was evaluated."""
     if Results.read(folder):
         return _write_measured_card(folder, facts_module.measure(folder, {}), person)
     return write_text(folder / CARD_FILE, render_card(Facts(*facts_module.read_model(folder), person)))
 
 
 def render_card(facts: Facts) -> str:
-    """Return the text of README.md: YAML metadata and the card's sections."""
     person = facts.person
     fields: dict[str, Any] = {key: getattr(person, key) or None for key in facts_module.METADATA_FIELDS}
     if scores := _metadata_scores(facts):
@@ -157,11 +149,7 @@ def render_card(facts: Facts) -> str:
             card_data=metadata.to_yaml(),
             facts=facts,
             config=_Optional(facts.config, mhla=_Optional(facts.config["mhla"])),
-            scores={
-                section: render_table(by_label, "markdown", short=True)
-                for section, by_label in sections.items()
-                if any(by_label.values())
-            },
+            scores={name: render_table(x, "markdown", short=True) for name, x in sections.items() if any(x.values())},
             columns={label: {record.identity: record for record in records} for label, records in columns.items()},
             section_of=section_of,
             score=format_score,
@@ -173,7 +161,7 @@ def render_card(facts: Facts) -> str:
 
 
 def _metadata_scores(facts: Facts) -> list[EvalResult]:
-    """Return the Hub's metadata of all finite scores on whole tasks, except recall by depth."""
+    """Return the Hub's metadata of finite scores on whole tasks."""
     return [
         EvalResult(
             task_type=facts.task or "other",
@@ -190,7 +178,6 @@ def _metadata_scores(facts: Facts) -> list[EvalResult]:
 
 
 def round_digits(value: float | None) -> float | None:
-    """Round to six significant digits, more than any standard error warrants; None stays None."""
     return None if value is None else float(f"{value:.6g}")
 
 

@@ -1,8 +1,4 @@
-"""The facts that a model card states, as typed values: measurements, and the part that the author writes.
-
-A model's folder and the folder `model_cards` contain the same facts: `measure` returns the measurements in the form of
-results/<name>.json, and `make_facts` adds the author's part.
-"""
+"""The facts that a model card states, as typed values: measurements, and the part that the author writes."""
 
 import contextlib
 import dataclasses
@@ -57,8 +53,8 @@ BODY = ("body", "feature-extraction")  # a language model or text encoder withou
 class Person:
     """The part of a card that the author writes.
 
-    Attributes:
-        name: Hub id or plain name of the model, for the title of the card and the code that loads it.
+    Args:
+        name: Hub id or plain name of the model.
         base_model: Hub id of the softmax original; None if it is not published or there is none.
         license, license_name, license_link: The license, in the terms of the Hub's metadata.
         datasets: Hub ids of the training data.
@@ -86,32 +82,18 @@ class Person:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Everything that a card shows.
+    """Everything that a card shows."""
 
-    Attributes:
-        kind: Kind of model: "language" (causal LM); "sequences", "tokens", "answers" or "choices" (text models with the
-            heads of sequence and token classification, question answering and multiple choice); "masked" (masked LM);
-            "body" (language model or text encoder without head); "image" (image classifier); "tower" (image encoder);
-            "model" (diffusers transformer); or "pipeline".
-        class_name: Class name of the model or pipeline.
-        config: Configuration of the model, or of the pipeline's component with MHLA.
-        person: The author's part.
-        models: Label -> scores. "MHLA" is the model itself (absent if nothing was measured), "teacher" its original.
-        train: The training record, if there is one.
-        speed: The result of `collect_speed`; None if the models were not timed together.
-    """
-
-    kind: str
+    kind: str  # one of `KINDS`, "body", "model" (a transformer of diffusers), or "pipeline"
     class_name: str
-    config: dict[str, Any]
+    config: dict[str, Any]  # of the model, or of the pipeline's component with MHLA
     person: Person
-    models: dict[str, list[Result]] = dataclasses.field(default_factory=dict)
-    train: dict[str, Any] | None = None
-    speed: dict[str, Any] | None = None
+    models: dict[str, list[Result]] = dataclasses.field(default_factory=dict)  # by label
+    train: dict[str, Any] | None = None  # the training record
+    speed: dict[str, Any] | None = None  # see `collect_speed`
 
     @property
     def records(self) -> list[Result]:
-        """The model's own scores."""
         return self.models.get(MODEL_LABEL, [])
 
     @property
@@ -121,18 +103,15 @@ class Facts:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the base model is a text encoder."""
         return self.family in ENCODERS
 
     @property
     def task(self) -> str | None:
-        """The Hub's name of the model's task; None for a diffusion model without a `Family`."""
         task = dict((*KINDS.values(), BODY)).get(self.kind)
         return task or (self.family.task if self.family else None)
 
     @property
     def loader(self) -> str:
-        """The name of the class of transformers or diffusers that loads the model."""
         if self.kind == "pipeline":
             return "DiffusionPipeline"
         return {kind: auto_class for auto_class, (kind, _) in KINDS.items()}.get(self.kind, "AutoModel")
@@ -143,17 +122,16 @@ class Facts:
         return [i for i in range(_count_layers(self.config) or 0) if i not in self.config["mhla"]["layers"]]
 
     def timed(self, unit: str) -> dict[str, list[dict[str, Any]]]:
-        """Return a dict from "what" to the rows of `speed` with a value in `unit` ("ms" or "mib"), sorted by length."""
-        rows = self.speed["rows"] if self.speed else []
-        rows = sorted((row for row in rows if row.get(f"mhla_{unit}") is not None), key=lambda row: row["length"])
+        """Return the rows of `speed` with a value in `unit` ("ms" or "mib") by what was measured, sorted by length."""
         by_phase: dict[str, list[dict[str, Any]]] = {}
-        for row in rows:
-            by_phase.setdefault(row["what"], []).append(row)
+        for row in sorted(self.speed["rows"] if self.speed else [], key=lambda row: row["length"]):
+            if row.get(f"mhla_{unit}") is not None:
+                by_phase.setdefault(row["what"], []).append(row)
         return by_phase
 
 
 def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
-    """Return the kind, class name, and configuration (with resolved layers) of a saved model or pipeline; see `Facts`."""
+    """Return kind, class name, and configuration (with resolved layers) of a saved model or pipeline; see `Facts`."""
     index = read_json(Path(folder, PIPELINE_INDEX))
     files = [Path(folder, "config.json")] if index is None else sorted(Path(folder).glob("*/config.json"))
     configs = (read_json(file) or {} for file in files)
@@ -169,41 +147,28 @@ def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
     if index is not None or "_class_name" in config:
         return "pipeline" if index else "model", _class_name(index or config), config
     if not config.get("auto_map"):
-        raise ValueError(
-            f"{folder}: got a config.json without auto_map, expected one that names the MHLA class; "
-            "save the model with mhla_hf installed."
-        )
+        expected = "one that names the MHLA class; save the model with mhla_hf installed"
+        raise ValueError(f"{folder}: got a config.json without auto_map, expected {expected}.")
     kind, _ = KINDS[auto_class_of(_class_name(config))]
     is_body = kind == "tower" and {"AutoModelForCausalLM", "AutoModelForMaskedLM"} & set(config["auto_map"])
     return BODY[0] if is_body else kind, _class_name(config), config
 
 
 def _class_name(config: dict[str, Any]) -> str:
-    """Return the class name in a configuration of diffusers or transformers; "" if it has none."""
     return config.get("_class_name") or (config.get("architectures") or [""])[0]
 
 
 def _count_layers(config: dict[str, Any]) -> int | None:
-    """Return the number of layers in a configuration or its vision configuration; None if it has none."""
     merged = {**(config.get("vision_config") or {}), **config}
     return merged.get("num_hidden_layers") or merged.get("num_layers")
 
 
 def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
-    """Collect what model_cards/results/<name>.json holds of a saved and evaluated model; `compared` are records of others.
-
-    With `weights`, the scores must have been measured with the weights in the folder.
-    """
+    """Collect what results/<name>.json holds of a saved and evaluated model; `compared` are records of others."""
     kind, class_name, config = read_model(folder)
-    return {
-        "format_version": FORMAT_VERSION,
-        "kind": kind,
-        "class_name": class_name,
-        "config": config,
-        "results": read_records(folder, weights),
-        "compared": compared,
-        "train": read_json(Path(folder, "train.json")),
-    }
+    about = {"format_version": FORMAT_VERSION, "kind": kind, "class_name": class_name, "config": config}
+    results, train = read_records(folder, weights), read_json(Path(folder, "train.json"))
+    return {**about, "results": results, "compared": compared, "train": train}
 
 
 def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any], Person]:
@@ -218,7 +183,7 @@ def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any],
 
 
 def make_facts(measured: dict[str, Any], person: Person) -> Facts:
-    """Combine the result of `measure` and the author's part. Without stored times, they are those of teacher and model."""
+    """Combine the result of `measure` and the author's part."""
     if MODEL_LABEL in measured["compared"]:
         raise ValueError(f"compared: got the label {MODEL_LABEL!r}, which is the model itself, expected another.")
     records = {MODEL_LABEL: measured["results"], **measured["compared"]}
@@ -231,20 +196,18 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
     """Return the score records in a model's folder, as dicts; with `weights`, they must be of the weights in it."""
     records = Results.read(folder)
     if not records:
-        raise ValueError(
-            f"{folder}: got no results.json with scores, expected one; evaluate first, such as with the recipe recall."
-        )
+        expected = "one; evaluate first, such as with the recipe recall"
+        raise ValueError(f"{folder}: got no results.json with scores, expected {expected}.")
     of_files = [record for record in records if weights and record.fingerprint.startswith("files:")]
     fingerprint = fingerprint_folder(folder) if of_files else None
     if outdated := [record.task for record in of_files if record.fingerprint != fingerprint]:
-        raise ValueError(
-            f"{folder}: got a score on {outdated[0]} of other weights, expected scores of these; evaluate again."
-        )
+        start = f"{folder}: got a score on {outdated[0]} of other weights"
+        raise ValueError(f"{start}, expected scores of these; evaluate again.")
     return [dataclasses.asdict(record) for record in records]
 
 
 def section_of(record: Result) -> str:
-    """Return the section of the card to which a record belongs, one of `SECTIONS`, or "" if it is a measurement of speed."""
+    """Return the section of the card to which a record belongs, "" for speed."""
     if record.task == SPEED or "_back_" in record.metric:
         return "" if record.task == SPEED else "Recall by depth"
     name = re.sub(r"[^a-z0-9]+", "_", f"_{record.task.lower()}_")
@@ -258,23 +221,13 @@ def list_unmeasured(records: Iterable[Result]) -> list[str]:
 
 
 def find_license(
-    base_model: str | None,
-    teacher: PathLike | None,
-    license: str | None = None,
-    license_name: str | None = None,
+    base_model: str | None, teacher: PathLike | None, license: str | None = None, license_name: str | None = None,
     license_link: str | None = None,
-) -> dict[str, str | None]:
-    """Return the license in the base model's card (the teacher's README.md first) or, without one, that of the user.
-
-    Raise ValueError if there is neither, or the user's contradicts the card.
-    """
+) -> dict[str, str | None]:  # fmt: skip
+    """Return the license in the base model's card (the teacher's README.md first) or, without one, that of the user."""
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
-    cards: list[Path | str] = []
-    if teacher and Path(teacher, CARD_FILE).is_file():
-        cards.append(Path(teacher, CARD_FILE))
-    if base_model:
-        cards.append(base_model)
-    for card in cards:
+    own_card = Path(teacher, CARD_FILE) if teacher and Path(teacher, CARD_FILE).is_file() else None
+    for card in [card for card in (own_card, base_model) if card]:
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # no card, or one that cannot be read
             stated = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
             if "license" in stated:
@@ -283,8 +236,6 @@ def find_license(
     if license not in (None, terms["license"]):
         raise ValueError(f"license: got {license!r}, expected {terms['license']!r} as stated by {card}.")
     if terms["license"] is None:
-        raise ValueError(
-            f"license: got none, and no card of {base_model or teacher or 'a base'} states one, "
-            "expected one of the Hub's, such as apache-2.0."
-        )
+        start = f"license: got none, and no card of {base_model or teacher or 'a base'} states one"
+        raise ValueError(f"{start}, expected one of the Hub's, such as apache-2.0.")
     return terms

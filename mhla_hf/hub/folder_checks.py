@@ -1,8 +1,4 @@
-"""Check a model's folder before it is pushed, on a copy with exactly the files that will be sent.
-
-Only the files that `checkpoints.save.list_saved_files` returns are shared; the names of all others are returned and logged.
-The last check loads the copy offline in a process that cannot import mhla_hf.
-"""
+"""Check a model's folder before it is pushed, on a copy with exactly the files that will be sent."""
 
 import json
 import logging
@@ -50,17 +46,13 @@ TEMPLATE_ESCAPES = re.compile(r"\\[nrt]")  # in chat templates, where they could
 
 
 def stage_folder(
-    folder: PathLike,
-    staging: PathLike,
-    *,
-    repo_id: str | None = None,
-    person: Person | None = None,
+    folder: PathLike, staging: PathLike, *, repo_id: str | None = None, person: Person | None = None,
     draft: bool = False,
-) -> tuple[str, ...]:
-    """Copy the files to be shared from `folder` into the new `staging` (weights as links), and check the copy.
+) -> tuple[str, ...]:  # fmt: skip
+    """Copy the files of the model from `folder` into the new `staging` (weights as links), and check the copy.
 
-    Return the paths, relative to `folder`, of what is not part of the model and therefore not shared. A card is written from
-    `person` if there is none. `draft` accepts a converted language model without scores for recall and generation.
+    Return the paths of what is not part of the model. A card is written from `person` if there is none. `draft` accepts a
+    converted language model without scores for recall and generation.
     """
     folder, staging = Path(folder), Path(staging)
     if not folder.is_dir():
@@ -70,9 +62,8 @@ def stage_folder(
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{file}: got a link or a folder, expected a regular file inside the model's folder.")
     if not any(file.suffix == ".safetensors" for file in files):
-        raise ValueError(
-            f"{folder}: got no .safetensors file with a usual name, expected a model saved without variant."
-        )
+        expected = "a model saved without variant"
+        raise ValueError(f"{folder}: got no .safetensors file with a usual name, expected {expected}.")
     check_writable(staging, "folder", sum(file.stat().st_size for file in files if file.suffix != ".safetensors"))
     shared = {*files, *(parent for file in files for parent in file.parents)}
     entries = {entry for parent in {file.parent for file in files} for entry in parent.iterdir()}
@@ -103,16 +94,14 @@ def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draf
             text = source.read_text(encoding="utf-8")
             current = build_bundle(check_bundle(text)["entry"])
         if current != text:  # the hash in the header proves nothing, since anybody can compute a new one
-            raise ValueError(
-                f"{source}: got source that this mhla_hf does not make, expected its own; load the model and save it again."
-            )
+            expected = "its own; load the model and save it again"
+            raise ValueError(f"{source}: got source that this mhla_hf does not make, expected {expected}.")
     for file in (file for file in folder.rglob("*.json") if file.name in CONFIG_FILES):
         _check_code_names(file)
     for path, content in read_sentence_files(folder).items():
-        if isinstance(content, dict):
-            for key in read_json(folder / path) or {}:
-                if key not in content:
-                    raise ValueError(f"{folder / path}: got the key {key!r}, expected only keys that name no code.")
+        for key in read_json(folder / path) or {} if isinstance(content, dict) else ():
+            if key not in content:
+                raise ValueError(f"{folder / path}: got the key {key!r}, expected only keys that name no code.")
     dtype = check_weights(folder)
     readme = folder / CARD_FILE
     if person is not None and not readme.exists():
@@ -126,15 +115,17 @@ def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draf
     _check_texts(folder)
     needs_scores = kind == "language" and config["model_type"] != "mhla" and not draft
     if needs_scores and (missing := list_unmeasured(Results.read(folder) if is_measured else [])):
+        expected = (
+            "both in the card of a converted language model: evaluate it with the recipe recall and write the card"
+        )
         raise ValueError(
-            f"{folder}: got no result for {' and '.join(missing)}, expected both in the card of a converted language "
-            "model: evaluate it with the recipe recall and write the card again, or set draft."
+            f"{folder}: got no result for {' and '.join(missing)}, expected {expected} again, or set draft."
         )
     check_isolated_load(folder, kind, dtype if kind == "pipeline" else "auto")
 
 
 def _check_texts(folder: Path) -> None:
-    """Raise ValueError if a card, record or configuration contains a Hub token or a path on the author's machine."""
+    """Refuse a Hub token or a path on the author's machine in a card, record or configuration."""
     names = (*RECORDS, *CONFIG_FILES, SENTENCE_MODULES, *SENTENCE_SETTINGS)
     files = [file for file in folder.rglob("*") if file.name in names]
     for file in [*files, folder / CARD_FILE]:  # the card last, because it repeats what the other files say
@@ -151,7 +142,7 @@ def _check_texts(folder: Path) -> None:
 
 
 def map_texts(content: Any, function: Callable[[str], Any]) -> Any:
-    """Return JSON content with `function` applied to every string in it, keys included."""
+    """Apply a function to every string in JSON content, keys included."""
     if isinstance(content, dict):
         return {function(name): map_texts(value, function) for name, value in content.items()}
     if isinstance(content, list):
@@ -160,12 +151,11 @@ def map_texts(content: Any, function: Callable[[str], Any]) -> Any:
 
 
 def shorten_paths(text: str) -> str:
-    """Replace each local path in `text` by its last component."""
     return LOCAL_PATH.sub(lambda path: re.split(r"[\\/]", path[0])[-1], text)
 
 
 def _check_code_names(file: Path) -> None:
-    """Raise ValueError if a configuration refers to code other than the model's own source file."""
+    """Refuse a configuration that names code other than the model's own."""
     content = read_json(file) or {}
     auto_map = content.get("auto_map") if file.name == "config.json" else None
     for auto_class, reference in auto_map.items() if isinstance(auto_map, dict) else ():
@@ -177,7 +167,7 @@ def _check_code_names(file: Path) -> None:
 
 
 def check_weights(folder: Path) -> str:
-    """Check that all weights are complete and finite and no index leaves the folder; return the dtype of most parameters."""
+    """Refuse weights that are incomplete or not finite, or a shard outside; return the dtype of most parameters."""
     counts: Counter[str] = Counter()
     for index in folder.rglob("*.safetensors.index.json"):
         check_shards(index)
@@ -196,7 +186,7 @@ def check_weights(folder: Path) -> str:
 
 
 def _check_readme(file: Path, repo_id: str | None, is_measured: bool) -> None:
-    """Check that README.md states a license and, if mhla_hf rendered it from scores, is up to date and of this Hub id."""
+    """Refuse a card without a license or, if mhla_hf rendered it from scores, an outdated one or that of another id."""
     if not file.exists():
         raise ValueError(f"{file}: got no card, expected one, or license or base_model, with which push writes it.")
     with wrap_errors(f"{file}: got metadata that cannot be read, expected YAML front matter"):

@@ -1,8 +1,6 @@
-"""`push`: upload a model to the Hub in one commit.
+"""`push`: check a model (`folder_checks.py`), and upload it to the Hub in one commit.
 
-Everything is checked before the first byte is sent (`folder_checks.py`). Large files are uploaded first; then one commit
-adds all files and, if that is asked for, deletes those of an older model. At any time, the repository contains either the
-old or the new model.
+Large files are uploaded first, so that at any time the repository contains either the old or the new model.
 """
 
 import contextlib
@@ -31,25 +29,15 @@ HTTPError: Any = HfHubHTTPError.__bases__[0]
 
 @dataclasses.dataclass(frozen=True)
 class Pushed:
-    """The result of a push.
-
-    Attributes:
-        repo_id: The repository.
-        revision: Id of the commit, for `from_pretrained(..., revision=...)`; empty after a dry run.
-        url: URL of the commit or pull request; empty after a dry run.
-        new: Whether the commit changed the repository; False after a dry run.
-        left: Files and folders that are not part of the model and were not sent.
-        files: Path in the repository -> size in bytes.
-        deleted: Files of an older model that were deleted or, after a dry run, that the push would delete.
-    """
+    """The result of a push."""
 
     repo_id: str
-    revision: str
-    url: str
-    new: bool
-    left: tuple[str, ...] = ()
-    files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    deleted: tuple[str, ...] = ()
+    revision: str  # id of the commit; empty after a dry run
+    url: str  # of the commit or pull request; empty after a dry run
+    new: bool  # whether the repository changed
+    left: tuple[str, ...] = ()  # files and folders that are not part of the model and were not sent
+    files: Mapping[str, int] = dataclasses.field(default_factory=dict)  # path in the repository -> bytes
+    deleted: tuple[str, ...] = ()  # files of an older model, deleted or to be deleted
 
 
 def push(
@@ -144,24 +132,16 @@ def send(
             raise ValueError(f"tags: got {found}, expected another.")
         stale = find_stale(api.list_repo_files(repo_id, revision=head), paths)
         if stale and not delete_stale:
-            count = "1 file" if len(stale) == 1 else f"{len(stale)} files"
-            raise ValueError(
-                f"delete_stale: got False, and {repo_id} holds {count} of an older model ({', '.join(stale[:3])}"
-                f"{', ...' * (len(stale) > 3)}), expected True, which deletes them."
-            )
+            count, names = "1 file" if len(stale) == 1 else f"{len(stale)} files", ", ".join(stale[:3])
+            start = f"delete_stale: got False, and {repo_id} holds {count} of an older model"
+            raise ValueError(f"{start} ({names}{', ...' * (len(stale) > 3)}), expected True, which deletes them.")
         logger.info("push: sending %d files to %s", len(additions), repo_id)
         # Not `upload_folder`: without `gitignore_content`, the repository's own .gitignore would silently drop files.
-        api.preupload_lfs_files(
-            repo_id, additions, gitignore_content="", free_memory=False, revision=branch, create_pr=create_pr
-        )
-        commit_info = api.create_commit(
-            repo_id,
-            [*additions, *map(CommitOperationDelete, stale)],
-            commit_message=message or "Push with mhla_hf",
-            parent_commit=head,
-            revision=branch,
-            create_pr=create_pr,
-        )
+        target: Any = {"repo_id": repo_id, "revision": branch, "create_pr": create_pr}
+        api.preupload_lfs_files(additions=additions, gitignore_content="", free_memory=False, **target)
+        operations: list[Any] = [*additions, *map(CommitOperationDelete, stale)]
+        message = message or "Push with mhla_hf"
+        commit_info = api.create_commit(operations=operations, commit_message=message, parent_commit=head, **target)
         is_new = commit_info.oid != head
         for tag_name in tags:
             if is_new or tag_name not in {tag.name for tag in existing_tags}:
@@ -176,16 +156,10 @@ def send(
 
 
 def find_stale(old_paths: Iterable[str], new_paths: Collection[str]) -> list[str]:
-    """List those files of a repository that a push of an older model may have written, and the new model does not replace.
-
-    Beside the new model they could be loaded in its place, such as model.safetensors beside shards.
-    """
+    """List files of an older model that the new one does not replace, and that could be loaded in its place."""
     folders = {PurePosixPath(path).parent for path in new_paths}
-    return sorted(
-        path
-        for path in old_paths
-        if path not in new_paths and PurePosixPath(path).parent in folders and is_model_file(PurePosixPath(path).name)
-    )
+    others = [PurePosixPath(path) for path in old_paths if path not in new_paths]
+    return sorted(str(path) for path in others if path.parent in folders and is_model_file(path.name))
 
 
 def foresee_deletions(
@@ -209,18 +183,18 @@ def list_files(folder: PathLike) -> list[Path]:
 
 
 def _describe_author(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> Person:
-    """Return the author's part of a first card. A dry run does not read the license from the card of `base_model`."""
+    """Return the author's part of a first card."""
     if (folder / CARD_FILE).is_file():
         raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")
     if dry_run and license is None:
-        reason = f"which does not ask the Hub for that of {base_model!r}"
-        raise ValueError(f"license: got none in a dry run, {reason}, expected it.")
+        start = "license: got none in a dry run, which does not ask the Hub"
+        raise ValueError(f"{start} for that of {base_model!r}, expected it.")
     terms = find_license(None if dry_run else base_model, None, license)
     return Person(repo_id, base_model, **terms)  # type: ignore[arg-type]
 
 
 def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:
-    """Return `what` if it is a folder; else save the model or pipeline `what` to `target`, and return `target`."""
+    """Return `what` if it is a folder; else save it to `target`."""
     if isinstance(what, str | Path):
         if tokenizer is not None:
             raise ValueError("tokenizer: got one with a folder, expected None; a folder holds its own.")

@@ -1,13 +1,11 @@
 """FID, IS, precision and recall against independent computations, on random features and by torch-fidelity's own Inception.
 
-Inception has random weights: the published ones cannot be fetched where tests run offline. torchvision's build must fit
-torch's, which the pinned CPU build cannot promise; torch-fidelity needs it for other networks only, so a stand-in takes its
-place. `make test` puts torch-fidelity into a folder of its own, without what it needs.
+Inception has random weights. torch-fidelity needs torchvision for other networks only, so a stand-in takes its place;
+`make test` puts torch-fidelity into a folder of its own.
 """
 
 import importlib.machinery
 import math
-import re
 import sys
 import types
 from pathlib import Path
@@ -18,6 +16,7 @@ import scipy.linalg
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tools.small_models import refused
 from tools.tiny_pipelines import dit_pipeline
 
 import mhla_hf
@@ -46,8 +45,6 @@ def test_frechet_distance_is_the_formula():
     wanted = ((one.mean(0) - two.mean(0)) ** 2).sum() + numpy.trace(first + second - 2 * root)
     found = frechet_distance(Moments.of(torch.from_numpy(one)), Moments.of(torch.from_numpy(two)))
     assert found == pytest.approx(wanted, rel=1e-6)
-    same = Moments.of(torch.from_numpy(one))
-    assert frechet_distance(same, same) == pytest.approx(0, abs=1e-6)
 
 
 def test_inception_score_is_the_formula():
@@ -63,12 +60,11 @@ def test_inception_score_is_the_formula():
     assert error == pytest.approx(numpy.std(parts, ddof=1) / 10**0.5, rel=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [7, 1000])
-def test_precision_and_recall_are_torch_fidelitys(fidelity, chunk):
+def test_precision_and_recall_are_torch_fidelitys(fidelity):
     from torch_fidelity.metric_prc import prc_features_to_metric
 
     sample, reference = torch.from_numpy(features(60, 4, 6)), torch.from_numpy(features(50, 4, 7, 0.8))
-    found = precision_recall(sample, reference, neighbors=3, chunk=chunk)
+    found = precision_recall(sample, reference, neighbors=3, chunk=7)
     how = {"prc_neighborhood": 3, "prc_batch_size": 9, "save_cpu_ram": True, "verbose": False}
     theirs = prc_features_to_metric(sample, reference, **how)
     assert found == pytest.approx((theirs["precision"], theirs["recall"]), rel=1e-6)
@@ -90,9 +86,8 @@ def flat(images):
     ],
 )
 def test_bad_input_is_one_sentence(call, says):
-    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+    with refused(says):
         call()
-    assert "\n" not in str(caught.value)
 
 
 IMAGES = 4  # of 299 x 299 inside, on a CPU

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from tools.small_models import refused
 from tools.small_scores import color_judge, colors
 from tools.tiny_pipelines import dit_pipeline
 from transformers import (
@@ -133,15 +133,12 @@ def test_two_processes_make_the_same_images_and_scores_as_one(pipeline, tmp_path
     pipeline.save_pretrained(tmp_path / "dit")
     tests = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}", "OMP_NUM_THREADS": "1"}
+    options = "--quiet --recipe table_9_class_to_image --batch-size 4 --set extractor=tools.small_scores:color_judge"
+    options += f" --set images=22 --set sampling.num_inference_steps=2 --set reference={reference[1]}"
     found = {}
     for count in (1, 2):
-        line = f"-m torch.distributed.run --nproc_per_node {count} -m mhla_hf.cli.main evaluate dit --out {count}.json"
-        line += (
-            " --quiet"
-            " --recipe table_9_class_to_image --batch-size 4 --set extractor=tools.small_scores:color_judge --set images=22"
-        )
-        line += f" --set sampling.num_inference_steps=2 --set samples=samples-{count} --set reference={reference[1]}"
-        command = [sys.executable, *line.split()]
+        line = f"-m torch.distributed.run --nproc_per_node {count} -m mhla_hf.cli.main evaluate dit {options}"
+        command = [sys.executable, *line.split(), "--out", f"{count}.json", "--set", f"samples=samples-{count}"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("color judge") == 5
@@ -214,7 +211,6 @@ TEXT = {"recipe": "table_4_text_to_image", "settings": {}}
     [
         ({"settings": {"reference": "nowhere.npz"}}, "reference: got 'nowhere.npz'"),
         ({"settings": {"reference": "cut.npz"}}, "reference: got 'cut.npz', expected an .npz file"),
-        ({"settings": {"prompts": "list.txt"}}, "prompts: got 'list.txt' and 1000 classes"),
         ({"settings": {"extractor": FEATURES}, "tasks": ["sFID"]}, "expected one with spatial features for sFID"),
         ({"models": {"sana": Painter()}, "tasks": ["IS"]}, "got Painter, expected a pipeline that takes class_labels"),
         ({**TEXT, "tasks": ["CLIP score"]}, "prompts: got None"),
@@ -223,14 +219,14 @@ TEXT = {"recipe": "table_4_text_to_image", "settings": {}}
 def test_bad_arguments_are_one_sentence_and_no_image_is_made(pipeline, tmp_path, reference, changes, says, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("cut.npz").write_bytes(b"PK and no more")
-    with pytest.raises((ValueError, TypeError), match=re.escape(says)) as caught:
+    with refused(says):
         judge(pipeline, tmp_path, reference, **changes)
-    assert "\n" not in str(caught.value) and not list((tmp_path / "samples").rglob("*.png"))
+    assert not list((tmp_path / "samples").rglob("*.png"))
 
 
-def square(mean=0.0, channels=3):
+def square(mean=0.0):
     """An image processor that leaves pictures of 8 x 8 as they are."""
-    normal = {"image_mean": [mean] * channels, "image_std": [1.0] * channels}
+    normal = {"image_mean": [mean] * 3, "image_std": [1.0] * 3}
     return ViTImageProcessorPil(size={"height": 8, "width": 8}, **normal)
 
 
@@ -244,20 +240,10 @@ def save_pictures(folder, seed=1):
             image.save(folder / name / f"{number}.png")
 
 
-def small_vit(channels=3):
+def small_vit():
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    small |= {"image_size": 8, "patch_size": 4, "num_channels": channels, "initializer_range": 3.0}
+    small |= {"image_size": 8, "patch_size": 4, "initializer_range": 3.0}
     return ViTForImageClassification(ViTConfig(**small, id2label={0: "cat", 1: "ant", 2: "bee"})).eval()
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_classifier_of_one_channel_sees_gray_pictures(tmp_path, channels):
-    small_vit(channels).save_pretrained(tmp_path / "vit")
-    square(channels=channels).save_pretrained(tmp_path / "vit")
-    save_pictures(tmp_path / "data")
-    options = {"recipe": "table_2_imagenet", "settings": {"data": str(tmp_path / "data")}, "progress": False}
-    (record,) = mhla_hf.evaluate(tmp_path / "vit", **options)["vit"]
-    assert 0 <= record.value <= 1 and record.samples == 12
 
 
 def test_top_1_is_the_share_of_images_named_right_known_for_its_pictures_and_its_processor(tmp_path, monkeypatch):

@@ -1,10 +1,5 @@
-"""evaluate(): what is wrong is said before anything runs; the recipes' tasks are lm-eval's own, in the paper's columns.
+"""evaluate(): what is wrong is said before anything runs; the recipes' tasks are lm-eval's own, in the paper's columns."""
 
-Of the built-in tasks only the data are ours: each task's YAML is included, so prompts, choices, scoring and metrics are
-those of the installed lm-eval.
-"""
-
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks import __file__ as LM_EVAL_TASKS
+from lm_eval.tasks._yaml_loader import load_yaml
 from tools.small_models import refused
-from tools.small_scores import HELD_OUT, TRAINING, WINDOW, make_result, save_llama, save_mhla
+from tools.small_scores import TRAINING, make_result, save_llama, save_mhla
 from tools.small_types import small_model_of
 
 import mhla_hf
@@ -35,17 +30,13 @@ SPEED = {"recipe": "speed", "tasks": None, "include_path": None}
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tasks": []}, "tasks: got []"),
         ({"tasks": None}, "tasks: got None without a recipe, expected names, or a recipe: recall, ruler"),
         ({"settings": {"lengths": 3}}, "settings: got {'lengths': 3} without a recipe"),
         ({"tasks": "here_close"}, "tasks: got 'here_close', expected a task that exists; did you mean here_cloze"),
         ({"include_path": "/nowhere"}, "include_path: got '/nowhere', expected a folder"),
         ({"limit": 0}, "limit: got 0"),
-        ({"batch_size": "many"}, "batch_size: got 'many'"),
         ({"dtype": "int8"}, "dtype: got 'int8', expected one of ['auto'"),
         ({"device": "tpu:9"}, "device: got 'tpu:9', expected one that is available"),
-        ({"max_length": 1}, "max_length: got 1"),
-        ({**SPEED, "tasks": []}, "tasks: got {}"),
         ({**SPEED, "settings": {"lengths": []}}, "lengths: got []"),
     ],
 )
@@ -77,7 +68,6 @@ TABLE_8 = {
     "MHLA(325M)": "3.58 2.97 1.87 4.68 2.38 6.41 6.44 1.69 1.49 12.58 18.59 15.01 13.37 12.72 7.41",
 }
 PAPER = {"table_6_language": TABLE_6, "table_8_longbench": TABLE_8}
-NEEDED = [task for name in PAPER for task in read_score_recipe(name).tasks]
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -120,7 +110,7 @@ OWN = {"kind": "language", "tasks": ["a"]}
 )
 def test_a_broken_recipe_is_one_sentence(tmp_path, content, says):
     path = tmp_path / "own.yaml"
-    path.write_text(content if isinstance(content, str) else yaml.dump(content))
+    path.write_text(yaml.dump(content))
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
         read_score_recipe(path)
     assert "\n" not in str(caught.value)
@@ -128,68 +118,19 @@ def test_a_broken_recipe_is_one_sentence(tmp_path, content, says):
         read_score_recipe("nothing")
 
 
-PAGE = " = Classes = \n\n A class is a statement , and classes have names . \n"
-FOUR = {"text": ["a name", "a block", "an object", "a number"], "label": ["A", "B", "C", "D"]}
-LONG = {"context": HELD_OUT[:150], "question": "What is a block?", "all_classes": [], "language": "en"}
-ASKED = {"question_stem": "A class is", "question": "What is a class?", "choices": FOUR}
-CHOICE = [{**ASKED, "answerKey": key} for key in "ABCB"]
-GOALS = {"goal": "To name a thing,", "sol1": "assign it.", "sol2": "delete the name of it."}
-BLANK = {"sentence": "The name met the class because _ was new.", "option1": "the name", "option2": "the class"}
-ROWS = {
-    "mmlu_anatomy": [{"question": "What is it? ", "choices": FOUR["text"], "answer": i} for i in (0, 3, 1)],
-    "mmlu_virology": [{"question": "And that? ", "choices": FOUR["text"], "answer": i} for i in (2, 2)],
-    "winogrande": [{**BLANK, "answer": answer} for answer in "121"],
-    "piqa": [{**GOALS, "label": label} for label in (0, 1)],
-    "arc_challenge": CHOICE,
-    "openbookqa": CHOICE,
-    "arc_easy": CHOICE[:3],
-    "boolq": [{"passage": HELD_OUT[i : i + 90], "question": "is it a name", "label": i % 2} for i in range(3)],
-    "wikitext": [{"page": PAGE}, {"page": PAGE * 2}],
-    "lambada_openai": [{"text": "A class is a statement and a class has a name"}, {"text": "So a block has a block"}],
-    "longbench_passage_retrieval_en": [{**LONG, "answers": ["Paragraph 1"]}, {**LONG, "answers": ["Paragraph 2"]}],
-    "longbench_passage_retrieval_zh": [{**LONG, "answers": ["段落1"]}, {**LONG, "answers": ["段落2"]}],
-}
-
-
-def write_local(folder, index):
-    """Tasks `local_<name>` that include lm-eval's own of the `index`, with data of ours."""
-    folder.mkdir()
-    for name in [name for name in NEEDED if name != "mmlu"] + ["mmlu_anatomy", "mmlu_virology"]:
-        rows = ROWS.get(name, [{**LONG, "answers": ["a name", "the block"]}])
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        content = dict.fromkeys(("tag", "dataset_name", "training_split", "validation_split", "fewshot_split"))
-        content |= {"include": str(index[name].yaml_path), "task": f"local_{name}", "dataset_path": "json"}
-        content |= {"dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}}, "test_split": "test"}
-        if name.startswith("longbench"):  # the small model sees 192 tokens, some tasks want to write 512
-            content["generation_kwargs"] = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": 4}
-        (folder / f"{name}.yaml").write_text(yaml.dump(content))
-    group = {"group": "local_mmlu", "task": ["local_mmlu_anatomy", "local_mmlu_virology"]}
-    group["aggregate_metric_list"] = [{"metric": "acc", "weight_by_size": True}]
-    (folder / "mmlu.yaml").write_text(yaml.dump(group))
-    return folder
-
-
-def test_the_tasks_of_the_papers_tables_have_lm_evals_numbers(tmp_path, manager):
-    pytest.importorskip("jieba")
-    tasks, model = write_local(tmp_path / "tasks", manager.task_index), save_mhla(tmp_path / "mhla")
-    names = [f"local_{name}" for name in NEEDED]
-    ours = mhla_hf.evaluate(model, names, include_path=tasks, progress=False)["mhla"]
-    options = {"batch_size": 8, "device": "cpu"}
-    options["task_manager"] = TaskManager(include_path=str(tasks), include_defaults=False)
-    arguments = {"pretrained": str(model), "max_length": WINDOW}
-    theirs = simple_evaluate(model="hf", model_args=arguments, tasks=names, **options)
-    found = {(record.task, record.metric): record for record in ours}
-    assert set(names) <= {task for task, _ in found}
-    for (task, metric), record in found.items():
-        assert record.value == theirs["results"][task][f"{metric},none"], (task, metric)
-        error = theirs["results"][task].get(f"{metric}_stderr,none")
-        assert not isinstance(error, float) or record.stderr == error, (task, metric)
-    recipes = [read_score_recipe(name) for name in PAPER]
-    columns = [column for recipe in recipes for column in recipe.columns.values() if "task" in column]
-    assert {(f"local_{column['task']}", column["metric"]) for column in columns} <= set(found)
-    assert {column["task"] for column in columns} == set(NEEDED) and {0} == {*recipes[0].tasks.values()}
-    assert set(read_score_recipe("ruler").tasks) <= set(manager.all_tasks)
-    assert found["local_mmlu", "acc"].samples == 5
+def test_the_papers_columns_are_tasks_and_metrics_of_lm_eval():
+    folders = ["mmlu/default", "super_glue/boolq", "winogrande", "piqa", "arc", "openbookqa", "wikitext", "lambada"]
+    paths = [str(Path(LM_EVAL_TASKS).parent / folder) for folder in (*folders, "longbench", "ruler")]
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    for recipe in map(read_score_recipe, PAPER):
+        columns = [column for column in recipe.columns.values() if "task" in column]
+        assert {column["task"] for column in columns} == {*recipe.tasks}
+        for column in columns:
+            config = load_yaml(manager.task_index[column["task"]].yaml_path, resolve_func=False)
+            metrics = config.get("metric_list") or config["aggregate_metric_list"]
+            assert column["metric"] in [metric["metric"] for metric in metrics], column
+    assert {0} == {*read_score_recipe("table_6_language").tasks.values()}
+    assert {*read_score_recipe("ruler").tasks} <= {*manager.all_tasks}
 
 
 @pytest.mark.slow

@@ -47,7 +47,6 @@ def test_output_goes_where_it_is_told(fresh, tmp_path):
         ([], "models: got none"),
         (small_llama(), "tokenizer: got None"),
         ("nobody/nothing", "expected a folder or a model on the Hub"),
-        ("llama/config.json", "which is not a folder"),
         (["llama", "mhla"], "for 2 models, expected a folder"),
     ],
 )

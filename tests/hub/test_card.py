@@ -10,9 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from tools.small_cards import TRAIN, result, save_model, scores, times
-from tools.small_models import CACHE
 from tools.small_scores import make_result
-from tools.small_types import small_model_of
 from tools.tiny_pipelines import dit_pipeline, wan_pipeline
 
 import mhla_hf
@@ -137,23 +135,6 @@ def test_what_decoding_keeps_and_which_heads_kept_softmax(tmp_path, form):
         assert (line in text) is (form == "windowed")
 
 
-@torch.no_grad()
-def test_what_a_block_of_latent_attention_keeps(tmp_path):
-    """By the growth of its cache, over that of softmax's, which keeps latents."""
-    model, held = small_model_of("deepseek_v3"), []
-    softmax = model(torch.ones(1, 64, dtype=torch.long))[CACHE].layers[0]
-    mhla_hf.convert(model, layers="all", mixing_form="softmax", block_size=8)
-    for length in (64, 128):
-        held.append(model(torch.ones(1, length, dtype=torch.long), use_cache=True)[CACHE].layers[0].state)
-    ratio = (held[1].nbytes() - held[0].nbytes()) / (softmax.keys.nbytes + softmax.values.nbytes)
-    mine = save_model(tmp_path / "mhla", scores(1.9, 0.5))
-    sizes = {name: value for name, value in model.config.to_dict().items() if name not in ("architectures", "auto_map")}
-    edit(mine / "config.json", lambda config: config.update(sizes))
-    (mine / "results.json").write_text((mine / "results.json").read_text().replace("files:", "tensors:"))
-    text = write_card(mine, name="toy", license="mit").read_text()
-    assert f"at least {ratio:.2f} times the bytes" in text
-
-
 def test_scores_that_are_not_finite_or_partial_stay_out_of_the_index(tmp_path):
     records = [*scores(1.9, 0.5), result("a", "ppl", None, None, False), result("b", "acc", 0.5, None, True, limit=5)]
     text = write_card(save_model(tmp_path / "mhla", records), name="toy", license="mit").read_text()
@@ -213,14 +194,11 @@ def changed(file, change):
 
 
 FILES = {
-    "no config": (lambda m, c: (m / "config.json").unlink(), 'got no config.json with "mhla" settings'),
     "no results": (lambda m, c: (m / "results.json").unlink(), "got no results.json with scores"),
     "other weights": (
         lambda m, c: save_file({"weight": torch.zeros(2)}, m / "model.safetensors"), "of other weights, expected"),
-    "label taken": (lambda m, c: c.update(MHLA=c["teacher"]), "compared: got the label 'MHLA', which is the model itself"),
     "no license": (lambda m, c: (c["teacher"] / "README.md").write_text("# A\n"), "license: got none, and no card of"),
     "train without seed": (changed("train.json", lambda j: j.pop("seed")), "has no attribute 'seed'"),
-    "train with a text for a number": (changed("train.json", lambda j: j.update(seconds="long")), "lack what it shows"),
 }  # fmt: skip
 ARGUMENTS = {
     "base out of reach": (
@@ -302,9 +280,8 @@ def test_the_command_renders_checks_writes_and_shelves(shelf, capsys, monkeypatc
     with monkeypatch.context() as patch:  # before all weights are read for their fingerprint
         patch.setattr("os.access", lambda *given: False)
         patch.setattr("mhla_hf.hub.facts.measure", lambda *given: pytest.fail("it was measured"))
-        assert (
-            main(["card", "mhla", *options]) == 2 and "mhla/README.md', which cannot be made" in capsys.readouterr().err
-        )
+        assert main(["card", "mhla", *options]) == 2
+        assert "mhla/README.md', which cannot be made" in capsys.readouterr().err
     assert main(["card", "mhla", "--shelve", "cards/other"]) == 0 and render_shelf("cards", check=True)
     assert main(["card", "mhla"]) == 2 and "--name: got nothing, expected the Hub id" in capsys.readouterr().err
     assert main(["card", "mhla", "--name", "a", "--compare", "teacher"]) == 2

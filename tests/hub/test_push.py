@@ -1,10 +1,6 @@
 """A push ends complete or not at all, over HTTP with the real client; what the Hub holds afterwards is what is judged."""
 
-import os
 import random
-import shutil
-import signal
-import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +10,6 @@ from tools.small_scores import small_llama, small_tokenizer
 
 import mhla_hf
 from mhla_hf.cli.main import main
-from mhla_hf.hub import push as push_module
 from mhla_hf.hub.card import write_card
 from mhla_hf.hub.push import push, send
 
@@ -58,16 +53,6 @@ def test_everything_arrives_in_one_commit(hub, shelf, unvisited, capsys):
     assert held(repo) == content(shelf / "new")
 
 
-def test_what_is_no_part_of_the_model_stays_and_the_caller_hears_of_it(hub, shelf, unvisited, tmp_path, caplog):
-    folder = shutil.copytree(shelf / "new", tmp_path / "mine")
-    (folder / "notes.txt").write_text("mine")
-    (folder / "runs").mkdir()
-    made, again = push(folder, NAME, progress=False), push(folder, NAME, progress=False)
-    assert made.left == again.left == ("notes.txt", "runs") and (made.new, again.new) == (True, False)
-    assert set(held(hub.repos[NAME])) == {file.name for file in (shelf / "new").iterdir()}
-    assert caplog.text.count("'notes.txt', 'runs'") == 2
-
-
 def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, capsys, caplog):
     dry = push(shelf / "new", NAME, dry_run=True)
     sizes = {file.name: file.stat().st_size for file in (shelf / "new").iterdir()}
@@ -78,25 +63,12 @@ def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, cap
     assert printed.endswith(f"{sum(sizes.values()):,}  bytes; nothing was sent\n")
     with pytest.raises(ValueError, match="no result for recall and generation"):
         push(converted(), NAME, license="mit", base_model="base/llama", dry_run=True)
-    with pytest.raises(
-        ValueError, match="license: got none in a dry run, which does not ask the Hub for that of 'base/ll"
-    ):
+    with pytest.raises(ValueError, match="license: got none in a dry run, which does not ask the Hub for that of 'ba"):
         push(converted(), NAME, base_model="base/llama", dry_run=True)
     assert {method for method, *_ in hub.log} == {"GET"}
     hub.fault("503", times=9)
     assert push(shelf / "new", NAME, dry_run=True).deleted == ()
     assert "push: which files of tester/mhla it would delete is not known (" in caplog.text
-
-
-def test_what_a_killed_push_left_goes_with_the_next(hub, shelf, unvisited, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    if (process := os.fork()) == 0:
-        push_module.stage_folder = lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)
-        push(shelf / "new", NAME)
-    os.waitpid(process, 0)
-    assert [path.name[:13] for path in tmp_path.iterdir()] == ["mhla_hf-push-"]
-    push(shelf / "new", NAME, progress=False)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_push_changes_only_what_changed(hub, shelf):
@@ -128,9 +100,7 @@ def test_files_of_an_older_model_go_if_that_is_asked_for_and_all_others_stay(hub
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[-4:-1]] == [["delete", name] for name in sorted(old)]
     assert lines[-1].endswith("bytes; nothing was sent; to delete files, the push needs --delete-stale")
-    with pytest.raises(
-        ValueError, match=r"delete_stale: got False, and tester/mhla holds 3 files of an older model \(mod"
-    ):
+    with pytest.raises(ValueError, match=r"delete_stale: got False, and .* holds 3 files of an older model \(mod"):
         send(shelf / "new", NAME)
     assert hub.sent("POST", "/commit/|/storage/") == 0 and hub.repos[NAME].refs["refs/heads/main"] == before
     assert main(["push", str(shelf / "new"), NAME, "--delete-stale", "--quiet"]) == 0
@@ -171,22 +141,19 @@ def test_what_had_arrived_is_not_sent_again_and_a_lost_answer_makes_no_second_co
     assert not send(shelf / "new", NAME).new and len(hub.repos[NAME].commits) == 2
 
 
-def test_ctrl_c_while_files_are_sent(hub, shelf, monkeypatch):
+def test_who_may_not_write_and_ctrl_c(hub, shelf, monkeypatch):
     def stop(*_, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(HfApi, "preupload_lfs_files", stop)
-    with pytest.raises(KeyboardInterrupt, match=f"interrupted; {WHOLE}"):
-        send(shelf / "new", NAME)
-    assert held(hub.repos[NAME]) == {}
-
-
-def test_who_may_not_write(hub, shelf):
     hub.put("other/mhla", {"README.md": b""})
     with pytest.raises(OSError, match="don't have the rights to write below other"):
         send(shelf / "new", "other/mhla")
     with pytest.raises(OSError, match=r"push to tester/mhla: .*401"):
         send(shelf / "new", NAME, token=False)
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", stop)
+    with pytest.raises(KeyboardInterrupt, match=f"interrupted; {WHOLE}"):
+        send(shelf / "new", NAME)
+    assert held(hub.repos[NAME]) == {}
 
 
 def test_somebody_else_was_faster(hub, shelf, monkeypatch):
@@ -255,13 +222,6 @@ def test_after_evaluate_the_card_has_the_scores(hub, unvisited, tmp_path):
     assert str(folder) in str(caught.value) and len(hub.repos[NAME].commits) == 2
 
 
-def test_errors_name_arguments_of_python(hub, unvisited, tmp_path):
-    for arguments in ({"license": "mit"}, {}, {"base_model": "base/none"}):
-        with pytest.raises(ValueError, match="expected") as caught:
-            push(converted(), NAME, progress=False, **arguments)
-        assert "--" not in str(caught.value) and "mhla-hf" not in str(caught.value)
-
-
 def test_the_license_of_a_published_base_is_taken_from_its_card(hub, unvisited):
     hub.put("base/llama", {"README.md": b"---\nlicense: llama3.2\n---\n"})
     made = push(converted(), NAME, base_model="base/llama", draft=True, progress=False)
@@ -271,7 +231,7 @@ def test_the_license_of_a_published_base_is_taken_from_its_card(hub, unvisited):
         push(converted(), NAME, base_model="base/llama", license="mit", draft=True)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_all_or_nothing_under_random_faults(hub, shelf, seed):
     """One push through faults and, where it broke off, one without: the old model or the new one, made once."""
     rng = random.Random(seed)

@@ -16,9 +16,6 @@ STAGE = {"name": "a", "loss": "lm", "steps": 1, "lr": 1e-3, "seq_len": 16, "batc
 ROWS = [torch.ones(1, 40, dtype=torch.long)] * 2
 DAMAGED = {  # folder -> its config.json, and what is said of it
     "list": ("[1, 2]", "config.json: got list, expected a JSON object"),
-    "number": ("3", "config.json: got int, expected"),
-    "null": ("null", "config.json: got NoneType, expected a JSON"),
-    "text": ('"llama"', "config.json: got str, expected"),
     "type": ('{"model_type": ["llama"]}', "model_type in config.json: got ['llama'], expected a name"),
     "class": (
         '{"model_type": "llama", "architectures": "LlamaForCausalLM"}',
@@ -54,13 +51,11 @@ def of_type(name, **sizes):
 
 CASES = {
     "convert: settings": (lambda: mhla_hf.convert(softmax_model(), {}), "settings: got dict, expected MHLASettings"),
-    "convert: a configuration": (lambda: mhla_hf.convert(softmax_model().config), "model: got LlamaConfig, expected"),
     "convert: adapters": (lambda: mhla_hf.convert(adapted(softmax_model())), "model: got PeftModel, expected LlamaFor"),
     "convert: mamba": (lambda: mhla_hf.convert(of_type("mamba")), "'mamba', expected another one: it has no softmax"),
     "convert: deberta": (lambda: mhla_hf.convert(of_type("deberta-v2")), "'deberta-v2', expected another one: its sc"),
     "convert: no layers": (lambda: converted(layers=[]), 'layers: got [], expected "all", "2/3" or a list'),
     "convert: one layer": (lambda: converted(layers=1), "layers: got 1, expected"),
-    "convert: half a layer": (lambda: converted(layers=[0.5]), "layers: got [0.5], expected"),
     "decays: none": (lambda: converted(num_decays=0), "num_decays: got 0, expected a whole number from 1 to 64"),
     "decays: true": (lambda: converted(num_decays=True), "num_decays: got True, expected a whole number"),
     "decays: a layout": (lambda: converted(layout=[2, 2]), 'mixing_form: got "decay" with a layout, expected'),
@@ -76,11 +71,9 @@ CASES = {
         "stage 'a': loss: got 'lm', expected one of ['transfer', 'embeddings']"),
     "head: of classes, distilled": (lambda: taught(headed("AutoModelForSequenceClassification")),
         "student: got MHLALlamaForSequenceClassification, expected a causal language model"),
-    "head: none, distilled": (lambda: taught(headed("AutoModel")), "student: got MHLALlamaModel, expected a causal"),
     "distill: where to": (lambda: taught(out=None), "out: got NoneType, expected the path of a folder to create"),
     "distill: a stage": (lambda: taught(stages=["lm"]), "stage 1: got 'lm', expected a mapping"),
     "distill: a setting": (lambda: taught(stages=[{**STAGE, "lr": -1}]), "stage 'a': lr: got -1, expected a number above"),
-    "distill: top_k": (lambda: taught(stages=[{**STAGE, "top_k": -1}]), "stage 'a': top_k: got -1, expected a whole"),
     "distill: seed": (lambda: taught(seed="x"), "seed: got 'x', expected a whole number from 0"),
     "adapter: no adapter": (lambda: mhla_hf.save_adapter(softmax_model(), "new"), "model: got LlamaForCausalLM, expected a"),
     "adapter: its own": (lambda: mhla_hf.save_adapter(adapted(softmax_model()), "new"),

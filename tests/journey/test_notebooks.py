@@ -18,7 +18,7 @@ NAMES = [path.name for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """run(name) -> what the cells print, and how many pictures they show."""
+    """run(name) -> what the cells print, and the number of pictures."""
 
     def run(name):
         pictures = []
@@ -45,7 +45,7 @@ def signed_in(hub, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_outputs_are_kept(name):
-    """A reader on GitHub sees a picture first, then what each cell printed, and nothing of the machine that ran it."""
+    """A picture first, then what each cell printed, and nothing of the machine that ran it."""
     content = json.loads((NOTEBOOKS / name).read_text(encoding="utf-8"))
     cells = content["cells"]
     assert len(cells) <= 25 and "![" in "".join(cells[0]["source"]) and content["metadata"]["kernelspec"]
@@ -55,23 +55,7 @@ def test_its_outputs_are_kept(name):
     assert len(outputs) > 3
     assert not {"error", "stderr"} & {output.get("name", output["output_type"]) for output in outputs}
     for place in ("127.0.0.1", "localhost", str(Path.home()), str(NOTEBOOKS.parent), tempfile.gettempdir()):
-        assert place not in "".join(map(shown, outputs))
-
-
-def shown(output):
-    """What an output says in letters."""
-    return "".join(output.get("text", output.get("data", {}).get("text/plain", "")))
-
-
-def without_numbers(text):
-    """Its words; the name of a source file holds its hash."""
-    return re.sub(r"(?<=_)[0-9a-f]{12}(?=\.py)|\d+", "", text).split()
-
-
-def kept(name):
-    """What the notebook in the repository has as printed."""
-    cells = json.loads((NOTEBOOKS / name).read_text(encoding="utf-8"))["cells"]
-    return "".join("".join(output["text"]) for cell in cells for output in cell.get("outputs", []) if "text" in output)
+        assert place not in json.dumps(outputs)
 
 
 @pytest.mark.slow
@@ -82,9 +66,6 @@ def test_language(run):
     untrained = float(re.search(r"untrained (\d+\.\d+)", printed)[1])
     softmax, distilled = map(float, re.search(r"softmax (\d+\.\d+), MHLA (\d+\.\d+)", printed).groups())
     assert distilled < untrained and distilled < softmax + 0.5
-    for name in ("softmax", "MHLA"):
-        words = re.search(rf"{name}: The function returns(.*?)\n\n", printed, re.DOTALL)[1].split()
-        assert len({word for word in words if word.isalpha()}) > 5, words
 
 
 @pytest.mark.slow
@@ -94,7 +75,7 @@ def test_video(run):
     assert "videos equal bit for bit: True" in printed and "as before saving: True" in printed
     assert "another size: (5, 48, 128, 3)" in printed
     untrained, distilled = map(float, re.search(r"untrained (\d\.\d+), distilled (\d\.\d+)", printed).groups())
-    assert distilled < 0.5 * untrained and without_numbers(printed) == without_numbers(kept("02_video.ipynb"))
+    assert distilled < 0.5 * untrained
 
 
 @pytest.mark.slow
@@ -105,10 +86,8 @@ def test_convert_distill_share(run, hub, signed_in):
     assert f"{hub.endpoint}/{USER}/mhla-notebook/commit/" in printed
     assert "MHLALlamaForCausalLM | layers [0, 2, 3]" in printed and "logits equal bit for bit: True" in printed
     assert "nothing new: True" in printed and "codes_generation_448" in printed
-    teacher, student = map(
-        float, re.search(r"lookups_recall_448 +acc ↑ +0 +20 +(\S+) ± \S+ +(\S+) ±", printed).groups()
-    )
-    assert teacher > 0.9 and student > 0.9, "the layer that looks things up keeps softmax"
+    scores = re.search(r"lookups_recall_448 +acc ↑ +0 +20 +(\S+) ± \S+ +(\S+) ±", printed).groups()
+    assert min(map(float, scores)) > 0.9, "the layer that looks things up keeps softmax"
 
 
 @pytest.mark.slow

@@ -22,12 +22,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encod
 BASE = "HuggingFaceTB/SmolLM2-135M"
 LLAMA = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 1, "max_position_embeddings": 4096}
 SMOLLM2 = {
-    "num_hidden_layers": 30,
-    "hidden_size": 576,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-}
+    "num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+}  # fmt: skip
 CARD = "---\nlicense: apache-2.0\n---\n"
 
 
@@ -84,11 +80,7 @@ def check_distilled(names):
         assert value.dtype == (torch.float32 if ".mixing." in name else torch.bfloat16), name
     assert {value.dtype for value in names["teacher"].parameters()} == {torch.bfloat16}
     model = AutoModelForCausalLM.from_pretrained("my-mhla", trust_remote_code=True)
-    assert model.dtype == torch.bfloat16
     torch.testing.assert_close(model.state_dict(), names["student"].state_dict(), rtol=0, atol=0)
-    before = AutoModelForCausalLM.from_pretrained(BASE).state_dict()
-    name = f"model.layers.{model.config.mhla['layers'][0]}.self_attn.q_proj.weight"
-    assert not torch.equal(model.state_dict()[name], before[name])
 
 
 def check_adapter(model):

@@ -1,4 +1,4 @@
-"""A converted model behind `transformers serve`, as docs/serving.md says it: over HTTP it says what `generate` says."""
+"""A converted model behind `transformers serve`, as docs/serving.md says it, says what `generate` says."""
 
 import json
 import os
@@ -47,12 +47,6 @@ def folder(tmp_path_factory):
     return place, tokenizer.decode(new, skip_special_tokens=True)
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
-
-
 def ask(port, model, **more):
     body = json.dumps({"model": model, **ASKED, **more}).encode()
     url = f"http://localhost:{port}/v1/chat/completions"
@@ -75,7 +69,9 @@ def wait_for(server, port, log):
 def test_chat_over_http_is_what_generate_says(folder, tmp_path, way):
     place, wanted = folder
     shutil.copytree(place, tmp_path / "llama-mhla")
-    port, log = free_port(), tmp_path / "log"
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        port, log = one.getsockname()[1], tmp_path / "log"
     tools = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     env = {**os.environ, "PATH": tools, "HF_HOME": str(tmp_path / "hf")}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

@@ -14,7 +14,6 @@ from tools.small_towers import softmax_tower
 from tools.tiny_pipelines import wan_pipeline
 from transformers import ViTImageProcessorPil
 
-from mhla_hf.checkpoints.load import load_language_model, load_tokenizer
 from mhla_hf.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -95,16 +94,6 @@ def test_a_pipeline_for_an_official_checkpoint_asks_nothing(shelf, questions):
     assert not questions and not (shelf / "ran").exists()
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, lambda folder: load_language_model(folder)[1]])
-def test_the_name_of_somebodys_code_is_not_saved_again(tmp_path, load):
-    """lm-eval's RULER loads the tokenizer that we save for it with trust."""
-    save_llama(tmp_path / "llama")
-    code = {"AutoTokenizer": ["someone/evil--code.Tokenizer", None]}
-    edit(tmp_path / "llama/tokenizer_config.json", auto_map=code)
-    load(tmp_path / "llama").save_pretrained(tmp_path / "saved")
-    assert "evil" not in (tmp_path / "saved/tokenizer_config.json").read_text()
-
-
 CODE = "someone/evil--code.Thing"
 NAMED = {
     "custom_pipelines": {"text-generation": {"impl": CODE}},
@@ -120,6 +109,7 @@ def test_a_converted_model_keeps_all_of_a_configuration_but_names_of_code(shelf,
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
     for name in ("llama", "vit"):
         edit(tmp_path / name / "config.json", **NAMED, **NO_CODE)
+    edit(tmp_path / "llama/tokenizer_config.json", auto_map={"AutoTokenizer": [CODE, None]})
     edit(tmp_path / "llama/generation_config.json", **NAMED, _from_model_config=False, max_new_tokens=7)
     edit(tmp_path / "vit/preprocessor_config.json", auto_map={"AutoImageProcessor": CODE})
     for name in ("llama", "vit"):

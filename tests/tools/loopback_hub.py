@@ -1,10 +1,7 @@
-"""A Hub in memory on the loopback interface, with the endpoints that loading and pushing of models use, and with
-faults.
+"""A Hub in memory on the loopback interface, with the endpoints that loading and pushing use, and with faults.
 
-It checks what could hide a mistake: a large file is hashed when it arrives, and commits may only refer to large files
-that have arrived; all operations of a commit are checked before the branch moves; `parentCommit` must be the head; and
-a token may only write to its user's repositories. A fault, such as `hub.fault("503", path="commit")`, affects one
-request: "503" refuses it, "cut" closes the connection before it is executed, and "cut after" afterwards.
+A fault, such as `hub.fault("503", path="commit")`, affects one request: "503" refuses it, "cut" closes the connection
+before it is executed, and "cut after" afterwards.
 """
 
 import base64
@@ -29,42 +26,27 @@ Commit = collections.namedtuple("Commit", "oid parent files")
 
 @dataclasses.dataclass
 class Repo:
-    """A repository.
-
-    Attributes:
-        name: "user/name".
-        private: Whether only its owner may see it.
-        commits: `Commit` by id.
-        refs: Ids of commits by full name of the ref, such as "refs/heads/main", "refs/tags/v1", or "refs/pr/1".
-        lfs: Large files that have arrived, by sha256.
-    """
-
     name: str
     private: bool
-    commits: dict = dataclasses.field(default_factory=dict)
-    refs: dict = dataclasses.field(default_factory=dict)
-    lfs: dict = dataclasses.field(default_factory=dict)
+    commits: dict = dataclasses.field(default_factory=dict)  # `Commit` by id
+    refs: dict = dataclasses.field(default_factory=dict)  # ids by full name of the ref, such as "refs/heads/main"
+    lfs: dict = dataclasses.field(default_factory=dict)  # large files that have arrived, by sha256
 
     def add(self, ref, parent, files):
-        """Add a commit of `files` (`Entry` by path), let `ref` point to it, and return its id."""
         oid = hashlib.sha1(f"{self.name} {ref} {parent} {len(self.commits)}".encode()).hexdigest()
         self.commits[oid] = Commit(oid, parent, files)
         self.refs[ref] = oid
         return oid
 
     def find(self, revision):
-        """Return the commit of a branch, tag, full ref, or commit id, or None."""
         refs = (revision, f"refs/heads/{revision}", f"refs/tags/{revision}")
         return self.commits.get(next((self.refs[ref] for ref in refs if ref in self.refs), revision))
 
     def files(self, revision="main"):
-        """Return the content of the files at a revision, by path."""
         return {path: file.data for path, file in self.find(revision).files.items()}
 
 
 class Refused(Exception):
-    """Raised to answer a request with an error status."""
-
     def __init__(self, status, message, code="", commit=""):
         super().__init__(message)
         self.status = status
@@ -72,21 +54,13 @@ class Refused(Exception):
 
 
 class LoopbackHub:
-    """A Hub that serves at `hub.endpoint` inside of `with LoopbackHub() as hub:`.
+    """A Hub that serves at `hub.endpoint` inside of `with LoopbackHub() as hub:`."""
 
-    Files are large files (LFS) if they have more than 100 kB or are not text.
-
-    Attributes:
-        repos: `Repo` by name.
-        faults: What will happen to the next requests; see `fault`.
-        log: Method, path, and bytes of the body of every request.
-        visibility: That of a new repository for which none is asked, as an organization sets it.
-    """
-
-    visibility = "public"
+    visibility = "public"  # of a new repository for which none is asked
 
     def __init__(self):
-        self.repos, self.faults, self.log = {}, [], []
+        self.repos, self.faults = {}, []
+        self.log = []  # method, path, and bytes of the body of every request
         self.lock = threading.RLock()
 
     def __enter__(self):
@@ -102,14 +76,13 @@ class LoopbackHub:
 
     def environment(self, home):
         """Return the environment of a process that uses this Hub, with `home` as its Hugging Face home."""
+        disabled = {f"HF_HUB_DISABLE_{name}": "1" for name in ("XET", "PROGRESS_BARS", "TELEMETRY")}
         return {
             "HF_ENDPOINT": self.endpoint,
             "HF_TOKEN": TOKEN,
             "HF_HOME": str(home),
             "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
+            **disabled,
         }
 
     def fault(self, kind, path="", skip=0, times=1):
@@ -117,7 +90,6 @@ class LoopbackHub:
         self.faults += [(None, path)] * skip + [(kind, path)] * times
 
     def strike(self, path):
-        """Return the kind of fault of a request, or None, and remove it from the list."""
         with self.lock:
             fault = next((fault for fault in self.faults if re.search(fault[1], path)), (None, None))
             if fault in self.faults:
@@ -125,34 +97,28 @@ class LoopbackHub:
         return fault[0]
 
     def put(self, name, files):
-        """Add a commit with `files` (bytes by path) to a repository, which is created if needed, and return its id."""
+        """Commit `files` (bytes by path) to a repository, which is created if needed."""
         repo = self.repos.setdefault(name, Repo(name, False))
         entries = {path: entry(data, is_large(path, data[:512], len(data))) for path, data in files.items()}
         repo.lfs.update({file.oid: file.data for file in entries.values()})
         return repo.add("refs/heads/main", repo.refs.get("refs/heads/main"), entries)
 
     def sent(self, method, path):
-        """Return the number of requests whose method is `method` and whose path matches `path`."""
+        """Return the number of requests of a method whose path matches `path`."""
         return sum(logged == method and re.search(path, url) is not None for logged, url, _ in self.log)
 
 
 def entry(data, large=False):
-    """Return the entry of a file."""
     blob = f"blob {len(data)}\0".encode() + data
     return Entry(data, hashlib.sha256(data).hexdigest() if large else hashlib.sha1(blob).hexdigest())
 
 
 def is_large(path, sample, size):
-    """Return whether a file is a large file, by its path, its first bytes, and its size."""
     return size > 100_000 or path.endswith(".safetensors") or b"\0" in sample
 
 
 def route(method, pattern):
-    """Return a decorator that registers the function which answers requests to paths that match `pattern`.
-
-    The function gets the handler, the body, and the named groups of `pattern`. It returns what is sent as JSON, or a
-    status, headers, and bytes.
-    """
+    """Register a function of handler, body, and named groups of `pattern` that returns JSON, or status, headers, bytes."""
 
     def register(function):
         ROUTES.append((method, re.compile(pattern), function))
@@ -162,8 +128,6 @@ def route(method, pattern):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handles the requests of one connection."""
-
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 16  # sends headers and body in one packet; two would take 40 ms
     disable_nagle_algorithm = True
@@ -173,7 +137,6 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        """Handle a request of any method."""
         path = unquote(urlsplit(self.path).path)
         fault = self.hub.strike(path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -199,7 +162,6 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
     def answer(self, method, path, body):
-        """Return status, headers, and body of the answer, from the first route that matches."""
         for route_method, pattern, function in ROUTES:
             match = pattern.fullmatch(path)
             if route_method == method and match:
@@ -210,7 +172,6 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def user(self):
-        """Name of the user, or None without a token. As on the Hub, an unknown token is refused."""
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if token not in ("", TOKEN):
             raise Refused(401, "Invalid credentials in Authorization header")
@@ -221,12 +182,10 @@ class Handler(BaseHTTPRequestHandler):
         return {key: values[-1] for key, values in parse_qs(urlsplit(self.path).query).items()}
 
     def may_write(self, owner):
-        """Refuse the request unless the user is `owner`."""
         if self.user != owner:
             raise Refused(403 if self.user else 401, f"You don't have the rights to write below {owner}")
 
     def repo(self, name, write=False):
-        """Return a repository, or refuse the request if the user may not see it or, with `write`, not write to it."""
         user, owner, repo = self.user, name.split("/")[0], self.hub.repos.get(name)
         if repo is None or (repo.private and user != owner):
             raise Refused(404 if user else 401, "Repository not found", "RepoNotFound")
@@ -235,7 +194,6 @@ class Handler(BaseHTTPRequestHandler):
         return repo
 
     def commit(self, repo, revision):
-        """Return a commit, or refuse the request if it does not exist."""
         commit = repo.find(revision)
         if commit is None:
             raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
@@ -280,15 +238,8 @@ def delete_repo(request, body):
 def model_info(request, body, repo, revision):
     repository = request.repo(repo)
     commit = request.commit(repository, revision or "main")
-    return {
-        "_id": repo,
-        "id": repo,
-        "modelId": repo,
-        "sha": commit.oid,
-        "private": repository.private,
-        "tags": [],
-        "siblings": [{"rfilename": path} for path in commit.files],
-    }
+    files = [{"rfilename": path} for path in commit.files]
+    return {"id": repo, "sha": commit.oid, "private": repository.private, "tags": [], "siblings": files}
 
 
 @route("GET", f"/api/models/{REPO}/tree/(?P<revision>[^/]+|refs/[^/]+/[^/]+)(?:/(?P<folder>.+))?")
@@ -311,8 +262,6 @@ def refs(request, body, repo):
 
 @route("POST", f"/api/models/{REPO}/(?P<kind>tag|branch)/(?P<name>.+)")
 def create_ref(request, body, repo, kind, name):
-    """Create a tag (the path has the revision, the body the tag's name) or a branch (the path has the branch's
-    name)."""
     repository = request.repo(repo, write=True)
     options = json.loads(body or b"{}")
     start = name if kind == "tag" else options.get("startingPoint", "main")
@@ -325,7 +274,6 @@ def create_ref(request, body, repo, kind, name):
 
 @route("POST", f"/api/models/{REPO}/preupload/(?P<revision>.+)")
 def preupload(request, body, repo, revision):
-    """Tell for each file of the next commit whether it is to be uploaded as a large file."""
     commit = request.commit(request.repo(repo, write="create_pr" not in request.query), revision)
     answer = []
     for file in json.loads(body)["files"]:
@@ -339,20 +287,17 @@ def preupload(request, body, repo, revision):
 
 @route("POST", f"/{REPO}.git/info/lfs/objects/batch")
 def lfs_batch(request, body, repo):
-    """Return the address to upload each large file to that has not arrived yet."""
     repository = request.repo(repo)
     answer = []
     for item in json.loads(body)["objects"]:
         if item["oid"] not in repository.lfs:
-            upload = {"href": f"{request.hub.endpoint}/storage/{repo}/{item['oid']}", "header": {}}
-            item["actions"] = {"upload": upload}
+            item["actions"] = {"upload": {"href": f"{request.hub.endpoint}/storage/{repo}/{item['oid']}", "header": {}}}
         answer.append(item)
     return {"transfer": "basic", "objects": answer}
 
 
 @route("PUT", f"/storage/{REPO}/(?P<oid>[0-9a-f]{{64}})")
 def store(request, body, repo, oid):
-    """Receive a large file."""
     if hashlib.sha256(body).hexdigest() != oid:
         raise Refused(400, "BadDigest: the content does not match its sha256")
     request.hub.repos[repo].lfs[oid] = body
@@ -361,7 +306,6 @@ def store(request, body, repo, oid):
 
 @route("POST", f"/api/models/{REPO}/commit/(?P<revision>.+)")
 def create_commit(request, body, repo, revision):
-    """Commit to a branch, or to a new pull request."""
     is_pull_request = request.query.get("create_pr") == "1"
     repository = request.repo(repo, write=not is_pull_request)
     head = request.commit(repository, revision)
@@ -388,7 +332,6 @@ def create_commit(request, body, repo, revision):
 
 @route("GET", f"/{REPO}/resolve/(?P<revision>[^/]+|refs/[^/]+/[^/]+)/(?P<path>.+)")
 def resolve(request, body, repo, revision, path):
-    """Send the content of a file."""
     commit = request.commit(request.repo(repo), revision)
     if path not in commit.files:
         raise Refused(404, "Entry not found", "EntryNotFound", commit.oid)

@@ -19,18 +19,10 @@ STAGES = [
     {"name": "match", "loss": "logits", "trainable": "all", "lr": 0.001, "lr_mhla": 0.003, "steps": 300, **SIZES},
 ]
 TRAIN = {
-    "format_version": 1,
-    "teacher": "teacher",
-    "seed": 3,
-    "stages": STAGES,
-    "tokens": 1843200,
-    "seconds": 250.5,
-    "data": {"kind": "tokens", "name": "/somewhere/private/topics.txt"},
-    "mixed_precision": "no",
-    "processes": 1,
-    "command": "mhla-hf distill student --teacher teacher",
-    **MADE_ON,
-}
+    "format_version": 1, "teacher": "teacher", "seed": 3, "stages": STAGES, "tokens": 1843200, "seconds": 250.5,
+    "data": {"kind": "tokens", "name": "/somewhere/private/topics.txt"}, "mixed_precision": "no", "processes": 1,
+    "command": "mhla-hf distill student --teacher teacher", **MADE_ON,
+}  # fmt: skip
 SPEED = {  # metric: (teacher, model)
     "forward_ms_2048": (90.0, 30.0),
     "forward_ms_512": (8.0, 10.0),
@@ -40,7 +32,6 @@ SPEED = {  # metric: (teacher, model)
 
 
 def result(task, metric, value, stderr, higher_is_better, **changes):
-    """Return a record of a score; `changes` are further fields."""
     fields = {"task": task, "metric": metric, "value": value, "stderr": stderr, "higher_is_better": higher_is_better}
     versions = {"lm_eval": "0.4.13", "torch": "2.13.0"}
     return make_result(**{**fields, **MADE_ON, "versions": versions, "samples": 200, "seed": 1234, **changes})
@@ -52,7 +43,6 @@ def times(column, speed=SPEED):
 
 
 def scores(bits, recall):
-    """Return the records of three tasks."""
     return [
         result("topics_bpb", "bits_per_byte", bits, None, False),
         result("topics_cloze", "acc", 0.625, 0.0342, True),
@@ -63,15 +53,9 @@ def scores(bits, recall):
 def save_model(folder, records, *, layers=(1, 2), readme=None):
     """Write a folder with a config, weights, `records`, and, if given, a README."""
     folder.mkdir()
-    config = {
-        "model_type": "mhla_llama",
-        "num_hidden_layers": 4,
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "auto_map": {"AutoModelForCausalLM": "modeling_mhla.MHLALlamaForCausalLM"},
-        "architectures": ["MHLALlamaForCausalLM"],
-        "mhla": MHLASettings(layers=list(layers)).to_dict(),
-    }
+    config = {"model_type": "mhla_llama", "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4}
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_mhla.MHLALlamaForCausalLM"}}
+    config |= {"architectures": ["MHLALlamaForCausalLM"], "mhla": MHLASettings(layers=list(layers)).to_dict()}
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"weight": torch.full((2,), records[0].value)}, folder / "model.safetensors")
     fingerprint = fingerprint_folder(folder)

@@ -12,14 +12,7 @@ from mhla_hf.evaluation.records import Results
 from mhla_hf.hub.card import write_card
 from tools.small_scores import make_result, small_tokenizer
 
-CARD = """\
----
-license: apache-2.0
-library_name: transformers
----
-
-# A model
-"""
+CARD = "---\nlicense: apache-2.0\nlibrary_name: transformers\n---\n\n# A model\n"
 
 
 def small_scratch(cls=mhla_hf.MHLAForCausalLM, **changes):
@@ -28,11 +21,10 @@ def small_scratch(cls=mhla_hf.MHLAForCausalLM, **changes):
     return cls(mhla_hf.MHLAConfig.preset("tiny", num_attention_heads=2, **sizes, **changes))
 
 
-def save_model(folder, model, tokenizer=True):
+def save_model(folder, model):
     """Save a model and its tokenizer without a card, and return the folder."""
     model.save_pretrained(folder)
-    if tokenizer:
-        small_tokenizer().save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -44,11 +36,9 @@ def score(folder, tasks=("heldout_recall", "heldout_generation")):
     return folder
 
 
-def save_carded(folder, model, name="tester/mhla", tasks=("heldout_recall", "heldout_generation")):
-    """Save a model with its tokenizer, scores, and the card that `write_card` makes of them, and return the folder."""
-    score(save_model(folder, model), tasks)
-    write_card(folder, name=name, license="apache-2.0")
-    return folder
+def save_carded(folder, model):
+    """Save a model with its tokenizer, scores, and the card that `write_card` makes of them."""
+    write_card(score(save_model(folder, model)), name="tester/mhla", license="apache-2.0")
 
 
 def forge(folder):
@@ -67,19 +57,11 @@ def forge(folder):
 
 
 def spoil(value, name="model.norm.weight"):
-    """Return a function that damages the model in a folder.
-
-    Args:
-        value: Value to put into the weight `name`; None removes the weight.
-        name: Name of the weight.
-    """
+    """Return a function that puts a value into a weight of the model in a folder."""
 
     def change_weights(folder):
         tensors = load_file(folder / "model.safetensors")
-        if value is None:
-            del tensors[name]
-        else:
-            tensors[name].view(-1)[-1 if name.endswith("weight") else slice(None)] = value
+        tensors[name].view(-1)[-1] = value
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     return change_weights

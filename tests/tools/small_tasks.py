@@ -5,23 +5,17 @@ import random
 
 from mhla_hf.evaluation.recall import LOADER, TASKS, filler_lines, make_text, write_task
 
+BITS = [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}]
+ACC = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_mutual_info")]
 OTHERS = {  # settings of tasks without facts
     "bits_per_byte": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "text",
-        "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text", "metric_list": BITS,
     },
     "cloze": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "context",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "metric_list": [
-            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_mutual_info")
-        ],
+        "output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices",
+        "doc_to_target": "answer", "metric_list": ACC,
     },
-}
+}  # fmt: skip
 
 
 def make_tasks(folder, text, tokenizer, window, items=16):
