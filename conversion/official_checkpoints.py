@@ -40,12 +40,7 @@ VIT_BLOCK = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
-VIT_ENDS = {
-    "patch_embed.proj": "model.stem.proj",
-    "fc_norm": "model.norm",
-    "norm": "model.norm",
-    "head": "classifier",
-}
+VIT_ENDS = {"patch_embed.proj": "model.stem.proj", "fc_norm": "model.norm", "norm": "model.norm", "head": "classifier"}
 MIXING = "attn.piece_attn.conv.weight"
 
 

@@ -13,7 +13,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 HASHED_SUFFIXES = (*WEIGHT_SUFFIXES, ".safetensors.index.json", ".py", ".model")
 HASHED_FILES = (
     PIPELINE_INDEX, "config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer.json",
-    "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
+    "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"
 )  # fmt: skip
 ORIGIN_KEY = "_name_or_path"  # where diffusers records the folder or Hub id a configuration was loaded from
 FILES_WITH_ORIGIN = ("config.json", PIPELINE_INDEX)
@@ -23,10 +23,7 @@ def fingerprint_folder(folder: PathLike) -> str:
     """Return "files:" and 32 hex digits of a SHA-256 over the files that determine a local model's output.
 
     These are weights, configuration, tokenizer and source code, for a pipeline also those in the component folders. Cards,
-    results, plots and training records are ignored.
-
-    Raises:
-        FileNotFoundError: The folder has no weights.
+    results, plots and training records are ignored. Raise FileNotFoundError if the folder has no weights.
     """
     folder = Path(folder)
     entries = folder.rglob("*") if (folder / PIPELINE_INDEX).is_file() else folder.iterdir()
@@ -65,7 +62,6 @@ def fingerprint_model(model: Any) -> str:
 
 
 def hash_json(content: Any, digits: int = 16) -> str:
-    """Return the first `digits` hex digits of the sha256 of a JSON-serializable value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:digits]
 
 
@@ -86,12 +82,7 @@ def strip_origin(data: bytes) -> bytes:
 
 
 def hash_file(path: PathLike, digest: Any = None) -> str:
-    """Return the sha256 of a file's bytes, 64 hex digits.
-
-    Args:
-        path: The file.
-        digest: A hashlib object to update in place instead of a new one. The result is then its digest so far.
-    """
+    """Return the sha256 of a file's bytes, 64 hex digits; with a hashlib object to update, its digest so far."""
     digest = digest or hashlib.sha256()
     with Path(path).open("rb") as stream:
         while chunk := stream.read(1 << 22):

@@ -23,26 +23,22 @@ ERROR_LINE = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 
 def load_isolated(
     folder: PathLike, kind: str, *, inputs: PathLike | None = None, prompt: str | None = None, new_tokens: int = 0,
-    dtype: str = "auto",
+    dtype: str = "auto"
 ) -> dict[str, Any]:  # fmt: skip
     """Load a saved model in an isolated process, optionally run it, and return a report.
 
     Args:
         folder: A saved model or pipeline.
-        kind: Kind of model, as in `share.facts.Facts`.
-        inputs: A safetensors file for language models, with `ids` [B, T], token ids of B rows of T tokens, and optionally
-            `logits` [B, T, vocabulary size], the expected logits.
-        prompt: Text for a language model to continue greedily.
-        new_tokens: How many tokens to generate after `prompt`.
+        kind: Kind of model, as in `hub.facts.Facts`.
+        inputs: A safetensors file for language models, with `ids` [B, T] and optionally the expected `logits`.
+        prompt: Text for a language model to continue greedily by `new_tokens` tokens.
+        new_tokens: See `prompt`.
         dtype: Name of a torch dtype, or "auto".
 
     Returns:
-        A dict with "class" (module and name), "missing" and "unexpected" (weight names) and "imported" (modules that
-        should be absent). For language models, also "finite"; with expected logits, "logits_equal" and
-        "largest_difference"; and with a prompt, "continuation".
-
-    Raises:
-        ValueError: The model does not load or run there; the message gives the reason.
+        "class" (module and name), "missing" and "unexpected" (weight names) and "imported" (modules that should be absent);
+        for language models "finite"; with expected logits "logits_equal" and "largest_difference"; with a prompt
+        "continuation".
     """
     source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
     request = {
@@ -73,15 +69,9 @@ def load_isolated(
 
 
 def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str:
-    """Check that a model loads without mhla_hf, from its own source and with all weights.
+    """Return the class of a model after checking that it loads without mhla_hf, from its own source and with all weights.
 
     The logits of a causal language model must also be finite.
-
-    Returns:
-        The module and name of its class.
-
-    Raises:
-        ValueError: Any of these conditions does not hold.
     """
     if kind == "pipeline" and (missing := missing_transformers_weights(Path(folder), {})):
         raise ValueError(f"{folder}: got a model that lacks the weight {missing[0]!r}, expected all weights.")

@@ -55,9 +55,7 @@ Loaded = tuple[Any, Any]
 def register_classes(config: Any, classes: Sequence[type]) -> None:
     """Register a model type's classes with transformers' Auto classes, unless the type is registered already.
 
-    Args:
-        config: The configuration class.
-        classes: Its model classes; if several belong to one Auto class, the first is registered.
+    If several belong to one Auto class, the first is registered.
     """
     if config_class_of(config.model_type) is None:
         AutoConfig.register(config.model_type, config)
@@ -81,13 +79,7 @@ def register_family(family: Family) -> None:
 def register_model_type(source: PathLike, **hub_options: Any) -> None:
     """Read the config.json of a folder or Hub id, and register the model's family if it is a converted model.
 
-    Args:
-        source: Folder or Hub id.
-        **hub_options: Options of `from_pretrained`, such as `revision`.
-
-    Raises:
-        ValueError: config.json is malformed, or states more than `MAX_LAYERS` layers.
-        OSError: There is no config.json.
+    Raise ValueError if it is malformed or has more than `MAX_LAYERS` layers, and OSError if there is none.
     """
     read_json(Path(source, "config.json"))  # raises unless it holds an object
     config, _ = transformers.PreTrainedConfig.get_config_dict(str(source), **hub_options)
@@ -123,12 +115,7 @@ def is_pipeline(name: PathLike, revision: str | None = None) -> bool:
 
 
 def load_config(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the configuration of a folder or Hub id, after registering the model type if it is a converted one.
-
-    Raises:
-        TypeError: `name` is not a string or path.
-        ValueError: The configuration cannot be loaded.
-    """
+    """Load the configuration of a folder or Hub id, after registering the model type if it is a converted one."""
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"model: got {type(name).__name__}, expected a folder or a Hub id.")
     with wrap_errors(f"model: got {str(name)!r}, expected a configuration that can be loaded"):
@@ -137,16 +124,13 @@ def load_config(name: PathLike, *, revision: str | None = None, trust_remote_cod
 
 
 def load_tokenizer(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder or Hub id; see `_read_tokenizer`. Raise ValueError if it cannot be loaded."""
+    """Load the tokenizer of a folder or Hub id; see `_read_tokenizer`."""
     with wrap_errors(f"model: got {str(name)!r}, expected a tokenizer that can be loaded"):
         return _read_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def _read_tokenizer(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
-    """Load a tokenizer. Unless `trust_remote_code`, remove its references to code, so that they are not saved again.
-
-    Raise ValueError if a folder has no tokenizer.
-    """
+    """Load a tokenizer. Unless `trust_remote_code`, remove its references to code, so that they are not saved again."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
     except (ValueError, OSError) as error:
@@ -171,7 +155,7 @@ def has_tokenizer(name: PathLike) -> bool:
 
 
 def _read_image_processor(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
-    """Load an image processor. Unless `trust_remote_code`, remove its references to code; see `_read_tokenizer`."""
+    """Load an image processor as `_read_tokenizer` does."""
     processor = AutoImageProcessor.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
     if not trust_remote_code:
         strip_code_references(processor)
@@ -179,13 +163,10 @@ def _read_image_processor(name: PathLike, *, trust_remote_code: bool, **hub_opti
 
 
 def strip_code_references(component: Any) -> list[str]:
-    """Remove, in place, the attributes of a tokenizer, image processor or configuration that refer to code.
+    """Remove, in place, the attributes of a component or configuration that refer to code, and return their names.
 
     For a tokenizer this is `auto_map`, for an image processor or configuration every one of `CODE_KEYS`. Any other object is
     left alone.
-
-    Returns:
-        The names of the removed attributes.
     """
     if isinstance(component, transformers.PreTrainedTokenizerBase):
         return ["auto_map"] if component.init_kwargs.pop("auto_map", None) else []
@@ -196,11 +177,9 @@ def strip_code_references(component: Any) -> list[str]:
 
 def load_language_model(
     name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
-    trust_remote_code: bool = False, weights: bool = True, tokenizer: PathLike | None = None,
+    trust_remote_code: bool = False, weights: bool = True, tokenizer: PathLike | None = None
 ) -> Loaded:  # fmt: skip
-    """Load a causal language model in eval mode, and its tokenizer.
-
-    The type of a converted model is registered with transformers' Auto classes.
+    """Load a causal language model in eval mode, and its tokenizer. A converted model's type is registered.
 
     Args:
         name: Folder or Hub id.
@@ -211,12 +190,6 @@ def load_language_model(
         weights: If False, allocate uninitialized parameters on the CPU instead of reading the weights. This is for a
             process that will receive its shards of the weights from another process.
         tokenizer: Folder or Hub id of the tokenizer (default: the model's own).
-
-    Returns:
-        (model, tokenizer)
-
-    Raises:
-        ValueError: The model cannot be loaded or is damaged, e.g. weights are missing or pickled.
     """
     read_tokenizer = _make_tokenizer_reader(tokenizer)
     return _load(name, AutoModelForCausalLM, read_tokenizer, dtype, device, revision, trust_remote_code, weights)
@@ -224,7 +197,7 @@ def load_language_model(
 
 def load_classifier(
     name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool = False
 ) -> Loaded:  # fmt: skip
     """Load an image classifier in eval mode, and its image processor; see `load_language_model`."""
     return _load(
@@ -234,12 +207,9 @@ def load_classifier(
 
 def load_encoder(
     name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
-    trust_remote_code: bool = False, tokenizer: PathLike | None = None,
+    trust_remote_code: bool = False, tokenizer: PathLike | None = None
 ) -> Loaded:  # fmt: skip
-    """Load a text encoder in eval mode with the head that config.json names, and its tokenizer.
-
-    See `load_language_model` for the arguments and errors.
-    """
+    """Load a text encoder in eval mode, with the head that config.json names, and its tokenizer."""
     architectures = load_config(name, revision=revision, trust_remote_code=trust_remote_code).architectures or ["Model"]
     auto_model = getattr(transformers, auto_class_of(architectures[0]))
     return _load(name, auto_model, _make_tokenizer_reader(tokenizer), dtype, device, revision, trust_remote_code)
@@ -247,7 +217,7 @@ def load_encoder(
 
 def _load(
     name: PathLike, auto_model: Any, read_processor: Callable[..., Any], dtype: str, device: torch.device | str | None,
-    revision: str | None, trust_remote_code: bool, weights: bool = True,
+    revision: str | None, trust_remote_code: bool, weights: bool = True
 ) -> Loaded:  # fmt: skip
     """Load a model with an Auto class, and its processor with `read_processor`; see `load_language_model`."""
     source = resolve_model_name(name)
@@ -269,10 +239,7 @@ def _load(
 
 
 def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
-    """Build a model on the CPU with initialized buffers and uninitialized parameters, without reading any weights.
-
-    Without a `dtype`, the configuration selects it. `options` are keyword arguments of `from_pretrained`.
-    """
+    """Build a model on the CPU with initialized buffers and uninitialized parameters, without reading any weights."""
     from accelerate import init_empty_weights
 
     config = AutoConfig.from_pretrained(source, **options)
@@ -295,12 +262,9 @@ def find_class_kind(name: str) -> str | None:
 
 
 def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
-    """Return "language", "images" or "encoders" (of text) for a folder or Hub id.
+    """Return "language", "images" or "encoders" (of text) for a folder or Hub id; None for others, and if it does not load.
 
-    Return None for a model of another kind, or if its configuration cannot be loaded for any reason.
-
-    Raises:
-        ValueError: The model is a vision tower, which the commands do not support.
+    Raise ValueError if it is a vision tower, which the commands do not support.
     """
     try:
         config = load_config(name, revision=revision)
@@ -322,16 +286,9 @@ def verified_files(
 ) -> Iterator[dict[str, Any]]:
     """Context manager that checks the files in a folder, and yields keyword arguments for `from_pretrained`.
 
-    For a Hub id, the arguments fix the commit, so that all files belong together. Within the block, transformers refuses
-    untrusted code instead of asking at the terminal and, for a folder, shows no progress bars.
-
-    Args:
-        source: The result of `resolve_model_name`.
-        revision: Branch, tag or commit on the Hub.
-        index: A file that every such model has. The commit is read from its path in the cache.
-
-    Raises:
-        ValueError, OSError: A weights file is truncated, a shard is not in the folder, or the Hub has no such model.
+    For a Hub id, the arguments fix the commit, so that all files belong together; it is read from the path in the cache of
+    `index`, a file that every such model has. Within the block, transformers refuses untrusted code instead of asking at
+    the terminal and, for a folder, shows no progress bars.
     """
     if not isinstance(source, Path):
         commit = Path(cached_file(source, index, revision=revision)).parent.name
@@ -356,8 +313,7 @@ def check_no_missing_weights(name: PathLike, missing: Sequence[str]) -> None:
 def check_shards(index: PathLike) -> dict[str, str]:
     """Return the weight_map of a sharded model's index, a dict from the name of a weight to its file.
 
-    Raise ValueError if it has none, or if a shard is not a file in the folder of the index. transformers would follow a
-    path out of the folder.
+    Raise ValueError if it has none, or if a shard is not a file beside the index: transformers would follow a path.
     """
     shards = (read_json(index) or {}).get("weight_map")
     if not isinstance(shards, dict) or not shards:
@@ -392,10 +348,7 @@ def no_code_prompts() -> Iterator[None]:
 
 
 def choose_device(device: torch.device | str | None = None) -> torch.device:
-    """Return `device` as a `torch.device`; for None, CUDA if there is a GPU and else the CPU.
-
-    Raise ValueError if torch cannot use the device.
-    """
+    """Return `device` as a `torch.device`; for None, CUDA if there is a GPU and else the CPU."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with wrap_errors(f"device: got {str(device)!r}, expected one that is available here"):
@@ -403,11 +356,7 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
 
 
 def read_stored_dtype(folder: PathLike) -> str:
-    """Return the name of the dtype that `dtype="auto"` selects for a folder, such as "bfloat16".
-
-    It is the dtype in config.json or, if there is none, the dtype of the first weight. Raise ValueError if the weights
-    cannot be read.
-    """
+    """Return the dtype that `dtype="auto"` selects for a folder: that in config.json, else that of the first weight."""
     config = read_json(Path(folder, "config.json")) or {}
     if not (dtype := config.get("dtype") or config.get("torch_dtype")):
         file = sorted(Path(folder).glob("*.safetensors"))[0]
@@ -421,12 +370,9 @@ def read_stored_dtype(folder: PathLike) -> str:
 
 def load_pipeline(
     source: PathLike, *, dtype: str, device: torch.device | str | None, revision: str | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool = False
 ) -> Any:  # fmt: skip
-    """Load a diffusers pipeline from a folder or Hub id.
-
-    See `load_language_model` for the arguments and errors. With `dtype="auto"`, diffusers chooses the dtype.
-    """
+    """Load a diffusers pipeline; see `load_language_model`. With `dtype="auto"`, diffusers chooses the dtype."""
     with require_extra(f"model: {str(source)!r}, a pipeline,", "diffusers", "diffusers"):
         from diffusers import DiffusionPipeline
 
@@ -456,10 +402,9 @@ def load_pipeline(
 
 
 def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]) -> list[str]:
-    """List the weights that are missing for the transformers models of a pipeline.
+    """List the weights that are missing for the transformers models of a pipeline, as in "text_encoder.shared.weight".
 
-    If accelerate is installed, the models are built on the meta device and no weight is read. `verified_files` yields the
-    `hub_options`. Names begin with the component, as in "text_encoder.shared.weight".
+    If accelerate is installed, the models are built on the meta device and no weight is read.
     """
     index = (
         source / PIPELINE_INDEX if isinstance(source, Path) else hf_hub_download(source, PIPELINE_INDEX, **hub_options)
@@ -479,7 +424,6 @@ def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]
 
 
 def _missing_diffusers_weights(pipeline: Any) -> list[str]:
-    """List the parameters of a pipeline on the meta device, where diffusers leaves those that it found in no file."""
     return [
         f"{component}.{name}"
         for component, module in pipeline.components.items()

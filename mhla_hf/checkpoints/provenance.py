@@ -12,7 +12,7 @@ import torch
 
 LIBRARIES = (
     "mhla_hf", "torch", "transformers", "diffusers", "lm_eval", "datasets", "accelerate", "tokenizers", "triton",
-    "flash-linear-attention",
+    "flash-linear-attention"
 )  # fmt: skip
 
 
@@ -53,10 +53,7 @@ def _read_cpu_name() -> str:
 
 
 def source_commit() -> str:
-    """Return the Git commit of the package's checkout, or "mhla_hf <version>" for an installed package.
-
-    If tracked files of the package differ from the commit, "+changed" is appended.
-    """
+    """Return the Git commit of the package's checkout, with "+changed" if files differ, or else "mhla_hf <version>"."""
     root = Path(__file__).resolve().parents[2]
     if (root / ".git").exists() and (commit := _git(root, "rev-parse", "HEAD")):
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "mhla_hf")
@@ -74,15 +71,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def describe_run(command: str | None, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Describe the hardware, software and time of a measurement, for its record.
-
-    Args:
-        command: The shell command that repeats the measurement, or None.
-        device: The device on which it ran.
-
-    Returns:
-        A dict with "hardware", "versions", "commit", "command" and "date".
-    """
+    """Describe the hardware, software and time of a measurement by a shell command, for its record."""
     return {
         "hardware": describe_hardware(device),
         "versions": describe_versions(),
@@ -98,5 +87,4 @@ def public_name(name: str | None) -> str | None:
 
 
 def utc_now() -> str:
-    """Return the current time in UTC as ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()

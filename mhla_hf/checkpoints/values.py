@@ -18,13 +18,7 @@ T = TypeVar("T")
 
 
 def checked_field(is_valid: Callable[[Any], bool], expected: str, default: Any = MISSING) -> Any:
-    """Declare a dataclass field whose value must satisfy `is_valid`, or be None.
-
-    Args:
-        is_valid: Returns whether a value of the annotated type is acceptable.
-        expected: Description of acceptable values for the error message.
-        default: Default of the field; without one, the field is required.
-    """
+    """Declare a dataclass field whose value must satisfy `is_valid`, as `expected` says in the error message, or be None."""
 
     def check(value: Any) -> None:
         if value is not None and not is_valid(value):
@@ -34,12 +28,10 @@ def checked_field(is_valid: Callable[[Any], bool], expected: str, default: Any =
 
 
 def at_least(minimum: int, default: Any = MISSING) -> Any:
-    """Declare a field for integers of at least `minimum`, or None."""
     return checked_field(lambda value: value >= minimum, f"a whole number of at least {minimum}", default)
 
 
 def number_in(low: float, high: float, expected: str) -> Callable[..., Any]:
-    """Return a function `(default=MISSING)` that declares a field for numbers from `low` to `high`, or None."""
     return functools.partial(checked_field, lambda value: low <= value <= high, expected)
 
 
@@ -71,19 +63,7 @@ else:
 
 
 def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
-    """Create an instance of a checked dataclass from a dict of its fields.
-
-    Args:
-        cls: A class decorated with `checked`.
-        values: Field -> value, typically read from YAML or JSON.
-        prefix: Beginning of error messages, such as `"recipe 'x': "`.
-
-    Returns:
-        The instance of `cls`.
-
-    Raises:
-        ValueError: `values` is not a dict, a field is unknown or missing, or a value is not valid.
-    """
+    """Create an instance of a `checked` dataclass from a dict of its fields; errors begin with `prefix`."""
     if not isinstance(values, dict):
         raise ValueError(f"{prefix}got {values!r:.80}, expected a mapping.")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]

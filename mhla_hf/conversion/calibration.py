@@ -41,15 +41,7 @@ LEARNED: dict[str, Any] = {"feature_map": "hedgehog", "normalize": True, "output
 
 
 def record_calls(transformers: Sequence[Any], sample: Callable[[], Any]) -> list[list[Call]]:
-    """Record the arguments of all forward passes of transformers while a function runs.
-
-    Args:
-        transformers: The transformers.
-        sample: The function.
-
-    Returns:
-        The calls of each transformer.
-    """
+    """Record the arguments of all forward passes of each transformer while `sample` runs."""
     calls: list[list[Call]] = [[] for _ in transformers]
 
     def recorder(number: int) -> Callable[..., None]:
@@ -115,18 +107,11 @@ def sampling_runs(model: Any, samples: Any, seed: int) -> list[Callable[[], Any]
 
 def convert_with_samples(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any],
-    samples: Any, *, keep: float | int | str | None, effort: float, seed: int, progress: bool,
+    samples: Any, *, keep: float | int | str | None, effort: float, seed: int, progress: bool
 ) -> Any:  # fmt: skip
-    """Convert a diffusion or vision model in place, fit it to its softmax original, and measure it.
+    """Convert a diffusion or vision model in place, fit it to its softmax original, and measure it; see `convert`.
 
-    See `convert` for the arguments; the model is in eval mode. The scores go to `mhla_measured` in the configuration of each
-    transformer.
-
-    Returns:
-        `model`.
-
-    Raises:
-        TypeError, ValueError: An argument is not valid.
+    The model is in eval mode. The scores go to `mhla_measured` in the configuration of each transformer.
     """
     is_default = settings is None and layers is None
     if settings is None:
@@ -166,13 +151,9 @@ def convert_with_samples(
 def check_models(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> list[tuple[Any, Family, MHLASettings]]:
-    """Check that a model can be converted and can learn from samples; see `convert` for the arguments.
+    """Return each transformer of a pipeline, or the model itself, with its family and its checked settings.
 
-    Returns:
-        Each transformer of a pipeline, or the model itself, with its family and its settings.
-
-    Raises:
-        TypeError, ValueError: It cannot.
+    Raise TypeError or ValueError if one cannot be converted or cannot learn from samples.
     """
     if not is_of_diffusers(model):
         family = convertible_family(model)
@@ -195,15 +176,7 @@ def check_models(
 def count_kept_layers(family: Family, num_layers: int, keep: float | int | str | None, is_default: bool) -> int:
     """Compute how many of the layers that are converted get softmax back.
 
-    Args:
-        family: Family of the model.
-        num_layers: Number of layers that are converted.
-        keep: A share of them, their number, or a percentage. None: as many as without samples if the layers are the default
-            ones, else none.
-        is_default: Whether these are the default layers.
-
-    Raises:
-        ValueError: `keep` is none of these, or means all layers.
+    Without `keep`, these are as many as without samples if the layers are the default ones, else none.
     """
     if keep is None:
         default = MHLASettings(**family.defaults)
@@ -218,13 +191,7 @@ def count_kept_layers(family: Family, num_layers: int, keep: float | int | str |
 
 
 def keep_softmax_layers(model: Any, settings: MHLASettings, chosen: list[int]) -> None:
-    """Turn MHLA layers into softmax layers again, and record the remaining ones in the configuration, in place.
-
-    Args:
-        model: A converted diffusion or vision model.
-        settings: Its settings, with `layers` as a list.
-        chosen: Layers that get softmax.
-    """
+    """Turn MHLA layers into softmax layers again, and record the remaining ones in the configuration, in place."""
     attentions = find_self_attentions(model) if is_of_diffusers(model) else find_grid_attentions(model)
     for index in chosen:
         if is_of_diffusers(model):
@@ -249,21 +216,11 @@ def update_config(model: Any, **values: Any) -> None:
 def learn_from_calls(
     model: Any, runs: Sequence[Sequence[Call]], num_kept: int, effort: float, seed: int, progress: bool
 ) -> dict[str, Any]:
-    """Fit the MHLA layers of a model that was just converted, and choose the layers that keep softmax, in place.
+    """Fit the MHLA layers of a model that was just converted, choose the layers that keep softmax, and return the report.
 
-    Args:
-        model: A converted diffusion or vision model in eval mode, still with the base's weights.
-        runs: Calls of each run of the sampler.
-        num_kept: Number of layers to choose: those whose conversion alone changes the output most.
-        effort: Multiplier for the number of steps.
-        seed: Seed of the order of the calls.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        A JSON-serializable dict for `mhla_measured`. Errors are squared errors relative to the squared norm, on held-out
-        calls: under "output" that of the model's output before and after the fit, and with the layers that keep softmax;
-        under "layers" that of each layer's own output before and after the fit, and that of the model's output if only this
-        layer is converted ("alone").
+    Those `num_kept` layers keep it whose conversion alone changes the output most. Errors in the report are squared errors
+    relative to the squared norm, on held-out calls: of the model's output, and of each layer's own output, before and after
+    the fit; and of the model's output if only this layer is converted ("alone").
     """
     num_held_out = max(1, len(runs) * HELD_OUT_RUNS // (RUNS + HELD_OUT_RUNS))
     fit_calls, held_out = (

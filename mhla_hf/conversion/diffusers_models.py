@@ -58,16 +58,7 @@ REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not conv
 def convert_diffusion(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> Any:
-    """Convert a transformer of diffusers, or those of a pipeline, in place.
-
-    All transformers are checked before the first one is changed. See `convert` for the arguments.
-
-    Returns:
-        `model`.
-
-    Raises:
-        ValueError, TypeError: A transformer cannot be converted with these settings; nothing is changed.
-    """
+    """Convert a transformer of diffusers, or all of a pipeline, in place, after all of them are checked."""
     checked = check_conversion(model, settings, layers, overrides)
     for transformer, model_class, mhla_settings in checked:
         convert_transformer(transformer, model_class.family, mhla_settings)
@@ -76,13 +67,7 @@ def convert_diffusion(
 
 
 def convert_transformer(transformer: Any, family: Family, settings: MHLASettings) -> None:
-    """Convert a transformer in place; the configs of pipelines that hold it stay as they are.
-
-    Args:
-        transformer: A softmax transformer of diffusers.
-        family: Its family.
-        settings: From `check_conversion`.
-    """
+    """Convert a transformer in place; the configs of pipelines that hold it stay as they are."""
     model_class = mhla_class(family, type(transformer))
     transformer.__class__ = model_class
     if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
@@ -99,16 +84,9 @@ def convert_transformer(transformer: Any, family: Family, settings: MHLASettings
 def check_conversion(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> list[tuple[Any, Any, MHLASettings]]:
-    """Check that the transformers of a pipeline can be converted, and resolve their settings.
+    """Return the softmax transformers, their MHLA classes, and their settings, with `layers` as a list of indices.
 
-    Args:
-        model, settings, layers, overrides: As in `convert`.
-
-    Returns:
-        The softmax transformers, their MHLA classes, and their settings, with `layers` as a list of indices.
-
-    Raises:
-        ValueError, TypeError: As in `convert_diffusion`.
+    Raise TypeError or ValueError if one cannot be converted with these settings.
     """
     transformers = transformers_of(model) if hasattr(model, "components") else [model]
     if not transformers:
@@ -160,11 +138,7 @@ def check_no_hooks_or_offload(transformer: Any) -> None:
 
 
 def mhla_transformer_class(transformer: Any) -> Any:
-    """Return the MHLA class of a transformer of diffusers.
-
-    Raises:
-        ValueError: The transformer is MHLA already, or of a class that does not convert.
-    """
+    """Return the MHLA class of a transformer of diffusers. Raise ValueError if it is MHLA already or does not convert."""
     base = type(transformer)
     if hasattr(transformer, "mhla_state"):
         raise ValueError(f"model: got {base.__name__}, which is an MHLA model already; expected one of {CONVERTIBLE}.")

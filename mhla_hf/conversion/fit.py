@@ -33,14 +33,7 @@ KL_POSITIONS = 128  # per row, at which predictions are compared: logits of a la
 
 @dataclass
 class Rows:
-    """The text of a conversion, in batches of token ids, int64 [N, T] each.
-
-    Attributes:
-        fit: Batches to fit outputs on.
-        gates: Batches to learn gates on; none for an encoder.
-        held_out: Batches to measure on, which nothing is learned from.
-        name: Name of the text, for the report.
-    """
+    """The text of a conversion, in batches of token ids, int64 [N, T] each."""
 
     fit: list[torch.Tensor]
     gates: list[torch.Tensor]
@@ -49,11 +42,7 @@ class Rows:
 
 
 def row_length(source: Any, longest: int, shortest: int) -> int:
-    """Return the number of tokens per row: `longest`, or a sixth of a text in memory if that is less.
-
-    Raises:
-        ValueError: A sixth of the text is less than `shortest`, the tokens of the window and one block, and one more.
-    """
+    """Return the number of tokens per row: `longest`, or a sixth of a text in memory if that is less."""
     if not isinstance(source, TokenRing):
         return longest
     if (num_tokens := len(source.tokens)) < 6 * shortest:
@@ -65,13 +54,8 @@ def row_length(source: Any, longest: int, shortest: int) -> int:
 class OutputFit:
     """Fits the feature maps and the mixing of every MHLA core to the softmax output of its layer, by Adam.
 
-    The constructor casts these parameters to fp32, in place; `finish` casts them back.
-
-    Args:
-        model: A language model or text encoder that was just converted, in eval mode.
-        steps: Number of calls of `step`, over which the learning rate falls linearly to zero.
-        lr: Learning rate of the first step.
-        updates: Updates by Adam per step.
+    The constructor casts these parameters to fp32, in place; `finish` casts them back. The learning rate falls linearly to
+    zero over `steps`, each of which makes `updates` updates.
     """
 
     def __init__(self, model: nn.Module, *, steps: int, lr: float = 3e-2, updates: int = 2) -> None:
@@ -92,11 +76,9 @@ class OutputFit:
             self.optimizers[core] = torch.optim.Adam(self.parameters[core], lr=lr)
 
     def find_cores(self) -> list[Any]:
-        """Return the MHLA cores of the model."""
         return [attention.mhla for attention in mhla_layers(self.model).values()]
 
     def fitted_parameters(self, core: Any) -> list[nn.Parameter]:
-        """Return the parameters of a core that are fitted."""
         parts = (core.q_map, core.k_map, core.mixing)
         return [x for part in parts for x in part.parameters() if x.requires_grad]
 
@@ -122,13 +104,9 @@ class OutputFit:
 
     @torch.no_grad()
     def step(self, inputs: Any) -> float:
-        """Update all cores on a batch, in place. The first step initializes them from its batch (`start`).
+        """Update all cores on a batch, in place, and return the mean over layers of their squared errors before this step.
 
-        Args:
-            inputs: Token ids, int64 [B, T], without padding.
-
-        Returns:
-            The squared error of the outputs before this step, divided by the sum of their squares, averaged over layers.
+        Errors are divided by the sum of squares of the softmax outputs. The first step initializes the cores from its batch.
         """
         for optimizer in self.optimizers.values():
             optimizer.param_groups[0]["lr"] = self.lr * (1 - self.done / self.steps)
@@ -158,12 +136,10 @@ class OutputFit:
             self.optimizers[core].zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameters, the optimizer states, and the number of steps done, for `load_state_dict`."""
         values = [[x.detach().clone() for x in parameters] for parameters in self.parameters.values()]
         return {"done": self.done, "values": values, "optimizers": [x.state_dict() for x in self.optimizers.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`, in place."""
         self.done = state["done"]
         saved = zip(
             self.parameters.values(), self.optimizers.values(), state["values"], state["optimizers"], strict=True
@@ -175,14 +151,10 @@ class OutputFit:
 
 
 def start_from_inputs(core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
-    """Initialize the feature maps and the balance of a core from real queries and keys, in place.
+    """Initialize the feature maps of a core from rotated queries [B, T, H, K] and keys [B, T, G, K], in place.
 
-    With a local softmax, the far part is given the weight that far tokens have in the softmax.
-
-    Args:
-        core: The MHLA core.
-        q, k: Rotated queries [B, T, H, K] and keys [B, T, G, K].
-        options: Keyword arguments of the core, of which "scale" and "cos_sin" are read.
+    With a local softmax, the far part is given the weight that far tokens have in the softmax. Of `options`, "scale" and
+    "cos_sin" are read.
     """
     if options.get("cos_sin") is not None:
         cos_sin = options["cos_sin"][:, : q.shape[1]]
@@ -195,14 +167,7 @@ def start_from_inputs(core: Any, q: torch.Tensor, k: torch.Tensor, options: dict
 
 
 def center_maps(core: Any, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Let the bias of each feature map cancel the mean of its inputs, in place.
-
-    Real queries and keys before RoPE are mostly a constant.
-
-    Args:
-        core: The MHLA core.
-        q, k: Inputs of its maps, [B, T, H, K] and [B, T, G, K].
-    """
+    """Let the bias of each feature map cancel the mean of its inputs: real q and k before RoPE are mostly a constant."""
     for feature_map, x in ((core.q_map, q), (core.k_map, k)):
         if hasattr(feature_map, "bias"):
             mean = x.float().mean((0, 1))  # [H or G, K]
@@ -214,11 +179,7 @@ def far_masses(
 ) -> torch.Tensor:
     """Compute the weight of all far keys in the softmax and in MHLA, [2], each summed over queries.
 
-    Args:
-        score: Scores of the softmax, [Q, S].
-        log_total: Log of the sum of e^score over all keys of the softmax, [Q, 1].
-        mhla_weight: Weights of MHLA on the scale of e^score, [Q, S].
-        is_far: Which keys are far, [Q, S].
+    Scores and weights of MHLA, on the scale of e^score, are [Q, S]; `log_total` [Q, 1] is the log of the sum of e^score.
     """
     weights = ((score - log_total).exp(), mhla_weight / log_total.exp())
     return torch.stack([(weight * is_far).sum() for weight in weights])
@@ -230,12 +191,6 @@ def balance_masses(
     """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
 
     A head keeps its balance if its far tokens weigh at most `NEGLIGIBLE` in the softmax or in MHLA.
-
-    Args:
-        core: A `DecayMHLA` or `TwoWayMHLA` with a local softmax.
-        q, k: Rotated queries [B, T, H, K] and keys [B, T, G, K].
-        q_features, k_features: The F features of queries and keys for the far part, [B, T, H, F] and [B, T, G, F].
-        scale: Factor of q k^T in the softmax; None takes that of the core.
     """
     form, balance = core.form, core.mixing.balance
     token = torch.arange(q.shape[1], device=q.device)
@@ -259,12 +214,7 @@ def balance_masses(
 
 
 class GatedCore(nn.Module):
-    """Computes g * softmax + (1 - g) * MHLA with a gate g for each KV head, in place of an MHLA core.
-
-    Args:
-        core: The MHLA core.
-        gate: Gates [G], from 0 to 1, which become a parameter.
-    """
+    """Computes g * softmax + (1 - g) * MHLA with a gate g for each KV head, in place of an MHLA core."""
 
     def __init__(self, core: Any, gate: torch.Tensor) -> None:
         super().__init__()
@@ -274,31 +224,14 @@ class GatedCore(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
     ) -> torch.Tensor:
-        """Attend by softmax and by MHLA, to earlier tokens only if the core is causal, for rows without padding.
-
-        Args:
-            q, k, v: [B, T, H, K], [B, T, G, K], and [B, T, G, V].
-            scale: Factor of q k^T; None is K**-0.5.
-            **options: Further arguments of the core.
-
-        Returns:
-            [B, T, H, V].
-        """
+        """Attend by softmax and by MHLA, for rows without padding."""
         gate = self.gate.repeat_interleave(q.shape[2] // k.shape[2])[:, None].to(v.dtype)
         o = softmax_attention(q, k, v, scale, self.core.causal)
         return gate * o + (1 - gate) * self.core(q, k, v, scale=scale, **options)
 
 
 def read_twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Repeat the beginning of each row, so that a model that recalls the first copy can predict the second.
-
-    Args:
-        model: The model, whose number of positions limits what is repeated.
-        ids: Token ids, int64 [B, T].
-
-    Returns:
-        The first n tokens of each row, twice, int64 [B, 2 n]. n is T or half of the positions, whichever is less.
-    """
+    """Repeat the start of each row, as far as positions allow: a model with recall of the first copy predicts the second."""
     config: Any = model.config
     max_tokens = getattr(config, "max_position_embeddings", 2 * ids.shape[1]) // 2
     return torch.cat(2 * [ids[:, :max_tokens]], 1)
@@ -316,10 +249,6 @@ class GateFit:
 
     The loss is the KL to the softmax original plus `GATE_PENALTY` times the sum of all gates. Every row gives two examples:
     the row itself, and the row read twice, so that recall counts. The constructor runs the softmax original on them.
-
-    Args:
-        model: A converted language model whose MHLA heads are fitted, in eval mode.
-        rows: Token ids, int64 [1, T] each.
     """
 
     def __init__(self, model: Any, rows: Sequence[torch.Tensor]) -> None:
@@ -336,13 +265,7 @@ class GateFit:
                     self.examples.append((row, positions, log_probabilities(model, row, positions).half()))
 
     def step(self) -> float:
-        """Update the gates by Adam on the next example.
-
-        The model's parameters do not require gradients during the step.
-
-        Returns:
-            The KL to the softmax original before the update, in nats per token.
-        """
+        """Update the gates by Adam on the next example, and return the KL to the original before it, in nats per token."""
         ids, positions, teacher = self.examples[self.done % len(self.examples)]
         gates = iter(self.gates.detach().to(self.model.device).split(list(self.sizes.values())))
         trainable = [x for x in self.model.parameters() if x.requires_grad]
@@ -368,26 +291,16 @@ class GateFit:
         return {layer: gate.tolist() for layer, gate in zip(self.sizes, gates, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gates, the optimizer state, and the number of steps done, for `load_state_dict`."""
         return {"done": self.done, "gates": self.gates.detach().clone(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`, in place."""
         self.done = state["done"]
         self.gates.data.copy_(state["gates"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
 def largest_gates(gates: dict[int, list[float]], count: int) -> dict[int, list[int]]:
-    """Return the KV heads with the largest gates.
-
-    Args:
-        gates: {layer: [gate of each KV head]}.
-        count: Number of heads to return.
-
-    Returns:
-        {layer: [KV head, ...]}, sorted. Among equal gates, earlier layers and heads come first.
-    """
+    """Return the `count` KV heads with the largest gates, sorted; among equal gates, earlier layers and heads come first."""
     heads = [(layer, head) for layer, values in gates.items() for head in range(len(values))]
     by_gate = sorted(heads, key=lambda head: -gates[head[0]][head[1]])
     kept_heads: dict[int, list[int]] = {}

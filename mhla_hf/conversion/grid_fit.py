@@ -29,12 +29,9 @@ class Call(NamedTuple):
 
 
 class GridSoftmaxCore(nn.Module):
-    """Computes softmax attention in place of the MHLA core of a grid, with or without a text.
+    """Computes softmax attention in place of the MHLA core of a grid, with or without a text; see `SoftmaxCore`.
 
-    Args:
-        core: The MHLA core.
-        observe: As in `SoftmaxCore`. With a text, o is the output of the grid; the MHLA core computes that of the text by
-            softmax, too.
+    With a text, the observed o is the output of the grid; the MHLA core computes that of the text by softmax, too.
     """
 
     def __init__(self, core: Any, observe: Callable[..., None] | None = None) -> None:
@@ -53,15 +50,7 @@ class GridSoftmaxCore(nn.Module):
         shard: None = None,
         **options: Any,
     ) -> Any:
-        """Attend by softmax, and call `observe`. See `GridMHLA` and `JointMHLA` for the arguments and the result.
-
-        Args:
-            q, k, v: [B, T, H, K], [B, T, H, K], and [B, T, H, V].
-            text: The tokens of the text; None if the core is that of a grid alone.
-            rotate: Rotary embedding of q and k, or None.
-            shard: Must be None; the tokens are not spread over processes.
-            **options: Further arguments of the core, of which softmax needs none.
-        """
+        """Attend by softmax, and call `observe`. See `GridMHLA` and `JointMHLA` for the arguments and the result."""
         rotated_q, rotated_k = (x.to(v.dtype) for x in ((q, k) if rotate is None else rotate(q, k)))
         if text is None:
             o = softmax_attention(rotated_q, rotated_k, v)
@@ -90,26 +79,19 @@ def grid_layers(model: Any) -> dict[int, Any]:
 
 
 class GridFit(OutputFit):
-    """Fits the MHLA cores of a diffusion or vision model to the softmax outputs of their layers; see `OutputFit`.
-
-    All parameters of a core are fitted. The inputs of a step are a `Call`.
-    """
+    """Fits all parameters of the MHLA cores of a diffusion or vision model; see `OutputFit`. Its steps take a `Call`."""
 
     def find_cores(self) -> list[Any]:
-        """Return the MHLA cores of the model."""
         return [holder.mhla for holder in grid_layers(self.model).values()]
 
     def fitted_parameters(self, core: Any) -> list[nn.Parameter]:
-        """Return all parameters of a core that are trained."""
         return [x for x in core.parameters() if x.requires_grad]
 
     def observe_softmax(self, inputs: Call) -> None:
-        """Run the softmax original on the inputs of a step, with `learn` as the observer of its layers."""
         with softmax_layers(grid_layers(self.model), self.learn):
             run_call(self.model, inputs)
 
     def start(self, core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
-        """Initialize the feature maps and the balance of a core, in place; see `learn` for the arguments."""
         rotate = options["rotate"]
         rotated_q, rotated_k = (q, k) if rotate is None else rotate(q, k)
         far_q, far_k = (rotated_q, rotated_k) if core.settings.rope == "before" else (q, k)
@@ -139,16 +121,9 @@ def balance_joint_masses(
     text: TextTokens,
     grid: Sequence[Any],
 ) -> None:
-    """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
+    """Initialize the balance of a `JointMHLA` as in `balance_masses`, in place.
 
-    A head keeps its balance if its far tokens weigh at most `NEGLIGIBLE` in the softmax or in MHLA.
-
-    Args:
-        core: A `JointMHLA`.
-        rotated: Rotated queries and keys of the grid, [B, T, H, K].
-        far: Those that the feature maps read.
-        text: The tokens of the text.
-        grid: Number of tokens along each axis; of several grids, a tuple each.
+    `rotated` are queries and keys of the grid, [B, T, H, K] each, and `far` those that the feature maps read.
     """
     (q, k), settings = rotated, core.settings
     grids = split_grids(grid)
@@ -178,13 +153,7 @@ def balance_joint_masses(
 
 
 def move(value: Any, device: Any, copy: bool = False) -> Any:
-    """Return a value with all of its tensors, also those in lists, tuples, and dictionaries, on a device.
-
-    Args:
-        value: A tensor, a structure of tensors, or anything else.
-        device: The device.
-        copy: Whether to copy tensors that are on the device already.
-    """
+    """Return a value with all of its tensors, also those in lists, tuples, and dictionaries, on a device."""
     return tree_map_only(torch.Tensor, lambda x: x.detach().to(device, copy=copy), value)
 
 

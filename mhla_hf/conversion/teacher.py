@@ -20,13 +20,10 @@ from .model_family import family_of
 
 
 class SoftmaxCore(nn.Module):
-    """Computes softmax attention in place of an MHLA core; causal if the core is.
+    """Computes softmax attention in place of an MHLA core, for rows without padding; causal if the core is.
 
-    Args:
-        core: The MHLA core.
-        observe: Called after each forward pass as `observe(core, q, k, v, o, options)`, where q is [B, T, H, K], k
-            [B, T, G, K], v [B, T, G, V], the output o [B, T, H, V], and `options` has the keyword arguments to call `core`
-            with. None calls nothing.
+    After each forward pass, it calls `observe(core, q, k, v, o, options)`, where q is [B, T, H, K], k [B, T, G, K], v
+    [B, T, G, V], the output o [B, T, H, V], and `options` has the keyword arguments to call `core` with.
     """
 
     def __init__(self, core: Any, observe: Callable[..., None] | None = None) -> None:
@@ -35,15 +32,6 @@ class SoftmaxCore(nn.Module):
         self.observe = observe
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Attend by softmax, for rows without padding, and call `observe`.
-
-        Args:
-            q, k, v: [B, T, H, K], [B, T, G, K], and [B, T, G, V].
-            **options: Further arguments of the core, of which "scale" is read.
-
-        Returns:
-            [B, T, H, V].
-        """
         o = softmax_attention(q, k, v, options.get("scale"), self.core.causal)
         if self.observe is not None:
             names = ("scale", "hidden_states", "cos_sin")
@@ -59,13 +47,9 @@ def softmax_attention(
     causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute softmax attention, [B, T, H, V].
+    """Compute softmax attention, [B, T, H, V], of q [B, T, H, K], k [B, S, G, K], and v [B, S, G, V].
 
-    Args:
-        q, k, v: [B, T, H, K], [B, S, G, K], and [B, S, G, V].
-        scale: Multiplier of the scores (default: K^-0.5).
-        causal: Whether queries see no later keys; then S is T and there is no mask.
-        mask: Broadcastable to [B, H, T, S]: bool, or what is added to the scores. None to use all keys.
+    The mask is broadcastable to [B, H, T, S]: bool, or what is added to the scores.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is not None and mask.dtype != torch.bool:
@@ -81,11 +65,7 @@ def is_encoder(model: Any) -> bool:
 
 
 def mhla_layers(model: Any) -> dict[int, Any]:
-    """Return the MHLA attention modules of a language model or text encoder, by layer index.
-
-    Raises:
-        TypeError: There are none.
-    """
+    """Return the MHLA attention modules of a language model or text encoder, by layer. Raise TypeError if it has none."""
     if is_encoder(model):
         attentions = find_encoder_attentions(model)
     else:
@@ -109,11 +89,7 @@ def run_body(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def replaced_cores(layers: dict[int, Any], replace: Callable[[Any], nn.Module]) -> Iterator[dict[int, Any]]:
     """Context manager that replaces the MHLA core of each layer by `replace(core)`, and yields the new modules by layer.
 
-    The MHLA cores are restored at the end, even after an exception.
-
-    Args:
-        layers: Modules with a child `mhla`, the core, by layer index.
-        replace: Returns the module that takes the place of a core.
+    `layers` are modules with a child `mhla`, the core, by layer index. The cores are restored, even after an exception.
     """
     cores = {index: attention.mhla for index, attention in layers.items()}
     for index, attention in layers.items():
@@ -126,29 +102,14 @@ def replaced_cores(layers: dict[int, Any], replace: Callable[[Any], nn.Module]) 
 
 
 def softmax_instead(model: Any, observe: Callable[..., None] | None = None) -> AbstractContextManager[dict[int, Any]]:
-    """Return a context manager that turns a converted model into its softmax original, in place.
-
-    Args:
-        model: A converted language model or text encoder.
-        observe: See `SoftmaxCore`.
-    """
+    """Return a context manager that turns a converted text model into its softmax original, in place; see `SoftmaxCore`."""
     return replaced_cores(mhla_layers(model), lambda core: SoftmaxCore(core, observe))
 
 
 def log_probabilities(model: Any, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute a language model's log-probabilities of the next token.
+    """Compute a language model's log-probabilities of the next token, fp32 [B, N or T, vocabulary], for ids without padding.
 
-    Args:
-        model: A causal language model in eval mode.
-        ids: Token ids, int64 [B, T], without padding.
-        positions: int64 [N], the positions to predict from; None: all. If the model takes `logits_to_keep`, it computes no
-            logits for other positions.
-
-    Returns:
-        fp32 [B, N or T, vocabulary].
-
-    Raises:
-        ValueError: The model is in training mode, in which its predictions are random.
+    The model is in eval mode. If it takes `logits_to_keep`, it computes no logits but for the N `positions` (None: all).
     """
     if model.training:
         raise ValueError("model: got one in training mode, expected model.eval().")
@@ -164,14 +125,7 @@ def log_probabilities(model: Any, ids: torch.Tensor, positions: torch.Tensor | N
 
 
 def mean_kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """Compute KL(teacher, student) in nats per token.
-
-    Args:
-        teacher, student: Log-probabilities [.., vocabulary], as from `log_probabilities`.
-
-    Returns:
-        A scalar.
-    """
+    """Compute KL(teacher, student) in nats per token from log-probabilities [.., vocabulary]."""
     return F.kl_div(student, teacher, reduction="sum", log_target=True) / teacher[..., 0].numel()
 
 

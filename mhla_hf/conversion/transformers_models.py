@@ -66,19 +66,7 @@ def checked_settings(
     layers: str | Sequence[int] | None,
     overrides: dict[str, Any],
 ) -> MHLASettings:
-    """Resolve and check the settings of a conversion; the model is not changed.
-
-    Args:
-        model: A softmax model of transformers.
-        family: Its family.
-        settings, layers, overrides: As in `convert`.
-
-    Returns:
-        The settings, with `layers` as a list of indices.
-
-    Raises:
-        ValueError, TypeError: The model cannot be converted with these settings.
-    """
+    """Resolve and check the settings of a conversion, with `layers` as a list of indices; the model is not changed."""
     settings = choose_settings(settings, MHLASettings(**family.defaults), layers, overrides)
     if settings.rope == "after":
         raise ValueError('rope: got "after", expected "before": the base model rotates q and k before the feature map.')
@@ -100,20 +88,7 @@ def checked_settings(
 def without_softmax_layers(
     mhla_layers: Sequence[int], softmax_heads: dict[str, list[int]], attentions: dict[int, Any], config: Any
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """Remove from the MHLA layers those in which all KV heads keep softmax.
-
-    Args:
-        mhla_layers: Indices of layers.
-        softmax_heads: As in `MHLASettings`.
-        attentions: Attention modules of the model, by layer.
-        config: Configuration of the model.
-
-    Returns:
-        The indices of the remaining layers, and the part of `softmax_heads` that belongs to them.
-
-    Raises:
-        ValueError: `softmax_heads` has a layer or head that does not exist, or no MHLA layer remains.
-    """
+    """Remove from the MHLA layers, and from `softmax_heads`, the layers in which all KV heads keep softmax."""
     remaining_layers, remaining_heads = list(mhla_layers), dict(softmax_heads)
     for index, heads in softmax_heads.items():
         if int(index) not in mhla_layers:
@@ -134,25 +109,16 @@ def without_softmax_layers(
 def convert_transformers_model(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> Any:
-    """Convert a model of transformers in place, and return it. See `convert` for the arguments.
-
-    Raises:
-        ValueError, TypeError: The model cannot be converted with these settings; it is unchanged.
-    """
+    """Convert a model of transformers in place, and return it. See `convert` for the arguments."""
     family = convertible_family(model)
     return convert_in_place(model, family, checked_settings(model, family, settings, layers, overrides))
 
 
 def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
-    """Convert a model in place, and return it.
+    """Convert a model in place by its checked settings, and return it.
 
     The model stays the same object; its class, its configuration, and the classes of its attention modules change. Its MHLA
     classes are registered in transformers' Auto classes. A warning is logged if the base has dropout in its attention.
-
-    Args:
-        model: A softmax model of transformers.
-        family: Its family.
-        settings: From `checked_settings`.
     """
     config = model.config
     for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
@@ -184,24 +150,14 @@ def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
 
 
 def restore_softmax(attention: Any, config: Any) -> None:
-    """Turn the attention module of an MHLA layer into that of the base again, and delete its MHLA weights, in place.
-
-    Args:
-        attention: The attention module.
-        config: Configuration of the model, which softmax layers refer to.
-    """
+    """Turn the attention module of an MHLA layer into that of the base again, and delete its MHLA weights, in place."""
     attention.__class__ = type(attention).__bases__[1]
     attention.config = config
     del attention.mhla
 
 
 def convertible_family(model: Any) -> Family:
-    """Return the family of a softmax model of transformers that can be converted.
-
-    Raises:
-        TypeError: The object is not a model of transformers.
-        ValueError: The model is MHLA already, or of a class or type that does not convert.
-    """
+    """Return the family of a softmax model of transformers. Raise ValueError or TypeError if it cannot be converted."""
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     if not isinstance(model, torch.nn.Module) or not isinstance(model_type, str):
@@ -229,21 +185,7 @@ def family_to_convert(model_type: str) -> Family:
 def choose_convertible(
     settings: MHLASettings, config: Any, attentions: dict[int, Any], both_ways: bool
 ) -> list[int] | tuple[int, ...]:
-    """Choose the layers that become MHLA, among those whose attention MHLA can replace.
-
-    Args:
-        settings: Settings of the conversion. If `layers` is "2/3", only layers that can become MHLA are counted.
-        config: Configuration of the model.
-        attentions: Its attention modules, by layer.
-        both_ways: Whether its layers see later tokens, too, as in an encoder.
-
-    Returns:
-        Indices of layers.
-
-    Raises:
-        NotConvertible: No layer can become MHLA.
-        ValueError: `settings.layers` has a layer that does not exist or cannot become MHLA.
-    """
+    """Choose the layers that become MHLA, among those whose attention MHLA can replace; "2/3" counts only these."""
     checked = {index: reason_to_keep_softmax(attention, config, both_ways) for index, attention in attentions.items()}
     reasons = {index: reason for index, reason in checked.items() if reason}
     convertible = [index for index in sorted(attentions) if index not in reasons]
@@ -265,13 +207,7 @@ def choose_convertible(
 
 
 def reason_to_keep_softmax(attention: torch.nn.Module, config: Any, both_ways: bool = False) -> str | None:
-    """Return why a softmax layer cannot become MHLA, as a clause without a period; None if it can.
-
-    Args:
-        attention: The attention module of the layer.
-        config: Configuration of the model.
-        both_ways: Whether the layer belongs to an encoder, and so sees earlier and later tokens.
-    """
+    """Return why a softmax layer cannot become MHLA, as a clause without a period; None if it can."""
     if getattr(attention, "attn_logit_softcapping", None) is not None:
         return "its attention scores have a soft cap (attn_logit_softcapping)"
     types, index = getattr(config, "layer_types", None), getattr(attention, "layer_idx", 0)

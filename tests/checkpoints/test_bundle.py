@@ -190,7 +190,7 @@ REFUSED = {
     "relative alias": ({"ops/low": LOW, "models/toy": "from ..ops.low import Low as L\n"}, "without `as`"),
     "module import": ({"ops/low": LOW, "models/toy": "from . import other\n"}, "expected `from .file import name`"),
     "unguarded library": ({"models/toy": "import triton\nX = triton\n"}, "import of triton outside `try:`"),
-    "looks relative": ({"models/toy": 'X = """\nfrom .low import Low\n"""\n'}, "looks like a relative import"),
+    "looks relative": ({"models/toy": 'X = """\nfrom .low import Low\n"""\n'}, "looks like a relative import")
 }  # fmt: skip
 
 

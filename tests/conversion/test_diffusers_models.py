@@ -45,7 +45,7 @@ CONVERSION = {
     "hooks of diffusers": (lambda: offloaded(apply_group_offloading, CPU, CPU, offload_type="leaf_level"),
         "model: got hooks of diffusers"),
     "offloaded weights": (lambda: offloaded(accelerate.cpu_offload, CPU), "model: got the offloaded weight"),
-    "second transformer": (lambda: mhla_hf.convert(two_transformers()), "which is an MHLA model already"),
+    "second transformer": (lambda: mhla_hf.convert(two_transformers()), "which is an MHLA model already")
 }  # fmt: skip
 
 
