@@ -5,7 +5,7 @@ original's layer gets (`OutputFit`). Then a gate for each KV head, between softm
 whole model how much it needs that head's softmax (`GateFit`); the heads with the largest gates keep softmax.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,9 @@ from .teacher import (
     softmax_instead,
 )
 
+FIT_LR, UPDATES = 3e-2, 2  # learning rate of the first step, and updates by Adam per step
 START_TOKENS = 1024  # per row, at most, from which the far part is initialized
-NEGLIGIBLE = 1e-3  # up to this sum of the weights of all far tokens, over all queries, a balance is not initialized
+NEGLIGIBLE = 1e-3  # up to this sum of the weights of all far tokens, over all queries, a balance is not changed
 GATE_START, GATE_LR, GATE_PENALTY = 0.5, 0.08, 0.004
 GATE_BETAS, GATE_EPS = (0.8, 0.95), 1e-3
 KL_POSITIONS = 128  # per row, at which predictions are compared: logits of a large vocabulary cost more than the layers
@@ -55,32 +56,24 @@ class OutputFit:
     """Fits the feature maps and the mixing of every MHLA core to the softmax output of its layer, by Adam.
 
     The constructor casts these parameters to fp32, in place; `finish` casts them back. The learning rate falls linearly to
-    zero over `steps`, each of which makes `updates` updates.
+    zero over `steps`.
     """
 
-    def __init__(self, model: nn.Module, *, steps: int, lr: float = 3e-2, updates: int = 2) -> None:
+    def __init__(self, model: Any, *, steps: int) -> None:
         self.model = model
         self.steps = steps
-        self.lr = lr
-        self.updates = updates
         self.done = 0
         self.errors: dict[nn.Module, float] = {}
-        self.parameters: dict[nn.Module, list[nn.Parameter]] = {}
-        self.optimizers: dict[nn.Module, torch.optim.Adam] = {}
-        self.dtypes: dict[nn.Parameter, torch.dtype] = {}
-        for core in self.find_cores():
-            self.parameters[core] = self.fitted_parameters(core)
-            for x in self.parameters[core]:
-                self.dtypes[x] = x.dtype
-                x.data = x.data.float()
-            self.optimizers[core] = torch.optim.Adam(self.parameters[core], lr=lr)
+        self.parameters = self.fitted_parameters()
+        self.dtypes = {x: x.dtype for parameters in self.parameters.values() for x in parameters}
+        for x in self.dtypes:
+            x.data = x.data.float()
+        self.optimizers = {core: torch.optim.Adam(x, lr=FIT_LR) for core, x in self.parameters.items()}
 
-    def find_cores(self) -> list[Any]:
-        return [attention.mhla for attention in mhla_layers(self.model).values()]
-
-    def fitted_parameters(self, core: Any) -> list[nn.Parameter]:
-        parts = (core.q_map, core.k_map, core.mixing)
-        return [x for part in parts for x in part.parameters() if x.requires_grad]
+    def fitted_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """Return the parameters to fit of each MHLA core."""
+        parts = {x.mhla: (x.mhla.q_map, x.mhla.k_map, x.mhla.mixing) for x in mhla_layers(self.model).values()}
+        return {core: [x for part in parts[core] for x in part.parameters() if x.requires_grad] for core in parts}
 
     def observe_softmax(self, inputs: Any) -> None:
         """Run the softmax original on inputs of a step, with `learn` as the observer of its layers."""
@@ -88,8 +81,18 @@ class OutputFit:
             run_body(self.model, inputs)
 
     def start(self, core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
-        """Initialize a core from the inputs of its first update, in place; see `learn` for the arguments."""
-        start_from_inputs(core, q[:, :START_TOKENS], k[:, :START_TOKENS], options)
+        """Initialize a core from the rotated q and k of its first update, in place; see `learn` for the arguments.
+
+        With a local softmax, the far part is given the weight that far tokens have in the softmax.
+        """
+        q, k = q[:, :START_TOKENS], k[:, :START_TOKENS]
+        far_q, far_k = q, k
+        if options.get("cos_sin") is not None:
+            cos_sin = options["cos_sin"][:, : q.shape[1]]
+            far_q, far_k = core.unrotate(q, cos_sin), core.unrotate(k, cos_sin)
+        center_maps(core, far_q, far_k)
+        if core.settings.local:
+            balance_masses(core, q, k, core.q_map(far_q), core.k_map(far_k), options.get("scale"))
 
     def attend(
         self, core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
@@ -109,7 +112,7 @@ class OutputFit:
         Errors are divided by the sum of squares of the softmax outputs. The first step initializes the cores from its batch.
         """
         for optimizer in self.optimizers.values():
-            optimizer.param_groups[0]["lr"] = self.lr * (1 - self.done / self.steps)
+            optimizer.param_groups[0]["lr"] = FIT_LR * (1 - self.done / self.steps)
         self.observe_softmax(inputs)
         self.done += 1
         return sum(self.errors.values()) / len(self.errors)
@@ -124,7 +127,7 @@ class OutputFit:
         if not energy:  # such as where v_proj is zero: MHLA is zero, too
             self.errors[core] = 0.0
             return
-        for update in range(self.updates):
+        for update in range(UPDATES):
             with torch.enable_grad():
                 error = (self.attend(core, q, k, v, options).float() - o.float()).square().sum() / energy
                 gradients = torch.autograd.grad(error, self.parameters[core])
@@ -141,29 +144,10 @@ class OutputFit:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.done = state["done"]
-        saved = zip(
-            self.parameters.values(), self.optimizers.values(), state["values"], state["optimizers"], strict=True
-        )
-        for parameters, optimizer, values, optimizer_state in saved:
-            for x, value in zip(parameters, values, strict=True):
+        for core, values, optimizer_state in zip(self.parameters, state["values"], state["optimizers"], strict=True):
+            for x, value in zip(self.parameters[core], values, strict=True):
                 x.data.copy_(value)
-            optimizer.load_state_dict(optimizer_state)
-
-
-def start_from_inputs(core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
-    """Initialize the feature maps of a core from rotated queries [B, T, H, K] and keys [B, T, G, K], in place.
-
-    With a local softmax, the far part is given the weight that far tokens have in the softmax. Of `options`, "scale" and
-    "cos_sin" are read.
-    """
-    if options.get("cos_sin") is not None:
-        cos_sin = options["cos_sin"][:, : q.shape[1]]
-        far_q, far_k = core.unrotate(q, cos_sin), core.unrotate(k, cos_sin)
-    else:
-        far_q, far_k = q, k
-    center_maps(core, far_q, far_k)
-    if core.settings.local:
-        balance_masses(core, q, k, core.q_map(far_q), core.k_map(far_k), options.get("scale"))
+            self.optimizers[core].load_state_dict(optimizer_state)
 
 
 def center_maps(core: Any, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -174,25 +158,29 @@ def center_maps(core: Any, q: torch.Tensor, k: torch.Tensor) -> None:
             feature_map.bias.copy_(-torch.einsum("hk,hkf->hf", mean, feature_map.weight.float()))
 
 
-def far_masses(
-    score: torch.Tensor, log_total: torch.Tensor, mhla_weight: torch.Tensor, is_far: torch.Tensor
-) -> torch.Tensor:
-    """Compute the weight of all far keys in the softmax and in MHLA, [2], each summed over queries.
+def set_balance(
+    core: Any, weights: Callable[[int, int], Sequence[torch.Tensor]], num_rows: int, is_far: torch.Tensor
+) -> None:
+    """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
 
-    Scores and weights of MHLA, on the scale of e^score, are [Q, S]; `log_total` [Q, 1] is the log of the sum of e^score.
+    For a head and a row, `weights` returns the scores of the softmax [Q, S], the log of the sum of e^score over all keys
+    [Q, 1], and the weights of MHLA on the scale of e^score [Q, S].
     """
-    weights = ((score - log_total).exp(), mhla_weight / log_total.exp())
-    return torch.stack([(weight * is_far).sum() for weight in weights])
+    for head in range(len(core.mixing.balance)):
+        masses: Any = 0.0  # [2], the weight of all far tokens in the softmax and in MHLA
+        for row in range(num_rows):
+            score, log_total, mhla_weight = weights(head, row)
+            both = ((score - log_total).exp(), mhla_weight / log_total.exp())
+            masses = masses + torch.stack([(weight * is_far).sum() for weight in both])
+        if bool((masses > NEGLIGIBLE).all()):
+            core.mixing.balance[head] = (masses[0] / masses[1]).log()
 
 
 def balance_masses(
     core: Any, q: torch.Tensor, k: torch.Tensor, q_features: torch.Tensor, k_features: torch.Tensor, scale: float | None
 ) -> None:
-    """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
-
-    A head keeps its balance if its far tokens weigh at most `NEGLIGIBLE` in the softmax or in MHLA.
-    """
-    form, balance = core.form, core.mixing.balance
+    """Call `set_balance` for a core with a local softmax over a sequence."""
+    form = core.form
     token = torch.arange(q.shape[1], device=q.device)
     block = token // form.block_size
     distance = block[:, None] - block  # [T, T]
@@ -201,16 +189,14 @@ def balance_masses(
     mixing = core.mixing()[0].matrix(int(block[-1]) + 1, form.lag, form.both_ways)  # [H, M, M]
     mixing = mixing[:, block[:, None], block]  # [H, T, T]
     scale = form.scale if scale is None else scale
-    for head in range(q.shape[2]):
+
+    def weights(head: int, row: int) -> Sequence[torch.Tensor]:
         kv_head = head * k.shape[2] // q.shape[2]
-        masses: Any = 0.0  # [2], the weight of all far tokens in the softmax and in MHLA
-        for row in range(len(q)):
-            score = (q[row, :, head] @ k[row, :, kv_head].T).float() * scale
-            log_total = score.masked_fill(is_hidden, float("-inf")).logsumexp(-1, keepdim=True)
-            mhla_weight = (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head]
-            masses = masses + far_masses(score, log_total, mhla_weight, is_far)
-        if bool((masses > NEGLIGIBLE).all()):
-            balance[head] = (masses[0] / masses[1]).log()
+        score = (q[row, :, head] @ k[row, :, kv_head].T).float() * scale
+        log_total = score.masked_fill(is_hidden, float("-inf")).logsumexp(-1, keepdim=True)
+        return score, log_total, (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head]
+
+    set_balance(core, weights, len(q), is_far)
 
 
 class GatedCore(nn.Module):
