@@ -29,11 +29,7 @@ logger = logging.getLogger("mhla_hf")
 RUNS, HELD_OUT_RUNS = 6, 2  # runs of the sampler to learn from, and to measure on
 SAMPLING_STEPS = 20  # per run
 IMAGES_AT_ONCE = 8
-EDITING = (
-    "Edit",
-    "Kontext",
-    "Layered",
-)  # in names of pipelines that start from images, although their argument is optional
+EDITING = ("Edit", "Kontext", "Layered")  # names of pipelines that start from images, although that is optional
 FIT_STEPS = 100
 MEASURED_CALLS = 8  # at most, evenly spaced among those of the held-out runs
 # Settings that learn best from samples, where they differ from those of the family.
@@ -119,7 +115,18 @@ def convert_with_samples(
         rope = "near" if family is not None and family.kind.joint else "before"
         overrides = {**LEARNED, "rope": rope, **overrides}
     layers = "all" if is_default else layers
-    checked = check_models(model, settings, layers, overrides)
+    if is_of_diffusers(model):
+        from . import diffusers_models  # imports diffusers
+
+        checked = diffusers_models.check_conversion(model, settings, layers, overrides)
+        if linear := [family.base for _, family, _ in checked if family.kind.linear]:
+            raise ValueError(f"samples: got some for {linear[0]}, whose attention is linear, expected None.")
+    else:
+        family = convertible_family(model)
+        if family not in VISION:
+            expected = "None, or a diffusion or vision model; a language model or text encoder learns from `text`"
+            raise ValueError(f"samples: got some for {type(model).__name__}, expected {expected}.")
+        checked = [(model, family, checked_settings(model, family, settings, layers, overrides))]
     check_samples(model, samples)
     check_learning(model, effort, seed)
     num_kept = [count_kept_layers(family, len(mhla.layers), keep, is_default) for _, family, mhla in checked]
@@ -129,11 +136,10 @@ def convert_with_samples(
     for number, transformer in enumerate(transformers):
         if any(not run[number] for run in calls):
             raise ValueError(f"samples: got some that do not run {type(transformer).__name__}, expected ones that do.")
-    convert_one: Callable[..., Any] = convert_in_place
     if is_of_diffusers(model):
-        from .diffusers_models import convert_transformer as convert_one
-    for converted in checked:
-        convert_one(*converted)
+        diffusers_models.convert_checked(checked)
+    else:
+        convert_in_place(*checked[0])
     for number, (transformer, _, mhla) in enumerate(checked):
         own_calls = [run[number] for run in calls]
         report = learn_from_calls(transformer, own_calls, num_kept[number], effort, seed, progress)
@@ -142,35 +148,8 @@ def convert_with_samples(
         update_config(transformer, mhla_measured=report)
         logger.info("convert: error of the output %s", report["output"])
     if is_of_diffusers(model):
-        from .diffusers_models import update_pipeline_configs
-
-        update_pipeline_configs(transformers)
+        diffusers_models.update_pipeline_configs(checked)
     return model
-
-
-def check_models(
-    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
-) -> list[tuple[Any, Family, MHLASettings]]:
-    """Return each transformer of a pipeline, or the model itself, with its family and its checked settings.
-
-    Raise TypeError or ValueError if one cannot be converted or cannot learn from samples.
-    """
-    if not is_of_diffusers(model):
-        family = convertible_family(model)
-        if family not in VISION:
-            expected = "None, or a diffusion or vision model; a language model or text encoder learns from `text`"
-            raise ValueError(f"samples: got some for {type(model).__name__}, expected {expected}.")
-        return [(model, family, checked_settings(model, family, settings, layers, overrides))]
-    from .diffusers_models import check_conversion
-
-    checked = []
-    for transformer, model_class, mhla_settings in check_conversion(model, settings, layers, overrides):
-        if model_class.family.kind.linear:
-            raise ValueError(
-                f"samples: got some for {model_class.family.base}, whose attention is linear, expected None."
-            )
-        checked.append((transformer, model_class.family, mhla_settings))
-    return checked
 
 
 def count_kept_layers(family: Family, num_layers: int, keep: float | int | str | None, is_default: bool) -> int:

@@ -1,8 +1,4 @@
-"""convert() for diffusers: the transformers of a pipeline become MHLA models in place.
-
-A pipeline records the classes of its components when they are set, and writes them to model_index.json. A transformer has
-no reference to the pipelines that hold it, so they are looked up among the objects that Python's garbage collector tracks.
-"""
+"""convert() for diffusers: the transformers of a pipeline become MHLA models in place."""
 
 import gc
 import inspect
@@ -60,31 +56,41 @@ def convert_diffusion(
 ) -> Any:
     """Convert a transformer of diffusers, or all of a pipeline, in place, after all of them are checked."""
     checked = check_conversion(model, settings, layers, overrides)
-    for transformer, model_class, mhla_settings in checked:
-        convert_transformer(transformer, model_class.family, mhla_settings)
-    update_pipeline_configs([transformer for transformer, *_ in checked])
+    convert_checked(checked)
+    update_pipeline_configs(checked)
     return model
 
 
-def convert_transformer(transformer: Any, family: Family, settings: MHLASettings) -> None:
-    """Convert a transformer in place; the configs of pipelines that hold it stay as they are."""
-    model_class = mhla_class(family, type(transformer))
-    transformer.__class__ = model_class
-    if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
-        transformer._old_forward = types.MethodType(model_class.forward, transformer)
-    transformer.install_mhla(settings)
-    attentions: Any = find_self_attentions(transformer)
-    layers: Any = settings.layers
-    for attn in (attentions[index] for index in layers):
-        match_device_and_dtype(attn.processor.mhla, next(attn.parameters()).device, transformer.dtype)
-    if transformer.is_gradient_checkpointing:
-        transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
+def convert_checked(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
+    """Convert transformers in place; the configs of pipelines that hold them stay as they are."""
+    for transformer, family, settings in checked:
+        model_class = mhla_class(family, type(transformer))
+        transformer.__class__ = model_class
+        if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
+            transformer._old_forward = types.MethodType(model_class.forward, transformer)
+        transformer.install_mhla(settings)
+        attentions: Any = find_self_attentions(transformer)
+        layers: Any = settings.layers
+        for attn in (attentions[index] for index in layers):
+            match_device_and_dtype(attn.processor.mhla, next(attn.parameters()).device, transformer.dtype)
+        if transformer.is_gradient_checkpointing:
+            transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
+
+
+def update_pipeline_configs(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
+    """Record the new classes of transformers in the configs of all pipelines that hold them, for model_index.json."""
+    transformers = [transformer for transformer, *_ in checked]
+    # diffusers has no public list of pipelines. type(), because isinstance() would run the code of proxies.
+    for pipeline in [item for item in gc.get_objects() if issubclass(type(item), DiffusionPipeline)]:
+        for name, component in list(vars(pipeline).items()):
+            if any(component is transformer for transformer in transformers):
+                setattr(pipeline, name, component)
 
 
 def check_conversion(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
-) -> list[tuple[Any, Any, MHLASettings]]:
-    """Return the softmax transformers, their MHLA classes, and their settings, with `layers` as a list of indices.
+) -> list[tuple[Any, Family, MHLASettings]]:
+    """Return the softmax transformers, their families, and their settings, with `layers` as a list of indices.
 
     Raise TypeError or ValueError if one cannot be converted with these settings.
     """
@@ -99,31 +105,12 @@ def check_conversion(
         defaults = MHLASettings(**model_class.mhla_defaults)
         mhla_settings = choose_settings(settings, defaults, layers, overrides)
         mhla_settings = resolve_settings(model_class, transformer, mhla_settings)
-        check_no_hooks_or_offload(transformer)
-        check_no_image_cache(transformer)
-        checked.append((transformer, model_class, mhla_settings))
+        check_state(transformer)
+        checked.append((transformer, model_class.family, mhla_settings))
     return checked
 
 
-def update_pipeline_configs(transformers: list[Any]) -> None:
-    """Record the new classes of these transformers in the configs of all pipelines that hold them, for model_index.json."""
-    # type() instead of isinstance(), which would run the code of proxies and lazy modules.
-    for pipeline in [item for item in gc.get_objects() if issubclass(type(item), DiffusionPipeline)]:
-        for name, component in list(vars(pipeline).items()):
-            if any(component is transformer for transformer in transformers):
-                setattr(pipeline, name, component)
-
-
-def check_no_image_cache(transformer: Any) -> None:
-    """Raise ValueError if processors of a transformer cache the keys of reference images (Flux 2 Klein KV)."""
-    for index, attn in enumerate(find_self_attentions(transformer)):
-        if "kv_cache" in inspect.signature(type(attn.processor).__call__).parameters:
-            name = type(attn.processor).__name__
-            expected = "one without a cache of reference images, as in Flux2KleinPipeline"
-            raise ValueError(f"model: got {name} in layer {index}, expected {expected}.")
-
-
-def check_no_hooks_or_offload(transformer: Any) -> None:
+def check_state(transformer: Any) -> None:
     """Raise ValueError if a transformer has hooks or offloaded weights, which would not include the new modules."""
     registries = [module._diffusers_hook for module in transformer.modules() if hasattr(module, "_diffusers_hook")]
     if any(registry.hooks for registry in registries):  # a hook that was removed leaves its registry behind
@@ -135,6 +122,10 @@ def check_no_hooks_or_offload(transformer: Any) -> None:
         raise ValueError(
             f"model: got the offloaded weight {offloaded}, expected weights on a device; convert before offloading."
         )
+    for index, attn in enumerate(find_self_attentions(transformer)):
+        if "kv_cache" in inspect.signature(type(attn.processor).__call__).parameters:  # as in Flux 2 Klein KV
+            expected = "one without a cache of reference images, as in Flux2KleinPipeline"
+            raise ValueError(f"model: got {type(attn.processor).__name__} in layer {index}, expected {expected}.")
 
 
 def mhla_transformer_class(transformer: Any) -> Any:

@@ -102,8 +102,7 @@ def convert_with_text(
     convert_in_place(model, family, mhla_settings)
     if num_kept_heads:  # they compute softmax as the model did
         set_attention_function(model.config, attention_function)
-    gate_steps = max(1, round(GATE_STEPS * effort))
-    report = learn_from_rows(model, rows, num_kept_heads, gate_steps, seed, saved_steps, progress)
+    report = learn_from_rows(model, rows, num_kept_heads, effort, seed, saved_steps, progress)
     if sizes is not None:
         report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"], model.config.max_position_embeddings)
     model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
@@ -128,9 +127,8 @@ def read_rows(
     num_passages = num_long + -(-(num_rows - num_long) // (long_length // short_length))
     if isinstance(text, str) and text == "self":
         # Sample short rows, and join several to a long one: sampling at the long length would take longer.
-        sampled = sample_rows(
-            model, tokenizer, num_passages * (long_length // short_length), short_length, seed, progress
-        )
+        num_short = num_passages * (long_length // short_length)
+        sampled = sample_rows(model, tokenizer, num_short, short_length, seed, progress)
         passages, name = sampled.view(num_passages, -1), "self"
     else:
         source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
@@ -179,8 +177,9 @@ def sample_rows(model: Any, tokenizer: Any, count: int, length: int, seed: int, 
 def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, context: int) -> int:
     """Compute how many KV heads of the MHLA layers keep softmax. If `keep` is a size, it is that of `context` tokens."""
     num_heads, token_bytes, state_bytes = (sum(column) for column in zip(*sizes.values(), strict=True))
-    num_kept_heads: int | None = None
-    if isinstance(keep, str) and (max_bytes := parse_size(keep)) is not None:
+    num_kept_heads = None
+    if isinstance(keep, str) and keep[-3:] in UNITS and is_number(keep[:-3]):
+        max_bytes = int(float(keep[:-3]) * UNITS[keep[-3:]])
         bytes_per_head = (token_bytes * context - state_bytes) / num_heads  # that keeping softmax adds
         if max_bytes < state_bytes or bytes_per_head <= 0:
             raise ValueError(
@@ -196,12 +195,6 @@ def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, cont
             "a percentage, or a size such as '64MiB'."
         )
     return num_kept_heads
-
-
-def parse_size(text: str) -> int | None:
-    """Convert a size such as "64MiB" to bytes, rounded down. Return None if the text is not a size in KiB, MiB, or GiB."""
-    number, unit = text[:-3], text[-3:]
-    return int(float(number) * UNITS[unit]) if unit in UNITS and is_number(number) else None
 
 
 class Checkpoint:
@@ -253,7 +246,7 @@ class Checkpoint:
 
 
 def learn_from_rows(
-    model: Any, rows: Rows, count: int, gate_steps: int, seed: int, saved_steps: "Checkpoint", progress: bool
+    model: Any, rows: Rows, count: int, effort: float, seed: int, saved_steps: Checkpoint, progress: bool
 ) -> dict[str, Any]:
     """Fit the MHLA heads of a model that was just converted, choose `count` softmax heads, and return the report."""
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
@@ -272,7 +265,7 @@ def learn_from_rows(
     report["fitted"] = teacher.compare(model)
     softmax_heads: dict[int, list[int]] = {}
     if count:
-        gates = GateFit(model, rows.gates)
+        gates, gate_steps = GateFit(model, rows.gates), max(1, round(GATE_STEPS * effort))
         with tqdm(total=gate_steps, desc="choose softmax heads", unit="step", disable=not progress) as bar:
             saved_steps.run("gates", gates, [()] * gate_steps, bar)
         report["gates"] = {str(layer): [round(x, 3) for x in values] for layer, values in gates.by_layer().items()}
@@ -333,11 +326,10 @@ def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
     if config._attn_implementation == ATTENTION_NAME:
         set_attention_function(config, "sdpa")  # the default of transformers
     for index, heads in chosen.items():
-        attention = layers[index]
         if index in softmax_layers:
-            restore_softmax(attention, config)
+            restore_softmax(layers[index], config)
         else:
-            keep_softmax_heads(attention, config, heads)
+            keep_softmax_heads(layers[index], config, heads)
     mhla_indices: Any = settings.layers
     settings.layers = [index for index in mhla_indices if index not in softmax_layers]
     partly_softmax = {str(index): heads for index, heads in chosen.items() if index not in softmax_layers}

@@ -16,12 +16,7 @@ from ..nn.settings import FOREIGN_ENTRIES
 
 # Fields of an MHLA model's configuration that its base's configuration does not have, or has other values for.
 MHLA_FIELDS = ("mhla", "mhla_measured", "model_type", "architectures", "auto_map", *FOREIGN_ENTRIES, "base_model_type")
-
-
-TRANSFORMERS = (
-    "transformer",
-    "transformer_2",
-)  # of a pipeline of diffusers; of Wan 2.2 for high noise and for low noise
+TRANSFORMERS = ("transformer", "transformer_2")  # of a pipeline; of Wan 2.2 for high noise and for low noise
 
 
 def transformers_of(pipeline: Any) -> list[Any]:

@@ -80,17 +80,8 @@ def checked_settings(
             rotation_layout(attentions[index])
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
             raise ValueError(f"model: got offloaded weights in layer {index}, expected weights on a device.")
-    mhla_layers, softmax_heads = without_softmax_layers(mhla_layers, settings.softmax_heads or {}, attentions, config)
-    num_blocks = -(-config.max_position_embeddings // settings.block_size) if is_encoder else settings.num_blocks
-    return replace(settings, layers=mhla_layers, softmax_heads=softmax_heads, num_blocks=num_blocks)
-
-
-def without_softmax_layers(
-    mhla_layers: Sequence[int], softmax_heads: dict[str, list[int]], attentions: dict[int, Any], config: Any
-) -> tuple[list[int], dict[str, list[int]]]:
-    """Remove from the MHLA layers, and from `softmax_heads`, the layers in which all KV heads keep softmax."""
-    remaining_layers, remaining_heads = list(mhla_layers), dict(softmax_heads)
-    for index, heads in softmax_heads.items():
+    remaining_layers, remaining_heads = list(mhla_layers), dict(settings.softmax_heads or {})
+    for index, heads in (settings.softmax_heads or {}).items():
         if int(index) not in mhla_layers:
             raise ValueError(f"softmax_heads: got layer {index}, expected some of the MHLA layers {list(mhla_layers)}.")
         num_kv_heads = attention_sizes(attentions[int(index)], config)["num_kv_heads"]
@@ -98,12 +89,13 @@ def without_softmax_layers(
             raise ValueError(
                 f"softmax_heads: got KV head {heads[-1]} in layer {index}, expected 0 to {num_kv_heads - 1}."
             )
-        if len(heads) == num_kv_heads:
+        if len(heads) == num_kv_heads:  # the layer stays softmax
             remaining_layers.remove(int(index))
             del remaining_heads[index]
     if not remaining_layers:
         raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected fewer.")
-    return remaining_layers, remaining_heads
+    num_blocks = -(-config.max_position_embeddings // settings.block_size) if is_encoder else settings.num_blocks
+    return replace(settings, layers=remaining_layers, softmax_heads=remaining_heads, num_blocks=num_blocks)
 
 
 def convert_transformers_model(
@@ -125,8 +117,7 @@ def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
         if getattr(config, name, 0.0):
             logger.warning("convert: %s=%s of the base does not apply to MHLA layers.", name, getattr(config, name))
 
-    model_class = mhla_class(family, type(model))
-    mhla_config = copy.deepcopy(config)
+    model_class, mhla_config = mhla_class(family, type(model)), copy.deepcopy(config)
     generation_config = copy.deepcopy(getattr(model, "generation_config", None))
     if removed := {*strip_code_references(mhla_config), *strip_code_references(generation_config)}:
         logger.info(
