@@ -81,17 +81,17 @@ def checked_settings(
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
             raise ValueError(f"model: got offloaded weights in layer {index}, expected weights on a device.")
     remaining_layers, remaining_heads = list(mhla_layers), dict(settings.softmax_heads or {})
-    for index, heads in (settings.softmax_heads or {}).items():
-        if int(index) not in mhla_layers:
-            raise ValueError(f"softmax_heads: got layer {index}, expected some of the MHLA layers {list(mhla_layers)}.")
-        num_kv_heads = attention_sizes(attentions[int(index)], config)["num_kv_heads"]
+    for layer, heads in (settings.softmax_heads or {}).items():
+        if int(layer) not in mhla_layers:
+            raise ValueError(f"softmax_heads: got layer {layer}, expected some of the MHLA layers {list(mhla_layers)}.")
+        num_kv_heads = attention_sizes(attentions[int(layer)], config)["num_kv_heads"]
         if heads[-1] >= num_kv_heads:
             raise ValueError(
-                f"softmax_heads: got KV head {heads[-1]} in layer {index}, expected 0 to {num_kv_heads - 1}."
+                f"softmax_heads: got KV head {heads[-1]} in layer {layer}, expected 0 to {num_kv_heads - 1}."
             )
         if len(heads) == num_kv_heads:  # the layer stays softmax
-            remaining_layers.remove(int(index))
-            del remaining_heads[index]
+            remaining_layers.remove(int(layer))
+            del remaining_heads[layer]
     if not remaining_layers:
         raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected fewer.")
     num_blocks = -(-config.max_position_embeddings // settings.block_size) if is_encoder else settings.num_blocks
