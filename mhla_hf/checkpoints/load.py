@@ -8,7 +8,7 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,7 @@ import torch
 import transformers
 from huggingface_hub import hf_hub_download
 from safetensors import safe_open
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoTokenizer,
-    dynamic_module_utils,
-)
+from transformers import AutoConfig, AutoTokenizer, dynamic_module_utils
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
@@ -124,42 +117,29 @@ def load_config(name: PathLike, *, revision: str | None = None, trust_remote_cod
 
 
 def load_tokenizer(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder or Hub id; see `_read_tokenizer`."""
+    """Load the tokenizer of a folder or Hub id; without references to code unless `trust_remote_code`."""
     with wrap_errors(f"model: got {str(name)!r}, expected a tokenizer that can be loaded"):
-        return _read_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+        return _read_processor(AutoTokenizer, name, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def _read_tokenizer(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
-    """Load a tokenizer. Unless `trust_remote_code`, remove its references to code, so that they are not saved again."""
+def _read_processor(auto_class: Any, name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
+    """Load a tokenizer or image processor, without its references to code unless `trust_remote_code`."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
+        processor = auto_class.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
     except (ValueError, OSError) as error:
-        if has_tokenizer(name):
+        if auto_class is not AutoTokenizer or has_tokenizer(name):
             raise
         message = f"it has no tokenizer; save one there: tokenizer.save_pretrained({str(name)!r})"
         raise ValueError(message) from error
     if not trust_remote_code:
-        strip_code_references(tokenizer)
-    return tokenizer
-
-
-def _make_tokenizer_reader(name: PathLike | None) -> Callable[..., Any]:
-    """Return `_read_tokenizer` or, if `name` is given, a function that ignores its arguments and loads that tokenizer."""
-    return _read_tokenizer if name is None else lambda *args, **options: load_tokenizer(name)
+        strip_code_references(processor)
+    return processor
 
 
 def has_tokenizer(name: PathLike) -> bool:
     """Return whether a folder holds tokenizer files; True if there is no such folder, without asking the Hub."""
     folder = Path(name)
     return not folder.is_dir() or any((folder / file).exists() for file in ("tokenizer_config.json", *TOKENIZER_FILES))
-
-
-def _read_image_processor(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
-    """Load an image processor as `_read_tokenizer` does."""
-    processor = AutoImageProcessor.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
-    if not trust_remote_code:
-        strip_code_references(processor)
-    return processor
 
 
 def strip_code_references(component: Any) -> list[str]:
@@ -175,14 +155,34 @@ def strip_code_references(component: Any) -> list[str]:
     return [name for name in CODE_KEYS if vars(component).pop(name, None) is not None]
 
 
-def load_language_model(
-    name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
-    trust_remote_code: bool = False, weights: bool = True, tokenizer: PathLike | None = None
+def load_language_model(name: PathLike, **options: Any) -> Loaded:
+    """Load a causal language model in eval mode, and its tokenizer; for the options see `_load`."""
+    return _load(name, transformers.AutoModelForCausalLM, AutoTokenizer, **options)
+
+
+def load_classifier(name: PathLike, **options: Any) -> Loaded:
+    """Load an image classifier in eval mode, and its image processor; for the options see `_load`."""
+    return _load(name, transformers.AutoModelForImageClassification, transformers.AutoImageProcessor, **options)
+
+
+def load_encoder(name: PathLike, **options: Any) -> Loaded:
+    """Load a text encoder in eval mode, with the head that config.json names, and its tokenizer; see `_load`."""
+    hub_options = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    architectures = load_config(name, **hub_options).architectures or ["Model"]
+    return _load(name, getattr(transformers, auto_class_of(architectures[0])), AutoTokenizer, **options)
+
+
+def _load(
+    name: PathLike, auto_model: Any, auto_processor: Any, *, dtype: str = "auto",
+    device: torch.device | str | None = None, revision: str | None = None, trust_remote_code: bool = False,
+    weights: bool = True, tokenizer: PathLike | None = None
 ) -> Loaded:  # fmt: skip
-    """Load a causal language model in eval mode, and its tokenizer. A converted model's type is registered.
+    """Load a model and its processor with Auto classes. The type of a converted model is registered.
 
     Args:
         name: Folder or Hub id.
+        auto_model: Auto class of the model.
+        auto_processor: Auto class of its tokenizer or image processor.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         device: Where the model goes (default: CUDA if there is a GPU, else the CPU).
         revision: Branch, tag or commit on the Hub.
@@ -191,35 +191,6 @@ def load_language_model(
             process that will receive its shards of the weights from another process.
         tokenizer: Folder or Hub id of the tokenizer (default: the model's own).
     """
-    read_tokenizer = _make_tokenizer_reader(tokenizer)
-    return _load(name, AutoModelForCausalLM, read_tokenizer, dtype, device, revision, trust_remote_code, weights)
-
-
-def load_classifier(
-    name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
-    trust_remote_code: bool = False
-) -> Loaded:  # fmt: skip
-    """Load an image classifier in eval mode, and its image processor; see `load_language_model`."""
-    return _load(
-        name, AutoModelForImageClassification, _read_image_processor, dtype, device, revision, trust_remote_code
-    )
-
-
-def load_encoder(
-    name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
-    trust_remote_code: bool = False, tokenizer: PathLike | None = None
-) -> Loaded:  # fmt: skip
-    """Load a text encoder in eval mode, with the head that config.json names, and its tokenizer."""
-    architectures = load_config(name, revision=revision, trust_remote_code=trust_remote_code).architectures or ["Model"]
-    auto_model = getattr(transformers, auto_class_of(architectures[0]))
-    return _load(name, auto_model, _make_tokenizer_reader(tokenizer), dtype, device, revision, trust_remote_code)
-
-
-def _load(
-    name: PathLike, auto_model: Any, read_processor: Callable[..., Any], dtype: str, device: torch.device | str | None,
-    revision: str | None, trust_remote_code: bool, weights: bool = True
-) -> Loaded:  # fmt: skip
-    """Load a model with an Auto class, and its processor with `read_processor`; see `load_language_model`."""
     source = resolve_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, expected auto, {', '.join(DTYPES)}.")
@@ -228,7 +199,7 @@ def _load(
         with verified_files(source, revision) as hub_options:
             register_model_type(source, **hub_options)
             options = {"trust_remote_code": trust_remote_code, **hub_options}
-            processor = read_processor(str(source), **options)
+            processor = load_tokenizer(tokenizer) if tokenizer else _read_processor(auto_processor, source, **options)
             if not weights:
                 return _empty_model(auto_model, str(source), DTYPES.get(dtype), options).eval(), processor
             load_options = {"dtype": DTYPES.get(dtype, "auto"), "output_loading_info": True, "use_safetensors": True}
@@ -254,13 +225,6 @@ def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, option
     return model
 
 
-def find_class_kind(name: str) -> str | None:
-    """Return "language" or "images" for the class name of a causal language model or image classifier, else None."""
-    if name.endswith("ForImageClassification"):
-        return "images"
-    return "language" if name.endswith(("ForCausalLM", "LMHeadModel")) else None
-
-
 def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
     """Return "language", "images" or "encoders" (of text) for a folder or Hub id; None for others, and if it does not load.
 
@@ -272,12 +236,16 @@ def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
         return None
     class_name = (config.architectures or [""])[0]
     family = family_of_type(getattr(config, "base_model_type", config.model_type))
-    if find_class_kind(class_name) != "images" and family in VISION:
+    if class_name.endswith("ForImageClassification"):
+        return "images"
+    if family in VISION:
         raise ValueError(
             f"model: got {str(name)!r}, a {class_name or config.model_type}, expected a language model, text encoder, "
             "image classifier or pipeline; mhla_hf.convert takes vision towers."
         )
-    return "encoders" if family in ENCODERS else find_class_kind(class_name)
+    if family in ENCODERS:
+        return "encoders"
+    return "language" if class_name.endswith(("ForCausalLM", "LMHeadModel")) else None
 
 
 @contextlib.contextmanager
@@ -383,7 +351,10 @@ def load_pipeline(
             missing = missing_transformers_weights(resolved, hub_options)
             if not missing:
                 pipeline: Any = DiffusionPipeline.from_pretrained(str(resolved), **options, **hub_options)
-        if not missing and not (missing := _missing_diffusers_weights(pipeline)):
+        if not missing:  # diffusers leaves on the meta device what it found in no file
+            modules = [(name, x) for name, x in pipeline.components.items() if isinstance(x, torch.nn.Module)]
+            missing = [f"{name}.{key}" for name, x in modules for key, value in x.named_parameters() if value.is_meta]
+        if not missing:
             pipeline = pipeline.to(choose_device(device))
     except Exception as error:
         start = f"model: got {str(source)!r}"
@@ -406,9 +377,8 @@ def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]
 
     If accelerate is installed, the models are built on the meta device and no weight is read.
     """
-    index = (
-        source / PIPELINE_INDEX if isinstance(source, Path) else hf_hub_download(source, PIPELINE_INDEX, **hub_options)
-    )
+    is_local = isinstance(source, Path)
+    index = Path(source, PIPELINE_INDEX) if is_local else hf_hub_download(source, PIPELINE_INDEX, **hub_options)
     meta = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
     missing = []
     for component, library_and_class in (read_json(index) or {}).items():
@@ -421,13 +391,3 @@ def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]
             _, loading_info = model_class.from_pretrained(str(source), **options, **meta, **hub_options)
             missing += [f"{component}.{name}" for name in loading_info["missing_keys"]]
     return missing
-
-
-def _missing_diffusers_weights(pipeline: Any) -> list[str]:
-    return [
-        f"{component}.{name}"
-        for component, module in pipeline.components.items()
-        if isinstance(module, torch.nn.Module)
-        for name, value in module.named_parameters()
-        if value.is_meta
-    ]
