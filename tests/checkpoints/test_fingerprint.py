@@ -1,7 +1,4 @@
-"""The fingerprint of a model follows what decides its numbers, and nothing else; the machine is described.
-
-Run: pytest tests/checkpoints/test_fingerprint.py
-"""
+"""The fingerprint of a model follows what decides its numbers, and nothing else; the machine is described."""
 
 import json
 import re
