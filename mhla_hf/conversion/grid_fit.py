@@ -15,7 +15,7 @@ from ..nn.joint import TextTokens, far_block_mask, split_grids
 from ..ops.blocks import Blocks
 from .fit import OutputFit, center_maps, set_balance
 from .model_family import is_of_diffusers, keep_new_images
-from .teacher import replaced_cores, softmax_attention
+from .teacher import SoftmaxCore, replaced_cores, softmax_attention
 
 TINY = torch.finfo(torch.float32).tiny  # in place of a sum of squares that is zero
 START_QUERIES = 256  # from which the balance of a joint layer is initialized
@@ -28,28 +28,16 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class GridSoftmaxCore(nn.Module):
+class GridSoftmaxCore(SoftmaxCore):
     """Computes softmax attention in place of the MHLA core of a grid, with or without a text; see `SoftmaxCore`.
 
     With a text, the observed o is the output of the grid; the MHLA core computes that of the text by softmax, too.
     """
 
-    def __init__(self, core: Any, observe: Callable[..., None] | None = None) -> None:
-        super().__init__()
-        self.core = core
-        self.observe = observe
-
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        text: TextTokens | None = None,
-        *,
-        rotate: Any = None,
-        shard: None = None,
-        **options: Any,
-    ) -> Any:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: TextTokens | None = None, *,
+        rotate: Any = None, shard: None = None, **options: Any
+    ) -> Any:  # fmt: skip
         """Attend by softmax, and call `observe`. See `GridMHLA` and `JointMHLA` for the arguments and the result."""
         rotated_q, rotated_k = (x.to(v.dtype) for x in ((q, k) if rotate is None else rotate(q, k)))
         if text is None:

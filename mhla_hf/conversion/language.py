@@ -50,16 +50,12 @@ def convert_with_text(
 
     The model is in eval mode. The scores go to `model.config.mhla_measured`.
     """
-    family = convertible_family(model)
+    family, start = convertible_family(model), f"text: got a text for {type(model).__name__}"
     if family not in (*LANGUAGE, *ENCODERS):
-        raise ValueError(
-            f"text: got a text for {type(model).__name__}, expected None, or a causal language model or a text encoder."
-        )
+        raise ValueError(f"{start}, expected None, or a causal language model or a text encoder.")
     is_text_encoder = family in ENCODERS
     if not is_text_encoder and not hasattr(model, "lm_head") and model.get_output_embeddings() is None:
-        raise ValueError(
-            f"text: got a text for {type(model).__name__}, which predicts no tokens, expected a ...ForCausalLM."
-        )
+        raise ValueError(f"{start}, which predicts no tokens, expected a ...ForCausalLM.")
     layers = "all" if layers is None and settings is None else layers
     if settings is None:  # "exp" features are unbounded, which is safe because the text shows where to start them
         overrides = {"feature_map": "exp", **overrides}
@@ -344,11 +340,10 @@ def cache_bytes(
 
     Lengths, which are the keys, end at the model's `positions`.
     """
-    lengths = sorted({min(length, positions) for length in REPORT_LENGTHS})
-    by_length = {str(length): {"softmax": 0, "converted": 0} for length in lengths}
-    for index, (num_heads, token_bytes, state_bytes) in sizes.items():
-        softmax_share = len(chosen.get(str(index), ())) / num_heads
-        for length, total in by_length.items():
-            total["softmax"] += token_bytes * int(length)
-            total["converted"] += round(softmax_share * token_bytes * int(length) + (1 - softmax_share) * state_bytes)
+    by_length = {}
+    for length in sorted({min(length, positions) for length in REPORT_LENGTHS}):
+        softmax = sum(layer.token_bytes * length for layer in sizes.values())
+        shares = {index: len(chosen.get(str(index), ())) / layer.num_kv_heads for index, layer in sizes.items()}
+        converted = sum(layer.cache_bytes(shares[index], length) for index, layer in sizes.items())
+        by_length[str(length)] = {"softmax": softmax, "converted": converted}
     return by_length

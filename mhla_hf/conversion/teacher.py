@@ -40,13 +40,9 @@ class SoftmaxCore(nn.Module):
 
 
 def softmax_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None = None,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, causal: bool = False,
+    mask: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
     """Compute softmax attention, [B, T, H, V], of q [B, T, H, K], k [B, S, G, K], and v [B, S, G, V].
 
     The mask is broadcastable to [B, H, T, S]: bool, or what is added to the scores.
@@ -69,10 +65,8 @@ def mhla_layers(model: Any) -> dict[int, Any]:
     if is_encoder(model):
         attentions = find_encoder_attentions(model)
     else:
-        attentions = find_causal_attentions(model) if isinstance(model, nn.Module) else {}
-        attentions = {
-            index: attention for index, attention in attentions.items() if getattr(attention, "is_causal", True)
-        }
+        found = find_causal_attentions(model) if isinstance(model, nn.Module) else {}
+        attentions = {index: attention for index, attention in found.items() if getattr(attention, "is_causal", True)}
     layers = {index: attention for index, attention in attentions.items() if hasattr(attention, "mhla")}
     if not layers:
         raise TypeError(f"model: got {type(model).__name__}, expected a text model with MHLA layers.")
@@ -131,20 +125,13 @@ def mean_kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def kl_to_teacher(model: Any, batches: Sequence[torch.Tensor]) -> float:
-    """Measure the KL of a converted language model's predictions to those of its softmax original.
+    """Measure the KL of a converted language model's predictions to those of its softmax original, in nats per token.
 
     The original is this model with softmax in its MHLA layers, so this holds only if nothing but `mhla.*` was trained.
 
     Args:
         model: A converted causal language model in eval mode.
-        batches: Batches of token ids, int64 [B, T] each, without padding.
-
-    Returns:
-        The mean over batches, in nats per token.
-
-    Raises:
-        TypeError: The model has no MHLA layers.
-        ValueError: The model is in training mode.
+        batches: Batches of token ids, int64 [B, T] each, without padding; the result is the mean over them.
     """
     total = 0.0
     for ids in batches:

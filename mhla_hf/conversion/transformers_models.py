@@ -60,12 +60,9 @@ class NotConvertible(ValueError):
 
 
 def checked_settings(
-    model: Any,
-    family: Family,
-    settings: MHLASettings | None,
-    layers: str | Sequence[int] | None,
-    overrides: dict[str, Any],
-) -> MHLASettings:
+    model: Any, family: Family, settings: MHLASettings | None, layers: str | Sequence[int] | None,
+    overrides: dict[str, Any]
+) -> MHLASettings:  # fmt: skip
     """Resolve and check the settings of a conversion, with `layers` as a list of indices; the model is not changed."""
     settings = choose_settings(settings, MHLASettings(**family.defaults), layers, overrides)
     if settings.rope == "after":
@@ -119,10 +116,8 @@ def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
 
     model_class, mhla_config = mhla_class(family, type(model)), copy.deepcopy(config)
     generation_config = copy.deepcopy(getattr(model, "generation_config", None))
-    if removed := {*strip_code_references(mhla_config), *strip_code_references(generation_config)}:
-        logger.info(
-            "convert: the MHLA model does not keep %s of its base, which may name code.", ", ".join(sorted(removed))
-        )
+    if removed := sorted({*strip_code_references(mhla_config), *strip_code_references(generation_config)}):
+        logger.info("convert: the MHLA model does not keep %s of its base, which may name code.", ", ".join(removed))
     mhla_config.__class__ = model_class.config_class
     mhla_config.mhla = settings.to_dict()
     for module in model.modules():
@@ -166,9 +161,8 @@ def family_to_convert(model_type: str) -> Family:
     """Return the family of a model type. Raise NotConvertible, with the reason, if the type does not convert."""
     family = family_of_type(model_type)
     if family is None:
-        reason = next(
-            (reason for reason, types in REFUSED.items() if model_type in types.split()), "it was never tried"
-        )
+        reasons = [reason for reason, types in REFUSED.items() if model_type in types.split()]
+        reason = reasons[0] if reasons else "it was never tried"
         raise NotConvertible(f"model: got model type {model_type!r}, expected another one: {reason}.")
     return family
 
