@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import yaml
 from filelock import FileLock
@@ -21,7 +21,6 @@ from filelock import FileLock
 from .values import read_settings
 
 PathLike = str | os.PathLike[str]
-T = TypeVar("T")
 
 SHARD_SIZE = "5GB"  # largest weights file, as `save_pretrained(max_shard_size=...)` takes it
 LOCK_FILE = ".mhla_hf.lock"  # marks, in each temporary folder, that this package made it
@@ -82,9 +81,8 @@ def resolve_model_name(name: PathLike, pipeline: bool = False) -> Path | str:
             raise ValueError(f"model: got {name!r}, which has no {missing}, expected the folder of a saved {kind}.")
         return path
     if os.path.lexists(path) or not HUB_ID.fullmatch(name) or name.startswith("."):
-        raise ValueError(
-            f"model: got {name!r}, which is not a folder, expected the folder of a saved {kind} or a Hub id."
-        )
+        expected = f"the folder of a saved {kind} or a Hub id"
+        raise ValueError(f"model: got {name!r}, which is not a folder, expected {expected}.")
     return name
 
 
@@ -190,9 +188,8 @@ class _Loader(yaml.SafeLoader):
     """A safe YAML loader that reads `1e-3` as a number, following YAML 1.2 instead of 1.1."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"), list("+-0123456789")
-)
+EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("+-0123456789"))
 
 
 def find_yaml(name: PathLike, folder: PathLike, argument: str) -> Path:
@@ -206,11 +203,7 @@ def find_yaml(name: PathLike, folder: PathLike, argument: str) -> Path:
     return path
 
 
-@overload
-def read_yaml(path: PathLike, label: str) -> Any: ...
-@overload
-def read_yaml(path: PathLike, label: str, cls: type[T]) -> T: ...
-def read_yaml(path: PathLike, label: str, cls: type[T] | None = None) -> Any:
+def read_yaml(path: PathLike, label: str, cls: type | None = None) -> Any:
     """Read a YAML file, as an instance of `cls` (decorated with `checked`) if given. Errors begin with `label`."""
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)

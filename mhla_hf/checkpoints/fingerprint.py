@@ -39,7 +39,8 @@ def fingerprint_folder(folder: PathLike) -> str:
         size = len(content) or file.stat().st_size
         digest.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode() + content)
         if not content:
-            hash_file(file, digest)
+            with file.open("rb") as stream:
+                hashlib.file_digest(stream, lambda: digest)
     return f"files:{digest.hexdigest()[:32]}"
 
 
@@ -81,10 +82,7 @@ def strip_origin(data: bytes) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def hash_file(path: PathLike, digest: Any = None) -> str:
-    """Return the sha256 of a file's bytes, 64 hex digits; with a hashlib object to update, its digest so far."""
-    digest = digest or hashlib.sha256()
+def hash_file(path: PathLike) -> str:
+    """Return the sha256 of a file's bytes, 64 hex digits."""
     with Path(path).open("rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()

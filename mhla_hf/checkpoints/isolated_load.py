@@ -25,20 +25,10 @@ def load_isolated(
     folder: PathLike, kind: str, *, inputs: PathLike | None = None, prompt: str | None = None, new_tokens: int = 0,
     dtype: str = "auto"
 ) -> dict[str, Any]:  # fmt: skip
-    """Load a saved model in an isolated process, optionally run it, and return a report.
+    """Load a saved model in an isolated process, and return a report: its class, weights, and what it imported.
 
-    Args:
-        folder: A saved model or pipeline.
-        kind: Kind of model, as in `hub.facts.Facts`.
-        inputs: A safetensors file for language models, with `ids` [B, T] and optionally the expected `logits`.
-        prompt: Text for a language model to continue greedily by `new_tokens` tokens.
-        new_tokens: See `prompt`.
-        dtype: Name of a torch dtype, or "auto".
-
-    Returns:
-        "class" (module and name), "missing" and "unexpected" (weight names) and "imported" (modules that should be absent);
-        for language models "finite"; with expected logits "logits_equal" and "largest_difference"; with a prompt
-        "continuation".
+    A language model also runs on `inputs`, a safetensors file with `ids` [B, T] and optionally the expected `logits`, and
+    continues `prompt`. `kind` is that of `hub.facts.Facts`.
     """
     source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
     request = {
@@ -62,9 +52,8 @@ def load_isolated(
     if process.returncode:
         lines = process.stderr.strip().splitlines() or ["no message"]
         reason = ([line for line in lines if ERROR_LINE.match(line)] or lines)[-1]
-        raise ValueError(
-            f"{folder}: got a model that does not load without mhla_hf, expected one that does ({reason})."
-        )
+        start = f"{folder}: got a model that does not load without mhla_hf"
+        raise ValueError(f"{start}, expected one that does ({reason}).")
     return json.loads(process.stdout.splitlines()[-1])
 
 

@@ -43,10 +43,8 @@ def load_and_run_language_model(folder: str) -> tuple[Any, dict[str, Any]]:
     model, report = load_transformers_model(folder)
     if request["prompt"] is not None or any(Path(folder).glob("tokenizer*.json")):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    if request["inputs"]:
-        inputs = load_file(request["inputs"])
-    else:
-        inputs = {"ids": torch.arange(8)[None] % model.config.vocab_size}
+    ids = {"ids": torch.arange(8)[None] % model.config.vocab_size}
+    inputs = load_file(request["inputs"]) if request["inputs"] else ids
     logits = model(inputs["ids"]).logits
     report["finite"] = bool(logits.isfinite().all())
     if "logits" in inputs:

@@ -179,17 +179,8 @@ def _load(
 ) -> Loaded:  # fmt: skip
     """Load a model and its processor with Auto classes. The type of a converted model is registered.
 
-    Args:
-        name: Folder or Hub id.
-        auto_model: Auto class of the model.
-        auto_processor: Auto class of its tokenizer or image processor.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        device: Where the model goes (default: CUDA if there is a GPU, else the CPU).
-        revision: Branch, tag or commit on the Hub.
-        trust_remote_code: Whether to run the model's own source; not needed for models of this package.
-        weights: If False, allocate uninitialized parameters on the CPU instead of reading the weights. This is for a
-            process that will receive its shards of the weights from another process.
-        tokenizer: Folder or Hub id of the tokenizer (default: the model's own).
+    Models of this package do not need `trust_remote_code`. Without `weights`, parameters stay uninitialized on the CPU, for
+    a process that receives its shards from another one. `tokenizer` is a folder or Hub id (default: the model's own).
     """
     source = resolve_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
@@ -214,10 +205,9 @@ def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, option
     from accelerate import init_empty_weights
 
     config = AutoConfig.from_pretrained(source, **options)
+    trust = options["trust_remote_code"]
     with init_empty_weights(include_buffers=False):
-        model = auto_model.from_config(
-            config, dtype=dtype or config.dtype, trust_remote_code=options["trust_remote_code"]
-        )
+        model = auto_model.from_config(config, dtype=dtype or config.dtype, trust_remote_code=trust)
     for module in model.modules():
         for name, value in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, torch.nn.Parameter(torch.empty_like(value, device="cpu")))
@@ -328,10 +318,8 @@ def read_stored_dtype(folder: PathLike) -> str:
     config = read_json(Path(folder, "config.json")) or {}
     if not (dtype := config.get("dtype") or config.get("torch_dtype")):
         file = sorted(Path(folder).glob("*.safetensors"))[0]
-        with (
-            wrap_errors(f"{file}: got unreadable data, expected a safetensors file"),
-            safe_open(file, framework="pt") as weights,
-        ):
+        message = f"{file}: got unreadable data, expected a safetensors file"
+        with wrap_errors(message), safe_open(file, framework="pt") as weights:
             dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
     return str(dtype).removeprefix("torch.")
 
@@ -359,9 +347,8 @@ def load_pipeline(
     except Exception as error:
         start = f"model: got {str(source)!r}"
         if "trust_remote_code" in str(error) and not trust_remote_code:
-            raise ValueError(
-                f"{start}, which holds the source of its MHLA model, expected trust_remote_code."
-            ) from error
+            start += ", which holds the source of its MHLA model"
+            raise ValueError(f"{start}, expected trust_remote_code.") from error
         reason = summarize_error(error).removesuffix(".")
         raise ValueError(f"{start}, expected a pipeline that can be loaded ({reason}).") from error
     check_no_missing_weights(source, missing)
@@ -378,7 +365,7 @@ def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]
     If accelerate is installed, the models are built on the meta device and no weight is read.
     """
     is_local = isinstance(source, Path)
-    index = Path(source, PIPELINE_INDEX) if is_local else hf_hub_download(source, PIPELINE_INDEX, **hub_options)
+    index = Path(source, PIPELINE_INDEX) if is_local else hf_hub_download(str(source), PIPELINE_INDEX, **hub_options)
     meta = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
     missing = []
     for component, library_and_class in (read_json(index) or {}).items():

@@ -34,22 +34,15 @@ def describe_versions() -> dict[str, str]:
 def describe_hardware(device: torch.device | str = "cpu") -> str:
     """Return a line such as "AMD EPYC, 2 cores, 1 thread", preceded by the GPU's name if `device` is a GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    host = f"{_read_cpu_name()}, {_count(cores, 'core')}, {_count(torch.get_num_threads(), 'thread')}"
-    if torch.device(device).type == "cuda":
-        return f"{torch.cuda.get_device_name(torch.device(device))}; {host}"
-    return host
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _read_cpu_name() -> str:
-    """Return the model name of the CPU, or the machine type if it cannot be found."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine() or "unknown CPU")
+    cpu = next(names, platform.processor() or platform.machine() or "unknown CPU")
+    counts = ((cores, "core"), (torch.get_num_threads(), "thread"))
+    host = ", ".join([cpu, *(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)])
+    if torch.device(device).type == "cuda":
+        return f"{torch.cuda.get_device_name(torch.device(device))}; {host}"
+    return host
 
 
 def source_commit() -> str:
@@ -77,14 +70,10 @@ def describe_run(command: str | None, device: torch.device | str = "cpu") -> dic
         "versions": describe_versions(),
         "commit": source_commit(),
         "command": command,
-        "date": utc_now(),
+        "date": datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat(),
     }
 
 
 def public_name(name: str | None) -> str | None:
     """Return only the last component of a path that exists, since records are published; return other names unchanged."""
     return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name
-
-
-def utc_now() -> str:
-    return datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()
