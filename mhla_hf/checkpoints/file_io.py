@@ -197,9 +197,8 @@ def find_yaml(name: PathLike, folder: PathLike, argument: str) -> Path:
     names = sorted(path.stem for path in Path(folder).glob("*.yaml"))
     path = Path(folder, f"{name}.yaml") if str(name) in names else Path(name)
     if not path.is_file():
-        raise ValueError(
-            f"{argument}: got {str(name)!r}, which is not a file, expected a YAML file or one of {', '.join(names)}."
-        )
+        expected = f"a YAML file or one of {', '.join(names)}"
+        raise ValueError(f"{argument}: got {str(name)!r}, which is not a file, expected {expected}.")
     return path
 
 

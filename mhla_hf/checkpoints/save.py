@@ -155,9 +155,8 @@ def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int =
         existing = {file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
         model_files = {file for file in list_saved_files(path) if not file.is_symlink()}
         if foreign := min(existing - model_files, default=None):
-            raise ValueError(
-                f"{start}, which holds {str(foreign)!r}, expected nothing but the files of a model; move it first."
-            )
+            expected = "nothing but the files of a model; move it first"
+            raise ValueError(f"{start}, which holds {str(foreign)!r}, expected {expected}.")
     check_writable(path, "output", num_bytes)
     return path
 

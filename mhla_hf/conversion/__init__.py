@@ -105,7 +105,10 @@ def convert(
         check_unused("without text or samples", keep=keep, **unused)
         if is_of_diffusers(model):
             diffusers_models = importlib.import_module(".diffusers_models", __package__)  # imports diffusers
-            return diffusers_models.convert_diffusion(model, settings, layers, overrides)
+            checked = diffusers_models.check_conversion(model, settings, layers, overrides)
+            diffusers_models.convert_checked(checked)
+            diffusers_models.update_pipeline_configs(checked)
+            return model
         return convert_transformers_model(model, settings, layers, overrides)
 
 

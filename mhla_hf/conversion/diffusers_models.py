@@ -51,16 +51,6 @@ REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not conv
 }
 
 
-def convert_diffusion(
-    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
-) -> Any:
-    """Convert a transformer of diffusers, or all of a pipeline, in place, after all of them are checked."""
-    checked = check_conversion(model, settings, layers, overrides)
-    convert_checked(checked)
-    update_pipeline_configs(checked)
-    return model
-
-
 def convert_checked(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
     """Convert transformers in place; the configs of pipelines that hold them stay as they are."""
     for transformer, family, settings in checked:
@@ -96,9 +86,8 @@ def check_conversion(
     """
     transformers = transformers_of(model) if hasattr(model, "components") else [model]
     if not transformers:
-        raise ValueError(
-            f"model: got {type(model).__name__}, which has no transformer, expected a pipeline of one of {CONVERTIBLE}."
-        )
+        expected = f"a pipeline of one of {CONVERTIBLE}"
+        raise ValueError(f"model: got {type(model).__name__}, which has no transformer, expected {expected}.")
     checked = []
     for transformer in transformers:
         model_class = mhla_transformer_class(transformer)
@@ -114,14 +103,12 @@ def check_state(transformer: Any) -> None:
     """Raise ValueError if a transformer has hooks or offloaded weights, which would not include the new modules."""
     registries = [module._diffusers_hook for module in transformer.modules() if hasattr(module, "_diffusers_hook")]
     if any(registry.hooks for registry in registries):  # a hook that was removed leaves its registry behind
-        raise ValueError(
-            "model: got hooks of diffusers (a cache, casting, offloading), expected none; convert before adding them."
-        )
+        expected = "none; convert before adding them"
+        raise ValueError(f"model: got hooks of diffusers (a cache, casting, offloading), expected {expected}.")
     offloaded = next((name for name, value in transformer.named_parameters() if value.is_meta), None)
     if offloaded is not None:
-        raise ValueError(
-            f"model: got the offloaded weight {offloaded}, expected weights on a device; convert before offloading."
-        )
+        expected = "weights on a device; convert before offloading"
+        raise ValueError(f"model: got the offloaded weight {offloaded}, expected {expected}.")
     for index, attn in enumerate(find_self_attentions(transformer)):
         if "kv_cache" in inspect.signature(type(attn.processor).__call__).parameters:  # as in Flux 2 Klein KV
             expected = "one without a cache of reference images, as in Flux2KleinPipeline"

@@ -14,15 +14,7 @@ from torch import nn
 
 from ..data import TokenRing
 from ..models.transformers_api import recomputed_layers
-from .teacher import (
-    log_probabilities,
-    mean_kl,
-    mhla_layers,
-    replaced_cores,
-    run_body,
-    softmax_attention,
-    softmax_instead,
-)
+from .teacher import GatedCore, log_probabilities, mean_kl, mhla_layers, replaced_cores, run_body, softmax_instead
 
 FIT_LR, UPDATES = 3e-2, 2  # learning rate of the first step, and updates by Adam per step
 START_TOKENS = 1024  # per row, at most, from which the far part is initialized
@@ -197,23 +189,6 @@ def balance_masses(
         return score, log_total, (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head]
 
     set_balance(core, weights, len(q), is_far)
-
-
-class GatedCore(nn.Module):
-    """Computes g * softmax + (1 - g) * MHLA with a gate g for each KV head, in place of an MHLA core."""
-
-    def __init__(self, core: Any, gate: torch.Tensor) -> None:
-        super().__init__()
-        self.core = core
-        self.gate = nn.Parameter(gate)
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
-    ) -> torch.Tensor:
-        """Attend by softmax and by MHLA, for rows without padding."""
-        gate = self.gate.repeat_interleave(q.shape[2] // k.shape[2])[:, None].to(v.dtype)
-        o = softmax_attention(q, k, v, scale, self.core.causal)
-        return gate * o + (1 - gate) * self.core(q, k, v, scale=scale, **options)
 
 
 def read_twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -213,9 +213,8 @@ class Checkpoint:
         """Raise ValueError if the file belongs to a conversion with other `parts`, all that its numbers depend on."""
         identity = hash_json(parts)
         if self.content.setdefault("identity", identity) != identity:
-            raise ValueError(
-                f"checkpoint: got {str(self.file)!r} of another conversion, expected a new file; delete it to start anew."
-            )
+            expected = "a new file; delete it to start anew"
+            raise ValueError(f"checkpoint: got {str(self.file)!r} of another conversion, expected {expected}.")
 
     def run(self, name: str, fit: OutputFit | GateFit, inputs: Sequence[tuple[torch.Tensor, ...]], bar: tqdm) -> None:
         """Call `fit.step` with each of `inputs`, except for those that were done before the conversion was interrupted.

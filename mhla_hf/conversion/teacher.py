@@ -55,6 +55,23 @@ def softmax_attention(
     return o.transpose(1, 2)
 
 
+class GatedCore(nn.Module):
+    """Computes g * softmax + (1 - g) * MHLA with a gate g for each KV head, in place of an MHLA core."""
+
+    def __init__(self, core: Any, gate: torch.Tensor) -> None:
+        super().__init__()
+        self.core = core
+        self.gate = nn.Parameter(gate)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
+    ) -> torch.Tensor:
+        """Attend by softmax and by MHLA, for rows without padding."""
+        gate = self.gate.repeat_interleave(q.shape[2] // k.shape[2])[:, None].to(v.dtype)
+        o = softmax_attention(q, k, v, scale, self.core.causal)
+        return gate * o + (1 - gate) * self.core(q, k, v, scale=scale, **options)
+
+
 def is_encoder(model: Any) -> bool:
     """Return whether a model is a text encoder of transformers."""
     return family_of(model) in ENCODERS

@@ -83,9 +83,8 @@ def checked_settings(
             raise ValueError(f"softmax_heads: got layer {layer}, expected some of the MHLA layers {list(mhla_layers)}.")
         num_kv_heads = attention_sizes(attentions[int(layer)], config)["num_kv_heads"]
         if heads[-1] >= num_kv_heads:
-            raise ValueError(
-                f"softmax_heads: got KV head {heads[-1]} in layer {layer}, expected 0 to {num_kv_heads - 1}."
-            )
+            expected = f"0 to {num_kv_heads - 1}"
+            raise ValueError(f"softmax_heads: got KV head {heads[-1]} in layer {layer}, expected {expected}.")
         if len(heads) == num_kv_heads:  # the layer stays softmax
             remaining_layers.remove(int(layer))
             del remaining_heads[layer]
@@ -177,9 +176,8 @@ def choose_convertible(
     requested = [] if isinstance(settings.layers, str) else settings.layers
     num_layers = config.num_hidden_layers
     if beyond := [index for index in requested if index >= num_layers]:
-        raise ValueError(
-            f"layers: got layer {beyond[0]}, expected 0 to {num_layers - 1}: the model has {num_layers} layers."
-        )
+        expected = f"0 to {num_layers - 1}: the model has {num_layers} layers"
+        raise ValueError(f"layers: got layer {beyond[0]}, expected {expected}.")
     if not convertible:
         reason = next(iter(reasons.values()), "it has no attention of transformers' interface")
         raise NotConvertible(f"model: got {config.model_type!r}, expected layers that can become MHLA: {reason}.")
