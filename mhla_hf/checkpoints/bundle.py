@@ -122,11 +122,9 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
         if body:
             sections.append(f"\n# {package.name}/{module.path}\n\n{body}\n")
     text = "\n".join(sections)
-    match = _LOOKS_RELATIVE.search(text)
-    if match:
-        raise ValueError(
-            f"{entry}: got {match[0].strip()!r}, which looks like a relative import to the Hub loaders, expected none."
-        )
+    if match := _LOOKS_RELATIVE.search(text):
+        start = f"{entry}: got {match[0].strip()!r}"
+        raise ValueError(f"{start}, which looks like a relative import to the Hub loaders, expected none.")
     text = _replace_hash(text, PLACEHOLDER, _hash_text(text))
     compile(text, FILE_NAME, "exec")
     return text
@@ -190,7 +188,10 @@ def _read_module(package: Path, name: str) -> _Module:
         if isinstance(node, ast.Import | ast.ImportFrom):
             _add_import(name, module, node)
         elif number or ast.get_docstring(tree) is None:
-            module.statements.append(_Statement(source, *_find_names(source), _is_droppable(node)))
+            droppable = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign)
+            if isinstance(node, ast.Assign):
+                droppable = all(isinstance(target, ast.Name) for target in node.targets)
+            module.statements.append(_Statement(source, *_find_names(source), droppable))
     if function:
         used = _drop_unreachable([module], [item for item in module.statements if function in item.binds])
         module.siblings = {sibling: names for sibling, names in module.siblings.items() if names & used}
@@ -208,13 +209,6 @@ def _find_names(source: str) -> tuple[set[str], set[str]]:
     symbols = [symbol for table in tables for symbol in table.get_symbols() if symbol.is_global() or table is top]
     used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
     return bound, bound | used  # a statement such as x += 1 uses the names that it binds
-
-
-def _is_droppable(node: ast.stmt) -> bool:
-    """Return whether a top-level statement is a function, a class or an assignment to names."""
-    if isinstance(node, ast.Assign):
-        return all(isinstance(target, ast.Name) for target in node.targets)
-    return isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign)
 
 
 def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -> None:
@@ -242,10 +236,8 @@ def _check_names(modules: Iterable[_Module]) -> None:
                 raise ValueError(f"{module.path}: got the name {name!r}, expected one that hides no builtin.")
             other_meaning, other_path = meanings.setdefault(name, (meaning, module.path))
             if other_meaning != meaning:
-                raise ValueError(
-                    f"{module.path}: got the name {name!r}, which means something else in {other_path}, "
-                    "expected different names."
-                )
+                start = f"{module.path}: got the name {name!r}"
+                raise ValueError(f"{start}, which means something else in {other_path}, expected different names.")
 
 
 def _drop_unreachable(modules: Collection[_Module], roots: list[_Statement]) -> set[str]:

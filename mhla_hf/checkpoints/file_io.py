@@ -230,19 +230,15 @@ def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument
 
     The JSON file `record` in it has the identity. Raise ValueError if it holds other work or other files.
     """
-    folder = Path(folder)
-    expected = json.loads(json.dumps(identity))
+    folder, start = Path(folder), f"{argument}: got {str(folder)!r}"
+    present = json.loads(json.dumps(identity))
     if (stored := read_json(folder / record)) is not None:
-        if changed := [key for key in sorted({*stored, *expected}) if stored.get(key) != expected.get(key)]:
-            raise ValueError(
-                f"{argument}: got {str(folder)!r}, which was started with another {changed[0]}, "
-                "expected another folder, or delete this one."
-            )
+        if changed := [key for key in sorted({*stored, *present}) if stored.get(key) != present.get(key)]:
+            expected = "another folder, or delete this one"
+            raise ValueError(f"{start}, which was started with another {changed[0]}, expected {expected}.")
         return True
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(
-            f"{argument}: got {str(folder)!r}, which holds other files and no {record}, expected a new or empty folder."
-        )
+        raise ValueError(f"{start}, which holds other files and no {record}, expected a new or empty folder.")
     return False
 
 

@@ -229,10 +229,8 @@ def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
     if class_name.endswith("ForImageClassification"):
         return "images"
     if family in VISION:
-        raise ValueError(
-            f"model: got {str(name)!r}, a {class_name or config.model_type}, expected a language model, text encoder, "
-            "image classifier or pipeline; mhla_hf.convert takes vision towers."
-        )
+        expected = "a language model, text encoder, image classifier or pipeline; mhla_hf.convert takes vision towers"
+        raise ValueError(f"model: got {str(name)!r}, a {class_name or config.model_type}, expected {expected}.")
     if family in ENCODERS:
         return "encoders"
     return "language" if class_name.endswith(("ForCausalLM", "LMHeadModel")) else None
@@ -263,9 +261,8 @@ def verified_files(
 def check_no_missing_weights(name: PathLike, missing: Sequence[str]) -> None:
     """Raise ValueError if `missing`, the names of the weights that the checkpoint `name` lacks, is not empty."""
     if missing := sorted(missing):
-        raise ValueError(
-            f"model: got {str(name)!r}, which lacks {len(missing)} of its weights, such as {missing[0]!r}, expected all."
-        )
+        start = f"model: got {str(name)!r}, which lacks {len(missing)} of its weights"
+        raise ValueError(f"{start}, such as {missing[0]!r}, expected all.")
 
 
 def check_shards(index: PathLike) -> dict[str, str]:

@@ -1,10 +1,9 @@
 """convert(): turns a softmax model into an MHLA model in place, with the base's weights.
 
-Everything is checked before anything is changed. The records in `models/families.py` say which models convert and with which
-settings. The conversion itself is the same for all families of transformers (`transformers_models.py`) and for all of
-diffusers (`diffusers_models.py`), because MHLA classes are derived from the base's classes. With text, a language model or
-text encoder then learns from its softmax original (`language.py`, `encoder.py`), and with samples, a diffusion or vision
-model (`calibration.py`).
+Everything is checked before anything is changed. One conversion serves all families of transformers
+(`transformers_models.py`) and one all of diffusers (`diffusers_models.py`). With text, a language model or text encoder then
+learns from its softmax original (`language.py`, `encoder.py`), and with samples, a diffusion or vision model
+(`calibration.py`).
 """
 
 import importlib

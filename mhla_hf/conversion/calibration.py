@@ -57,10 +57,9 @@ def check_samples(model: Any, samples: Any) -> None:
         return
     if isinstance(samples, torch.Tensor):
         if is_of_diffusers(model) or samples.ndim != 4 or len(samples) < 2 * IMAGES_AT_ONCE:
-            raise ValueError(
-                f"samples: got a tensor of shape {list(samples.shape)} with {type(model).__name__}, expected at least "
-                f"{2 * IMAGES_AT_ONCE} images [N, channels, height, width] with a vision model."
-            )
+            start = f"samples: got a tensor of shape {list(samples.shape)} with {type(model).__name__}"
+            expected = f"at least {2 * IMAGES_AT_ONCE} images [N, channels, height, width] with a vision model"
+            raise ValueError(f"{start}, expected {expected}.")
         return
     kinds = {type(sample) for sample in samples} if isinstance(samples, list | tuple) else set()
     if kinds not in ({str}, {int}) or not hasattr(model, "components"):
@@ -162,10 +161,8 @@ def count_kept_layers(family: Family, num_layers: int, keep: float | int | str |
         return num_layers - len(default.resolve_layers(num_layers)) if is_default else 0
     count = parse_share(keep, num_layers)
     if count is None or count >= num_layers:
-        raise ValueError(
-            f"keep: got {keep!r}, expected 0 to {num_layers - 1} of the {num_layers} layers, as a number, a share, or a "
-            "percentage."
-        )
+        expected = f"0 to {num_layers - 1} of the {num_layers} layers, as a number, a share, or a percentage"
+        raise ValueError(f"keep: got {keep!r}, expected {expected}.")
     return count
 
 

@@ -51,10 +51,7 @@ def cut_rows(rows: torch.Tensor, parts: int, around: tuple[torch.Tensor, torch.T
 
 
 class EmbeddingScores:
-    """Measures the cosine similarity between the embeddings of a converted encoder and of its softmax original.
-
-    The constructor runs the original on `rows`, batches of token ids with different numbers of tokens.
-    """
+    """Measures the cosine similarity of a converted encoder's embeddings to those of its original, by length of `rows`."""
 
     def __init__(self, model: Any, rows: list[torch.Tensor]) -> None:
         self.rows = rows

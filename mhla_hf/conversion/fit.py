@@ -73,10 +73,7 @@ class OutputFit:
             run_body(self.model, inputs)
 
     def start(self, core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
-        """Initialize a core from the rotated q and k of its first update, in place; see `learn` for the arguments.
-
-        With a local softmax, the far part is given the weight that far tokens have in the softmax.
-        """
+        """Initialize a core from the rotated q and k of its first update, in place; see `learn` for the arguments."""
         q, k = q[:, :START_TOKENS], k[:, :START_TOKENS]
         far_q, far_k = q, k
         if options.get("cos_sin") is not None:

@@ -62,10 +62,8 @@ def convert_with_text(
     mhla_settings = checked_settings(model, family, settings, layers, overrides)
     if mhla_settings.local is None or mhla_settings.softmax_heads:
         conflict = "local=None" if mhla_settings.local is None else "softmax_heads"
-        raise ValueError(
-            f'text: got a text along with {conflict}, expected local="softmax" and no softmax_heads, '
-            "which the conversion chooses."
-        )
+        expected = 'local="softmax" and no softmax_heads, which the conversion chooses'
+        raise ValueError(f"text: got a text along with {conflict}, expected {expected}.")
     check_learning(model, effort, seed)
     if context is not None and not is_whole(context, 1):
         raise ValueError(f"context: got {context!r}, expected a whole number of at least 1.")
@@ -178,18 +176,14 @@ def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, cont
         max_bytes = int(float(keep[:-3]) * UNITS[keep[-3:]])
         bytes_per_head = (token_bytes * context - state_bytes) / num_heads  # that keeping softmax adds
         if max_bytes < state_bytes or bytes_per_head <= 0:
-            raise ValueError(
-                f"keep: got {keep!r} at {context} tokens, expected at least {state_bytes} bytes, the state of MHLA alone, "
-                "and a context where softmax takes more."
-            )
+            expected = f"{state_bytes} bytes, the state of MHLA alone, and a context where softmax takes more"
+            raise ValueError(f"keep: got {keep!r} at {context} tokens, expected at least {expected}.")
         num_kept_heads = min(num_heads - 1, int((max_bytes - state_bytes) / bytes_per_head))
     else:
         num_kept_heads = parse_share(keep, num_heads)
     if num_kept_heads is None or num_kept_heads >= num_heads:
-        raise ValueError(
-            f"keep: got {keep!r}, expected 0 to {num_heads - 1} of the {num_heads} KV heads, as a number, a share, "
-            "a percentage, or a size such as '64MiB'."
-        )
+        forms = "as a number, a share, a percentage, or a size such as '64MiB'"
+        raise ValueError(f"keep: got {keep!r}, expected 0 to {num_heads - 1} of the {num_heads} KV heads, {forms}.")
     return num_kept_heads
 
 

@@ -177,17 +177,3 @@ def test_refused_with_file_and_reason(tmp_path, case):
     with pytest.raises(ValueError, match=message) as caught:
         folded(tmp_path, files)
     assert "\n" not in str(caught.value)
-
-
-def test_a_function_of_a_module_brings_only_what_it_uses(tmp_path):
-    """Not even the statements of modules that it does not use, such as their registrations."""
-    files = {
-        "ops/low": "SEEN = []\n\n\ndef low(name):\n    return name, SEEN\n\n\nSEEN.append(1)\n",
-        "ops/other": "OTHER = []\n\n\ndef other(name):\n    return OTHER\n\n\nOTHER.append(2)\n",
-        "models/toy": "from ..ops.low import low\nfrom ..ops.other import other\n\n\n"
-        "def first(name):\n    return low(name)\n\n\ndef second(name):\n    return other(name)\n",
-    }
-    text = folded(tmp_path, files, "models.toy:first")
-    assert check_bundle(text)["entry"] == "models.toy:first"
-    assert run(text)["__getattr__"]("X") == ("X", [1])
-    assert "OTHER" not in text and "second" not in text
