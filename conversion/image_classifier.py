@@ -30,27 +30,14 @@ from mhla_hf.training.recipe import read_recipe
 
 
 def from_scratch(settings: Mapping[str, Any], pictures: Any) -> PreTrainedModel:
-    """Create a classifier with random weights.
-
-    Args:
-        settings: Settings of the recipe: `preset`, and fields that differ from it.
-        pictures: Labeled images from `open_images`, whose classes the classifier gets.
-    """
+    """Create a classifier with random weights, of a preset and changed settings, with the classes of the images."""
     settings = dict(settings)
     config = mhla_hf.MHLAVisionConfig.preset(settings.pop("preset"), **{**pictures.classes(), **settings})
     return mhla_hf.MHLAForImageClassification(config)
 
 
 def load_softmax(name: str, classes: bool) -> PreTrainedModel:
-    """Load the softmax original.
-
-    Args:
-        name: Folder or Hub id.
-        classes: Whether it has to be a classifier. Otherwise it may be a vision tower, also that of a CLIP or SigLIP model.
-
-    Raises:
-        ValueError: The model is not of that kind.
-    """
+    """Load the softmax original: a classifier, or without `classes` a vision tower, also that of a CLIP or SigLIP model."""
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     class_name = (config.architectures or ["model of unknown class"])[0]
     if classes:

@@ -22,15 +22,9 @@ from mhla_hf.training.recipe import read_recipe
 
 
 def run(about: str, recipe: str, arguments: list[str] | None = None) -> Any:
-    """Run all steps for a pipeline whose transformer converts.
+    """Run all steps for a pipeline whose transformer converts, and return the trained pipeline.
 
-    Args:
-        about: Docstring of the script, for `--help`.
-        recipe: The script's default recipe.
-        arguments: Command line; None: that of the process.
-
-    Returns:
-        The trained pipeline.
+    `about` is the docstring of the script, for `--help`, and `recipe` its default recipe.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(

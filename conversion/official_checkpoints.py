@@ -40,22 +40,14 @@ VIT_BLOCK = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
-VIT_ENDS = {
-    "patch_embed.proj": "model.stem.proj",
-    "fc_norm": "model.norm",
-    "norm": "model.norm",
-    "head": "classifier",
-}
+VIT_ENDS = {"patch_embed.proj": "model.stem.proj", "fc_norm": "model.norm", "norm": "model.norm", "head": "classifier"}
 MIXING = "attn.piece_attn.conv.weight"
 
 
 def read_state(path: str | Path) -> dict[str, torch.Tensor]:
-    """Read the state dict in a .safetensors or PyTorch file.
+    """Read the state dict in a .safetensors or PyTorch file, without the prefixes of DDP and torch.compile.
 
-    If training saved several, the averaged weights (EMA) are preferred. Prefixes of DDP and torch.compile are removed.
-
-    Raises:
-        ValueError: The file does not exist.
+    If training saved several, the averaged weights (EMA) are preferred.
     """
     path = Path(path)
     if not path.is_file():
@@ -85,14 +77,8 @@ def vit_config(
 ) -> MHLAVisionConfig:
     """Read the configuration of the authors' image classifier from the shapes of its weights.
 
-    Args:
-        state: Its state dict.
-        num_heads: Number of heads. Default: heads are 64 wide, as in all released variants.
-        image_size: Width and height of an image in pixels. Default: 224 for 16 x 16 positions of patches of 16 pixels,
-            because the authors pad 224 to 256; else as many pixels as the positions cover.
-
-    Raises:
-        ValueError: Positions or blocks do not form a square, or blocks do not divide it.
+    By default, heads are 64 wide, as in all released variants. Images have as many pixels as the positions cover, except
+    224 for 16 x 16 positions of patches of 16 pixels, because the authors pad 224 to 256.
     """
     num_positions, width = state["pos_embed"].shape[1:]
     patch = state["patch_embed.proj.weight"].shape[-1]
@@ -125,11 +111,7 @@ def vit_config(
 
 
 def rename_vit(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Translate the state dict of the authors' image classifier to the names and shapes of `MHLAForImageClassification`.
-
-    Raises:
-        ValueError: A key is unknown.
-    """
+    """Translate the state dict of the authors' image classifier to the names and shapes of `MHLAForImageClassification`."""
     renamed = {}
     for key, value in state.items():
         block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", key)
@@ -152,15 +134,7 @@ def rename_vit(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load_vit(state: Mapping[str, torch.Tensor], **options: Any) -> MHLAForImageClassification:
-    """Make the authors' image classifier an `MHLAForImageClassification` in eval mode.
-
-    Args:
-        state: Its state dict.
-        **options: Arguments of `vit_config`.
-
-    Raises:
-        ValueError: A key is unknown or missing, or a shape differs.
-    """
+    """Make the authors' image classifier an `MHLAForImageClassification` in eval mode; for options see `vit_config`."""
     for key in ("patch_embed.proj.weight", "blocks.0.attn.lepe.weight", "blocks.0.mlp.fc1.weight"):
         if key not in state:
             raise ValueError(f"checkpoint: got no key {key!r}, expected all of the authors' image classifier.")
@@ -169,9 +143,8 @@ def load_vit(state: Mapping[str, torch.Tensor], **options: Any) -> MHLAForImageC
     weights = model.state_dict()
     missing, unknown = sorted(set(weights) - set(renamed)), sorted(set(renamed) - set(weights))
     if missing or unknown:
-        problem = (
-            f"no weight {missing[0]!r}" if missing else f"the weight {unknown[0]!r}, which the model does not have"
-        )
+        extra = f"the weight {(unknown or [''])[0]!r}, which the model does not have"
+        problem = f"no weight {missing[0]!r}" if missing else extra
         raise ValueError(f"checkpoint: got {problem}, expected the weights of every layer and no others.")
     for key, value in renamed.items():
         if value.shape != weights[key].shape:
@@ -189,17 +162,9 @@ FAMILIES = {
 
 
 def load_official(path: str | Path, **options: Any) -> Any:
-    """Load a checkpoint of the authors.
+    """Load a checkpoint of the authors as a model in eval mode.
 
-    Args:
-        path: A .safetensors or PyTorch file.
-        **options: What the checkpoint does not tell: `layout` and `norm_output` (Wan) or `num_heads` (the others).
-
-    Returns:
-        The model, in eval mode.
-
-    Raises:
-        ValueError: The file is no checkpoint of the authors or not complete, or an option is for another model.
+    Options are what the checkpoint does not tell: `layout` and `norm_output` (Wan) or `num_heads` (the others).
     """
     state = read_state(path)
     for name, (recognizes, load, option_names) in FAMILIES.items():
@@ -226,24 +191,15 @@ def into_pipeline(model: Any, base: str) -> WanPipeline | DiTPipeline:
 def main(arguments: list[str] | None = None) -> Any:
     """Run the script, and return the model or the pipeline."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", help="the authors' file, .pth or .safetensors")
-    parser.add_argument("--out", required=True, help="folder to create")
-    parser.add_argument(
-        "--layout",
-        type=int,
-        nargs=3,
-        help="Wan: number of blocks per axis (frames, rows, columns); default: by their product",
-    )
-    parser.add_argument(
-        "--norm-output",
-        action="store_true",
-        default=None,
-        help="Wan: trained with norm_output: true, the default of the authors' code, false in their YAML files",
-    )
-    parser.add_argument(
-        "--num-heads", type=int, help="DiT and image classifiers: number of heads; default: by the width"
-    )
-    parser.add_argument("--base", help="Wan and DiT: the pipeline (folder or Hub id) that gets the transformer")
+    add = parser.add_argument
+    add("checkpoint", help="the authors' file, .pth or .safetensors")
+    add("--out", required=True, help="folder to create")
+    layout = "Wan: number of blocks per axis (frames, rows, columns); default: by their product"
+    add("--layout", type=int, nargs=3, help=layout)
+    norm = "Wan: trained with norm_output: true, the default of the authors' code, false in their YAML files"
+    add("--norm-output", action="store_true", default=None, help=norm)
+    add("--num-heads", type=int, help="DiT and image classifiers: number of heads; default: by the width")
+    add("--base", help="Wan and DiT: the pipeline (folder or Hub id) that gets the transformer")
     args = parser.parse_args(arguments)
     if os.path.exists(args.out):
         raise ValueError(f"out: got {args.out!r}, which exists, expected a path where a folder can be created.")

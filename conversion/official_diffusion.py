@@ -96,9 +96,6 @@ def load_official_wan(
         norm_output: The authors' option of this name, which the checkpoint does not tell: whether outputs are divided by the
             sum of the weights before their norm. Its default is true in their code, and both of their released
             configurations set it to false.
-
-    Raises:
-        ValueError: `layout` does not fit, a key is unknown or missing, or a shape differs.
     """
     mixing = mhla_layers(state, WAN_MIXING)
     num_blocks = block_count(mixing, WAN_MIXING)
@@ -112,10 +109,7 @@ def load_official_wan(
             f"layout: got {layout}, expected three counts whose product is the checkpoint's {num_blocks} blocks."
         )
     attention = f"blocks.{min(mixing)}.self_attn"
-    shapes = {
-        key: shape_of(state, key) for key in ("patch_embedding.weight", "head.head.weight", "time_embedding.0.weight")
-    }
-    width, channels, *patch = shapes["patch_embedding.weight"]
+    width, channels, *patch = shape_of(state, "patch_embedding.weight")
     head_width = shape_of(state, f"{attention}.g_norm.weight")[0]
     image_width = shape_of(state, "img_emb.proj.0.weight")[0] if "img_emb.proj.0.weight" in state else None
     lepe = f"{attention}.lepe.weight"
@@ -132,9 +126,9 @@ def load_official_wan(
         num_attention_heads=width // head_width,
         attention_head_dim=head_width,
         in_channels=channels,
-        out_channels=shapes["head.head.weight"][0] // math.prod(patch),
+        out_channels=shape_of(state, "head.head.weight")[0] // math.prod(patch),
         text_dim=shape_of(state, "text_embedding.0.weight")[1],
-        freq_dim=shapes["time_embedding.0.weight"][1],
+        freq_dim=shape_of(state, "time_embedding.0.weight")[1],
         ffn_dim=shape_of(state, "blocks.0.ffn.0.weight")[0],
         num_layers=number_of_blocks(state),
         cross_attn_norm="blocks.0.norm3.weight" in state,
@@ -158,14 +152,9 @@ def load_official_wan(
 
 
 def load_official_dit(state: Mapping[str, torch.Tensor], *, num_heads: int | None = None) -> MHLADiTTransformer2DModel:
-    """Make the authors' DiT an `MHLADiTTransformer2DModel` in eval mode.
+    """Make the authors' DiT an `MHLADiTTransformer2DModel` in eval mode. Layers with `attn.qkv` are softmax layers.
 
-    Args:
-        state: Its state dict. Layers with `attn.qkv` are softmax layers.
-        num_heads: Number of heads. Default: that of the size (S, B, L, XL) with this width.
-
-    Raises:
-        ValueError: `num_heads` is needed, a key is unknown or missing, or a shape or position embedding differs.
+    By default, `num_heads` is that of the size (S, B, L, XL) with this width.
     """
     mixing = mhla_layers(state, DIT_MIXING)
     num_blocks = block_count(mixing, DIT_MIXING)
@@ -250,11 +239,7 @@ def mhla_layers(state: Mapping[str, torch.Tensor], mixing: str) -> dict[int, tor
 
 
 def block_count(mixing: Mapping[int, torch.Tensor], name: str) -> int:
-    """Return the number of blocks M of mixing matrices [M, M, 1, 1].
-
-    Raises:
-        ValueError: It differs between layers, or a shape is another one; the message begins with `name`.
-    """
+    """Return the number of blocks M of mixing matrices [M, M, 1, 1]; `name` begins the message if one has another shape."""
     sizes = {tuple(value.shape) for value in mixing.values()}
     if len(sizes) != 1 or any(len(size) != 4 or size != (size[0], size[0], 1, 1) for size in sizes):
         raise ValueError(f"{name}: got {sorted(sizes)}, expected one shape [M, M, 1, 1] in all layers.")
@@ -281,14 +266,8 @@ def fill(
 ) -> Any:
     """Load a state dict of the authors into a model of diffusers, and return the model in eval mode.
 
-    Args:
-        model: The model of diffusers.
-        state: The state dict.
-        rename: Returns the model's names and values, as pairs, for a key and value of `state`; None for an unknown key.
-        family: The authors' name of the model, for messages.
-
-    Raises:
-        ValueError: A key is unknown, a weight of the model has no key, or a shape differs.
+    For a key and value, `rename` returns the model's names and values, as pairs, or None for an unknown key. `family` is the
+    authors' name of the model, for messages.
     """
     weights = model.state_dict()
     renamed: dict[str, torch.Tensor] = {}

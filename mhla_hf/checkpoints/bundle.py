@@ -50,17 +50,10 @@ _HEADER = re.compile(r"^format: (\d+)\nentry: (\S+)\nmade by mhla_hf: (\S+)\nsha
 
 @functools.cache
 def build_bundle(entry: str) -> str:
-    """Return the source text of the bundle for the module `mhla_hf.<entry>`; it is built once per process.
+    """Return the source text of the bundle for the module `mhla_hf.<entry>`, one of `ENTRIES`; it is built once per process.
 
     The text is a header, the imports, and then each module in dependency order. Of "module:function", the bundle has that
     function of the module, as its `__getattr__`, and what it uses.
-
-    Args:
-        entry: One of `ENTRIES`.
-
-    Raises:
-        ValueError: `entry` is unknown, or a module violates a rule for code that ships in checkpoints (see
-            CONTRIBUTING.md).
     """
     if entry not in ENTRIES:
         raise ValueError(f"entry: got {entry!r}, expected one of {list(ENTRIES)}.")
@@ -81,13 +74,9 @@ def make_source(entry: str) -> tuple[str, str]:
 
 
 def check_bundle(text: str) -> dict[str, str]:
-    """Parse the header of a bundle and verify its hash.
+    """Verify a bundle's hash, and return "format", "entry", "version" and "sha256" (12 digits, the namespace) of its header.
 
-    Returns:
-        A dict with "format", "entry", "version" and "sha256". The hash has 12 hex digits and is also the bundle's namespace.
-
-    Raises:
-        ValueError: There is no header, the format is newer than this package supports, or the text was changed.
+    Raise ValueError if there is no header, the format is newer than this package supports, or the text was changed.
     """
     header = _HEADER.search(text)
     if header is None:
@@ -102,18 +91,9 @@ def check_bundle(text: str) -> dict[str, str]:
 
 
 def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
-    """Build the bundle of a module of any package that follows the rules for bundled code.
+    """Build the bundle of a module, or of "module:function", of any package that follows the rules for bundled code.
 
-    Args:
-        package: The package's folder, with `__version__ = "..."` in its `__init__.py`.
-        entry: Dotted path of the module inside the package, or of a function as "module:function".
-        libraries: Libraries that the bundle may import outside `try:`, in addition to `COMMON_LIBRARIES`.
-
-    Returns:
-        The source text.
-
-    Raises:
-        ValueError: A module violates a rule; the message names the file.
+    Outside `try:`, it may import `COMMON_LIBRARIES` and `libraries`. Raise ValueError with the file if one is violated.
     """
     init = (package / "__init__.py").read_text(encoding="utf-8")
     version = re.search(r'^__version__ = "(.+)"$', init, re.MULTILINE)
@@ -142,11 +122,9 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
         if body:
             sections.append(f"\n# {package.name}/{module.path}\n\n{body}\n")
     text = "\n".join(sections)
-    match = _LOOKS_RELATIVE.search(text)
-    if match:
-        raise ValueError(
-            f"{entry}: got {match[0].strip()!r}, which looks like a relative import to the Hub loaders, expected none."
-        )
+    if match := _LOOKS_RELATIVE.search(text):
+        start = f"{entry}: got {match[0].strip()!r}"
+        raise ValueError(f"{start}, which looks like a relative import to the Hub loaders, expected none.")
     text = _replace_hash(text, PLACEHOLDER, _hash_text(text))
     compile(text, FILE_NAME, "exec")
     return text
@@ -154,13 +132,9 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
 
 @dataclass(eq=False)
 class _Statement:
-    """A top-level statement with the comments above it.
+    """A top-level statement with the comments above it, and the module-level names that it binds and uses.
 
-    Attributes:
-        text: The source.
-        binds: Module-level names that it defines.
-        uses: Module-level names that it refers to.
-        droppable: Whether it may be left out if nothing uses its names: True for functions, classes and assignments.
+    A function, a class, or an assignment is droppable: it is left out if nothing uses its names.
     """
 
     text: str
@@ -171,14 +145,7 @@ class _Statement:
 
 @dataclass
 class _Module:
-    """A source file.
-
-    Attributes:
-        path: Path relative to the package.
-        statements: Its top-level statements except imports and the docstring.
-        siblings: Dotted names of the modules of the package that it imports from -> the names that it imports.
-        imports: Imported name -> the line that imports it from a library.
-    """
+    """A source file; `siblings` has what it imports from the package, `imports` the lines of names from libraries."""
 
     path: str
     statements: list[_Statement]
@@ -187,7 +154,6 @@ class _Module:
 
 
 def _hash_text(text: str) -> str:
-    """Return the first 12 hex digits of the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -222,7 +188,10 @@ def _read_module(package: Path, name: str) -> _Module:
         if isinstance(node, ast.Import | ast.ImportFrom):
             _add_import(name, module, node)
         elif number or ast.get_docstring(tree) is None:
-            module.statements.append(_Statement(source, *_find_names(source), _is_droppable(node)))
+            droppable = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign)
+            if isinstance(node, ast.Assign):
+                droppable = all(isinstance(target, ast.Name) for target in node.targets)
+            module.statements.append(_Statement(source, *_find_names(source), droppable))
     if function:
         used = _drop_unreachable([module], [item for item in module.statements if function in item.binds])
         module.siblings = {sibling: names for sibling, names in module.siblings.items() if names & used}
@@ -242,18 +211,8 @@ def _find_names(source: str) -> tuple[set[str], set[str]]:
     return bound, bound | used  # a statement such as x += 1 uses the names that it binds
 
 
-def _is_droppable(node: ast.stmt) -> bool:
-    """Return whether a top-level statement is a function, a class or an assignment to names."""
-    if isinstance(node, ast.Assign):
-        return all(isinstance(target, ast.Name) for target in node.targets)
-    return isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign)
-
-
 def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -> None:
-    """Add an import statement of the module `name` to `module.siblings` or `module.imports`, in place.
-
-    Raise ValueError for a relative import that is not `from .file import name`, or that has `as`.
-    """
+    """Add an import statement of the module `name` to `module.siblings` or `module.imports`, in place."""
     if isinstance(node, ast.ImportFrom) and node.level:
         if not node.module or any(alias.asname for alias in node.names):
             location = f"{module.path}:{node.lineno}"
@@ -277,10 +236,8 @@ def _check_names(modules: Iterable[_Module]) -> None:
                 raise ValueError(f"{module.path}: got the name {name!r}, expected one that hides no builtin.")
             other_meaning, other_path = meanings.setdefault(name, (meaning, module.path))
             if other_meaning != meaning:
-                raise ValueError(
-                    f"{module.path}: got the name {name!r}, which means something else in {other_path}, "
-                    "expected different names."
-                )
+                start = f"{module.path}: got the name {name!r}"
+                raise ValueError(f"{start}, which means something else in {other_path}, expected different names.")
 
 
 def _drop_unreachable(modules: Collection[_Module], roots: list[_Statement]) -> set[str]:

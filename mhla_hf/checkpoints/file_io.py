@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import yaml
 from filelock import FileLock
@@ -21,7 +21,6 @@ from filelock import FileLock
 from .values import read_settings
 
 PathLike = str | os.PathLike[str]
-T = TypeVar("T")
 
 SHARD_SIZE = "5GB"  # largest weights file, as `save_pretrained(max_shard_size=...)` takes it
 LOCK_FILE = ".mhla_hf.lock"  # marks, in each temporary folder, that this package made it
@@ -31,7 +30,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PIPELINE_INDEX = "model_index.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
-    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
+    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model"
 )  # fmt: skip
 
 
@@ -61,8 +60,7 @@ def renamed_errors(argument: str, name: str) -> Iterator[None]:
 def summarize_error(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class if it has none.
 
-    While the line ends in ":", "," or " or", the next line is joined to it. `torch.save` does not say why it fails; its
-    messages are replaced by the usual reason.
+    While the line ends in ":", "," or " or", the next line is joined to it.
     """
     if TORCH_SAVE_ERROR.search(str(error)):
         return "the disk is full, or a file exceeds its limit"
@@ -72,11 +70,7 @@ def summarize_error(error: BaseException) -> str:
 
 
 def resolve_model_name(name: PathLike, pipeline: bool = False) -> Path | str:
-    """Return a local model or pipeline as a `Path`, and a Hub id as a `str`.
-
-    Raises:
-        ValueError: `name` is a folder without a model, or neither a folder nor a valid Hub id.
-    """
+    """Return a local model or pipeline as a `Path`, and a Hub id as a `str`. Raise ValueError if `name` is neither."""
     name = str(name)
     path = Path(name)
     kind = "pipeline" if pipeline else "model"
@@ -87,20 +81,13 @@ def resolve_model_name(name: PathLike, pipeline: bool = False) -> Path | str:
             raise ValueError(f"model: got {name!r}, which has no {missing}, expected the folder of a saved {kind}.")
         return path
     if os.path.lexists(path) or not HUB_ID.fullmatch(name) or name.startswith("."):
-        raise ValueError(
-            f"model: got {name!r}, which is not a folder, expected the folder of a saved {kind} or a Hub id."
-        )
+        expected = f"the folder of a saved {kind} or a Hub id"
+        raise ValueError(f"model: got {name!r}, which is not a folder, expected {expected}.")
     return name
 
 
 def check_writable(path: PathLike, argument: str, num_bytes: int = 0) -> None:
-    """Raise ValueError unless a file or folder can be made at `path`, along with its parents. Nothing is created.
-
-    Args:
-        path: The file or folder. It may exist, because it would be replaced by renaming.
-        argument: Beginning of the message.
-        num_bytes: Room that it needs.
-    """
+    """Raise ValueError unless a file or folder of `num_bytes` can be made, or replaced by renaming, at `path`."""
     ancestor = Path(path).expanduser().parent
     while not os.path.lexists(ancestor):
         ancestor = ancestor.parent
@@ -180,16 +167,8 @@ def _remove_temporary(folder: Path) -> None:
 def atomic_folder(target: PathLike, replace: bool = False, parent: PathLike | None = None) -> Iterator[Path]:
     """Context manager that yields an empty temporary folder, and renames it to `target` at the end.
 
-    After an error, the temporary folder is removed and `target` is unchanged.
-
-    Args:
-        target: The folder to create.
-        replace: Whether to replace an existing folder. If False, an existing folder must be empty.
-        parent: Folder in which to create the temporary folder, on the file system of `target` (default: its parent). It is
-            created if it does not exist.
-
-    Raises:
-        OSError: `target` exists and is not empty, without `replace`, or a folder cannot be written.
+    After an error, the temporary folder is removed and `target` is unchanged. Without `replace`, an existing `target` must
+    be empty. `parent`, where the temporary folder is made, must be on the same file system (default: beside `target`).
     """
     target = Path(target)
     parent = Path(parent or target.parent)
@@ -209,44 +188,22 @@ class _Loader(yaml.SafeLoader):
     """A safe YAML loader that reads `1e-3` as a number, following YAML 1.2 instead of 1.1."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"), list("+-0123456789")
-)
+EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("+-0123456789"))
 
 
 def find_yaml(name: PathLike, folder: PathLike, argument: str) -> Path:
-    """Return the YAML file called `name` in `folder`, or else the file at the path `name`.
-
-    Raises:
-        ValueError: There is neither; the message begins with `argument`.
-    """
+    """Return the YAML file called `name` in `folder`, or else the file at the path `name`."""
     names = sorted(path.stem for path in Path(folder).glob("*.yaml"))
     path = Path(folder, f"{name}.yaml") if str(name) in names else Path(name)
     if not path.is_file():
-        raise ValueError(
-            f"{argument}: got {str(name)!r}, which is not a file, expected a YAML file or one of {', '.join(names)}."
-        )
+        expected = f"a YAML file or one of {', '.join(names)}"
+        raise ValueError(f"{argument}: got {str(name)!r}, which is not a file, expected {expected}.")
     return path
 
 
-@overload
-def read_yaml(path: PathLike, label: str) -> Any: ...
-@overload
-def read_yaml(path: PathLike, label: str, cls: type[T]) -> T: ...
-def read_yaml(path: PathLike, label: str, cls: type[T] | None = None) -> Any:
-    """Read a YAML file.
-
-    Args:
-        path: The file.
-        label: Beginning of error messages.
-        cls: A dataclass decorated with `checked`, or None.
-
-    Returns:
-        The content of the file, as a `cls` if it is given.
-
-    Raises:
-        ValueError: The file is not YAML or does not fit `cls`; the message begins with `label` and the path.
-    """
+def read_yaml(path: PathLike, label: str, cls: type | None = None) -> Any:
+    """Read a YAML file, as an instance of `cls` (decorated with `checked`) if given. Errors begin with `label`."""
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -255,11 +212,7 @@ def read_yaml(path: PathLike, label: str, cls: type[T] | None = None) -> Any:
 
 
 def read_json(path: PathLike) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if there is no such file.
-
-    Raises:
-        ValueError: The content of the file is not a JSON object.
-    """
+    """Return the object in a JSON file, or None if there is no such file. Raise ValueError if its content is another."""
     path = Path(path)
     if not path.is_file():
         return None
@@ -273,33 +226,19 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
 
 
 def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
-    """Return whether `folder` contains earlier work with the same identity, so that it can be resumed.
+    """Return whether `folder` contains earlier work with the same identity, from which to resume; False if it is empty.
 
-    Args:
-        folder: An output folder.
-        record: Name of the JSON file in it that describes the work.
-        identity: JSON-serializable description of the current work.
-        argument: Name of the argument in error messages.
-
-    Returns:
-        True if the content of `record` equals `identity`, False if `folder` does not exist or is empty.
-
-    Raises:
-        ValueError: The folder contains other work or other files, or `folder` is a file.
+    The JSON file `record` in it has the identity. Raise ValueError if it holds other work or other files.
     """
-    folder = Path(folder)
-    expected = json.loads(json.dumps(identity))
+    folder, start = Path(folder), f"{argument}: got {str(folder)!r}"
+    present = json.loads(json.dumps(identity))
     if (stored := read_json(folder / record)) is not None:
-        if changed := [key for key in sorted({*stored, *expected}) if stored.get(key) != expected.get(key)]:
-            raise ValueError(
-                f"{argument}: got {str(folder)!r}, which was started with another {changed[0]}, "
-                "expected another folder, or delete this one."
-            )
+        if changed := [key for key in sorted({*stored, *present}) if stored.get(key) != present.get(key)]:
+            expected = "another folder, or delete this one"
+            raise ValueError(f"{start}, which was started with another {changed[0]}, expected {expected}.")
         return True
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(
-            f"{argument}: got {str(folder)!r}, which holds other files and no {record}, expected a new or empty folder."
-        )
+        raise ValueError(f"{start}, which holds other files and no {record}, expected a new or empty folder.")
     return False
 
 

@@ -13,7 +13,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 HASHED_SUFFIXES = (*WEIGHT_SUFFIXES, ".safetensors.index.json", ".py", ".model")
 HASHED_FILES = (
     PIPELINE_INDEX, "config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer.json",
-    "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
+    "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"
 )  # fmt: skip
 ORIGIN_KEY = "_name_or_path"  # where diffusers records the folder or Hub id a configuration was loaded from
 FILES_WITH_ORIGIN = ("config.json", PIPELINE_INDEX)
@@ -23,10 +23,7 @@ def fingerprint_folder(folder: PathLike) -> str:
     """Return "files:" and 32 hex digits of a SHA-256 over the files that determine a local model's output.
 
     These are weights, configuration, tokenizer and source code, for a pipeline also those in the component folders. Cards,
-    results, plots and training records are ignored.
-
-    Raises:
-        FileNotFoundError: The folder has no weights.
+    results, plots and training records are ignored. Raise FileNotFoundError if the folder has no weights.
     """
     folder = Path(folder)
     entries = folder.rglob("*") if (folder / PIPELINE_INDEX).is_file() else folder.iterdir()
@@ -42,7 +39,8 @@ def fingerprint_folder(folder: PathLike) -> str:
         size = len(content) or file.stat().st_size
         digest.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode() + content)
         if not content:
-            hash_file(file, digest)
+            with file.open("rb") as stream:
+                hashlib.file_digest(stream, lambda: digest)
     return f"files:{digest.hexdigest()[:32]}"
 
 
@@ -65,7 +63,6 @@ def fingerprint_model(model: Any) -> str:
 
 
 def hash_json(content: Any, digits: int = 16) -> str:
-    """Return the first `digits` hex digits of the sha256 of a JSON-serializable value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:digits]
 
 
@@ -85,15 +82,7 @@ def strip_origin(data: bytes) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def hash_file(path: PathLike, digest: Any = None) -> str:
-    """Return the sha256 of a file's bytes, 64 hex digits.
-
-    Args:
-        path: The file.
-        digest: A hashlib object to update in place instead of a new one. The result is then its digest so far.
-    """
-    digest = digest or hashlib.sha256()
+def hash_file(path: PathLike) -> str:
+    """Return the sha256 of a file's bytes, 64 hex digits."""
     with Path(path).open("rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -23,26 +23,12 @@ ERROR_LINE = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 
 def load_isolated(
     folder: PathLike, kind: str, *, inputs: PathLike | None = None, prompt: str | None = None, new_tokens: int = 0,
-    dtype: str = "auto",
+    dtype: str = "auto"
 ) -> dict[str, Any]:  # fmt: skip
-    """Load a saved model in an isolated process, optionally run it, and return a report.
+    """Load a saved model in an isolated process, and return a report: its class, weights, and what it imported.
 
-    Args:
-        folder: A saved model or pipeline.
-        kind: Kind of model, as in `share.facts.Facts`.
-        inputs: A safetensors file for language models, with `ids` [B, T], token ids of B rows of T tokens, and optionally
-            `logits` [B, T, vocabulary size], the expected logits.
-        prompt: Text for a language model to continue greedily.
-        new_tokens: How many tokens to generate after `prompt`.
-        dtype: Name of a torch dtype, or "auto".
-
-    Returns:
-        A dict with "class" (module and name), "missing" and "unexpected" (weight names) and "imported" (modules that
-        should be absent). For language models, also "finite"; with expected logits, "logits_equal" and
-        "largest_difference"; and with a prompt, "continuation".
-
-    Raises:
-        ValueError: The model does not load or run there; the message gives the reason.
+    A language model also runs on `inputs`, a safetensors file with `ids` [B, T] and optionally the expected `logits`, and
+    continues `prompt`. `kind` is that of `hub.facts.Facts`.
     """
     source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
     request = {
@@ -66,22 +52,15 @@ def load_isolated(
     if process.returncode:
         lines = process.stderr.strip().splitlines() or ["no message"]
         reason = ([line for line in lines if ERROR_LINE.match(line)] or lines)[-1]
-        raise ValueError(
-            f"{folder}: got a model that does not load without mhla_hf, expected one that does ({reason})."
-        )
+        start = f"{folder}: got a model that does not load without mhla_hf"
+        raise ValueError(f"{start}, expected one that does ({reason}).")
     return json.loads(process.stdout.splitlines()[-1])
 
 
 def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str:
-    """Check that a model loads without mhla_hf, from its own source and with all weights.
+    """Return the class of a model after checking that it loads without mhla_hf, from its own source and with all weights.
 
     The logits of a causal language model must also be finite.
-
-    Returns:
-        The module and name of its class.
-
-    Raises:
-        ValueError: Any of these conditions does not hold.
     """
     if kind == "pipeline" and (missing := missing_transformers_weights(Path(folder), {})):
         raise ValueError(f"{folder}: got a model that lacks the weight {missing[0]!r}, expected all weights.")

@@ -30,7 +30,6 @@ AUTO_CLASSES = {
 
 
 def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a transformers model, and return it with a report of missing and unexpected weights."""
     auto_class = getattr(transformers, AUTO_CLASSES.get(request["kind"], "AutoModel"))
     options = {"trust_remote_code": True, "output_loading_info": True, "dtype": request["dtype"]}
     model, loading_info = auto_class.from_pretrained(folder, **options)
@@ -40,17 +39,12 @@ def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
 
 @torch.no_grad()
 def load_and_run_language_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a causal language model, run it on the ids of the request, and continue its prompt if there is one.
-
-    Return the model and a report; see `load_isolated`.
-    """
+    """Load a causal language model, run it on the ids of the request, and continue its prompt if there is one."""
     model, report = load_transformers_model(folder)
     if request["prompt"] is not None or any(Path(folder).glob("tokenizer*.json")):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    if request["inputs"]:
-        inputs = load_file(request["inputs"])
-    else:
-        inputs = {"ids": torch.arange(8)[None] % model.config.vocab_size}
+    ids = {"ids": torch.arange(8)[None] % model.config.vocab_size}
+    inputs = load_file(request["inputs"]) if request["inputs"] else ids
     logits = model(inputs["ids"]).logits
     report["finite"] = bool(logits.isfinite().all())
     if "logits" in inputs:
@@ -94,11 +88,7 @@ request: dict[str, Any] = json.loads(sys.argv[1])
 if request["dtype"] != "auto":
     request["dtype"] = getattr(torch, request["dtype"])
 torch.set_num_threads(request["threads"])
-loaders = {
-    "language": load_and_run_language_model,
-    "model": load_diffusers_model,
-    "pipeline": load_diffusers_model,
-}
+loaders = {"language": load_and_run_language_model, "model": load_diffusers_model, "pipeline": load_diffusers_model}
 loaded, report = loaders.get(request["kind"], load_transformers_model)(request["folder"])
 report["class"] = f"{sys.modules[type(loaded).__module__].__name__}.{type(loaded).__name__}"
 report["imported"] = [name for name in BLOCKED_MODULES if sys.modules[name] is not None]

@@ -8,7 +8,7 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,7 @@ import torch
 import transformers
 from huggingface_hub import hf_hub_download
 from safetensors import safe_open
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoTokenizer,
-    dynamic_module_utils,
-)
+from transformers import AutoConfig, AutoTokenizer, dynamic_module_utils
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
@@ -55,9 +48,7 @@ Loaded = tuple[Any, Any]
 def register_classes(config: Any, classes: Sequence[type]) -> None:
     """Register a model type's classes with transformers' Auto classes, unless the type is registered already.
 
-    Args:
-        config: The configuration class.
-        classes: Its model classes; if several belong to one Auto class, the first is registered.
+    If several belong to one Auto class, the first is registered.
     """
     if config_class_of(config.model_type) is None:
         AutoConfig.register(config.model_type, config)
@@ -81,13 +72,7 @@ def register_family(family: Family) -> None:
 def register_model_type(source: PathLike, **hub_options: Any) -> None:
     """Read the config.json of a folder or Hub id, and register the model's family if it is a converted model.
 
-    Args:
-        source: Folder or Hub id.
-        **hub_options: Options of `from_pretrained`, such as `revision`.
-
-    Raises:
-        ValueError: config.json is malformed, or states more than `MAX_LAYERS` layers.
-        OSError: There is no config.json.
+    Raise ValueError if it is malformed or has more than `MAX_LAYERS` layers, and OSError if there is none.
     """
     read_json(Path(source, "config.json"))  # raises unless it holds an object
     config, _ = transformers.PreTrainedConfig.get_config_dict(str(source), **hub_options)
@@ -123,12 +108,7 @@ def is_pipeline(name: PathLike, revision: str | None = None) -> bool:
 
 
 def load_config(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the configuration of a folder or Hub id, after registering the model type if it is a converted one.
-
-    Raises:
-        TypeError: `name` is not a string or path.
-        ValueError: The configuration cannot be loaded.
-    """
+    """Load the configuration of a folder or Hub id, after registering the model type if it is a converted one."""
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"model: got {type(name).__name__}, expected a folder or a Hub id.")
     with wrap_errors(f"model: got {str(name)!r}, expected a configuration that can be loaded"):
@@ -137,31 +117,23 @@ def load_config(name: PathLike, *, revision: str | None = None, trust_remote_cod
 
 
 def load_tokenizer(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder or Hub id; see `_read_tokenizer`. Raise ValueError if it cannot be loaded."""
+    """Load the tokenizer of a folder or Hub id; without references to code unless `trust_remote_code`."""
     with wrap_errors(f"model: got {str(name)!r}, expected a tokenizer that can be loaded"):
-        return _read_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+        return _read_processor(AutoTokenizer, name, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def _read_tokenizer(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
-    """Load a tokenizer. Unless `trust_remote_code`, remove its references to code, so that they are not saved again.
-
-    Raise ValueError if a folder has no tokenizer.
-    """
+def _read_processor(auto_class: Any, name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
+    """Load a tokenizer or image processor, without its references to code unless `trust_remote_code`."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
+        processor = auto_class.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
     except (ValueError, OSError) as error:
-        if has_tokenizer(name):
+        if auto_class is not AutoTokenizer or has_tokenizer(name):
             raise
         message = f"it has no tokenizer; save one there: tokenizer.save_pretrained({str(name)!r})"
         raise ValueError(message) from error
     if not trust_remote_code:
-        strip_code_references(tokenizer)
-    return tokenizer
-
-
-def _make_tokenizer_reader(name: PathLike | None) -> Callable[..., Any]:
-    """Return `_read_tokenizer` or, if `name` is given, a function that ignores its arguments and loads that tokenizer."""
-    return _read_tokenizer if name is None else lambda *args, **options: load_tokenizer(name)
+        strip_code_references(processor)
+    return processor
 
 
 def has_tokenizer(name: PathLike) -> bool:
@@ -170,22 +142,11 @@ def has_tokenizer(name: PathLike) -> bool:
     return not folder.is_dir() or any((folder / file).exists() for file in ("tokenizer_config.json", *TOKENIZER_FILES))
 
 
-def _read_image_processor(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
-    """Load an image processor. Unless `trust_remote_code`, remove its references to code; see `_read_tokenizer`."""
-    processor = AutoImageProcessor.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
-    if not trust_remote_code:
-        strip_code_references(processor)
-    return processor
-
-
 def strip_code_references(component: Any) -> list[str]:
-    """Remove, in place, the attributes of a tokenizer, image processor or configuration that refer to code.
+    """Remove, in place, the attributes of a component or configuration that refer to code, and return their names.
 
     For a tokenizer this is `auto_map`, for an image processor or configuration every one of `CODE_KEYS`. Any other object is
     left alone.
-
-    Returns:
-        The names of the removed attributes.
     """
     if isinstance(component, transformers.PreTrainedTokenizerBase):
         return ["auto_map"] if component.init_kwargs.pop("auto_map", None) else []
@@ -194,62 +155,33 @@ def strip_code_references(component: Any) -> list[str]:
     return [name for name in CODE_KEYS if vars(component).pop(name, None) is not None]
 
 
-def load_language_model(
-    name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
-    trust_remote_code: bool = False, weights: bool = True, tokenizer: PathLike | None = None,
-) -> Loaded:  # fmt: skip
-    """Load a causal language model in eval mode, and its tokenizer.
-
-    The type of a converted model is registered with transformers' Auto classes.
-
-    Args:
-        name: Folder or Hub id.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        device: Where the model goes (default: CUDA if there is a GPU, else the CPU).
-        revision: Branch, tag or commit on the Hub.
-        trust_remote_code: Whether to run the model's own source; not needed for models of this package.
-        weights: If False, allocate uninitialized parameters on the CPU instead of reading the weights. This is for a
-            process that will receive its shards of the weights from another process.
-        tokenizer: Folder or Hub id of the tokenizer (default: the model's own).
-
-    Returns:
-        (model, tokenizer)
-
-    Raises:
-        ValueError: The model cannot be loaded or is damaged, e.g. weights are missing or pickled.
-    """
-    read_tokenizer = _make_tokenizer_reader(tokenizer)
-    return _load(name, AutoModelForCausalLM, read_tokenizer, dtype, device, revision, trust_remote_code, weights)
+def load_language_model(name: PathLike, **options: Any) -> Loaded:
+    """Load a causal language model in eval mode, and its tokenizer; for the options see `_load`."""
+    return _load(name, transformers.AutoModelForCausalLM, AutoTokenizer, **options)
 
 
-def load_classifier(
-    name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Loaded:  # fmt: skip
-    """Load an image classifier in eval mode, and its image processor; see `load_language_model`."""
-    return _load(
-        name, AutoModelForImageClassification, _read_image_processor, dtype, device, revision, trust_remote_code
-    )
+def load_classifier(name: PathLike, **options: Any) -> Loaded:
+    """Load an image classifier in eval mode, and its image processor; for the options see `_load`."""
+    return _load(name, transformers.AutoModelForImageClassification, transformers.AutoImageProcessor, **options)
 
 
-def load_encoder(
-    name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
-    trust_remote_code: bool = False, tokenizer: PathLike | None = None,
-) -> Loaded:  # fmt: skip
-    """Load a text encoder in eval mode with the head that config.json names, and its tokenizer.
-
-    See `load_language_model` for the arguments and errors.
-    """
-    architectures = load_config(name, revision=revision, trust_remote_code=trust_remote_code).architectures or ["Model"]
-    auto_model = getattr(transformers, auto_class_of(architectures[0]))
-    return _load(name, auto_model, _make_tokenizer_reader(tokenizer), dtype, device, revision, trust_remote_code)
+def load_encoder(name: PathLike, **options: Any) -> Loaded:
+    """Load a text encoder in eval mode, with the head that config.json names, and its tokenizer; see `_load`."""
+    hub_options = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    architectures = load_config(name, **hub_options).architectures or ["Model"]
+    return _load(name, getattr(transformers, auto_class_of(architectures[0])), AutoTokenizer, **options)
 
 
 def _load(
-    name: PathLike, auto_model: Any, read_processor: Callable[..., Any], dtype: str, device: torch.device | str | None,
-    revision: str | None, trust_remote_code: bool, weights: bool = True,
+    name: PathLike, auto_model: Any, auto_processor: Any, *, dtype: str = "auto",
+    device: torch.device | str | None = None, revision: str | None = None, trust_remote_code: bool = False,
+    weights: bool = True, tokenizer: PathLike | None = None
 ) -> Loaded:  # fmt: skip
-    """Load a model with an Auto class, and its processor with `read_processor`; see `load_language_model`."""
+    """Load a model and its processor with Auto classes. The type of a converted model is registered.
+
+    Models of this package do not need `trust_remote_code`. Without `weights`, parameters stay uninitialized on the CPU, for
+    a process that receives its shards from another one. `tokenizer` is a folder or Hub id (default: the model's own).
+    """
     source = resolve_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, expected auto, {', '.join(DTYPES)}.")
@@ -258,7 +190,7 @@ def _load(
         with verified_files(source, revision) as hub_options:
             register_model_type(source, **hub_options)
             options = {"trust_remote_code": trust_remote_code, **hub_options}
-            processor = read_processor(str(source), **options)
+            processor = load_tokenizer(tokenizer) if tokenizer else _read_processor(auto_processor, source, **options)
             if not weights:
                 return _empty_model(auto_model, str(source), DTYPES.get(dtype), options).eval(), processor
             load_options = {"dtype": DTYPES.get(dtype, "auto"), "output_loading_info": True, "use_safetensors": True}
@@ -269,17 +201,13 @@ def _load(
 
 
 def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
-    """Build a model on the CPU with initialized buffers and uninitialized parameters, without reading any weights.
-
-    Without a `dtype`, the configuration selects it. `options` are keyword arguments of `from_pretrained`.
-    """
+    """Build a model on the CPU with initialized buffers and uninitialized parameters, without reading any weights."""
     from accelerate import init_empty_weights
 
     config = AutoConfig.from_pretrained(source, **options)
+    trust = options["trust_remote_code"]
     with init_empty_weights(include_buffers=False):
-        model = auto_model.from_config(
-            config, dtype=dtype or config.dtype, trust_remote_code=options["trust_remote_code"]
-        )
+        model = auto_model.from_config(config, dtype=dtype or config.dtype, trust_remote_code=trust)
     for module in model.modules():
         for name, value in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, torch.nn.Parameter(torch.empty_like(value, device="cpu")))
@@ -287,20 +215,10 @@ def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, option
     return model
 
 
-def find_class_kind(name: str) -> str | None:
-    """Return "language" or "images" for the class name of a causal language model or image classifier, else None."""
-    if name.endswith("ForImageClassification"):
-        return "images"
-    return "language" if name.endswith(("ForCausalLM", "LMHeadModel")) else None
-
-
 def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
-    """Return "language", "images" or "encoders" (of text) for a folder or Hub id.
+    """Return "language", "images" or "encoders" (of text) for a folder or Hub id; None for others, and if it does not load.
 
-    Return None for a model of another kind, or if its configuration cannot be loaded for any reason.
-
-    Raises:
-        ValueError: The model is a vision tower, which the commands do not support.
+    Raise ValueError if it is a vision tower, which the commands do not support.
     """
     try:
         config = load_config(name, revision=revision)
@@ -308,12 +226,14 @@ def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
         return None
     class_name = (config.architectures or [""])[0]
     family = family_of_type(getattr(config, "base_model_type", config.model_type))
-    if find_class_kind(class_name) != "images" and family in VISION:
-        raise ValueError(
-            f"model: got {str(name)!r}, a {class_name or config.model_type}, expected a language model, text encoder, "
-            "image classifier or pipeline; mhla_hf.convert takes vision towers."
-        )
-    return "encoders" if family in ENCODERS else find_class_kind(class_name)
+    if class_name.endswith("ForImageClassification"):
+        return "images"
+    if family in VISION:
+        expected = "a language model, text encoder, image classifier or pipeline; mhla_hf.convert takes vision towers"
+        raise ValueError(f"model: got {str(name)!r}, a {class_name or config.model_type}, expected {expected}.")
+    if family in ENCODERS:
+        return "encoders"
+    return "language" if class_name.endswith(("ForCausalLM", "LMHeadModel")) else None
 
 
 @contextlib.contextmanager
@@ -322,16 +242,9 @@ def verified_files(
 ) -> Iterator[dict[str, Any]]:
     """Context manager that checks the files in a folder, and yields keyword arguments for `from_pretrained`.
 
-    For a Hub id, the arguments fix the commit, so that all files belong together. Within the block, transformers refuses
-    untrusted code instead of asking at the terminal and, for a folder, shows no progress bars.
-
-    Args:
-        source: The result of `resolve_model_name`.
-        revision: Branch, tag or commit on the Hub.
-        index: A file that every such model has. The commit is read from its path in the cache.
-
-    Raises:
-        ValueError, OSError: A weights file is truncated, a shard is not in the folder, or the Hub has no such model.
+    For a Hub id, the arguments fix the commit, so that all files belong together; it is read from the path in the cache of
+    `index`, a file that every such model has. Within the block, transformers refuses untrusted code instead of asking at
+    the terminal and, for a folder, shows no progress bars.
     """
     if not isinstance(source, Path):
         commit = Path(cached_file(source, index, revision=revision)).parent.name
@@ -348,16 +261,14 @@ def verified_files(
 def check_no_missing_weights(name: PathLike, missing: Sequence[str]) -> None:
     """Raise ValueError if `missing`, the names of the weights that the checkpoint `name` lacks, is not empty."""
     if missing := sorted(missing):
-        raise ValueError(
-            f"model: got {str(name)!r}, which lacks {len(missing)} of its weights, such as {missing[0]!r}, expected all."
-        )
+        start = f"model: got {str(name)!r}, which lacks {len(missing)} of its weights"
+        raise ValueError(f"{start}, such as {missing[0]!r}, expected all.")
 
 
 def check_shards(index: PathLike) -> dict[str, str]:
     """Return the weight_map of a sharded model's index, a dict from the name of a weight to its file.
 
-    Raise ValueError if it has none, or if a shard is not a file in the folder of the index. transformers would follow a
-    path out of the folder.
+    Raise ValueError if it has none, or if a shard is not a file beside the index: transformers would follow a path.
     """
     shards = (read_json(index) or {}).get("weight_map")
     if not isinstance(shards, dict) or not shards:
@@ -392,10 +303,7 @@ def no_code_prompts() -> Iterator[None]:
 
 
 def choose_device(device: torch.device | str | None = None) -> torch.device:
-    """Return `device` as a `torch.device`; for None, CUDA if there is a GPU and else the CPU.
-
-    Raise ValueError if torch cannot use the device.
-    """
+    """Return `device` as a `torch.device`; for None, CUDA if there is a GPU and else the CPU."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with wrap_errors(f"device: got {str(device)!r}, expected one that is available here"):
@@ -403,30 +311,21 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
 
 
 def read_stored_dtype(folder: PathLike) -> str:
-    """Return the name of the dtype that `dtype="auto"` selects for a folder, such as "bfloat16".
-
-    It is the dtype in config.json or, if there is none, the dtype of the first weight. Raise ValueError if the weights
-    cannot be read.
-    """
+    """Return the dtype that `dtype="auto"` selects for a folder: that in config.json, else that of the first weight."""
     config = read_json(Path(folder, "config.json")) or {}
     if not (dtype := config.get("dtype") or config.get("torch_dtype")):
         file = sorted(Path(folder).glob("*.safetensors"))[0]
-        with (
-            wrap_errors(f"{file}: got unreadable data, expected a safetensors file"),
-            safe_open(file, framework="pt") as weights,
-        ):
+        message = f"{file}: got unreadable data, expected a safetensors file"
+        with wrap_errors(message), safe_open(file, framework="pt") as weights:
             dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
     return str(dtype).removeprefix("torch.")
 
 
 def load_pipeline(
     source: PathLike, *, dtype: str, device: torch.device | str | None, revision: str | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool = False
 ) -> Any:  # fmt: skip
-    """Load a diffusers pipeline from a folder or Hub id.
-
-    See `load_language_model` for the arguments and errors. With `dtype="auto"`, diffusers chooses the dtype.
-    """
+    """Load a diffusers pipeline; see `load_language_model`. With `dtype="auto"`, diffusers chooses the dtype."""
     with require_extra(f"model: {str(source)!r}, a pipeline,", "diffusers", "diffusers"):
         from diffusers import DiffusionPipeline
 
@@ -437,14 +336,16 @@ def load_pipeline(
             missing = missing_transformers_weights(resolved, hub_options)
             if not missing:
                 pipeline: Any = DiffusionPipeline.from_pretrained(str(resolved), **options, **hub_options)
-        if not missing and not (missing := _missing_diffusers_weights(pipeline)):
+        if not missing:  # diffusers leaves on the meta device what it found in no file
+            modules = [(name, x) for name, x in pipeline.components.items() if isinstance(x, torch.nn.Module)]
+            missing = [f"{name}.{key}" for name, x in modules for key, value in x.named_parameters() if value.is_meta]
+        if not missing:
             pipeline = pipeline.to(choose_device(device))
     except Exception as error:
         start = f"model: got {str(source)!r}"
         if "trust_remote_code" in str(error) and not trust_remote_code:
-            raise ValueError(
-                f"{start}, which holds the source of its MHLA model, expected trust_remote_code."
-            ) from error
+            start += ", which holds the source of its MHLA model"
+            raise ValueError(f"{start}, expected trust_remote_code.") from error
         reason = summarize_error(error).removesuffix(".")
         raise ValueError(f"{start}, expected a pipeline that can be loaded ({reason}).") from error
     check_no_missing_weights(source, missing)
@@ -456,14 +357,12 @@ def load_pipeline(
 
 
 def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]) -> list[str]:
-    """List the weights that are missing for the transformers models of a pipeline.
+    """List the weights that are missing for the transformers models of a pipeline, as in "text_encoder.shared.weight".
 
-    If accelerate is installed, the models are built on the meta device and no weight is read. `verified_files` yields the
-    `hub_options`. Names begin with the component, as in "text_encoder.shared.weight".
+    If accelerate is installed, the models are built on the meta device and no weight is read.
     """
-    index = (
-        source / PIPELINE_INDEX if isinstance(source, Path) else hf_hub_download(source, PIPELINE_INDEX, **hub_options)
-    )
+    is_local = isinstance(source, Path)
+    index = Path(source, PIPELINE_INDEX) if is_local else hf_hub_download(str(source), PIPELINE_INDEX, **hub_options)
     meta = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
     missing = []
     for component, library_and_class in (read_json(index) or {}).items():
@@ -476,14 +375,3 @@ def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]
             _, loading_info = model_class.from_pretrained(str(source), **options, **meta, **hub_options)
             missing += [f"{component}.{name}" for name in loading_info["missing_keys"]]
     return missing
-
-
-def _missing_diffusers_weights(pipeline: Any) -> list[str]:
-    """List the parameters of a pipeline on the meta device, where diffusers leaves those that it found in no file."""
-    return [
-        f"{component}.{name}"
-        for component, module in pipeline.components.items()
-        if isinstance(module, torch.nn.Module)
-        for name, value in module.named_parameters()
-        if value.is_meta
-    ]

@@ -12,7 +12,7 @@ import torch
 
 LIBRARIES = (
     "mhla_hf", "torch", "transformers", "diffusers", "lm_eval", "datasets", "accelerate", "tokenizers", "triton",
-    "flash-linear-attention",
+    "flash-linear-attention"
 )  # fmt: skip
 
 
@@ -34,29 +34,19 @@ def describe_versions() -> dict[str, str]:
 def describe_hardware(device: torch.device | str = "cpu") -> str:
     """Return a line such as "AMD EPYC, 2 cores, 1 thread", preceded by the GPU's name if `device` is a GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    host = f"{_read_cpu_name()}, {_count(cores, 'core')}, {_count(torch.get_num_threads(), 'thread')}"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    cpu = next(names, platform.processor() or platform.machine() or "unknown CPU")
+    counts = ((cores, "core"), (torch.get_num_threads(), "thread"))
+    host = ", ".join([cpu, *(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)])
     if torch.device(device).type == "cuda":
         return f"{torch.cuda.get_device_name(torch.device(device))}; {host}"
     return host
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _read_cpu_name() -> str:
-    """Return the model name of the CPU, or the machine type if it cannot be found."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine() or "unknown CPU")
-
-
 def source_commit() -> str:
-    """Return the Git commit of the package's checkout, or "mhla_hf <version>" for an installed package.
-
-    If tracked files of the package differ from the commit, "+changed" is appended.
-    """
+    """Return the Git commit of the package's checkout, with "+changed" if files differ, or else "mhla_hf <version>"."""
     root = Path(__file__).resolve().parents[2]
     if (root / ".git").exists() and (commit := _git(root, "rev-parse", "HEAD")):
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "mhla_hf")
@@ -74,29 +64,16 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def describe_run(command: str | None, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Describe the hardware, software and time of a measurement, for its record.
-
-    Args:
-        command: The shell command that repeats the measurement, or None.
-        device: The device on which it ran.
-
-    Returns:
-        A dict with "hardware", "versions", "commit", "command" and "date".
-    """
+    """Describe the hardware, software and time of a measurement by a shell command, for its record."""
     return {
         "hardware": describe_hardware(device),
         "versions": describe_versions(),
         "commit": source_commit(),
         "command": command,
-        "date": utc_now(),
+        "date": datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat(),
     }
 
 
 def public_name(name: str | None) -> str | None:
     """Return only the last component of a path that exists, since records are published; return other names unchanged."""
     return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name
-
-
-def utc_now() -> str:
-    """Return the current time in UTC as ISO 8601, to the second."""
-    return datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()

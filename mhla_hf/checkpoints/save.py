@@ -33,7 +33,7 @@ LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt",
 CONFIG_FILES = (
     "config.json", "generation_config.json", "scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",
-    "chat_template.jinja",
+    "chat_template.jinja"
 )  # fmt: skip
 WEIGHTS_AND_SOURCE = re.compile(
     r"(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|modeling_mhla\w*\.py"
@@ -46,27 +46,19 @@ SENTENCE_MODULE_TYPE = re.compile(r"sentence_transformers(\.\w+)*\.(Transformer|
 SENTENCE_MODULE_FOLDER = re.compile(r"\d+_\w+")
 SENTENCE_SETTINGS = {
     "config_sentence_transformers.json": (
-        "__version__", "prompts", "default_prompt_name", "similarity_fn_name", "model_type",
+        "__version__", "prompts", "default_prompt_name", "similarity_fn_name", "model_type"
     ),
     "sentence_bert_config.json": (
-        "max_seq_length", "do_lower_case", "transformer_task", "modality_config", "module_output_name",
-    ),
+        "max_seq_length", "do_lower_case", "transformer_task", "modality_config", "module_output_name"
+    )
 }  # fmt: skip
 
 
 def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str, Any]:
-    """Read the files that sentence-transformers adds to an encoder.
+    """Read the files that sentence-transformers adds to an encoder; there are none without modules.json.
 
-    Args:
-        name: Folder or Hub id.
-        revision: Branch, tag or commit on the Hub.
-
-    Returns:
-        A dict from path in the model folder to JSON content, or to the local `Path` of a module's weights. It is empty if
-        there is no modules.json.
-
-    Raises:
-        ValueError: A file cannot be read, or a module is not one of the known types, which may mean that it runs code.
+    Return a dict from path in the model folder to JSON content, or to the local `Path` of a module's weights. Raise
+    ValueError if a module is not one of the known types, which may mean that it runs code.
     """
     from transformers.utils import cached_file
 
@@ -120,13 +112,9 @@ def is_model_file(name: str) -> bool:
 
 
 def list_saved_files(folder: PathLike) -> list[Path]:
-    """List the files in `folder` that belong to a saved model, recognized by their names.
+    """List the files in `folder` that belong to a saved model or pipeline, recognized by their names.
 
-    These are the names that mhla_hf, transformers, diffusers and sentence-transformers give them. For a pipeline, the list
-    includes the component folders that model_index.json names.
-
-    Raises:
-        ValueError: model_index.json or modules.json cannot be read.
+    These are the names that mhla_hf, transformers, diffusers and sentence-transformers give them.
     """
     folder = Path(folder)
     names = read_json(folder / PIPELINE_INDEX) or {}
@@ -147,18 +135,10 @@ def list_saved_files(folder: PathLike) -> list[Path]:
 
 
 def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int = 0) -> Path:
-    """Return `folder` as an absolute path after checking that a model can be saved there. Nothing is created.
+    """Return `folder` as an absolute path after checking that a model of `num_bytes` can be saved there. Nothing is created.
 
-    If a process was killed in the moment in which it replaced the folder, the old folder is moved back first.
-
-    Args:
-        folder: Folder to save to.
-        overwrite: Whether to allow a folder that contains a model saved by this package and nothing else.
-        num_bytes: Size of the model.
-
-    Raises:
-        ValueError: `folder` contains other files or is a file, is or contains the working or home folder, cannot be
-            written, or has too little room.
+    If a process was killed in the moment in which it replaced the folder, the old folder is moved back first. With
+    `overwrite`, the folder may contain a model saved by this package and nothing else.
     """
     path = Path(folder).expanduser().resolve()
     remove_abandoned(path.parent, f"{path.name}.tmp-")
@@ -175,9 +155,8 @@ def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int =
         existing = {file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
         model_files = {file for file in list_saved_files(path) if not file.is_symlink()}
         if foreign := min(existing - model_files, default=None):
-            raise ValueError(
-                f"{start}, which holds {str(foreign)!r}, expected nothing but the files of a model; move it first."
-            )
+            expected = "nothing but the files of a model; move it first"
+            raise ValueError(f"{start}, which holds {str(foreign)!r}, expected {expected}.")
     check_writable(path, "output", num_bytes)
     return path
 
@@ -199,20 +178,9 @@ def holds_saved_model(folder: Path) -> bool:
 def save_model(
     model: Any, folder: PathLike, processor: Any = None, overwrite: bool = False, files: Mapping[str, Any] | None = None
 ) -> Path:
-    """Save a model or pipeline atomically, keeping an old model in `folder` until the new one is complete.
+    """Save a model or pipeline atomically, keeping an old model in `folder` until the new one is complete; return its path.
 
-    Args:
-        model: A transformers or diffusers model, or a pipeline.
-        folder: Folder to save to; see `check_new_folder`.
-        processor: The model's tokenizer or image processor.
-        overwrite: Whether to replace a model that this package saved.
-        files: Further files to save; see `write_files`.
-
-    Returns:
-        The absolute path of the folder.
-
-    Raises:
-        ValueError: `folder` cannot be used, or the model cannot be written, e.g. because the disk is full.
+    `processor` is its tokenizer or image processor; for `overwrite` see `check_new_folder`, for `files` `write_files`.
     """
     from .load import no_progress_bars
 
@@ -230,12 +198,7 @@ def save_model(
 
 
 def write_files(folder: PathLike, files: Mapping[str, Any]) -> None:
-    """Write files into a model's folder, creating subfolders of it as needed.
-
-    Args:
-        folder: The model's folder.
-        files: Relative path -> JSON content, or the `Path` of a file to copy.
-    """
+    """Write `files`, relative path -> JSON content or the `Path` of a file to copy, into a model's folder."""
     for path, content in dict(files).items():
         target = Path(folder, path)
         target.parent.mkdir(exist_ok=True)

@@ -3,14 +3,12 @@
 import dataclasses
 import functools
 import math
-import re
 import types
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from huggingface_hub.dataclasses import strict, validated_field
-from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+from huggingface_hub.dataclasses import type_validator
 
 MISSING: Any = dataclasses.MISSING
 Number = int | float
@@ -18,28 +16,15 @@ T = TypeVar("T")
 
 
 def checked_field(is_valid: Callable[[Any], bool], expected: str, default: Any = MISSING) -> Any:
-    """Declare a dataclass field whose value must satisfy `is_valid`, or be None.
-
-    Args:
-        is_valid: Returns whether a value of the annotated type is acceptable.
-        expected: Description of acceptable values for the error message.
-        default: Default of the field; without one, the field is required.
-    """
-
-    def check(value: Any) -> None:
-        if value is not None and not is_valid(value):
-            raise ValueError(expected)
-
-    return validated_field(check, default=default)
+    """Declare a dataclass field whose value must satisfy `is_valid`, as `expected` says in the error message, or be None."""
+    return dataclasses.field(default=default, metadata={"check": (is_valid, expected)})
 
 
 def at_least(minimum: int, default: Any = MISSING) -> Any:
-    """Declare a field for integers of at least `minimum`, or None."""
     return checked_field(lambda value: value >= minimum, f"a whole number of at least {minimum}", default)
 
 
 def number_in(low: float, high: float, expected: str) -> Callable[..., Any]:
-    """Return a function `(default=MISSING)` that declares a field for numbers from `low` to `high`, or None."""
     return functools.partial(checked_field, lambda value: low <= value <= high, expected)
 
 
@@ -49,41 +34,40 @@ fraction = number_in(0, 1, "a number from 0 to 1")
 fraction_below_one = number_in(0, math.nextafter(1, 0), "a number of at least 0 and below 1")
 
 
+def check_fields(instance: Any) -> None:
+    """Raise ValueError with `field: got X, expected Y.` for the first field of a dataclass whose value is not valid."""
+    for field in dataclasses.fields(instance):
+        value, annotation = getattr(instance, field.name), field.type
+        is_valid, expected = field.metadata.get("check", (lambda value: True, ""))
+        try:
+            type_validator(field.name, value, annotation)
+        except TypeError:
+            is_valid, expected = (lambda value: False), _describe_type(annotation)
+        if value is not None and not is_valid(value):
+            raise ValueError(f"{field.name}: got {value!r}, expected {expected}.")
+
+
 if typing.TYPE_CHECKING:
     from dataclasses import dataclass as checked  # so that type checkers know the fields and the constructor
 else:
 
     def checked(cls: type[T]) -> type[T]:
-        """Make `cls` a dataclass that validates its fields, and raises ValueError with `field: got X, expected Y.`"""
-        cls = strict(dataclasses.dataclass(cls))
-        unchecked_init = cls.__init__
+        """Make `cls` a dataclass that checks its fields before `__post_init__`, and calls its `validate_*` after it."""
+        finish = getattr(cls, "__post_init__", lambda self: None)
 
-        @functools.wraps(unchecked_init)
-        def __init__(self: T, *args: Any, **kwargs: Any) -> None:
-            try:
-                unchecked_init(self, *args, **kwargs)
-            except (StrictDataclassFieldValidationError, StrictDataclassClassValidationError) as error:
-                names = [field.name for field in dataclasses.fields(cls)]
-                raise ValueError(_message(cls, error, dict(zip(names, args, strict=False)) | kwargs)) from None
+        def __post_init__(self: T) -> None:
+            check_fields(self)
+            finish(self)
+            for name in dir(self):
+                if name.startswith("validate_"):
+                    getattr(self, name)()
 
-        cls.__init__ = __init__
-        return cls
+        cls.__post_init__ = __post_init__
+        return dataclasses.dataclass(cls)
 
 
 def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
-    """Create an instance of a checked dataclass from a dict of its fields.
-
-    Args:
-        cls: A class decorated with `checked`.
-        values: Field -> value, typically read from YAML or JSON.
-        prefix: Beginning of error messages, such as `"recipe 'x': "`.
-
-    Returns:
-        The instance of `cls`.
-
-    Raises:
-        ValueError: `values` is not a dict, a field is unknown or missing, or a value is not valid.
-    """
+    """Create an instance of a `checked` dataclass from a dict of its fields; errors begin with `prefix`."""
     if not isinstance(values, dict):
         raise ValueError(f"{prefix}got {values!r:.80}, expected a mapping.")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -94,22 +78,8 @@ def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
             raise ValueError(f"{prefix}{name}: got nothing, expected a value.")
     try:
         return cls(**values)
-    except (StrictDataclassFieldValidationError, StrictDataclassClassValidationError) as error:
-        raise ValueError(prefix + _message(cls, error, values)) from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{prefix}{error}") from None
-
-
-def _message(cls: type, error: Exception, values: dict[str, Any]) -> str:
-    """Rewrite an error of `huggingface_hub.dataclasses` as `field: got X, expected Y.`"""
-    if isinstance(error, StrictDataclassClassValidationError):
-        return str(error.__cause__)
-    match = re.match(r"Validation error for field '(\w+)'", str(error))
-    assert match is not None
-    name = match[1]
-    annotation = next(field.type for field in dataclasses.fields(cls) if field.name == name)
-    expected = error.__cause__ if isinstance(error.__cause__, ValueError) else _describe_type(annotation)
-    return f"{name}: got {values[name]!r}, expected {expected}."
 
 
 def _describe_type(annotation: Any) -> str:

@@ -1,10 +1,9 @@
 """convert(): turns a softmax model into an MHLA model in place, with the base's weights.
 
-Everything is checked before anything is changed. The records in `models/families.py` say which models convert and with which
-settings. The conversion itself is the same for all families of transformers (`transformers_models.py`) and for all of
-diffusers (`diffusers_models.py`), because MHLA classes are derived from the base's classes. With text, a language model or
-text encoder then learns from its softmax original (`language.py`, `encoder.py`), and with samples, a diffusion or vision
-model (`calibration.py`).
+Everything is checked before anything is changed. One conversion serves all families of transformers
+(`transformers_models.py`) and one all of diffusers (`diffusers_models.py`). With text, a language model or text encoder then
+learns from its softmax original (`language.py`, `encoder.py`), and with samples, a diffusion or vision model
+(`calibration.py`).
 """
 
 import importlib
@@ -55,14 +54,12 @@ def convert(
     Args:
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
             diffusers, or a pipeline with one or two, of the families in `models/families.py`. Save a tower inside a larger
-            model, such as `CLIPModel.vision_model`, by the tower's own `save_pretrained`: the larger model's folder would
-            load as softmax, with a warning about unexpected weights.
+            model, such as `CLIPModel.vision_model`, by its own `save_pretrained`: the larger model's would load as softmax.
         settings: All settings at once. Default: those of the model's family.
         tokenizer: The model's tokenizer, needed if `text` is not token ids.
         text: What to learn from; about 35,000 tokens of it are read, or 100,000 for an encoder. A text file, a folder of
             text files, a dataset, a list of texts, int64 token ids [N], or "self" for text that a language model samples.
-            Default: nothing is learned, since training may follow; the command `mhla-hf convert`, which saves a model to
-            use, takes "self" for a language model.
+            Default: nothing is learned, since training may follow; `mhla-hf convert` takes "self" for a language model.
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
             the softmax original samples eight. For a vision model, unlabeled images [N, C, height, width]. For other sizes
             or inputs, such as images to edit, a function that runs the pipeline or transformer, called several times with a
@@ -76,8 +73,7 @@ def convert(
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; takes precedence over
             `settings`. Default: those of `settings`; without `settings`, "all" with `text` or `samples`, else those of the
             model's family, such as "2/3" for language models and encoders.
-        effort: Multiplier for the number of rows and steps, with `text` or `samples`: 0.5 takes half of the time and is less
-            accurate.
+        effort: Multiplier for the number of rows and steps, with `text` or `samples`: 0.5 halves time and loses accuracy.
         seed: Decides which passages of `text` are read, and what the model samples.
         checkpoint: File for the progress of a conversion with text, from which the same call resumes. Its folder is made.
         progress: Whether to show progress bars on stderr and, with `text`, to print the scores and sizes of the cache.
@@ -88,8 +84,7 @@ def convert(
         model or transformer has its scores, and so do config.json and the model card.
 
     Raises:
-        TypeError, ValueError: An argument is not valid. After this and any other exception, and after Ctrl-C, the model is
-            as it was.
+        TypeError, ValueError: An argument is not valid. After any exception and Ctrl-C, the model is as it was.
     """
     models = transformers_of(model) if hasattr(model, "components") else [model]
     modules = [x for x in models if isinstance(x, torch.nn.Module)]
@@ -109,7 +104,10 @@ def convert(
         check_unused("without text or samples", keep=keep, **unused)
         if is_of_diffusers(model):
             diffusers_models = importlib.import_module(".diffusers_models", __package__)  # imports diffusers
-            return diffusers_models.convert_diffusion(model, settings, layers, overrides)
+            checked = diffusers_models.check_conversion(model, settings, layers, overrides)
+            diffusers_models.convert_checked(checked)
+            diffusers_models.update_pipeline_configs(checked)
+            return model
         return convert_transformers_model(model, settings, layers, overrides)
 
 

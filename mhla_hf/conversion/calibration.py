@@ -29,11 +29,7 @@ logger = logging.getLogger("mhla_hf")
 RUNS, HELD_OUT_RUNS = 6, 2  # runs of the sampler to learn from, and to measure on
 SAMPLING_STEPS = 20  # per run
 IMAGES_AT_ONCE = 8
-EDITING = (
-    "Edit",
-    "Kontext",
-    "Layered",
-)  # in names of pipelines that start from images, although their argument is optional
+EDITING = ("Edit", "Kontext", "Layered")  # names of pipelines that start from images, although that is optional
 FIT_STEPS = 100
 MEASURED_CALLS = 8  # at most, evenly spaced among those of the held-out runs
 # Settings that learn best from samples, where they differ from those of the family.
@@ -41,15 +37,7 @@ LEARNED: dict[str, Any] = {"feature_map": "hedgehog", "normalize": True, "output
 
 
 def record_calls(transformers: Sequence[Any], sample: Callable[[], Any]) -> list[list[Call]]:
-    """Record the arguments of all forward passes of transformers while a function runs.
-
-    Args:
-        transformers: The transformers.
-        sample: The function.
-
-    Returns:
-        The calls of each transformer.
-    """
+    """Record the arguments of all forward passes of each transformer while `sample` runs."""
     calls: list[list[Call]] = [[] for _ in transformers]
 
     def recorder(number: int) -> Callable[..., None]:
@@ -69,10 +57,9 @@ def check_samples(model: Any, samples: Any) -> None:
         return
     if isinstance(samples, torch.Tensor):
         if is_of_diffusers(model) or samples.ndim != 4 or len(samples) < 2 * IMAGES_AT_ONCE:
-            raise ValueError(
-                f"samples: got a tensor of shape {list(samples.shape)} with {type(model).__name__}, expected at least "
-                f"{2 * IMAGES_AT_ONCE} images [N, channels, height, width] with a vision model."
-            )
+            start = f"samples: got a tensor of shape {list(samples.shape)} with {type(model).__name__}"
+            expected = f"at least {2 * IMAGES_AT_ONCE} images [N, channels, height, width] with a vision model"
+            raise ValueError(f"{start}, expected {expected}.")
         return
     kinds = {type(sample) for sample in samples} if isinstance(samples, list | tuple) else set()
     if kinds not in ({str}, {int}) or not hasattr(model, "components"):
@@ -115,18 +102,11 @@ def sampling_runs(model: Any, samples: Any, seed: int) -> list[Callable[[], Any]
 
 def convert_with_samples(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any],
-    samples: Any, *, keep: float | int | str | None, effort: float, seed: int, progress: bool,
+    samples: Any, *, keep: float | int | str | None, effort: float, seed: int, progress: bool
 ) -> Any:  # fmt: skip
-    """Convert a diffusion or vision model in place, fit it to its softmax original, and measure it.
+    """Convert a diffusion or vision model in place, fit it to its softmax original, and measure it; see `convert`.
 
-    See `convert` for the arguments; the model is in eval mode. The scores go to `mhla_measured` in the configuration of each
-    transformer.
-
-    Returns:
-        `model`.
-
-    Raises:
-        TypeError, ValueError: An argument is not valid.
+    The model is in eval mode. The scores go to `mhla_measured` in the configuration of each transformer.
     """
     is_default = settings is None and layers is None
     if settings is None:
@@ -134,7 +114,18 @@ def convert_with_samples(
         rope = "near" if family is not None and family.kind.joint else "before"
         overrides = {**LEARNED, "rope": rope, **overrides}
     layers = "all" if is_default else layers
-    checked = check_models(model, settings, layers, overrides)
+    if is_of_diffusers(model):
+        from . import diffusers_models  # imports diffusers
+
+        checked = diffusers_models.check_conversion(model, settings, layers, overrides)
+        if linear := [family.base for _, family, _ in checked if family.kind.linear]:
+            raise ValueError(f"samples: got some for {linear[0]}, whose attention is linear, expected None.")
+    else:
+        family = convertible_family(model)
+        if family not in VISION:
+            expected = "None, or a diffusion or vision model; a language model or text encoder learns from `text`"
+            raise ValueError(f"samples: got some for {type(model).__name__}, expected {expected}.")
+        checked = [(model, family, checked_settings(model, family, settings, layers, overrides))]
     check_samples(model, samples)
     check_learning(model, effort, seed)
     num_kept = [count_kept_layers(family, len(mhla.layers), keep, is_default) for _, family, mhla in checked]
@@ -144,11 +135,10 @@ def convert_with_samples(
     for number, transformer in enumerate(transformers):
         if any(not run[number] for run in calls):
             raise ValueError(f"samples: got some that do not run {type(transformer).__name__}, expected ones that do.")
-    convert_one: Callable[..., Any] = convert_in_place
     if is_of_diffusers(model):
-        from .diffusers_models import convert_transformer as convert_one
-    for converted in checked:
-        convert_one(*converted)
+        diffusers_models.convert_checked(checked)
+    else:
+        convert_in_place(*checked[0])
     for number, (transformer, _, mhla) in enumerate(checked):
         own_calls = [run[number] for run in calls]
         report = learn_from_calls(transformer, own_calls, num_kept[number], effort, seed, progress)
@@ -157,74 +147,27 @@ def convert_with_samples(
         update_config(transformer, mhla_measured=report)
         logger.info("convert: error of the output %s", report["output"])
     if is_of_diffusers(model):
-        from .diffusers_models import update_pipeline_configs
-
-        update_pipeline_configs(transformers)
+        diffusers_models.update_pipeline_configs(checked)
     return model
-
-
-def check_models(
-    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
-) -> list[tuple[Any, Family, MHLASettings]]:
-    """Check that a model can be converted and can learn from samples; see `convert` for the arguments.
-
-    Returns:
-        Each transformer of a pipeline, or the model itself, with its family and its settings.
-
-    Raises:
-        TypeError, ValueError: It cannot.
-    """
-    if not is_of_diffusers(model):
-        family = convertible_family(model)
-        if family not in VISION:
-            expected = "None, or a diffusion or vision model; a language model or text encoder learns from `text`"
-            raise ValueError(f"samples: got some for {type(model).__name__}, expected {expected}.")
-        return [(model, family, checked_settings(model, family, settings, layers, overrides))]
-    from .diffusers_models import check_conversion
-
-    checked = []
-    for transformer, model_class, mhla_settings in check_conversion(model, settings, layers, overrides):
-        if model_class.family.kind.linear:
-            raise ValueError(
-                f"samples: got some for {model_class.family.base}, whose attention is linear, expected None."
-            )
-        checked.append((transformer, model_class.family, mhla_settings))
-    return checked
 
 
 def count_kept_layers(family: Family, num_layers: int, keep: float | int | str | None, is_default: bool) -> int:
     """Compute how many of the layers that are converted get softmax back.
 
-    Args:
-        family: Family of the model.
-        num_layers: Number of layers that are converted.
-        keep: A share of them, their number, or a percentage. None: as many as without samples if the layers are the default
-            ones, else none.
-        is_default: Whether these are the default layers.
-
-    Raises:
-        ValueError: `keep` is none of these, or means all layers.
+    Without `keep`, these are as many as without samples if the layers are the default ones, else none.
     """
     if keep is None:
         default = MHLASettings(**family.defaults)
         return num_layers - len(default.resolve_layers(num_layers)) if is_default else 0
     count = parse_share(keep, num_layers)
     if count is None or count >= num_layers:
-        raise ValueError(
-            f"keep: got {keep!r}, expected 0 to {num_layers - 1} of the {num_layers} layers, as a number, a share, or a "
-            "percentage."
-        )
+        expected = f"0 to {num_layers - 1} of the {num_layers} layers, as a number, a share, or a percentage"
+        raise ValueError(f"keep: got {keep!r}, expected {expected}.")
     return count
 
 
 def keep_softmax_layers(model: Any, settings: MHLASettings, chosen: list[int]) -> None:
-    """Turn MHLA layers into softmax layers again, and record the remaining ones in the configuration, in place.
-
-    Args:
-        model: A converted diffusion or vision model.
-        settings: Its settings, with `layers` as a list.
-        chosen: Layers that get softmax.
-    """
+    """Turn MHLA layers into softmax layers again, and record the remaining ones in the configuration, in place."""
     attentions = find_self_attentions(model) if is_of_diffusers(model) else find_grid_attentions(model)
     for index in chosen:
         if is_of_diffusers(model):
@@ -249,21 +192,11 @@ def update_config(model: Any, **values: Any) -> None:
 def learn_from_calls(
     model: Any, runs: Sequence[Sequence[Call]], num_kept: int, effort: float, seed: int, progress: bool
 ) -> dict[str, Any]:
-    """Fit the MHLA layers of a model that was just converted, and choose the layers that keep softmax, in place.
+    """Fit the MHLA layers of a model that was just converted, choose the layers that keep softmax, and return the report.
 
-    Args:
-        model: A converted diffusion or vision model in eval mode, still with the base's weights.
-        runs: Calls of each run of the sampler.
-        num_kept: Number of layers to choose: those whose conversion alone changes the output most.
-        effort: Multiplier for the number of steps.
-        seed: Seed of the order of the calls.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        A JSON-serializable dict for `mhla_measured`. Errors are squared errors relative to the squared norm, on held-out
-        calls: under "output" that of the model's output before and after the fit, and with the layers that keep softmax;
-        under "layers" that of each layer's own output before and after the fit, and that of the model's output if only this
-        layer is converted ("alone").
+    Those `num_kept` layers keep it whose conversion alone changes the output most. Errors in the report are squared errors
+    relative to the squared norm, on held-out calls: of the model's output, and of each layer's own output, before and after
+    the fit; and of the model's output if only this layer is converted ("alone").
     """
     num_held_out = max(1, len(runs) * HELD_OUT_RUNS // (RUNS + HELD_OUT_RUNS))
     fit_calls, held_out = (

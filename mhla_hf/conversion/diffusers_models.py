@@ -1,8 +1,4 @@
-"""convert() for diffusers: the transformers of a pipeline become MHLA models in place.
-
-A pipeline records the classes of its components when they are set, and writes them to model_index.json. A transformer has
-no reference to the pipelines that hold it, so they are looked up among the objects that Python's garbage collector tracks.
-"""
+"""convert() for diffusers: the transformers of a pipeline become MHLA models in place."""
 
 import gc
 import inspect
@@ -55,116 +51,72 @@ REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not conv
 }
 
 
-def convert_diffusion(
-    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
-) -> Any:
-    """Convert a transformer of diffusers, or those of a pipeline, in place.
-
-    All transformers are checked before the first one is changed. See `convert` for the arguments.
-
-    Returns:
-        `model`.
-
-    Raises:
-        ValueError, TypeError: A transformer cannot be converted with these settings; nothing is changed.
-    """
-    checked = check_conversion(model, settings, layers, overrides)
-    for transformer, model_class, mhla_settings in checked:
-        convert_transformer(transformer, model_class.family, mhla_settings)
-    update_pipeline_configs([transformer for transformer, *_ in checked])
-    return model
+def convert_checked(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
+    """Convert transformers in place; the configs of pipelines that hold them stay as they are."""
+    for transformer, family, settings in checked:
+        model_class = mhla_class(family, type(transformer))
+        transformer.__class__ = model_class
+        if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
+            transformer._old_forward = types.MethodType(model_class.forward, transformer)
+        transformer.install_mhla(settings)
+        attentions: Any = find_self_attentions(transformer)
+        layers: Any = settings.layers
+        for attn in (attentions[index] for index in layers):
+            match_device_and_dtype(attn.processor.mhla, next(attn.parameters()).device, transformer.dtype)
+        if transformer.is_gradient_checkpointing:
+            transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
 
 
-def convert_transformer(transformer: Any, family: Family, settings: MHLASettings) -> None:
-    """Convert a transformer in place; the configs of pipelines that hold it stay as they are.
-
-    Args:
-        transformer: A softmax transformer of diffusers.
-        family: Its family.
-        settings: From `check_conversion`.
-    """
-    model_class = mhla_class(family, type(transformer))
-    transformer.__class__ = model_class
-    if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
-        transformer._old_forward = types.MethodType(model_class.forward, transformer)
-    transformer.install_mhla(settings)
-    attentions: Any = find_self_attentions(transformer)
-    layers: Any = settings.layers
-    for attn in (attentions[index] for index in layers):
-        match_device_and_dtype(attn.processor.mhla, next(attn.parameters()).device, transformer.dtype)
-    if transformer.is_gradient_checkpointing:
-        transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
-
-
-def check_conversion(
-    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
-) -> list[tuple[Any, Any, MHLASettings]]:
-    """Check that the transformers of a pipeline can be converted, and resolve their settings.
-
-    Args:
-        model, settings, layers, overrides: As in `convert`.
-
-    Returns:
-        The softmax transformers, their MHLA classes, and their settings, with `layers` as a list of indices.
-
-    Raises:
-        ValueError, TypeError: As in `convert_diffusion`.
-    """
-    transformers = transformers_of(model) if hasattr(model, "components") else [model]
-    if not transformers:
-        raise ValueError(
-            f"model: got {type(model).__name__}, which has no transformer, expected a pipeline of one of {CONVERTIBLE}."
-        )
-    checked = []
-    for transformer in transformers:
-        model_class = mhla_transformer_class(transformer)
-        defaults = MHLASettings(**model_class.mhla_defaults)
-        mhla_settings = choose_settings(settings, defaults, layers, overrides)
-        mhla_settings = resolve_settings(model_class, transformer, mhla_settings)
-        check_no_hooks_or_offload(transformer)
-        check_no_image_cache(transformer)
-        checked.append((transformer, model_class, mhla_settings))
-    return checked
-
-
-def update_pipeline_configs(transformers: list[Any]) -> None:
-    """Record the new classes of these transformers in the configs of all pipelines that hold them, for model_index.json."""
-    # type() instead of isinstance(), which would run the code of proxies and lazy modules.
+def update_pipeline_configs(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
+    """Record the new classes of transformers in the configs of all pipelines that hold them, for model_index.json."""
+    transformers = [transformer for transformer, *_ in checked]
+    # diffusers has no public list of pipelines. type(), because isinstance() would run the code of proxies.
     for pipeline in [item for item in gc.get_objects() if issubclass(type(item), DiffusionPipeline)]:
         for name, component in list(vars(pipeline).items()):
             if any(component is transformer for transformer in transformers):
                 setattr(pipeline, name, component)
 
 
-def check_no_image_cache(transformer: Any) -> None:
-    """Raise ValueError if processors of a transformer cache the keys of reference images (Flux 2 Klein KV)."""
-    for index, attn in enumerate(find_self_attentions(transformer)):
-        if "kv_cache" in inspect.signature(type(attn.processor).__call__).parameters:
-            name = type(attn.processor).__name__
-            expected = "one without a cache of reference images, as in Flux2KleinPipeline"
-            raise ValueError(f"model: got {name} in layer {index}, expected {expected}.")
+def check_conversion(
+    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
+) -> list[tuple[Any, Family, MHLASettings]]:
+    """Return the softmax transformers, their families, and their settings, with `layers` as a list of indices.
+
+    Raise TypeError or ValueError if one cannot be converted with these settings.
+    """
+    transformers = transformers_of(model) if hasattr(model, "components") else [model]
+    if not transformers:
+        expected = f"a pipeline of one of {CONVERTIBLE}"
+        raise ValueError(f"model: got {type(model).__name__}, which has no transformer, expected {expected}.")
+    checked = []
+    for transformer in transformers:
+        model_class = mhla_transformer_class(transformer)
+        defaults = MHLASettings(**model_class.mhla_defaults)
+        mhla_settings = choose_settings(settings, defaults, layers, overrides)
+        mhla_settings = resolve_settings(model_class, transformer, mhla_settings)
+        check_state(transformer)
+        checked.append((transformer, model_class.family, mhla_settings))
+    return checked
 
 
-def check_no_hooks_or_offload(transformer: Any) -> None:
+def check_state(transformer: Any) -> None:
     """Raise ValueError if a transformer has hooks or offloaded weights, which would not include the new modules."""
     registries = [module._diffusers_hook for module in transformer.modules() if hasattr(module, "_diffusers_hook")]
     if any(registry.hooks for registry in registries):  # a hook that was removed leaves its registry behind
-        raise ValueError(
-            "model: got hooks of diffusers (a cache, casting, offloading), expected none; convert before adding them."
-        )
+        expected = "none; convert before adding them"
+        raise ValueError(f"model: got hooks of diffusers (a cache, casting, offloading), expected {expected}.")
     offloaded = next((name for name, value in transformer.named_parameters() if value.is_meta), None)
     if offloaded is not None:
-        raise ValueError(
-            f"model: got the offloaded weight {offloaded}, expected weights on a device; convert before offloading."
-        )
+        expected = "weights on a device; convert before offloading"
+        raise ValueError(f"model: got the offloaded weight {offloaded}, expected {expected}.")
+    for index, attn in enumerate(find_self_attentions(transformer)):
+        if "kv_cache" in inspect.signature(type(attn.processor).__call__).parameters:  # as in Flux 2 Klein KV
+            expected = "one without a cache of reference images, as in Flux2KleinPipeline"
+            raise ValueError(f"model: got {type(attn.processor).__name__} in layer {index}, expected {expected}.")
 
 
 def mhla_transformer_class(transformer: Any) -> Any:
-    """Return the MHLA class of a transformer of diffusers.
-
-    Raises:
-        ValueError: The transformer is MHLA already, or of a class that does not convert.
-    """
+    """Return the MHLA class of a transformer of diffusers. Raise ValueError if it is MHLA already or does not convert."""
     base = type(transformer)
     if hasattr(transformer, "mhla_state"):
         raise ValueError(f"model: got {base.__name__}, which is an MHLA model already; expected one of {CONVERTIBLE}.")

@@ -18,26 +18,10 @@ FIT_PARTS, HELD_OUT_PARTS = (1, 2, 4), (4, 1)  # number of inputs per row: encod
 def read_encoder_rows(
     model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1
 ) -> Rows:
-    """Read the batches that a text encoder is converted with.
+    """Read the batches that a text encoder is converted with; the arguments are those of `language.read_rows`.
 
     The inputs of a batch have the same number of tokens, up to `ROW_TOKENS`, with the tokenizer's special tokens around
-    them. A short text is read repeatedly.
-
-    Args:
-        model: A text encoder.
-        tokenizer: Its tokenizer; None if `text` is token ids, which then get no special tokens.
-        text: As in `data.open_text`.
-        seed: Decides which passages are read.
-        progress: Ignored; `language.read_rows` has the same arguments.
-        effort: Multiplier for the number of batches for fitting outputs.
-        shortest: Least number of tokens per row.
-
-    Returns:
-        A `Rows` with batches of token ids, int64 [N, T] each, for N inputs of T tokens. There are none for gates.
-
-    Raises:
-        ValueError: `text` is "self".
-        TypeError, ValueError, ImportError: The text is too short, or cannot be opened, see `data.open_text`.
+    them. A short text is read repeatedly. There are no batches for gates.
     """
     if isinstance(text, str) and text == "self":
         raise ValueError(f'text: got "self" with {type(model).__name__}, which writes no text, expected a text.')
@@ -61,32 +45,13 @@ def read_encoder_rows(
 
 
 def cut_rows(rows: torch.Tensor, parts: int, around: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Cut rows into shorter inputs of an encoder.
-
-    Args:
-        rows: Token ids, int64 [N, T].
-        parts: Number of inputs per row.
-        around: Special tokens before and after each input.
-
-    Returns:
-        int64 [N * parts, T // parts], special tokens included. The tokens that they replace are left out.
-    """
+    """Cut rows into `parts` inputs each, [N, T] -> [N * parts, T // parts], special tokens around them included."""
     length = max(rows.shape[1] // parts - sum(map(len, around)), 1)
     return with_special_tokens(rows[:, : parts * length].reshape(-1, length), around)
 
 
 class EmbeddingScores:
-    """Measures the cosine similarity between the embeddings of a converted encoder and of its softmax original.
-
-    The constructor computes the embeddings of the original.
-
-    Args:
-        model: A converted text encoder in eval mode.
-        rows: Batches of token ids, int64 [N, T] each, with different numbers of tokens T.
-
-    Attributes:
-        scores: Scores of the softmax original: {"cosine": {number of tokens as a string: 1.0}}.
-    """
+    """Measures the cosine similarity of a converted encoder's embeddings to those of its original, by length of `rows`."""
 
     def __init__(self, model: Any, rows: list[torch.Tensor]) -> None:
         self.rows = rows
@@ -104,13 +69,5 @@ class EmbeddingScores:
 
 @torch.no_grad()
 def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Compute embeddings: the mean of the last hidden states over all tokens, scaled to norm 1.
-
-    Args:
-        model: A text encoder.
-        ids: Token ids, int64 [N, T], without padding.
-
-    Returns:
-        fp32 [N, width].
-    """
+    """Compute embeddings of ids without padding: the mean of the last hidden states, scaled to norm 1, fp32 [N, width]."""
     return F.normalize(run_body(model, ids).float().mean(1), dim=-1)

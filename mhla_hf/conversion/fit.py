@@ -5,7 +5,7 @@ original's layer gets (`OutputFit`). Then a gate for each KV head, between softm
 whole model how much it needs that head's softmax (`GateFit`); the heads with the largest gates keep softmax.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +14,11 @@ from torch import nn
 
 from ..data import TokenRing
 from ..models.transformers_api import recomputed_layers
-from .teacher import (
-    log_probabilities,
-    mean_kl,
-    mhla_layers,
-    replaced_cores,
-    run_body,
-    softmax_attention,
-    softmax_instead,
-)
+from .teacher import GatedCore, log_probabilities, mean_kl, mhla_layers, replaced_cores, run_body, softmax_instead
 
+FIT_LR, UPDATES = 3e-2, 2  # learning rate of the first step, and updates by Adam per step
 START_TOKENS = 1024  # per row, at most, from which the far part is initialized
-NEGLIGIBLE = 1e-3  # up to this sum of the weights of all far tokens, over all queries, a balance is not initialized
+NEGLIGIBLE = 1e-3  # up to this sum of the weights of all far tokens, over all queries, a balance is not changed
 GATE_START, GATE_LR, GATE_PENALTY = 0.5, 0.08, 0.004
 GATE_BETAS, GATE_EPS = (0.8, 0.95), 1e-3
 KL_POSITIONS = 128  # per row, at which predictions are compared: logits of a large vocabulary cost more than the layers
@@ -33,14 +26,7 @@ KL_POSITIONS = 128  # per row, at which predictions are compared: logits of a la
 
 @dataclass
 class Rows:
-    """The text of a conversion, in batches of token ids, int64 [N, T] each.
-
-    Attributes:
-        fit: Batches to fit outputs on.
-        gates: Batches to learn gates on; none for an encoder.
-        held_out: Batches to measure on, which nothing is learned from.
-        name: Name of the text, for the report.
-    """
+    """The text of a conversion, in batches of token ids, int64 [N, T] each."""
 
     fit: list[torch.Tensor]
     gates: list[torch.Tensor]
@@ -49,11 +35,7 @@ class Rows:
 
 
 def row_length(source: Any, longest: int, shortest: int) -> int:
-    """Return the number of tokens per row: `longest`, or a sixth of a text in memory if that is less.
-
-    Raises:
-        ValueError: A sixth of the text is less than `shortest`, the tokens of the window and one block, and one more.
-    """
+    """Return the number of tokens per row: `longest`, or a sixth of a text in memory if that is less."""
     if not isinstance(source, TokenRing):
         return longest
     if (num_tokens := len(source.tokens)) < 6 * shortest:
@@ -65,40 +47,25 @@ def row_length(source: Any, longest: int, shortest: int) -> int:
 class OutputFit:
     """Fits the feature maps and the mixing of every MHLA core to the softmax output of its layer, by Adam.
 
-    The constructor casts these parameters to fp32, in place; `finish` casts them back.
-
-    Args:
-        model: A language model or text encoder that was just converted, in eval mode.
-        steps: Number of calls of `step`, over which the learning rate falls linearly to zero.
-        lr: Learning rate of the first step.
-        updates: Updates by Adam per step.
+    The constructor casts these parameters to fp32, in place; `finish` casts them back. The learning rate falls linearly to
+    zero over `steps`.
     """
 
-    def __init__(self, model: nn.Module, *, steps: int, lr: float = 3e-2, updates: int = 2) -> None:
+    def __init__(self, model: Any, *, steps: int) -> None:
         self.model = model
         self.steps = steps
-        self.lr = lr
-        self.updates = updates
         self.done = 0
         self.errors: dict[nn.Module, float] = {}
-        self.parameters: dict[nn.Module, list[nn.Parameter]] = {}
-        self.optimizers: dict[nn.Module, torch.optim.Adam] = {}
-        self.dtypes: dict[nn.Parameter, torch.dtype] = {}
-        for core in self.find_cores():
-            self.parameters[core] = self.fitted_parameters(core)
-            for x in self.parameters[core]:
-                self.dtypes[x] = x.dtype
-                x.data = x.data.float()
-            self.optimizers[core] = torch.optim.Adam(self.parameters[core], lr=lr)
+        self.parameters = self.fitted_parameters()
+        self.dtypes = {x: x.dtype for parameters in self.parameters.values() for x in parameters}
+        for x in self.dtypes:
+            x.data = x.data.float()
+        self.optimizers = {core: torch.optim.Adam(x, lr=FIT_LR) for core, x in self.parameters.items()}
 
-    def find_cores(self) -> list[Any]:
-        """Return the MHLA cores of the model."""
-        return [attention.mhla for attention in mhla_layers(self.model).values()]
-
-    def fitted_parameters(self, core: Any) -> list[nn.Parameter]:
-        """Return the parameters of a core that are fitted."""
-        parts = (core.q_map, core.k_map, core.mixing)
-        return [x for part in parts for x in part.parameters() if x.requires_grad]
+    def fitted_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """Return the parameters to fit of each MHLA core."""
+        parts = {x.mhla: (x.mhla.q_map, x.mhla.k_map, x.mhla.mixing) for x in mhla_layers(self.model).values()}
+        return {core: [x for part in parts[core] for x in part.parameters() if x.requires_grad] for core in parts}
 
     def observe_softmax(self, inputs: Any) -> None:
         """Run the softmax original on inputs of a step, with `learn` as the observer of its layers."""
@@ -106,8 +73,15 @@ class OutputFit:
             run_body(self.model, inputs)
 
     def start(self, core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
-        """Initialize a core from the inputs of its first update, in place; see `learn` for the arguments."""
-        start_from_inputs(core, q[:, :START_TOKENS], k[:, :START_TOKENS], options)
+        """Initialize a core from the rotated q and k of its first update, in place; see `learn` for the arguments."""
+        q, k = q[:, :START_TOKENS], k[:, :START_TOKENS]
+        far_q, far_k = q, k
+        if options.get("cos_sin") is not None:
+            cos_sin = options["cos_sin"][:, : q.shape[1]]
+            far_q, far_k = core.unrotate(q, cos_sin), core.unrotate(k, cos_sin)
+        center_maps(core, far_q, far_k)
+        if core.settings.windowed:
+            balance_masses(core, q, k, core.q_map(far_q), core.k_map(far_k), options.get("scale"))
 
     def attend(
         self, core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
@@ -122,16 +96,12 @@ class OutputFit:
 
     @torch.no_grad()
     def step(self, inputs: Any) -> float:
-        """Update all cores on a batch, in place. The first step initializes them from its batch (`start`).
+        """Update all cores on a batch, in place, and return the mean over layers of their squared errors before this step.
 
-        Args:
-            inputs: Token ids, int64 [B, T], without padding.
-
-        Returns:
-            The squared error of the outputs before this step, divided by the sum of their squares, averaged over layers.
+        Errors are divided by the sum of squares of the softmax outputs. The first step initializes the cores from its batch.
         """
         for optimizer in self.optimizers.values():
-            optimizer.param_groups[0]["lr"] = self.lr * (1 - self.done / self.steps)
+            optimizer.param_groups[0]["lr"] = FIT_LR * (1 - self.done / self.steps)
         self.observe_softmax(inputs)
         self.done += 1
         return sum(self.errors.values()) / len(self.errors)
@@ -146,7 +116,7 @@ class OutputFit:
         if not energy:  # such as where v_proj is zero: MHLA is zero, too
             self.errors[core] = 0.0
             return
-        for update in range(self.updates):
+        for update in range(UPDATES):
             with torch.enable_grad():
                 error = (self.attend(core, q, k, v, options).float() - o.float()).square().sum() / energy
                 gradients = torch.autograd.grad(error, self.parameters[core])
@@ -158,86 +128,48 @@ class OutputFit:
             self.optimizers[core].zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameters, the optimizer states, and the number of steps done, for `load_state_dict`."""
         values = [[x.detach().clone() for x in parameters] for parameters in self.parameters.values()]
         return {"done": self.done, "values": values, "optimizers": [x.state_dict() for x in self.optimizers.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`, in place."""
         self.done = state["done"]
-        saved = zip(
-            self.parameters.values(), self.optimizers.values(), state["values"], state["optimizers"], strict=True
-        )
-        for parameters, optimizer, values, optimizer_state in saved:
-            for x, value in zip(parameters, values, strict=True):
+        for core, values, optimizer_state in zip(self.parameters, state["values"], state["optimizers"], strict=True):
+            for x, value in zip(self.parameters[core], values, strict=True):
                 x.data.copy_(value)
-            optimizer.load_state_dict(optimizer_state)
-
-
-def start_from_inputs(core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
-    """Initialize the feature maps and the balance of a core from real queries and keys, in place.
-
-    With a window, the far part is given the weight that far tokens have in the softmax.
-
-    Args:
-        core: The MHLA core.
-        q, k: Rotated queries [B, T, H, K] and keys [B, T, G, K].
-        options: Keyword arguments of the core, of which "scale" and "cos_sin" are read.
-    """
-    if options.get("cos_sin") is not None:
-        cos_sin = options["cos_sin"][:, : q.shape[1]]
-        far_q, far_k = core.unrotate(q, cos_sin), core.unrotate(k, cos_sin)
-    else:
-        far_q, far_k = q, k
-    center_maps(core, far_q, far_k)
-    if core.settings.windowed:
-        balance_masses(core, q, k, core.q_map(far_q), core.k_map(far_k), options.get("scale"))
+            self.optimizers[core].load_state_dict(optimizer_state)
 
 
 def center_maps(core: Any, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Let the bias of each feature map cancel the mean of its inputs, in place.
-
-    Real queries and keys before RoPE are mostly a constant.
-
-    Args:
-        core: The MHLA core.
-        q, k: Inputs of its maps, [B, T, H, K] and [B, T, G, K].
-    """
+    """Let the bias of each feature map cancel the mean of its inputs: real q and k before RoPE are mostly a constant."""
     for feature_map, x in ((core.q_map, q), (core.k_map, k)):
         if hasattr(feature_map, "bias"):
             mean = x.float().mean((0, 1))  # [H or G, K]
             feature_map.bias.copy_(-torch.einsum("hk,hkf->hf", mean, feature_map.weight.float()))
 
 
-def far_masses(
-    score: torch.Tensor, log_total: torch.Tensor, mhla_weight: torch.Tensor, is_far: torch.Tensor
-) -> torch.Tensor:
-    """Compute the weight of all far keys in the softmax and in MHLA, [2], each summed over queries.
+def set_balance(
+    core: Any, weights: Callable[[int, int], Sequence[torch.Tensor]], num_rows: int, is_far: torch.Tensor
+) -> None:
+    """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
 
-    Args:
-        score: Scores of the softmax, [Q, S].
-        log_total: Log of the sum of e^score over all keys of the softmax, [Q, 1].
-        mhla_weight: Weights of MHLA on the scale of e^score, [Q, S].
-        is_far: Which keys are far, [Q, S].
+    For a head and a row, `weights` returns the scores of the softmax [Q, S], the log of the sum of e^score over all keys
+    [Q, 1], and the weights of MHLA on the scale of e^score [Q, S].
     """
-    weights = ((score - log_total).exp(), mhla_weight / log_total.exp())
-    return torch.stack([(weight * is_far).sum() for weight in weights])
+    for head in range(len(core.mixing.balance)):
+        masses: Any = 0.0  # [2], the weight of all far tokens in the softmax and in MHLA
+        for row in range(num_rows):
+            score, log_total, mhla_weight = weights(head, row)
+            both = ((score - log_total).exp(), mhla_weight / log_total.exp())
+            masses = masses + torch.stack([(weight * is_far).sum() for weight in both])
+        if bool((masses > NEGLIGIBLE).all()):
+            core.mixing.balance[head] = (masses[0] / masses[1]).log()
 
 
 def balance_masses(
     core: Any, q: torch.Tensor, k: torch.Tensor, q_features: torch.Tensor, k_features: torch.Tensor, scale: float | None
 ) -> None:
-    """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
-
-    A head keeps its balance if its far tokens weigh at most `NEGLIGIBLE` in the softmax or in MHLA.
-
-    Args:
-        core: A `DecayMHLA` or `TwoWayMHLA` with a window.
-        q, k: Rotated queries [B, T, H, K] and keys [B, T, G, K].
-        q_features, k_features: The F features of queries and keys for the far part, [B, T, H, F] and [B, T, G, F].
-        scale: Factor of q k^T in the softmax; None takes that of the core.
-    """
-    options, balance = core.options, core.mixing.balance
+    """Call `set_balance` for a core with a window over a sequence."""
+    options = core.options
     token = torch.arange(q.shape[1], device=q.device)
     block = token // options.block_size
     distance = block[:, None] - block  # [T, T]
@@ -246,59 +178,18 @@ def balance_masses(
     mixing = core.mixing()[0].matrix(int(block[-1]) + 1, options.window, options.both_ways)  # [H, M, M]
     mixing = mixing[:, block[:, None], block]  # [H, T, T]
     scale = options.scale if scale is None else scale
-    for head in range(q.shape[2]):
+
+    def weights(head: int, row: int) -> Sequence[torch.Tensor]:
         kv_head = head * k.shape[2] // q.shape[2]
-        masses: Any = 0.0  # [2], the weight of all far tokens in the softmax and in MHLA
-        for row in range(len(q)):
-            score = (q[row, :, head] @ k[row, :, kv_head].T).float() * scale
-            log_total = score.masked_fill(is_hidden, float("-inf")).logsumexp(-1, keepdim=True)
-            mhla_weight = (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head]
-            masses = masses + far_masses(score, log_total, mhla_weight, is_far)
-        if bool((masses > NEGLIGIBLE).all()):
-            balance[head] = (masses[0] / masses[1]).log()
+        score = (q[row, :, head] @ k[row, :, kv_head].T).float() * scale
+        log_total = score.masked_fill(is_hidden, float("-inf")).logsumexp(-1, keepdim=True)
+        return score, log_total, (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head]
 
-
-class GatedCore(nn.Module):
-    """Computes g * softmax + (1 - g) * MHLA with a gate g for each KV head, in place of an MHLA core.
-
-    Args:
-        core: The MHLA core.
-        gate: Gates [G], from 0 to 1, which become a parameter.
-    """
-
-    def __init__(self, core: Any, gate: torch.Tensor) -> None:
-        super().__init__()
-        self.core = core
-        self.gate = nn.Parameter(gate)
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
-    ) -> torch.Tensor:
-        """Attend by softmax and by MHLA, to earlier tokens only if the core is causal, for rows without padding.
-
-        Args:
-            q, k, v: [B, T, H, K], [B, T, G, K], and [B, T, G, V].
-            scale: Factor of q k^T; None is K**-0.5.
-            **options: Further arguments of the core.
-
-        Returns:
-            [B, T, H, V].
-        """
-        gate = self.gate.repeat_interleave(q.shape[2] // k.shape[2])[:, None].to(v.dtype)
-        o = softmax_attention(q, k, v, scale, self.core.causal)
-        return gate * o + (1 - gate) * self.core(q, k, v, scale=scale, **options)
+    set_balance(core, weights, len(q), is_far)
 
 
 def read_twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Repeat the beginning of each row, so that a model that recalls the first copy can predict the second.
-
-    Args:
-        model: The model, whose number of positions limits what is repeated.
-        ids: Token ids, int64 [B, T].
-
-    Returns:
-        The first n tokens of each row, twice, int64 [B, 2 n]. n is T or half of the positions, whichever is less.
-    """
+    """Repeat the start of each row, as far as positions allow: a model with recall of the first copy predicts the second."""
     config: Any = model.config
     max_tokens = getattr(config, "max_position_embeddings", 2 * ids.shape[1]) // 2
     return torch.cat(2 * [ids[:, :max_tokens]], 1)
@@ -316,10 +207,6 @@ class GateFit:
 
     The loss is the KL to the softmax original plus `GATE_PENALTY` times the sum of all gates. Every row gives two examples:
     the row itself, and the row read twice, so that recall counts. The constructor runs the softmax original on them.
-
-    Args:
-        model: A converted language model whose MHLA heads are fitted, in eval mode.
-        rows: Token ids, int64 [1, T] each.
     """
 
     def __init__(self, model: Any, rows: Sequence[torch.Tensor]) -> None:
@@ -336,13 +223,7 @@ class GateFit:
                     self.examples.append((row, positions, log_probabilities(model, row, positions).half()))
 
     def step(self) -> float:
-        """Update the gates by Adam on the next example.
-
-        The model's parameters do not require gradients during the step.
-
-        Returns:
-            The KL to the softmax original before the update, in nats per token.
-        """
+        """Update the gates by Adam on the next example, and return the KL to the original before it, in nats per token."""
         ids, positions, teacher = self.examples[self.done % len(self.examples)]
         gates = iter(self.gates.detach().to(self.model.device).split(list(self.sizes.values())))
         trainable = [x for x in self.model.parameters() if x.requires_grad]
@@ -368,26 +249,16 @@ class GateFit:
         return {layer: gate.tolist() for layer, gate in zip(self.sizes, gates, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gates, the optimizer state, and the number of steps done, for `load_state_dict`."""
         return {"done": self.done, "gates": self.gates.detach().clone(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`, in place."""
         self.done = state["done"]
         self.gates.data.copy_(state["gates"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
 def largest_gates(gates: dict[int, list[float]], count: int) -> dict[int, list[int]]:
-    """Return the KV heads with the largest gates.
-
-    Args:
-        gates: {layer: [gate of each KV head]}.
-        count: Number of heads to return.
-
-    Returns:
-        {layer: [KV head, ...]}, sorted. Among equal gates, earlier layers and heads come first.
-    """
+    """Return the `count` KV heads with the largest gates, sorted; among equal gates, earlier layers and heads come first."""
     heads = [(layer, head) for layer, values in gates.items() for head in range(len(values))]
     by_gate = sorted(heads, key=lambda head: -gates[head[0]][head[1]])
     kept_heads: dict[int, list[int]] = {}

@@ -13,9 +13,9 @@ from ..models.diffusion.inputs import find_self_attentions
 from ..models.vision.grid_attention import find_grid_attentions
 from ..nn.joint import TextTokens, far_block_mask, split_grids
 from ..ops.blocks import Blocks
-from .fit import NEGLIGIBLE, OutputFit, center_maps, far_masses
+from .fit import OutputFit, center_maps, set_balance
 from .model_family import is_of_diffusers, keep_new_images
-from .teacher import replaced_cores, softmax_attention
+from .teacher import SoftmaxCore, replaced_cores, softmax_attention
 
 TINY = torch.finfo(torch.float32).tiny  # in place of a sum of squares that is zero
 START_QUERIES = 256  # from which the balance of a joint layer is initialized
@@ -28,40 +28,17 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class GridSoftmaxCore(nn.Module):
-    """Computes softmax attention in place of the MHLA core of a grid, with or without a text.
+class GridSoftmaxCore(SoftmaxCore):
+    """Computes softmax attention in place of the MHLA core of a grid, with or without a text; see `SoftmaxCore`.
 
-    Args:
-        core: The MHLA core.
-        observe: As in `SoftmaxCore`. With a text, o is the output of the grid; the MHLA core computes that of the text by
-            softmax, too.
+    With a text, the observed o is the output of the grid; the MHLA core computes that of the text by softmax, too.
     """
 
-    def __init__(self, core: Any, observe: Callable[..., None] | None = None) -> None:
-        super().__init__()
-        self.core = core
-        self.observe = observe
-
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        text: TextTokens | None = None,
-        *,
-        rotate: Any = None,
-        shard: None = None,
-        **options: Any,
-    ) -> Any:
-        """Attend by softmax, and call `observe`. See `GridMHLA` and `JointMHLA` for the arguments and the result.
-
-        Args:
-            q, k, v: [B, T, H, K], [B, T, H, K], and [B, T, H, V].
-            text: The tokens of the text; None if the core is that of a grid alone.
-            rotate: Rotary embedding of q and k, or None.
-            shard: Must be None; the tokens are not spread over processes.
-            **options: Further arguments of the core, of which softmax needs none.
-        """
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: TextTokens | None = None, *,
+        rotate: Any = None, shard: None = None, **options: Any
+    ) -> Any:  # fmt: skip
+        """Attend by softmax, and call `observe`. See `GridMHLA` and `JointMHLA` for the arguments and the result."""
         rotated_q, rotated_k = (x.to(v.dtype) for x in ((q, k) if rotate is None else rotate(q, k)))
         if text is None:
             o = softmax_attention(rotated_q, rotated_k, v)
@@ -90,32 +67,45 @@ def grid_layers(model: Any) -> dict[int, Any]:
 
 
 class GridFit(OutputFit):
-    """Fits the MHLA cores of a diffusion or vision model to the softmax outputs of their layers; see `OutputFit`.
+    """Fits all parameters of the MHLA cores of a diffusion or vision model; see `OutputFit`. Its steps take a `Call`."""
 
-    All parameters of a core are fitted. The inputs of a step are a `Call`.
-    """
-
-    def find_cores(self) -> list[Any]:
-        """Return the MHLA cores of the model."""
-        return [holder.mhla for holder in grid_layers(self.model).values()]
-
-    def fitted_parameters(self, core: Any) -> list[nn.Parameter]:
-        """Return all parameters of a core that are trained."""
-        return [x for x in core.parameters() if x.requires_grad]
+    def fitted_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        cores = [holder.mhla for holder in grid_layers(self.model).values()]
+        return {core: [x for x in core.parameters() if x.requires_grad] for core in cores}
 
     def observe_softmax(self, inputs: Call) -> None:
-        """Run the softmax original on the inputs of a step, with `learn` as the observer of its layers."""
         with softmax_layers(grid_layers(self.model), self.learn):
             run_call(self.model, inputs)
 
     def start(self, core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
-        """Initialize the feature maps and the balance of a core, in place; see `learn` for the arguments."""
-        rotate = options["rotate"]
+        rotate, text = options["rotate"], options.get("text")
         rotated_q, rotated_k = (q, k) if rotate is None else rotate(q, k)
         far_q, far_k = (rotated_q, rotated_k) if core.settings.rope == "before" else (q, k)
         center_maps(core, far_q, far_k)
-        if "text" in options:
-            balance_joint_masses(core, (rotated_q, rotated_k), (far_q, far_k), options["text"], options["grid"])
+        if text is None:
+            return
+        grids = split_grids(options["grid"])
+        blocks = Blocks.grid(grids[0], core.mixing.layout, others=grids[1:])
+        index = blocks.index(q.device)
+        rows = torch.linspace(0, len(index) - 1, min(START_QUERIES, len(index)), device=q.device).long()
+        mixing = core.mixing(blocks.counts)[0].expand(q.shape[2], -1, -1)  # [H, M, M]
+        is_far = torch.ones_like(mixing[0])  # [M, M]
+        if core.settings.windowed:
+            is_far = far_block_mask(blocks.counts, core.settings.window, q.device)
+        is_far, mixing = (x[..., index[rows], :][..., index] for x in (is_far, mixing * is_far))  # [Q, T], [H, Q, T]
+        q_features, k_features = core.q_map(far_q), core.k_map(far_k)
+        keys = torch.cat([text.k.to(rotated_k.dtype), rotated_k], 1)
+
+        def weights(head: int, row: int) -> Sequence[torch.Tensor]:
+            score = (rotated_q[row, rows, head] @ keys[row, :, head].T).float() * q.shape[3] ** -0.5  # [Q, S + T]
+            if text.mask is not None:
+                mask = text.mask.expand(len(q), -1, -1, -1)[row, 0]  # [1, S]
+                mask = torch.where(mask, 0.0, float("-inf")) if mask.dtype == torch.bool else mask.float()
+                score = score + F.pad(mask, (0, score.shape[1] - mask.shape[1]))
+            weight = (q_features[row, rows, head] @ k_features[row, :, head].T).float() * mixing[head]
+            return score[:, -len(index) :], score.logsumexp(-1, keepdim=True), weight
+
+        set_balance(core, weights, len(q), is_far)
 
     def attend(
         self, core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
@@ -132,59 +122,8 @@ def attend_grid(core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, op
     return o[0] if isinstance(o, tuple) else o
 
 
-def balance_joint_masses(
-    core: Any,
-    rotated: tuple[torch.Tensor, torch.Tensor],
-    far: tuple[torch.Tensor, torch.Tensor],
-    text: TextTokens,
-    grid: Sequence[Any],
-) -> None:
-    """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
-
-    A head keeps its balance if its far tokens weigh at most `NEGLIGIBLE` in the softmax or in MHLA.
-
-    Args:
-        core: A `JointMHLA`.
-        rotated: Rotated queries and keys of the grid, [B, T, H, K].
-        far: Those that the feature maps read.
-        text: The tokens of the text.
-        grid: Number of tokens along each axis; of several grids, a tuple each.
-    """
-    (q, k), settings = rotated, core.settings
-    grids = split_grids(grid)
-    blocks = Blocks.grid(grids[0], core.mixing.layout, others=grids[1:])
-    index = blocks.index(q.device)
-    rows = torch.linspace(0, len(index) - 1, min(START_QUERIES, len(index)), device=q.device).long()
-    mixing = core.mixing(blocks.counts)[0].expand(q.shape[2], -1, -1)  # [H, M, M]
-    is_far = torch.ones_like(mixing[0])  # [M, M]
-    if settings.windowed:
-        is_far = far_block_mask(blocks.counts, settings.window, q.device)
-    is_far, mixing = (x[..., index[rows], :][..., index] for x in (is_far, mixing * is_far))  # [Q, T], [H, Q, T]
-    q_features, k_features = core.q_map(far[0]), core.k_map(far[1])
-    keys = torch.cat([text.k.to(k.dtype), k], 1)
-    for head in range(q.shape[2]):
-        masses: Any = 0.0
-        for row in range(len(q)):
-            score = (q[row, rows, head] @ keys[row, :, head].T).float() * q.shape[3] ** -0.5  # [Q, S + T]
-            if text.mask is not None:
-                mask = text.mask.expand(len(q), -1, -1, -1)[row, 0]  # [1, S]
-                mask = torch.where(mask, 0.0, float("-inf")) if mask.dtype == torch.bool else mask.float()
-                score = score + F.pad(mask, (0, score.shape[1] - mask.shape[1]))
-            log_total = score.logsumexp(-1, keepdim=True)
-            weight = (q_features[row, rows, head] @ k_features[row, :, head].T).float() * mixing[head]
-            masses = masses + far_masses(score[:, -len(index) :], log_total, weight, is_far)
-        if bool((masses > NEGLIGIBLE).all()):
-            core.mixing.balance[head] = (masses[0] / masses[1]).log()
-
-
 def move(value: Any, device: Any, copy: bool = False) -> Any:
-    """Return a value with all of its tensors, also those in lists, tuples, and dictionaries, on a device.
-
-    Args:
-        value: A tensor, a structure of tensors, or anything else.
-        device: The device.
-        copy: Whether to copy tensors that are on the device already.
-    """
+    """Return a value with all of its tensors, also those in lists, tuples, and dictionaries, on a device."""
     return tree_map_only(torch.Tensor, lambda x: x.detach().to(device, copy=copy), value)
 
 
@@ -205,11 +144,10 @@ def softmax_layers(
 
 def output_error(model: Any, calls: Sequence[Call], expected: Sequence[torch.Tensor]) -> float:
     """Compute the squared error of a model's outputs, divided by the sum of squares of the expected ones."""
-    errors = [
-        (run_call(model, call).float() - x.float()).square().sum() for call, x in zip(calls, expected, strict=True)
-    ]
+    pairs = zip(calls, expected, strict=True)
+    errors = torch.stack([(run_call(model, call).float() - x.float()).square().sum() for call, x in pairs])
     energy = torch.stack([x.float().square().sum() for x in expected]).sum()
-    return float(torch.stack(errors).sum() / energy.clamp_min(TINY))
+    return float(errors.sum() / energy.clamp_min(TINY))
 
 
 def errors_of_layers(model: Any, calls: Sequence[Call]) -> dict[int, float]:
@@ -226,6 +164,5 @@ def errors_of_layers(model: Any, calls: Sequence[Call]) -> dict[int, float]:
     with softmax_layers(layers, measure):
         for call in calls:
             run_call(model, call)
-    return {
-        index: float(sums[holder.mhla][0] / sums[holder.mhla][1].clamp_min(TINY)) for index, holder in layers.items()
-    }
+    errors = {index: sums[holder.mhla] for index, holder in layers.items()}
+    return {index: float(error / energy.clamp_min(TINY)) for index, (error, energy) in errors.items()}

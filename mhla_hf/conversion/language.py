@@ -44,38 +44,26 @@ WRITING_BATCH = 16  # rows that the model samples at once
 def convert_with_text(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any],
     tokenizer: Any, text: Any, *, keep: float | int | str | None, context: int | None, effort: float, seed: int,
-    checkpoint: str | Path | None, progress: bool,
+    checkpoint: str | Path | None, progress: bool
 ) -> Any:  # fmt: skip
-    """Convert a language model or a text encoder in place, fit it to its softmax original, and measure it.
+    """Convert a language model or a text encoder in place, fit it to its softmax original, and measure it; see `convert`.
 
-    See `convert` for the arguments; the model is in eval mode. The scores go to `model.config.mhla_measured`.
-
-    Returns:
-        `model`.
-
-    Raises:
-        TypeError, ValueError: An argument is not valid.
+    The model is in eval mode. The scores go to `model.config.mhla_measured`.
     """
-    family = convertible_family(model)
+    family, start = convertible_family(model), f"text: got a text for {type(model).__name__}"
     if family not in (*LANGUAGE, *ENCODERS):
-        raise ValueError(
-            f"text: got a text for {type(model).__name__}, expected None, or a causal language model or a text encoder."
-        )
+        raise ValueError(f"{start}, expected None, or a causal language model or a text encoder.")
     is_text_encoder = family in ENCODERS
     if not is_text_encoder and not hasattr(model, "lm_head") and model.get_output_embeddings() is None:
-        raise ValueError(
-            f"text: got a text for {type(model).__name__}, which predicts no tokens, expected a ...ForCausalLM."
-        )
+        raise ValueError(f"{start}, which predicts no tokens, expected a ...ForCausalLM.")
     layers = "all" if layers is None and settings is None else layers
     if settings is None:  # "exp" features are unbounded, which is safe because the text shows where to start them
         overrides = {"feature_map": "exp", **overrides}
     mhla_settings = checked_settings(model, family, settings, layers, overrides)
     if not mhla_settings.windowed or mhla_settings.softmax_heads:
         conflict = "windowed=False" if not mhla_settings.windowed else "softmax_heads"
-        raise ValueError(
-            f"text: got a text along with {conflict}, expected windowed=True and no softmax_heads, "
-            "which the conversion chooses."
-        )
+        expected = "windowed=True and no softmax_heads, which the conversion chooses"
+        raise ValueError(f"text: got a text along with {conflict}, expected {expected}.")
     check_learning(model, effort, seed)
     if context is not None and not is_whole(context, 1):
         raise ValueError(f"context: got {context!r}, expected a whole number of at least 1.")
@@ -108,8 +96,7 @@ def convert_with_text(
     convert_in_place(model, family, mhla_settings)
     if num_kept_heads:  # they compute softmax as the model did
         set_attention_function(model.config, attention_function)
-    gate_steps = max(1, round(GATE_STEPS * effort))
-    report = learn_from_rows(model, rows, num_kept_heads, gate_steps, seed, saved_steps, progress)
+    report = learn_from_rows(model, rows, num_kept_heads, effort, seed, saved_steps, progress)
     if sizes is not None:
         report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"], model.config.max_position_embeddings)
     model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
@@ -121,25 +108,10 @@ def convert_with_text(
 def read_rows(
     model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1
 ) -> Rows:
-    """Read the rows of text that a language model is converted with.
+    """Read the rows of text that a language model is converted with, int64 [1, T] each; `effort` scales the number to fit.
 
     Rows have `ROW_TOKENS` tokens, except that `LONG_ROWS` of those for fitting outputs have `LONG_TOKENS`. They are shorter
-    if the model has fewer positions or the text fewer tokens.
-
-    Args:
-        model: A causal language model; for `text="self"`, the softmax original.
-        tokenizer: Its tokenizer; may be None if `text` is token ids or "self".
-        text: As in `data.open_text`, or "self" for text that the model samples.
-        seed: Decides which passages are read, and what the model samples.
-        progress: Whether to show a progress bar.
-        effort: Multiplier for the number of rows for fitting outputs.
-        shortest: Least number of tokens per row.
-
-    Returns:
-        A `Rows` whose batches are single rows of token ids, int64 [1, T] each.
-
-    Raises:
-        TypeError, ValueError, ImportError: The text is too short, or cannot be opened, see `data.open_text`.
+    if the model has fewer positions or the text fewer tokens, but not shorter than `shortest`.
     """
     positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
     short_length, long_length = min(ROW_TOKENS, positions), min(LONG_TOKENS, positions)
@@ -149,9 +121,8 @@ def read_rows(
     num_passages = num_long + -(-(num_rows - num_long) // (long_length // short_length))
     if isinstance(text, str) and text == "self":
         # Sample short rows, and join several to a long one: sampling at the long length would take longer.
-        sampled = sample_rows(
-            model, tokenizer, num_passages * (long_length // short_length), short_length, seed, progress
-        )
+        num_short = num_passages * (long_length // short_length)
+        sampled = sample_rows(model, tokenizer, num_short, short_length, seed, progress)
         passages, name = sampled.view(num_passages, -1), "self"
     else:
         source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
@@ -174,21 +145,10 @@ def read_rows(
 
 @torch.no_grad()
 def sample_rows(model: Any, tokenizer: Any, count: int, length: int, seed: int, progress: bool) -> torch.Tensor:
-    """Sample text from a softmax language model at temperature 1, without a prompt.
+    """Sample int64 [count, length] from a softmax language model at temperature 1, without a prompt.
 
     Each row begins with the beginning-of-sequence token, or with the end-of-sequence token if there is none. Sampling does
     not stop at an end-of-sequence token.
-
-    Args:
-        model: A causal language model in eval mode.
-        tokenizer: Its tokenizer, or None.
-        count: Number of rows.
-        length: Tokens per row.
-        seed: Seed of the samples.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        Token ids, int64 [count, length], on the CPU.
     """
     config = model.config
     candidates = (getattr(tokenizer, "bos_token_id", None), config.bos_token_id, config.eos_token_id, 0)
@@ -209,53 +169,26 @@ def sample_rows(model: Any, tokenizer: Any, count: int, length: int, seed: int, 
 
 
 def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, context: int) -> int:
-    """Compute how many KV heads of the MHLA layers keep softmax.
-
-    Args:
-        sizes: Sizes of each MHLA layer, from `sizes_of_layers`.
-        keep: A share of the KV heads up to 1.0, their number, a percentage such as "17%", or a size such as "64MiB", the
-            most that the cache of these layers may take for one sequence.
-        context: Length of that sequence in tokens.
-
-    Raises:
-        ValueError: `keep` is none of these, means all heads, or is a size that is smaller than the state of MHLA alone; or
-            softmax takes no more memory than MHLA at `context` tokens.
-    """
+    """Compute how many KV heads of the MHLA layers keep softmax. If `keep` is a size, it is that of `context` tokens."""
     num_heads, token_bytes, state_bytes = (sum(column) for column in zip(*sizes.values(), strict=True))
-    num_kept_heads: int | None = None
-    if isinstance(keep, str) and (max_bytes := parse_size(keep)) is not None:
+    num_kept_heads = None
+    if isinstance(keep, str) and keep[-3:] in UNITS and is_number(keep[:-3]):
+        max_bytes = int(float(keep[:-3]) * UNITS[keep[-3:]])
         bytes_per_head = (token_bytes * context - state_bytes) / num_heads  # that keeping softmax adds
         if max_bytes < state_bytes or bytes_per_head <= 0:
-            raise ValueError(
-                f"keep: got {keep!r} at {context} tokens, expected at least {state_bytes} bytes, the state of MHLA alone, "
-                "and a context where softmax takes more."
-            )
+            expected = f"{state_bytes} bytes, the state of MHLA alone, and a context where softmax takes more"
+            raise ValueError(f"keep: got {keep!r} at {context} tokens, expected at least {expected}.")
         num_kept_heads = min(num_heads - 1, int((max_bytes - state_bytes) / bytes_per_head))
     else:
         num_kept_heads = parse_share(keep, num_heads)
     if num_kept_heads is None or num_kept_heads >= num_heads:
-        raise ValueError(
-            f"keep: got {keep!r}, expected 0 to {num_heads - 1} of the {num_heads} KV heads, as a number, a share, "
-            "a percentage, or a size such as '64MiB'."
-        )
+        forms = "as a number, a share, a percentage, or a size such as '64MiB'"
+        raise ValueError(f"keep: got {keep!r}, expected 0 to {num_heads - 1} of the {num_heads} KV heads, {forms}.")
     return num_kept_heads
 
 
-def parse_size(text: str) -> int | None:
-    """Convert a size such as "64MiB" to bytes, rounded down. Return None if the text is not a size in KiB, MiB, or GiB."""
-    number, unit = text[:-3], text[-3:]
-    return int(float(number) * UNITS[unit]) if unit in UNITS and is_number(number) else None
-
-
 class Checkpoint:
-    """Saves the progress of a conversion to a file, and resumes from that file if it exists.
-
-    Args:
-        file: Path of the file, which is read now if it exists; None saves nothing.
-
-    Raises:
-        ValueError: The file exists and is not a checkpoint.
-    """
+    """Saves the progress of a conversion to a file, unless it is None, and resumes from that file if it exists."""
 
     def __init__(self, file: str | Path | None) -> None:
         self.file = None if file is None else Path(file)
@@ -274,20 +207,13 @@ class Checkpoint:
         """Raise ValueError if the file belongs to a conversion with other `parts`, all that its numbers depend on."""
         identity = hash_json(parts)
         if self.content.setdefault("identity", identity) != identity:
-            raise ValueError(
-                f"checkpoint: got {str(self.file)!r} of another conversion, expected a new file; delete it to start anew."
-            )
+            expected = "a new file; delete it to start anew"
+            raise ValueError(f"checkpoint: got {str(self.file)!r} of another conversion, expected {expected}.")
 
     def run(self, name: str, fit: OutputFit | GateFit, inputs: Sequence[tuple[torch.Tensor, ...]], bar: tqdm) -> None:
-        """Call `fit.step` with each of `inputs`, except for the steps that were done before the conversion was interrupted.
+        """Call `fit.step` with each of `inputs`, except for those that were done before the conversion was interrupted.
 
-        The file is written every `SAVE_EVERY` seconds and after the last step.
-
-        Args:
-            name: Key of the fit in the file.
-            fit: The fit, before its first step; its saved state is loaded into it.
-            inputs: Arguments of each step.
-            bar: Progress bar, advanced by one per step. If it is disabled, progress is logged at each save.
+        The file is written every `SAVE_EVERY` seconds and after the last step. Without a bar, progress is logged then.
         """
         if name in self.content:
             fit.load_state_dict(self.content[name])
@@ -309,23 +235,9 @@ class Checkpoint:
 
 
 def learn_from_rows(
-    model: Any, rows: Rows, count: int, gate_steps: int, seed: int, saved_steps: "Checkpoint", progress: bool
+    model: Any, rows: Rows, count: int, effort: float, seed: int, saved_steps: Checkpoint, progress: bool
 ) -> dict[str, Any]:
-    """Fit the MHLA heads of a model that was just converted, choose its softmax heads, and measure it, in place.
-
-    Args:
-        model: A converted model in eval mode, still with the base's weights.
-        rows: Rows from `read_rows` or `read_encoder_rows`.
-        count: Number of KV heads that keep softmax.
-        gate_steps: Number of steps in which gates choose these heads.
-        seed: Seed of the rows, for the report.
-        saved_steps: Runs the fitting steps, skips those that an earlier call finished, and saves progress.
-        progress: Whether to show progress bars.
-
-    Returns:
-        A JSON-serializable dict for `model.config.mhla_measured`: the text, the seed, the scores of the original and after
-        each stage, the gates, and the heads that keep softmax.
-    """
+    """Fit the MHLA heads of a model that was just converted, choose `count` softmax heads, and return the report."""
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report: dict[str, Any] = {
         "text": public_name(rows.name),
@@ -342,7 +254,7 @@ def learn_from_rows(
     report["fitted"] = teacher.compare(model)
     softmax_heads: dict[int, list[int]] = {}
     if count:
-        gates = GateFit(model, rows.gates)
+        gates, gate_steps = GateFit(model, rows.gates), max(1, round(GATE_STEPS * effort))
         with tqdm(total=gate_steps, desc="choose softmax heads", unit="step", disable=not progress) as bar:
             saved_steps.run("gates", gates, [()] * gate_steps, bar)
         report["gates"] = {str(layer): [round(x, 3) for x in values] for layer, values in gates.by_layer().items()}
@@ -354,17 +266,9 @@ def learn_from_rows(
 
 
 class TeacherScores:
-    """Measures a converted language model and its softmax original on held-out rows.
+    """Measures a converted language model and its softmax original on held-out rows. The constructor runs the original.
 
-    The constructor runs the original.
-
-    Args:
-        model: A converted language model in eval mode.
-        rows: Token ids, int64 [1, T] each.
-
-    Attributes:
-        scores: Scores of the softmax original: "perplexity", and "recall", the mean log-probability of the tokens of a row
-            that is read a second time.
+    Scores are "perplexity", and "recall", the mean log-probability of the tokens of a row that is read a second time.
     """
 
     def __init__(self, model: Any, rows: list[torch.Tensor]) -> None:
@@ -384,16 +288,7 @@ class TeacherScores:
         return {"kl": round(kl, 4), **self.absolute_scores(model, predicted)}
 
     def absolute_scores(self, model: Any, predicted: list[torch.Tensor]) -> dict[str, float]:
-        """Compute the perplexity and recall of a model, which do not involve the softmax original.
-
-        Args:
-            model: The model, which is run again on repeated rows to measure recall.
-            predicted: Its log-probabilities at `positions`, one tensor [1, N, vocabulary] per row.
-
-        Returns:
-            A dict with "perplexity" and "recall", the mean log-probability (nats per token) of the second copy of a repeated
-            row.
-        """
+        """Compute the scores of a model from its log-probabilities at `positions`, and by running it on rows read twice."""
         losses, recalls = [], []
         for ids, predicted_row in zip(self.rows, predicted, strict=True):
             next_ids = ids[:, self.positions + 1, None].to(predicted_row.device)  # [1, N, 1]
@@ -407,16 +302,9 @@ class TeacherScores:
 
 
 def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
-    """Let KV heads of MHLA layers keep softmax, and record them in `model.config.mhla`, in place.
+    """Let KV heads of MHLA layers keep softmax, {layer: [KV head, ...]}, and record them in `model.config.mhla`, in place.
 
     If all KV heads of a layer are chosen, it becomes a softmax layer of the base again, and its MHLA weights are deleted.
-
-    Args:
-        model: A converted language model.
-        chosen: {layer: [KV head, ...]}.
-
-    Raises:
-        ValueError: `chosen` has all KV heads of all MHLA layers.
     """
     layers = mhla_layers(model)
     settings = MHLASettings.from_dict(model.config.mhla)
@@ -427,11 +315,10 @@ def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
     if config._attn_implementation == ATTENTION_NAME:
         set_attention_function(config, "sdpa")  # the default of transformers
     for index, heads in chosen.items():
-        attention = layers[index]
         if index in softmax_layers:
-            restore_softmax(attention, config)
+            restore_softmax(layers[index], config)
         else:
-            keep_softmax_heads(attention, config, heads)
+            keep_softmax_heads(layers[index], config, heads)
     mhla_indices: Any = settings.layers
     settings.layers = [index for index in mhla_indices if index not in softmax_layers]
     partly_softmax = {str(index): heads for index, heads in chosen.items() if index not in softmax_layers}
@@ -442,21 +329,14 @@ def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
 def cache_bytes(
     sizes: dict[int, LayerSizes], chosen: dict[str, list[int]], positions: int
 ) -> dict[str, dict[str, int]]:
-    """Compute the size of one sequence's cache in the MHLA layers of a model, at `REPORT_LENGTHS` tokens.
+    """Compute the bytes of one sequence's cache in the MHLA layers, as softmax and as converted, at `REPORT_LENGTHS` tokens.
 
-    Args:
-        sizes: Sizes of each layer, from `sizes_of_layers`.
-        chosen: {layer: [KV head that keeps softmax, ...]}.
-        positions: Positions of the model, which longer lengths are cut to.
-
-    Returns:
-        {number of tokens as a string: {"softmax": bytes if all heads were softmax, "converted": bytes as converted}}.
+    Lengths, which are the keys, end at the model's `positions`.
     """
-    lengths = sorted({min(length, positions) for length in REPORT_LENGTHS})
-    by_length = {str(length): {"softmax": 0, "converted": 0} for length in lengths}
-    for index, (num_heads, token_bytes, state_bytes) in sizes.items():
-        softmax_share = len(chosen.get(str(index), ())) / num_heads
-        for length, total in by_length.items():
-            total["softmax"] += token_bytes * int(length)
-            total["converted"] += round(softmax_share * token_bytes * int(length) + (1 - softmax_share) * state_bytes)
+    by_length = {}
+    for length in sorted({min(length, positions) for length in REPORT_LENGTHS}):
+        softmax = sum(layer.token_bytes * length for layer in sizes.values())
+        shares = {index: len(chosen.get(str(index), ())) / layer.num_kv_heads for index, layer in sizes.items()}
+        converted = sum(layer.cache_bytes(shares[index], length) for index, layer in sizes.items())
+        by_length[str(length)] = {"softmax": softmax, "converted": converted}
     return by_length

@@ -15,21 +15,8 @@ from ..models.transformers_api import config_class_of
 from ..nn.settings import FOREIGN_ENTRIES
 
 # Fields of an MHLA model's configuration that its base's configuration does not have, or has other values for.
-MHLA_FIELDS = (
-    "mhla",
-    "mhla_measured",
-    "model_type",
-    "architectures",
-    "auto_map",
-    *FOREIGN_ENTRIES,
-    "base_model_type",
-)
-
-
-TRANSFORMERS = (
-    "transformer",
-    "transformer_2",
-)  # of a pipeline of diffusers; of Wan 2.2 for high noise and for low noise
+MHLA_FIELDS = ("mhla", "mhla_measured", "model_type", "architectures", "auto_map", *FOREIGN_ENTRIES, "base_model_type")
+TRANSFORMERS = ("transformer", "transformer_2")  # of a pipeline; of Wan 2.2 for high noise and for low noise
 
 
 def transformers_of(pipeline: Any) -> list[Any]:
@@ -45,10 +32,7 @@ def is_of_diffusers(model: Any) -> bool:
 
 
 def family_of(model: Any) -> Family | None:
-    """Return the family of a softmax or MHLA model, or None if it belongs to none.
-
-    Models whose classes come from the source in a checkpoint are recognized, too.
-    """
+    """Return the family of a softmax or MHLA model, also one with classes from a checkpoint's source; None without one."""
     if is_of_diffusers(model):
         return next((family for cls in type(model).__mro__ if (family := transformer_family(cls)) is not None), None)
     config = getattr(model, "config", None)
@@ -64,16 +48,7 @@ def transformer_family(cls: type) -> Family | None:
 def keep_new_images(
     transformer: Any, output: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Drop the tokens of images to edit from the output of a transformer, as its pipeline does.
-
-    Args:
-        transformer: A softmax or MHLA transformer of diffusers.
-        output: [B, T, C], with the tokens of the new image first; other shapes if it takes no images to edit.
-        args, kwargs: The arguments of its forward pass.
-
-    Returns:
-        [B, tokens of the new images, C].
-    """
+    """Drop the tokens of images to edit from the output [B, T, C] of a transformer, as its pipeline does."""
     transformer = getattr(transformer, "_orig_mod", transformer)  # of one that `torch.compile` returned
     family = family_of(transformer)
     if family is None or not family.kind.positions:
@@ -93,11 +68,7 @@ def mhla_class(family: Family, base: type) -> Any:
 
 
 def softmax_config(config: Any) -> Any:
-    """Create the configuration of the softmax model of transformers from which a model was converted.
-
-    Args:
-        config: Configuration of the converted model.
-    """
+    """Create the configuration of the softmax model of transformers from which a model was converted."""
     values = {name: value for name, value in config.to_dict().items() if name not in MHLA_FIELDS}
     config_class: Any = config_class_of(config.base_model_type)
     return config_class(**values)

@@ -23,24 +23,27 @@ class LayerSizes(NamedTuple):
     token_bytes: int
     state_bytes: int
 
+    def cache_bytes(self, share: float, tokens: int) -> int:
+        """Compute the bytes after a number of tokens if a share of the KV heads keeps softmax."""
+        return round(share * self.token_bytes * tokens + (1 - share) * self.state_bytes)
+
 
 class CountingCore(nn.Module):
-    """Stands in for a `DecayMHLA`: its forward pass returns zeros, and sets the sizes of `LayerSizes`."""
+    """Stands in for a `DecayMHLA`: its forward pass returns zeros, and sets `sizes`."""
 
     def __init__(self, core: Any) -> None:
         super().__init__()
         self.core = core
-        self.token_bytes = 0
-        self.state_bytes = 0
+        self.sizes = LayerSizes(core.num_kv_heads, 0, 0)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cos_sin: torch.Tensor | None = None, **unused: Any
     ) -> torch.Tensor:
         num_decays, num_features = self.core.mixing.num_decays, self.core.k_map.num_features
-        self.token_bytes = (k[:, :1].numel() + v[:, :1].numel()) * v.element_size()
+        token_bytes = (k[:, :1].numel() + v[:, :1].numel()) * v.element_size()
         cos_sin = None if cos_sin is None else cos_sin.to(v.dtype)
         state = WindowedState.empty(k.to(v.dtype), v, num_decays, num_features, self.core.options, cos_sin)
-        self.state_bytes = state.nbytes()
+        self.sizes = LayerSizes(self.core.num_kv_heads, token_bytes, state.nbytes())
         return v.new_zeros(*q.shape[:3], v.shape[3])
 
 
@@ -59,12 +62,11 @@ def sizes_of_layers(model: Any) -> dict[int, LayerSizes]:
     with replaced_cores(mhla_layers(model), CountingCore) as cores:
         run_one_token(model, mhla_padding=(None, None))
     for index, attention in mhla_layers(model).items():
-        counting = cores[index]
-        token_bytes = counting.token_bytes
+        sizes[index] = cores[index].sizes
         if (latent_width := getattr(attention, "kv_lora_rank", None)) is not None:
             # Latent attention keeps one latent and one rotated key per token for all heads, not keys and values per head.
             token_bytes = (latent_width + attention.qk_rope_head_dim) * model.dtype.itemsize
-        sizes[index] = LayerSizes(counting.core.num_kv_heads, token_bytes, counting.state_bytes)
+            sizes[index] = sizes[index]._replace(token_bytes=token_bytes)
     return sizes
 
 
@@ -76,13 +78,9 @@ def sizes_of_conversion(model: Any, settings: MHLASettings) -> dict[int, LayerSi
 
 
 def softmax_bytes(model: Any, tokens: int) -> list[int]:
-    """Compute the bytes of each layer's cache after `tokens` tokens, of a softmax model on the meta device.
-
-    Raise ValueError if the model cannot run there.
-    """
-    with wrap_errors(
-        f"model: got {model.config.model_type!r}, expected one whose cache can be counted without weights"
-    ):
+    """Compute the bytes of each layer's cache after `tokens` tokens, of a softmax model on the meta device."""
+    message = f"model: got {model.config.model_type!r}, expected one whose cache can be counted without weights"
+    with wrap_errors(message):
         layers = run_one_token(model).layers
     sizes = []
     for layer in layers:
@@ -100,8 +98,8 @@ def mhla_bytes(student: Any, tokens: int, share: float | None = None) -> dict[in
     `share` is the part of the KV heads that keeps softmax (default: as the model has it).
     """
     sizes = {}
-    for index, (num_heads, token_bytes, state_bytes) in sizes_of_layers(student).items():
+    for index, layer in sizes_of_layers(student).items():
         heads: Any = mhla_layers(student)[index].mhla.heads
-        kept = share if share is not None else 0 if heads is None else heads.counts[True] / num_heads
-        sizes[index] = round(kept * token_bytes * tokens + (1 - kept) * state_bytes)
+        kept = share if share is not None else 0 if heads is None else heads.counts[True] / layer.num_kv_heads
+        sizes[index] = layer.cache_bytes(kept, tokens)
     return sizes

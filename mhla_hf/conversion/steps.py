@@ -47,26 +47,12 @@ def converting(models: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def choose_settings(
-    settings: MHLASettings | None,
-    defaults: MHLASettings,
-    layers: str | Sequence[int] | None,
-    overrides: dict[str, Any],
+    settings: MHLASettings | None, defaults: MHLASettings, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> MHLASettings:
-    """Resolve the settings of a conversion.
+    """Resolve the settings of a conversion: `layers`, unless it is None, then `overrides`, `settings`, and `defaults`.
 
-    Args:
-        settings: All settings at once; None takes `defaults`.
-        defaults: Settings of the family's record.
-        layers: Takes precedence over `settings` and `overrides`, unless it is None.
-        overrides: Single fields, which take precedence over `settings`.
-
-    Returns:
-        The settings. Unless an override sets them, mixing without decays turns off `windowed`, and a missing
-        window turns off the options that need one.
-
-    Raises:
-        TypeError: `settings` is not `MHLASettings`, or a field does not exist.
-        ValueError: The values do not fit together.
+    Unless an override sets them, mixing without decays turns off `windowed`, and a missing window turns off the
+    options that need one.
     """
     settings = defaults if settings is None else settings
     if not isinstance(settings, MHLASettings):
@@ -100,10 +86,9 @@ def is_number(text: str) -> bool:
 
 
 def parse_share(keep: float | int | str, total: int) -> int | None:
-    """Convert a part of `total` to a number: a share up to 1.0, a number, or a percentage such as "17%".
+    """Convert a part of `total` to a number, maybe larger than `total`: a share up to 1.0, a number, or a percentage.
 
-    Returns:
-        The number, which may be larger than `total`, or None if `keep` is none of these.
+    Return None if `keep` is none of these.
     """
     if isinstance(keep, str) and keep.endswith("%") and is_number(keep[:-1]):
         return round(float(keep[:-1]) / 100 * total)

@@ -20,13 +20,10 @@ from .model_family import family_of
 
 
 class SoftmaxCore(nn.Module):
-    """Computes softmax attention in place of an MHLA core; causal if the core is.
+    """Computes softmax attention in place of an MHLA core, for rows without padding; causal if the core is.
 
-    Args:
-        core: The MHLA core.
-        observe: Called after each forward pass as `observe(core, q, k, v, o, options)`, where q is [B, T, H, K], k
-            [B, T, G, K], v [B, T, G, V], the output o [B, T, H, V], and `options` has the keyword arguments to call `core`
-            with. None calls nothing.
+    After each forward pass, it calls `observe(core, q, k, v, o, options)`, where q is [B, T, H, K], k [B, T, G, K], v
+    [B, T, G, V], the output o [B, T, H, V], and `options` has the keyword arguments to call `core` with.
     """
 
     def __init__(self, core: Any, observe: Callable[..., None] | None = None) -> None:
@@ -35,15 +32,6 @@ class SoftmaxCore(nn.Module):
         self.observe = observe
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Attend by softmax, for rows without padding, and call `observe`.
-
-        Args:
-            q, k, v: [B, T, H, K], [B, T, G, K], and [B, T, G, V].
-            **options: Further arguments of the core, of which "scale" is read.
-
-        Returns:
-            [B, T, H, V].
-        """
         o = softmax_attention(q, k, v, options.get("scale"), self.core.causal)
         if self.observe is not None:
             names = ("scale", "hidden_states", "cos_sin")
@@ -52,20 +40,12 @@ class SoftmaxCore(nn.Module):
 
 
 def softmax_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None = None,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute softmax attention, [B, T, H, V].
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, causal: bool = False,
+    mask: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """Compute softmax attention, [B, T, H, V], of q [B, T, H, K], k [B, S, G, K], and v [B, S, G, V].
 
-    Args:
-        q, k, v: [B, T, H, K], [B, S, G, K], and [B, S, G, V].
-        scale: Multiplier of the scores (default: K^-0.5).
-        causal: Whether queries see no later keys; then S is T and there is no mask.
-        mask: Broadcastable to [B, H, T, S]: bool, or what is added to the scores. None to use all keys.
+    The mask is broadcastable to [B, H, T, S]: bool, or what is added to the scores.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is not None and mask.dtype != torch.bool:
@@ -75,24 +55,35 @@ def softmax_attention(
     return o.transpose(1, 2)
 
 
+class GatedCore(nn.Module):
+    """Computes g * softmax + (1 - g) * MHLA with a gate g for each KV head, in place of an MHLA core."""
+
+    def __init__(self, core: Any, gate: torch.Tensor) -> None:
+        super().__init__()
+        self.core = core
+        self.gate = nn.Parameter(gate)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
+    ) -> torch.Tensor:
+        """Attend by softmax and by MHLA, for rows without padding."""
+        gate = self.gate.repeat_interleave(q.shape[2] // k.shape[2])[:, None].to(v.dtype)
+        o = softmax_attention(q, k, v, scale, self.core.causal)
+        return gate * o + (1 - gate) * self.core(q, k, v, scale=scale, **options)
+
+
 def is_encoder(model: Any) -> bool:
     """Return whether a model is a text encoder of transformers."""
     return family_of(model) in ENCODERS
 
 
 def mhla_layers(model: Any) -> dict[int, Any]:
-    """Return the MHLA attention modules of a language model or text encoder, by layer index.
-
-    Raises:
-        TypeError: There are none.
-    """
+    """Return the MHLA attention modules of a language model or text encoder, by layer. Raise TypeError if it has none."""
     if is_encoder(model):
         attentions = find_encoder_attentions(model)
     else:
-        attentions = find_causal_attentions(model) if isinstance(model, nn.Module) else {}
-        attentions = {
-            index: attention for index, attention in attentions.items() if getattr(attention, "is_causal", True)
-        }
+        found = find_causal_attentions(model) if isinstance(model, nn.Module) else {}
+        attentions = {index: attention for index, attention in found.items() if getattr(attention, "is_causal", True)}
     layers = {index: attention for index, attention in attentions.items() if hasattr(attention, "mhla")}
     if not layers:
         raise TypeError(f"model: got {type(model).__name__}, expected a text model with MHLA layers.")
@@ -109,11 +100,7 @@ def run_body(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def replaced_cores(layers: dict[int, Any], replace: Callable[[Any], nn.Module]) -> Iterator[dict[int, Any]]:
     """Context manager that replaces the MHLA core of each layer by `replace(core)`, and yields the new modules by layer.
 
-    The MHLA cores are restored at the end, even after an exception.
-
-    Args:
-        layers: Modules with a child `mhla`, the core, by layer index.
-        replace: Returns the module that takes the place of a core.
+    `layers` are modules with a child `mhla`, the core, by layer index. The cores are restored, even after an exception.
     """
     cores = {index: attention.mhla for index, attention in layers.items()}
     for index, attention in layers.items():
@@ -126,29 +113,14 @@ def replaced_cores(layers: dict[int, Any], replace: Callable[[Any], nn.Module]) 
 
 
 def softmax_instead(model: Any, observe: Callable[..., None] | None = None) -> AbstractContextManager[dict[int, Any]]:
-    """Return a context manager that turns a converted model into its softmax original, in place.
-
-    Args:
-        model: A converted language model or text encoder.
-        observe: See `SoftmaxCore`.
-    """
+    """Return a context manager that turns a converted text model into its softmax original, in place; see `SoftmaxCore`."""
     return replaced_cores(mhla_layers(model), lambda core: SoftmaxCore(core, observe))
 
 
 def log_probabilities(model: Any, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute a language model's log-probabilities of the next token.
+    """Compute a language model's log-probabilities of the next token, fp32 [B, N or T, vocabulary], for ids without padding.
 
-    Args:
-        model: A causal language model in eval mode.
-        ids: Token ids, int64 [B, T], without padding.
-        positions: int64 [N], the positions to predict from; None: all. If the model takes `logits_to_keep`, it computes no
-            logits for other positions.
-
-    Returns:
-        fp32 [B, N or T, vocabulary].
-
-    Raises:
-        ValueError: The model is in training mode, in which its predictions are random.
+    The model is in eval mode. If it takes `logits_to_keep`, it computes no logits but for the N `positions` (None: all).
     """
     if model.training:
         raise ValueError("model: got one in training mode, expected model.eval().")
@@ -164,33 +136,19 @@ def log_probabilities(model: Any, ids: torch.Tensor, positions: torch.Tensor | N
 
 
 def mean_kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """Compute KL(teacher, student) in nats per token.
-
-    Args:
-        teacher, student: Log-probabilities [.., vocabulary], as from `log_probabilities`.
-
-    Returns:
-        A scalar.
-    """
+    """Compute KL(teacher, student) in nats per token from log-probabilities [.., vocabulary]."""
     return F.kl_div(student, teacher, reduction="sum", log_target=True) / teacher[..., 0].numel()
 
 
 @torch.no_grad()
 def kl_to_teacher(model: Any, batches: Sequence[torch.Tensor]) -> float:
-    """Measure the KL of a converted language model's predictions to those of its softmax original.
+    """Measure the KL of a converted language model's predictions to those of its softmax original, in nats per token.
 
     The original is this model with softmax in its MHLA layers, so this holds only if nothing but `mhla.*` was trained.
 
     Args:
         model: A converted causal language model in eval mode.
-        batches: Batches of token ids, int64 [B, T] each, without padding.
-
-    Returns:
-        The mean over batches, in nats per token.
-
-    Raises:
-        TypeError: The model has no MHLA layers.
-        ValueError: The model is in training mode.
+        batches: Batches of token ids, int64 [B, T] each, without padding; the result is the mean over them.
     """
     total = 0.0
     for ids in batches:

@@ -60,25 +60,10 @@ class NotConvertible(ValueError):
 
 
 def checked_settings(
-    model: Any,
-    family: Family,
-    settings: MHLASettings | None,
-    layers: str | Sequence[int] | None,
-    overrides: dict[str, Any],
-) -> MHLASettings:
-    """Resolve and check the settings of a conversion; the model is not changed.
-
-    Args:
-        model: A softmax model of transformers.
-        family: Its family.
-        settings, layers, overrides: As in `convert`.
-
-    Returns:
-        The settings, with `layers` as a list of indices.
-
-    Raises:
-        ValueError, TypeError: The model cannot be converted with these settings.
-    """
+    model: Any, family: Family, settings: MHLASettings | None, layers: str | Sequence[int] | None,
+    overrides: dict[str, Any]
+) -> MHLASettings:  # fmt: skip
+    """Resolve and check the settings of a conversion, with `layers` as a list of indices; the model is not changed."""
     settings = choose_settings(settings, MHLASettings(**family.defaults), layers, overrides)
     if settings.rope == "after":
         raise ValueError('rope: got "after", expected "before": the base model rotates q and k before the feature map.')
@@ -92,80 +77,46 @@ def checked_settings(
             rotation_layout(attentions[index])
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
             raise ValueError(f"model: got offloaded weights in layer {index}, expected weights on a device.")
-    mhla_layers, softmax_heads = without_softmax_layers(mhla_layers, settings.softmax_heads or {}, attentions, config)
-    num_blocks = -(-config.max_position_embeddings // settings.block_size) if is_encoder else settings.num_blocks
-    return replace(settings, layers=mhla_layers, softmax_heads=softmax_heads, num_blocks=num_blocks)
-
-
-def without_softmax_layers(
-    mhla_layers: Sequence[int], softmax_heads: dict[str, list[int]], attentions: dict[int, Any], config: Any
-) -> tuple[list[int], dict[str, list[int]]]:
-    """Remove from the MHLA layers those in which all KV heads keep softmax.
-
-    Args:
-        mhla_layers: Indices of layers.
-        softmax_heads: As in `MHLASettings`.
-        attentions: Attention modules of the model, by layer.
-        config: Configuration of the model.
-
-    Returns:
-        The indices of the remaining layers, and the part of `softmax_heads` that belongs to them.
-
-    Raises:
-        ValueError: `softmax_heads` has a layer or head that does not exist, or no MHLA layer remains.
-    """
-    remaining_layers, remaining_heads = list(mhla_layers), dict(softmax_heads)
-    for index, heads in softmax_heads.items():
-        if int(index) not in mhla_layers:
-            raise ValueError(f"softmax_heads: got layer {index}, expected some of the MHLA layers {list(mhla_layers)}.")
-        num_kv_heads = attention_sizes(attentions[int(index)], config)["num_kv_heads"]
+    remaining_layers, remaining_heads = list(mhla_layers), dict(settings.softmax_heads or {})
+    for layer, heads in (settings.softmax_heads or {}).items():
+        if int(layer) not in mhla_layers:
+            raise ValueError(f"softmax_heads: got layer {layer}, expected some of the MHLA layers {list(mhla_layers)}.")
+        num_kv_heads = attention_sizes(attentions[int(layer)], config)["num_kv_heads"]
         if heads[-1] >= num_kv_heads:
-            raise ValueError(
-                f"softmax_heads: got KV head {heads[-1]} in layer {index}, expected 0 to {num_kv_heads - 1}."
-            )
-        if len(heads) == num_kv_heads:
-            remaining_layers.remove(int(index))
-            del remaining_heads[index]
+            expected = f"0 to {num_kv_heads - 1}"
+            raise ValueError(f"softmax_heads: got KV head {heads[-1]} in layer {layer}, expected {expected}.")
+        if len(heads) == num_kv_heads:  # the layer stays softmax
+            remaining_layers.remove(int(layer))
+            del remaining_heads[layer]
     if not remaining_layers:
         raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected fewer.")
-    return remaining_layers, remaining_heads
+    num_blocks = -(-config.max_position_embeddings // settings.block_size) if is_encoder else settings.num_blocks
+    return replace(settings, layers=remaining_layers, softmax_heads=remaining_heads, num_blocks=num_blocks)
 
 
 def convert_transformers_model(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> Any:
-    """Convert a model of transformers in place, and return it. See `convert` for the arguments.
-
-    Raises:
-        ValueError, TypeError: The model cannot be converted with these settings; it is unchanged.
-    """
+    """Convert a model of transformers in place, and return it. See `convert` for the arguments."""
     family = convertible_family(model)
     return convert_in_place(model, family, checked_settings(model, family, settings, layers, overrides))
 
 
 def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
-    """Convert a model in place, and return it.
+    """Convert a model in place by its checked settings, and return it.
 
     The model stays the same object; its class, its configuration, and the classes of its attention modules change. Its MHLA
     classes are registered in transformers' Auto classes. A warning is logged if the base has dropout in its attention.
-
-    Args:
-        model: A softmax model of transformers.
-        family: Its family.
-        settings: From `checked_settings`.
     """
     config = model.config
     for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
         if getattr(config, name, 0.0):
             logger.warning("convert: %s=%s of the base does not apply to MHLA layers.", name, getattr(config, name))
 
-    model_class = mhla_class(family, type(model))
-    mhla_config = copy.deepcopy(config)
+    model_class, mhla_config = mhla_class(family, type(model)), copy.deepcopy(config)
     generation_config = copy.deepcopy(getattr(model, "generation_config", None))
-    if removed := {*strip_code_references(mhla_config), *strip_code_references(generation_config)}:
-        logger.info(
-            "convert: the MHLA model does not keep %s of its base, which may name code.", ", ".join(sorted(removed))
-        )
+    if removed := sorted({*strip_code_references(mhla_config), *strip_code_references(generation_config)}):
+        logger.info("convert: the MHLA model does not keep %s of its base, which may name code.", ", ".join(removed))
     mhla_config.__class__ = model_class.config_class
     mhla_config.mhla = settings.to_dict()
     for module in model.modules():
@@ -184,24 +135,14 @@ def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
 
 
 def restore_softmax(attention: Any, config: Any) -> None:
-    """Turn the attention module of an MHLA layer into that of the base again, and delete its MHLA weights, in place.
-
-    Args:
-        attention: The attention module.
-        config: Configuration of the model, which softmax layers refer to.
-    """
+    """Turn the attention module of an MHLA layer into that of the base again, and delete its MHLA weights, in place."""
     attention.__class__ = type(attention).__bases__[1]
     attention.config = config
     del attention.mhla
 
 
 def convertible_family(model: Any) -> Family:
-    """Return the family of a softmax model of transformers that can be converted.
-
-    Raises:
-        TypeError: The object is not a model of transformers.
-        ValueError: The model is MHLA already, or of a class or type that does not convert.
-    """
+    """Return the family of a softmax model of transformers. Raise ValueError or TypeError if it cannot be converted."""
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     if not isinstance(model, torch.nn.Module) or not isinstance(model_type, str):
@@ -219,9 +160,8 @@ def family_to_convert(model_type: str) -> Family:
     """Return the family of a model type. Raise NotConvertible, with the reason, if the type does not convert."""
     family = family_of_type(model_type)
     if family is None:
-        reason = next(
-            (reason for reason, types in REFUSED.items() if model_type in types.split()), "it was never tried"
-        )
+        reasons = [reason for reason, types in REFUSED.items() if model_type in types.split()]
+        reason = reasons[0] if reasons else "it was never tried"
         raise NotConvertible(f"model: got model type {model_type!r}, expected another one: {reason}.")
     return family
 
@@ -229,30 +169,15 @@ def family_to_convert(model_type: str) -> Family:
 def choose_convertible(
     settings: MHLASettings, config: Any, attentions: dict[int, Any], both_ways: bool
 ) -> list[int] | tuple[int, ...]:
-    """Choose the layers that become MHLA, among those whose attention MHLA can replace.
-
-    Args:
-        settings: Settings of the conversion. If `layers` is "2/3", only layers that can become MHLA are counted.
-        config: Configuration of the model.
-        attentions: Its attention modules, by layer.
-        both_ways: Whether its layers see later tokens, too, as in an encoder.
-
-    Returns:
-        Indices of layers.
-
-    Raises:
-        NotConvertible: No layer can become MHLA.
-        ValueError: `settings.layers` has a layer that does not exist or cannot become MHLA.
-    """
+    """Choose the layers that become MHLA, among those whose attention MHLA can replace; "2/3" counts only these."""
     checked = {index: reason_to_keep_softmax(attention, config, both_ways) for index, attention in attentions.items()}
     reasons = {index: reason for index, reason in checked.items() if reason}
     convertible = [index for index in sorted(attentions) if index not in reasons]
     requested = [] if isinstance(settings.layers, str) else settings.layers
     num_layers = config.num_hidden_layers
     if beyond := [index for index in requested if index >= num_layers]:
-        raise ValueError(
-            f"layers: got layer {beyond[0]}, expected 0 to {num_layers - 1}: the model has {num_layers} layers."
-        )
+        expected = f"0 to {num_layers - 1}: the model has {num_layers} layers"
+        raise ValueError(f"layers: got layer {beyond[0]}, expected {expected}.")
     if not convertible:
         reason = next(iter(reasons.values()), "it has no attention of transformers' interface")
         raise NotConvertible(f"model: got {config.model_type!r}, expected layers that can become MHLA: {reason}.")
@@ -265,13 +190,7 @@ def choose_convertible(
 
 
 def reason_to_keep_softmax(attention: torch.nn.Module, config: Any, both_ways: bool = False) -> str | None:
-    """Return why a softmax layer cannot become MHLA, as a clause without a period; None if it can.
-
-    Args:
-        attention: The attention module of the layer.
-        config: Configuration of the model.
-        both_ways: Whether the layer belongs to an encoder, and so sees earlier and later tokens.
-    """
+    """Return why a softmax layer cannot become MHLA, as a clause without a period; None if it can."""
     if getattr(attention, "attn_logit_softcapping", None) is not None:
         return "its attention scores have a soft cap (attn_logit_softcapping)"
     types, index = getattr(config, "layer_types", None), getattr(attention, "layer_idx", 0)

@@ -1,7 +1,4 @@
-"""The fingerprint of a model follows what decides its numbers, and nothing else; the machine is described.
-
-Run: pytest tests/checkpoints/test_fingerprint.py
-"""
+"""The fingerprint of a model follows what decides its numbers, and nothing else; the machine is described."""
 
 import json
 import re
@@ -12,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tools.small_scores import make_result, save_llama, small_llama
 
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder, fingerprint_model
-from mhla_hf.checkpoints.provenance import describe_hardware, describe_versions, source_commit, utc_now
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.evaluation.records import Results
 
 
@@ -50,7 +47,8 @@ def test_the_fingerprint_of_a_loaded_model_follows_its_weights():
 
 
 def test_the_machine_is_described():
-    assert re.search(r", \d+ cores?, 1 thread$", describe_hardware())
-    assert {"mhla_hf", "torch", "transformers", "python", "lm_eval"} <= set(describe_versions())
-    assert re.fullmatch(r"[0-9a-f]{40}(\+changed)?|mhla_hf .+", source_commit())
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", utc_now())
+    run = describe_run("a command")
+    assert re.search(r", \d+ cores?, 1 thread$", run["hardware"]) and run["command"] == "a command"
+    assert {"mhla_hf", "torch", "transformers", "python", "lm_eval"} <= set(run["versions"])
+    assert re.fullmatch(r"[0-9a-f]{40}(\+changed)?|mhla_hf .+", run["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", run["date"])

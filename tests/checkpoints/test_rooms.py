@@ -76,10 +76,7 @@ def test_a_bundle_holds_nothing_of_other_models(bundles):
     )
     encoder += " pass_padding GridCall"
     encoder += " MHLACacheLayer mhla_attention MHLAConfig WanTransformer ViTModel"
-    for form, words in {
-        "decay": "SequenceMHLA GridMixing mhla",
-        "matrix": "TwoWayMHLA DecayMixing Decays",
-    }.items():
+    for form, words in {"decay": "SequenceMHLA GridMixing mhla", "matrix": "TwoWayMHLA DecayMixing Decays"}.items():
         text = bundles[f"models.converted:{form}_encoder_class"]
         for word in (*encoder.split(), *words.split()):
             assert not re.search(rf"(class|def) {word}\b", text), (form, word)
@@ -88,10 +85,7 @@ def test_a_bundle_holds_nothing_of_other_models(bundles):
 
 
 def test_it_has_the_name_that_its_library_wants(bundles):
-    assert make_source("models.converted:decay_class") == (
-        "modeling_mhla.py",
-        bundles["models.converted:decay_class"],
-    )
+    assert make_source("models.converted:decay_class") == ("modeling_mhla.py", bundles["models.converted:decay_class"])
     sha = check_bundle(bundles["models.diffusion.dit_transformer"])["sha256"]
     assert make_source("models.diffusion.dit_transformer")[0] == f"modeling_mhla_dit_{sha}.py"
     with pytest.raises(ValueError, match=r"entry: got '\.\./etc', expected one of \['models\.language\..*\]\."):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tools.elsewhere import run_elsewhere
 from tools.small_encoders import softmax_encoder
-from tools.small_models import MODELS, tokens
+from tools.small_models import MODELS, refused, tokens
 from tools.small_scores import small_tokenizer
 from tools.small_towers import converted_tower, images, output_of, small_classifier
 from transformers import ByT5Tokenizer
@@ -103,13 +103,11 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, most):
     model, before = MODELS["llama-all"](), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:
-        with pytest.raises(
-            ValueError, match=r"output: got '.*/out', expected a folder that can be written \(.*File too large"
-        ) as caught:
+        with refused("/out', expected a folder that can be written (", "File too large"):
             save_model(model, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_that_a_killed_process_had_moved_away_is_not_overlooked(tmp_path):
@@ -120,15 +118,10 @@ def test_a_model_that_a_killed_process_had_moved_away_is_not_overlooked(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out/config.json").is_file()
 
 
-KINDS = {
-    "": "models.Transformer",
-    "1_Pooling": "models.Pooling",
-    "2_Dense": "models.Dense",
-    "3_Normalize": "models.Normalize",
-}
+KINDS = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}
 SENTENCE = {
     "modules.json": [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for i, (path, kind) in enumerate(KINDS.items())
     ],
     "1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_cls_token": True},
@@ -169,26 +162,19 @@ def test_an_encoder_keeps_the_modules_of_sentence_transformers_and_is_shared_wit
     assert stage_folder(out, tmp_path / "staged", person=person) == ()
     assert (tmp_path / "staged/1_Pooling/config.json").is_file()
     (out / "sentence_bert_config.json").write_text(json.dumps(odd))
-    with pytest.raises(
-        ValueError, match=r"sentence_bert_config\.json: got the key 'model_args', expected only keys that"
-    ):
+    with refused("sentence_bert_config.json: got the key 'model_args', expected only keys that"):
         stage_folder(out, tmp_path / "again", person=person)
     assert main(["convert", str(sentence_encoder), str(out), "--overwrite"]) == 0
 
 
 FOREIGN = {
-    "a class": (
-        "modules.json",
-        "sentence_transformers.models.Pooling",
-        "evil.Pooling",
-        "names 'evil.Pooling' in '1_Pool",
-    ),
+    "a class": ("modules.json", "sentence_transformers.models.Pooling", "evil.Pooling", "'evil.Pooling' in '1_Pool"),
     "a folder": ("modules.json", "1_Pooling", "../secret", "in '../secret', expected a folder such as 1_Pooling"),
     "a function": (
         "2_Dense/config.json",
         "torch.nn.modules",
         "os",
-        "with the activation 'os.activation.Tanh', expected one of torch.nn",
+        "the activation 'os.activation.Tanh', expected one",
     ),
     "no list": ("modules.json", "idx", "index", "expected a modules.json that can be read"),
 }
@@ -199,9 +185,8 @@ def test_modules_that_may_be_code_are_not_kept_and_that_is_said(sentence_encoder
     file, old, new, said = FOREIGN[case]
     text = (sentence_encoder / file).read_text()
     (sentence_encoder / file).write_text(text.replace(old, new))
-    with pytest.raises(ValueError) as caught:
+    with refused(said):
         read_sentence_files(sentence_encoder)
-    assert said in str(caught.value)
     assert main(["convert", str(sentence_encoder), str(tmp_path / "out")]) == 0
     assert "the modules of sentence-transformers are not kept: model" in caplog.text
     assert not (tmp_path / "out/modules.json").exists() and not (tmp_path / "out/1_Pooling").exists()

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from tokenizers.processors import TemplateProcessing
 from tools.small_encoders import SLIDING, softmax_encoder
 from tools.small_models import refused
 from tools.small_scores import TRAINING, small_tokenizer
-from transformers import AutoModel
 
 import mhla_hf
 from mhla_hf.cli.main import main
@@ -97,32 +95,6 @@ def test_rows_have_special_tokens_and_lengths_of_their_own(teacher, tokenizer):
     assert short.fit[0].shape == (3, 20) and len(short.held_out[1]) == 1
     again = read_encoder_rows(model, None, tokens, 1, False).fit[0]
     assert not torch.equal(read_encoder_rows(model, None, tokens, 0, False).fit[0], again)
-
-
-def test_a_seed_repeats_it_and_a_stop_does_not_change_it(teacher, tmp_path, monkeypatch):
-    def run(**options):
-        return mhla_hf.convert(copy.deepcopy(teacher), text=TEXT, seed=3, **SMALL, **options).state_dict()
-
-    expected, whole = run(), OutputFit.step
-
-    def step(self, ids):
-        if self.done == 5:
-            raise KeyboardInterrupt
-        return whole(self, ids)
-
-    monkeypatch.setattr(sys.modules["mhla_hf.conversion.language"], "SAVE_EVERY", 0.0)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(OutputFit, "step", step)
-        run(checkpoint=tmp_path / "part")
-    for name, value in run(checkpoint=tmp_path / "part").items():
-        assert torch.equal(value, expected[name]), f"{name} differs after a stop"
-
-
-def test_saved_and_loaded(teacher, tmp_path):
-    """Elsewhere, too: tests/models/test_encoders.py loads encoders where the package is missing."""
-    model, ids = mhla_hf.convert(copy.deepcopy(teacher), text=TEXT, **SMALL), TEXT[:120].view(2, 60)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(AutoModel.from_pretrained(tmp_path)(ids)[0], model(ids)[0])
 
 
 def test_the_command_and_the_card(tmp_path, capsys, tokenizer):

@@ -141,10 +141,9 @@ def test_a_soft_cap_is_the_reason_in_sliding_and_in_whole_layers(layers):
         mhla_hf.convert(Gemma2ForCausalLM(config), layers=layers)
 
 
-def test_shared_keys_sinks_and_soft_caps_are_refused():
+def test_shared_keys_and_sinks_are_refused():
     for name, value, reason in (
         ("sinks", torch.zeros(4), "attention sinks"),
-        ("attn_logit_softcapping", 50.0, "soft cap"),
         ("is_kv_shared_layer", True, "shares keys and values"),
     ):
         model = LlamaForCausalLM(LlamaConfig(**{**softmax_model().config.to_dict(), "num_hidden_layers": 2}))

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from tools.small_models import refused, softmax_model, tokens
-from tools.small_towers import softmax_tower
 from tools.tiny_pipelines import PIPELINES, inputs, tiny_transformer
 from transformers import LlamaForCausalLM
 
@@ -60,10 +59,9 @@ def fail(error, after=0):
         (TeacherScores, "compare", MemoryError("stop"), 2),  # after heads got softmax back
     ],
 )
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_language_model_after_a_failure(monkeypatch, stopped, name, error, after, attention):
+def test_a_language_model_after_a_failure(monkeypatch, stopped, name, error, after):
     model = language_model()
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation("eager")
     model.generation_config.custom_generate = "code"
     model.model.register_forward_pre_hook(lambda *_: None)
     model.train().model.layers[1].eval()
@@ -73,10 +71,10 @@ def test_a_language_model_after_a_failure(monkeypatch, stopped, name, error, aft
         mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
     check_unchanged(model, before)
     assert torch.equal(model(TEXT[None, :60]).logits, expected)
-    assert model.config._attn_implementation == attention and model.generation_config.custom_generate == "code"
+    assert model.config._attn_implementation == "eager" and model.generation_config.custom_generate == "code"
     monkeypatch.undo()
     mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
-    assert model.config._attn_implementation == attention and not hasattr(model.generation_config, "custom_generate")
+    assert model.config._attn_implementation == "eager" and not hasattr(model.generation_config, "custom_generate")
     is_training = {name: module.training for name, module in model.named_modules()}
     assert is_training["model.layers.0.self_attn"] and not is_training["model.layers.1.self_attn"]
     assert all(layer.mhla.q_map.training == layer.training for layer in mhla_layers(model).values())
@@ -99,15 +97,6 @@ def test_a_pipeline_after_a_failure(monkeypatch):
     mhla_hf.convert(pipe, samples=[3, 7], effort=0.02, keep=0, progress=False)
     assert [holder.mhla.training for holder in grid_layers(pipe.transformer).values()] == [False, True]
     assert pipe.config["transformer"][1] == type(pipe.transformer).__name__ == "MHLADiTTransformer2DModel"
-
-
-def test_a_vision_model_after_a_failure(monkeypatch):
-    model = softmax_tower("ViTModel")
-    before = snapshot(model)
-    monkeypatch.setattr(calibration, "keep_softmax_layers", fail(RuntimeError("stop")))
-    with pytest.raises(RuntimeError, match="stop"):
-        mhla_hf.convert(model, samples=torch.randn(16, 3, 32, 32), effort=0.02, progress=False)
-    check_unchanged(model, before)
 
 
 def zero_values(projection):

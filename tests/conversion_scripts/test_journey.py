@@ -35,7 +35,7 @@ def prepare(place, family, stages, settings):
 @pytest.mark.parametrize(
     ("family", "stages", "settings", "size"),
     [("wan", (TRANSFER, MATCH), "{layers: [1], layout: [1, 2, 2]}", "size: [9, 64, 80]"),
-     ("sana", (MATCH,), "{layers: [1], layout: [2, 2]}", "size: [32, 32]"), ("dit", (TRAIN,), SCRATCH, "")],
+     ("sana", (MATCH,), "{layers: [1], layout: [2, 2]}", "size: [32, 32]"), ("dit", (TRAIN,), SCRATCH, "")]
 )  # fmt: skip
 def test_from_a_pipeline_to_a_card(run, family, stages, settings, size, tmp_path, capsys, monkeypatch):
     arguments = prepare(tmp_path, family, [stage.replace("SIZE", size) for stage in stages], settings)
