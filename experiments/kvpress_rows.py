@@ -49,12 +49,7 @@ LIMIT = 1_000_000  # characters of a text
 AFTER, COPY, CUE = 512, 256, 16  # tokens
 CHUNK = 32  # tokens that are fed at once after the prompt
 FULL = "full cache"
-MEASURES = {
-    "kl": ("KL from the full cache, nats", "{:.3f}"),
-    "recall": ("recall, mean log probability", "{:.2f}"),
-    "kept": ("cache that is kept", "{:.3f}"),
-    "seconds": ("seconds of the prefill, with the press", "{:.1f}"),
-}
+TABLES = {"kl": ("KL from the full cache, nats", "{:.3f}"), "recall": ("recall, mean log probability", "{:.2f}")}
 PRESSES = ("StreamingLLM", "SnapKV", "ExpectedAttention", "AdaKV(ExpectedAttention)", "Compactor", "KVzip")
 
 
@@ -283,11 +278,11 @@ def describe_run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """Render a table for each measure, of means over rows: a line for each subject, a column for each text and length."""
+    """Render tables of KL and recall, means over rows: a line for each subject, a column for each text and length."""
     rows = record["rows"]
     columns = sorted({(row["text"], row["length"]) for row in rows}, key=lambda column: (column[1], column[0]))
     lines = []
-    for measure, (title, spec) in MEASURES.items():
+    for measure, (title, spec) in TABLES.items():
         lines.append(f"| {title} | " + " | ".join(f"{text}, {length:,}" for text, length in columns) + " |")
         lines.append("|---" + "|---:" * len(columns) + "|")
         for subject in dict.fromkeys(row["subject"] for row in rows):
