@@ -391,7 +391,7 @@ def render_heads(record: Mapping[str, Any]) -> str:
             if row["text"] == text:
                 groups.setdefault((row["form"], row["heads"]), []).append(row)
         columns = [f"MiB at {BYTES_AT[-1] // 1024}k", *(f"KL, {name}" for name in PLACES)]
-        columns += ["perplexity 4k to 8k", *(f"recall at {n // 1024}k" for n in LENGTHS)]
+        columns += ["perplexity 4k to 8k", *(f"recall at {n // 1024}k" for n in BYTES_AT[1:])]
         lines = [
             f"| {Path(text).name} | " + " | ".join(columns) + " |",
             "|---" + "|---:" * len(columns) + "|",
@@ -402,7 +402,7 @@ def render_heads(record: Mapping[str, Any]) -> str:
             cells = [f"{rows[0]['bytes'][str(BYTES_AT[-1])] / 2**20:.1f}"]
             cells += [f"{mean_of(rows, 'places', name, 0):.4f}" for name in PLACES]
             cells.append(f"{mean_of(rows, 'places', '4k to 8k', 1):.2f}")
-            cells += [f"{mean_of(rows, 'recall', str(n), 0):.3f}" for n in LENGTHS]
+            cells += [f"{mean_of(rows, 'recall', str(n), 0):.3f}" for n in BYTES_AT[1:]]
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
         tables.append("\n".join(lines))
     return "\n\n".join([*tables, describe_setup(record)])
@@ -413,7 +413,7 @@ def softmax_line(row: Row) -> str:
     cells = [f"{row['whole_bytes'][str(BYTES_AT[-1])] / 2**20:.1f}"]
     cells += ["0"] * len(PLACES)
     cells.append(f"{row['places']['4k to 8k'][2]:.2f}")
-    cells += [f"{original:.3f}" for _, original in row["recall"].values()]
+    cells += [f"{row['recall'][str(n)][1]:.3f}" for n in BYTES_AT[1:]]
     return "| softmax | " + " | ".join(cells) + " |"
 
 
