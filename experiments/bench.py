@@ -291,7 +291,7 @@ def quick_cases() -> list[Operator]:
 
 
 def target_cases() -> list[Operator]:
-    """Return the six operators that docs/performance.md has targets for."""
+    """Return six operators at the sizes of the paper's models."""
     return [dit(256, 32), dit(512, 32), dit(2048, 1), video(), language(2048, 8), language(8192, 2)]
 
 

@@ -267,8 +267,8 @@ def render_distilled(record: Mapping[str, Any]) -> str:
         return format_range([100 * row["recognized"][size] for row in rows], "{:.1f}")
 
     def error_cell(rows: Sequence[Row], size: str) -> str:
-        before, after = ([row["errors"][size][i] for row in rows] for i in (0, 1))
-        return f"{statistics.fmean(before):.4f} → {format_range(after, '{:.4f}')}"
+        before, after = (statistics.fmean(row["errors"][size][i] for row in rows) for i in (0, 1))
+        return f"{before:.4f} → {after:.4f}"
 
     shares = table("recognized, %", labels, share_cell)
     errors = table("error", [label for label in labels if label not in (REAL, TEACHER)], error_cell)

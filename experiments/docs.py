@@ -17,13 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import convert
 from mhla_hf.checkpoints.file_io import write_text
-from mhla_hf.conversion.diffusers_models import REFUSED_TRANSFORMERS
-from mhla_hf.conversion.transformers_models import REFUSED
 from mhla_hf.evaluation.speed import cache_bytes
 from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
 from mhla_hf.models.transformers_api import forward_cached
-from mhla_hf.training.recipe import read_recipe, recipe_names
+from mhla_hf.training.recipe import read_recipe
 
 from . import digits_vit
 from .attention import render_random_rank
@@ -39,7 +37,7 @@ from .encoder import render_encoder
 from .heads import BYTES_AT, render_heads
 from .judge import render_lookups, render_tasks
 from .kvpress_rows import render as render_kvpress
-from .recipe_costs import render_classifiers, render_costs
+from .recipe_costs import format_costs, render_classifiers
 from .rows import describe_setup
 from .speed import prefill_table, render_speed, speed_table
 from .vllm_serving import render_vllm
@@ -92,35 +90,37 @@ def write_documents() -> list[str]:
 
 
 def render_families(_: Any = None) -> str:
-    """Render the model types of transformers and the transformers of diffusers that convert or, with reasons, do not."""
+    """Render the model types of transformers and the transformers of diffusers that convert."""
     lines: list[str] = []
-    for title, families in (("model type", LANGUAGE), ("encoder", ENCODERS)):
-        lines += ["", f"| {title} | heads |", "|---|---|"]
+    for title, families in (("language models", LANGUAGE), ("text encoders", ENCODERS)):
+        types: dict[str, list[str]] = {}  # by heads
         for family in families:
-            names = [name.removeprefix(model_name(family)) for name in base_classes(family)]
-            lines.append(f"| `{family.base}` | {', '.join(names)} |")
-    lines += ["", "| transformer of diffusers | task | grid |", "|---|---|---|"]
+            names = (name.removeprefix(model_name(family)) for name in base_classes(family))
+            types.setdefault(", ".join(names), []).append(f"`{family.base}`")
+        lines += ["", f"| heads | {title} |", "|---|---|"]
+        lines += [f"| {heads} | {', '.join(names)} |" for heads, names in types.items()]
+    transformers: dict[str, list[str]] = {}  # by defaults
     for family in DIFFUSION:
-        names = [f"`{name}`" for name in family.classes]
-        grid = ("rows, columns", "frames, rows, columns")[family.kind.axes - 2]
-        lines.append(f"| {', '.join(names)} | {family.task} | {grid} |")
-    refusals = (("model types", REFUSED), ("transformers of diffusers", REFUSED_TRANSFORMERS))
-    for title, reasons in refusals:
-        lines += ["", f"| refused, because | {title} |", "|---|---|"]
-        for reason, types in reasons.items():
-            lines.append(f"| {reason} | {', '.join(f'`{model_type}`' for model_type in types.split())} |")
+        layout, layers = family.kind.defaults["layout"], family.kind.defaults["layers"]
+        start = "as the base" if family.kind.linear else "text by softmax" if family.kind.joint else "locality"
+        key = f"({', '.join(map(str, layout))}) | {layers} | {start}"
+        transformers.setdefault(key, []).extend(f"`{name}`" for name in family.classes)
+    lines += ["", "| blocks | layers | start | transformers of diffusers |", "|---|---|---|---|"]
+    lines += [f"| {key} | {', '.join(names)} |" for key, names in transformers.items()]
     return "\n".join(lines)
 
 
-def render_recipes(_: Any = None) -> str:
-    """Render the recipes of the package: base, data, and stages."""
-    lines = ["| recipe | base | data | stages: steps of samples |", "|---" * 4 + "|"]
-    for name in recipe_names():
+def render_recipes(record: Mapping[str, Any]) -> str:
+    """Render the recipes of the package: base, data, stages, and what they take of devices and disks."""
+    lines = ["| recipe | base | data | stages: steps of samples | devices | peak, GB | disk, GB |", "|---" * 7 + "|"]
+    for row in record["rows"]:
+        name = row["recipe"]
         recipe = read_recipe(name)
         base = recipe.base or (f"preset {recipe.settings['preset']}" if "preset" in recipe.settings else "yours")
         stages = [f"{stage.name}: {stage.steps:,} of {stage.batch_size}" for stage in recipe.stages]
-        lines.append(f"| `{name}` | {base} | {recipe.data or 'yours'} | {', '.join(stages)} |")
-    return "\n".join(lines)
+        cells = [f"`{name}`", base, recipe.data or "yours", ", ".join(stages), *format_costs(row)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", command_and_date(record)])
 
 
 @torch.no_grad()
@@ -224,7 +224,6 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "lookups": render_lookups,
     "tasks": render_tasks,
     "recipes": render_recipes,
-    "recipe_costs": lambda record: f"{render_costs(record)}\n\n{command_and_date(record)}",
     "calibration": render_calibration,
     "distilled_grids": render_distilled,
     "kvpress": render_kvpress,

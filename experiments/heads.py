@@ -390,30 +390,31 @@ def render_heads(record: Mapping[str, Any]) -> str:
         for row in record["rows"]:
             if row["text"] == text:
                 groups.setdefault((row["form"], row["heads"]), []).append(row)
-        columns = [*(f"MiB at {n // 1024}k" for n in BYTES_AT[1:]), *(f"KL, {name}" for name in PLACES)]
-        columns += ["perplexity 4k to 8k", *(f"recall at {n // 1024}k" for n in LENGTHS)]
+        columns = [f"MiB at {BYTES_AT[-1] // 1024}k", *(f"KL, {name}" for name in PLACES)]
+        columns += ["perplexity 4k to 8k", *(f"recall at {n // 1024}k" for n in BYTES_AT[1:])]
         lines = [
-            f"| {Path(text).name} | seeds | " + " | ".join(columns) + " |",
-            "|---|---:" + "|---:" * len(columns) + "|",
+            f"| {Path(text).name} | " + " | ".join(columns) + " |",
+            "|---" + "|---:" * len(columns) + "|",
             softmax_line(next(iter(groups.values()))[0]),
         ]
         for (form, heads), rows in groups.items():
-            cells = [f"{rows[0]['bytes'][str(n)] / 2**20:.1f}" for n in BYTES_AT[1:]]
+            label = f"{form}, {heads} heads" + f", {len(rows)} seeds" * (len(rows) > 1)
+            cells = [f"{rows[0]['bytes'][str(BYTES_AT[-1])] / 2**20:.1f}"]
             cells += [f"{mean_of(rows, 'places', name, 0):.4f}" for name in PLACES]
             cells.append(f"{mean_of(rows, 'places', '4k to 8k', 1):.2f}")
-            cells += [f"{mean_of(rows, 'recall', str(n), 0):.3f}" for n in LENGTHS]
-            lines.append(f"| {form}, {heads} heads | {len(rows)} | " + " | ".join(cells) + " |")
+            cells += [f"{mean_of(rows, 'recall', str(n), 0):.3f}" for n in BYTES_AT[1:]]
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
         tables.append("\n".join(lines))
     return "\n\n".join([*tables, describe_setup(record)])
 
 
 def softmax_line(row: Row) -> str:
     """Render the line of the original from any row on the same text."""
-    cells = [f"{row['whole_bytes'][str(n)] / 2**20:.1f}" for n in BYTES_AT[1:]]
+    cells = [f"{row['whole_bytes'][str(BYTES_AT[-1])] / 2**20:.1f}"]
     cells += ["0"] * len(PLACES)
     cells.append(f"{row['places']['4k to 8k'][2]:.2f}")
-    cells += [f"{original:.3f}" for _, original in row["recall"].values()]
-    return "| softmax | | " + " | ".join(cells) + " |"
+    cells += [f"{row['recall'][str(n)][1]:.3f}" for n in BYTES_AT[1:]]
+    return "| softmax | " + " | ".join(cells) + " |"
 
 
 def mean_of(rows: Sequence[Row], measure: str, key: str, index: int) -> float:

@@ -254,22 +254,17 @@ def label(form: str, heads: int) -> str:
 
 
 def render_lookups(record: Mapping[str, Any]) -> str:
-    """Render the accuracy by kind and length, and the difference of log-probabilities to the original."""
+    """Render the accuracy by kind and length."""
     models, original = answers_by_model(record, "length")
     lengths = sorted(original)
     columns = [(kind, length) for length in lengths for kind in ("code", "lookup")]
     names = [f"{kind}s at {length // 1024}k" for kind, length in columns]
-    names += [f"log-probability at {length // 1024}k" for length in lengths]
     lines = ["| " + " | ".join(["right, %", *names]) + " |", "|---" + "|---:" * len(names) + "|"]
     for (form, heads), answers in models.items():
         cells = []
         for column_kind, length in columns:
             is_right = [100 * right for kind, _, _, right in answers.get(length, ()) if kind == column_kind]
             cells.append(format_mean(is_right, "{:.0f}") if is_right else "")
-        for length in lengths:
-            pairs = zip(answers.get(length, ()), original[length], strict=False)
-            differences = [answer[2] - reference[2] for answer, reference in pairs]
-            cells.append(format_mean(differences, "{:+.2f}") if differences and form != SOFTMAX else "")
         lines.append(f"| {label(form, heads)} | " + " | ".join(cells) + " |")
     counts = ", ".join(f"{len(original[length])} questions at {length // 1024}k" for length in lengths)
     return "\n".join([*lines, "", f"{counts}. {describe_setup(record)}"])

@@ -49,12 +49,7 @@ LIMIT = 1_000_000  # characters of a text
 AFTER, COPY, CUE = 512, 256, 16  # tokens
 CHUNK = 32  # tokens that are fed at once after the prompt
 FULL = "full cache"
-MEASURES = {
-    "kl": ("KL from the full cache, nats", "{:.3f}"),
-    "recall": ("recall, mean log probability", "{:.2f}"),
-    "kept": ("cache that is kept", "{:.3f}"),
-    "seconds": ("seconds of the prefill, with the press", "{:.1f}"),
-}
+COLUMNS = {"kl": ("KL", "{:.3f}"), "recall": ("recall", "{:.2f}")}  # of the table: titles and formats
 PRESSES = ("StreamingLLM", "SnapKV", "ExpectedAttention", "AdaKV(ExpectedAttention)", "Compactor", "KVzip")
 
 
@@ -283,23 +278,26 @@ def describe_run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """Render a table for each measure, of means over rows: a line for each subject, a column for each text and length."""
+    """Render KL and recall by text after the shortest and the longest prompts, means over rows: a line per subject."""
     rows = record["rows"]
-    columns = sorted({(row["text"], row["length"]) for row in rows}, key=lambda column: (column[1], column[0]))
-    lines = []
-    for measure, (title, spec) in MEASURES.items():
-        lines.append(f"| {title} | " + " | ".join(f"{text}, {length:,}" for text, length in columns) + " |")
-        lines.append("|---" + "|---:" * len(columns) + "|")
-        for subject in dict.fromkeys(row["subject"] for row in rows):
-            cells = []
-            for column in columns:
-                of_cell = [row for row in rows if (row["subject"], row["text"], row["length"]) == (subject, *column)]
-                values = [row[measure] for row in of_cell if measure in row]
-                cells.append(spec.format(statistics.fmean(values)) if values else "")
-            lines.append(f"| {subject} | {' | '.join(cells)} |")
-        lines.append("")
+    lengths = sorted({row["length"] for row in rows})
+    texts = sorted({row["text"] for row in rows})
+    columns = list(itertools.product(COLUMNS, (lengths[0], lengths[-1]), texts))
+    lines = [
+        "| cache | "
+        + " | ".join(f"{COLUMNS[measure][0]}, {text}, {length:,}" for measure, length, text in columns)
+        + " |",
+        "|---" + "|---:" * len(columns) + "|",
+    ]
+    for subject in dict.fromkeys(row["subject"] for row in rows):
+        cells = []
+        for measure, *place in columns:
+            of_cell = [row for row in rows if [row["subject"], row["length"], row["text"]] == [subject, *place]]
+            values = [row[measure] for row in of_cell if measure in row]
+            cells.append(COLUMNS[measure][1].format(statistics.fmean(values)) if values else "")
+        lines.append(f"| {subject} | {' | '.join(cells)} |")
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return "\n".join([*lines, f"`{record['command']}`, {record['hardware']}, {versions}, fp32."])
+    return "\n".join([*lines, "", f"`{record['command']}`, {record['hardware']}, {versions}, fp32."])
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -187,14 +187,11 @@ def measure_samples(base: Any, recipe: Recipe, stage: Any, count: int) -> dict[s
     return {"states": states, "peak": peak, "disk": NUM_KEPT_STATES * 4 * (total + (num_copies - 1) * num_trained)}
 
 
-def render_costs(record: Mapping[str, Any]) -> str:
-    """Render the rows as a table: one line per recipe."""
-    lines = ["| recipe | devices | peak, GB | before activations, GB | disk, GB |", "|---|---|---:|---:|---:|"]
-    for row in record["rows"]:
-        sizes = [max(stage[key] for stage in row["stages"]) / 1e9 for key in ("peak", "states", "disk")]
-        card = next((f"{gb} GB" for gb in (8, 16, 24, 40, 80) if sizes[0] + 2 <= gb), "more than 80 GB")  # 2 for CUDA
-        lines.append(f"| `{row['recipe']}` | {row['processes']} of {card} | {' | '.join(f'{x:.1f}' for x in sizes)} |")
-    return "\n".join(lines)
+def format_costs(row: Mapping[str, Any]) -> list[str]:
+    """Return cells of the table of recipes: devices, and the peaks of memory and disk in GB."""
+    peak, disk = (max(stage[key] for stage in row["stages"]) / 1e9 for key in ("peak", "disk"))
+    card = next((f"{gb} GB" for gb in (8, 16, 24, 40, 80) if peak + 2 <= gb), "more than 80 GB")  # 2 for CUDA
+    return [f"{row['processes']} of {card}", f"{peak:.1f}", f"{disk:.1f}"]
 
 
 def count_flops(model: Any, side: int) -> tuple[int, int]:
@@ -221,12 +218,12 @@ def count_classifiers(presets: Sequence[str] = tuple(PAPER_COSTS), side: int = 2
 
 
 def render_classifiers(record: Mapping[str, Any]) -> str:
-    """Render the rows of `count_classifiers`, with what the paper says."""
+    """Render the rows of `count_classifiers` for MHLA and softmax, with what the paper says."""
     lines = [
         "| model | attention | parameters | G multiply-adds at 224 | outside the attention | padded | in table 2 |"
     ]
     lines.append("|---|---|---:|---:|---:|---:|---:|")
-    for row in record["rows"]:
+    for row in (row for row in record["rows"] if row["attention"] != "linear"):
         flops = [f"{row[name] / 1e9:.2f}" for name in ("flops", "outside", "padded_flops")]
         flops.append(PAPER_COSTS[row["preset"]] if row["attention"] == "mhla" else "")
         lines.append(
@@ -249,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stages = [measure_stage(base, recipe, stage) for stage in recipe.stages]
         rows.append({"recipe": name, "processes": recipe.processes, "stages": stages})
         write_json("docs/recipes/costs.json", {**run, "rows": rows})
-    print(render_costs({"rows": rows}))
+        print(name, *format_costs(rows[-1]), sep=", ")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from tools.small_models import softmax_model
 from tools.small_scores import TRAINING, colors, save_llama, save_mhla, small_tokenizer
 from tools.small_towers import small_classifier, softmax_tower
 from tools.tiny_pipelines import PIPELINES
-from tools.tiny_wan_pipelines import WAN_PIPELINES, picture
 from transformers import ViTImageProcessorPil
 
 import mhla_hf
@@ -70,13 +69,6 @@ def for_diffusion():
     save_wan()
     Path("prompts.txt").write_text("a cat\na dog walks\n")
     return {"name": WAN}
-
-
-def for_diffusion_training():
-    for seed, name in enumerate(("beach", "sea")):
-        picture(seed).save(f"{name}.png")
-    student, teacher = (WAN_PIPELINES["flf2v"]() for _ in range(2))
-    return {"student": mhla_hf.convert(student, layers=[1], layout=(1, 2, 2)), "teacher": teacher}
 
 
 def for_families():
