@@ -25,15 +25,7 @@ from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.reference import local_reference
 from mhla_hf.ops.triton.paged import SMALL_PAGES, small_page_call
 
-from .bench import (
-    TOLERANCES,
-    describe_failure,
-    model_cases,
-    paper_cases,
-    relative_error,
-    target_cases,
-    time_case,
-)
+from .bench import TOLERANCES, describe_failure, model_cases, paper_cases, relative_error, target_cases, time_case
 from .docs import ROOT, render_gpu, write_documents
 from .speed import LENGTHS, SMOLLM2, make_models, measure_decoding, measure_prefill
 

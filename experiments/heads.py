@@ -358,12 +358,7 @@ def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
     """Yield a job for each folder and each of --rows, FORM:HEADS[:SEEDS], on every text; see `make_row`."""
     for folder in arguments["folders"]:
         for text in arguments["texts"]:
-            yield {
-                "form": Path(folder).name,
-                "heads": count_softmax_heads(folder),
-                "seed": 0,
-                "text": Path(text).name,
-            }
+            yield {"form": Path(folder).name, "heads": count_softmax_heads(folder), "seed": 0, "text": Path(text).name}
     for row in arguments["rows"]:
         form, heads, *seeds = row.split(":")
         for seed in range(int(seeds[0]) if seeds else 1):

@@ -134,12 +134,7 @@ def feed(model: Any, cache: Any, ids: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def judge(
-    model: Any,
-    cache: Any,
-    after: torch.Tensor,
-    copied: torch.Tensor,
-    start: int,
-    teacher: torch.Tensor | None = None,
+    model: Any, cache: Any, after: torch.Tensor, copied: torch.Tensor, start: int, teacher: torch.Tensor | None = None
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Measure how well a model continues from the cache of a prompt with `start` tokens.
 
