@@ -14,19 +14,14 @@ import itertools
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import diffusers
 import numpy
 import torch
 import torch.nn.functional as F
-from diffusers import (
-    DiTTransformer2DModel,
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    WanTransformer3DModel,
-)
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 
@@ -38,7 +33,7 @@ from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
 from mhla_hf.nn.joint import JointMHLA
 from mhla_hf.training.denoising import Conditions, NoiseProcess, predict, sample_latents
 
-from .rows import describe_setup, format_range, make_parser, parse_call
+from .rows import describe_setup, format_range, make_parser, markdown, parse_call
 
 SIDE, CLASSES, HELD_OUT = 16, 10, 497
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -94,10 +89,7 @@ def place_digits(images: torch.Tensor, size: Size, generator: torch.Generator) -
 def draw_digits(
     images: torch.Tensor, labels: torch.Tensor, size: Size, count: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw random digits on `count` canvases of one size; those of videos are smaller, so that they have room to move.
-
-    Returns canvases [count, 1, *size], and their classes.
-    """
+    """Draw random digits on canvases [count, 1, *size], smaller in videos so that they can move; returns classes, too."""
     rows = torch.randint(len(images), (count,), generator=generator)
     side = VIDEO_SIDE if len(size) == 3 else SIDE
     return place_digits(F.interpolate(images[rows], size=side, mode="bilinear"), size, generator), labels[rows]
@@ -133,9 +125,9 @@ STARTS = {
 }
 
 
-def make_dit() -> DiTTransformer2DModel:
+def make_dit() -> diffusers.DiTTransformer2DModel:
     """Return a DiT on pixels, with DiT's initial weights."""
-    model = DiTTransformer2DModel(
+    model = diffusers.DiTTransformer2DModel(
         sample_size=SIDE, patch_size=2, in_channels=1, out_channels=1, num_layers=4, num_attention_heads=3,
         attention_head_dim=32, num_embeds_ada_norm=CLASSES, attention_bias=True,
     )  # fmt: skip
@@ -143,35 +135,22 @@ def make_dit() -> DiTTransformer2DModel:
     return model
 
 
-def make_sd3() -> SD3Transformer2DModel:
-    """Return a small Stable Diffusion 3 on pixels."""
-    return SD3Transformer2DModel(
-        sample_size=32, patch_size=2, in_channels=1, out_channels=1, num_layers=4, num_attention_heads=2,
-        attention_head_dim=32, joint_attention_dim=TEXT_WIDTH, caption_projection_dim=64,
-        pooled_projection_dim=TEXT_WIDTH, pos_embed_max_size=16, qk_norm="rms_norm",
-    )  # fmt: skip
+make_sd3 = functools.partial(
+    diffusers.SD3Transformer2DModel, sample_size=32, patch_size=2, in_channels=1, out_channels=1, num_layers=4,
+    num_attention_heads=2, attention_head_dim=32, joint_attention_dim=TEXT_WIDTH, caption_projection_dim=64,
+    pooled_projection_dim=TEXT_WIDTH, pos_embed_max_size=16, qk_norm="rms_norm",
+)  # fmt: skip
 
 
-def make_wan() -> WanTransformer3DModel:
-    """Return a small Wan on pixels."""
-    return WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=32, in_channels=1, out_channels=1,
-        text_dim=TEXT_WIDTH, freq_dim=64, ffn_dim=256, num_layers=4, rope_max_seq_len=64,
-    )  # fmt: skip
-
-
+make_wan = functools.partial(
+    diffusers.WanTransformer3DModel, patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=32, in_channels=1,
+    out_channels=1, text_dim=TEXT_WIDTH, freq_dim=64, ffn_dim=256, num_layers=4, rope_max_seq_len=64,
+)  # fmt: skip
+WAN_SIZES: tuple[Size, ...] = ((8, 16, 16), (16, 16, 16))
 TASKS = {
     "dit": Task(make_dit, lambda labels: {"class_labels": labels}, ((16, 16),), 16, 600, 4),
     "sd3": Task(make_sd3, lambda labels: text_conditions(labels, True), ((16, 16), (24, 24)), 16, 1600, 4),
-    "wan": Task(
-        make_wan,
-        lambda labels: text_conditions(labels, False),
-        ((8, 16, 16), (16, 16, 16)),
-        2,
-        600,
-        1,
-        frame_steps=1200,
-    ),
+    "wan": Task(make_wan, lambda labels: text_conditions(labels, False), WAN_SIZES, 2, 600, 1, frame_steps=1200),
 }
 
 
@@ -180,19 +159,31 @@ def frame_size(size: Size) -> Size:
     return size if len(size) == 2 else (1, *size[1:])
 
 
+def optimize(parameters: Iterable[torch.Tensor], rate: float, steps: int, loss_of: Callable[[int], Any]) -> None:
+    """Minimize the loss that `loss_of` returns for each step, in place."""
+    parameters = list(parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1)
+    for step in range(steps):
+        loss_of(step).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
 def train(task: Task, path: Path) -> Any:
     """Train the softmax model of a task by flow matching, or load its weights from `path`; it is in eval mode."""
     torch.manual_seed(0)
     model = task.make()
     if not path.exists():
-        generator, process = torch.Generator().manual_seed(1), NoiseProcess(FlowMatchEulerDiscreteScheduler())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
-        num_steps = task.frame_steps + task.steps
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, num_steps, pct_start=0.1)
-        averaged = torch.optim.swa_utils.AveragedModel(
-            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
-        )
-        for step in range(num_steps):
+        generator, process = torch.Generator().manual_seed(1), NoiseProcess(diffusers.FlowMatchEulerDiscreteScheduler())
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
+        averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average)
+
+        def loss_of(step: int) -> torch.Tensor:
+            if step:
+                averaged.update_parameters(model)
             size, count = task.sizes[step % len(task.sizes)], task.batch
             if step < task.frame_steps:
                 size, count = frame_size(size), FRAMES_PER_VIDEO * count
@@ -201,14 +192,12 @@ def train(task: Task, path: Path) -> Any:
             noise = torch.randn(clean.shape, generator=generator)
             noisy, target = (torch.stack(x) for x in zip(*map(process.mix, clean, noise, times), strict=True))
             loss = (predict(model, noisy, torch.tensor(times), task.conditions(labels)) - target).square().mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            averaged.update_parameters(model)
             if not step % 50:
                 print(f"{path.stem}, step {step}: loss {loss:.4f}", file=sys.stderr, flush=True)
+            return loss
+
+        optimize(model.parameters(), 2e-3, task.frame_steps + task.steps, loss_of)
+        averaged.update_parameters(model)
         with atomic_file(path) as temporary_path:
             save_file({k: v.contiguous() for k, v in averaged.module.state_dict().items()}, temporary_path)
     model.load_state_dict(load_file(path))
@@ -224,7 +213,7 @@ def trajectories(task: Task, model: Any, size: Size, batch: int, generator: torc
     def keep(noisy: torch.Tensor, time: float) -> None:
         points.append((noisy, torch.full((batch,), time), conditions))
 
-    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     sample_latents(model, scheduler, noise, conditions, None, steps=steps, guidance=1.0, on_step=keep)
     return points
 
@@ -239,31 +228,21 @@ def velocity_error(student: Any, teacher: Any, points: Sequence[Point]) -> float
     return float(sums[0] / sums[1])
 
 
-def converted(task: Task, teacher: Any, start: Start, seed: int) -> Any:
-    """Return a copy of a softmax model as a start converts it, in eval mode."""
-    student = copy.deepcopy(teacher)
-    if not start.learns:
-        return mhla_hf.convert(student, layers="all", **start.settings)
-
-    def sample(generator: torch.Generator) -> None:
-        trajectories(task, student, task.sizes[0], task.fit_batch, generator, FIT_SAMPLING_STEPS)
-
-    return mhla_hf.convert(student, samples=sample, keep=0, seed=seed, progress=False, **start.settings)
-
-
-def folder_of(name: str, seed: int) -> str:
-    """Return the name of a model's folder."""
-    return "-".join(re.findall(r"[A-Za-z]+", name)) + f"-{seed}"
-
-
 def convert_or_load(name: str, teacher: Any, row: str, seed: int, folder: Path) -> Any:
     """Convert a copy of a softmax model (a key of `TASKS`) with a key of `STARTS`; load it, if it was fitted earlier."""
-    start, path = STARTS[row], folder / f"{name}-{folder_of(row, seed)}"
+    start, task = STARTS[row], TASKS[name]
     if not start.learns:
-        return converted(TASKS[name], teacher, start, seed)
+        return mhla_hf.convert(copy.deepcopy(teacher), layers="all", **start.settings)
+    path = folder / f"{name}-{'-'.join(re.findall(r'[A-Za-z]+', row))}-{seed}"
     if not path.exists():
+        student = copy.deepcopy(teacher)
+
+        def sample(generator: torch.Generator) -> None:
+            trajectories(task, student, task.sizes[0], task.fit_batch, generator, FIT_SAMPLING_STEPS)
+
         with atomic_folder(path) as temporary_path:
-            converted(TASKS[name], teacher, start, seed).save_pretrained(temporary_path)
+            student = mhla_hf.convert(student, samples=sample, keep=0, seed=seed, progress=False, **start.settings)
+            student.save_pretrained(temporary_path)
     return getattr(mhla_hf, f"MHLA{type(teacher).__name__}").from_pretrained(path).eval()
 
 
@@ -324,20 +303,21 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
 
 def render_calibration(record: Mapping[str, Any]) -> str:
     """Render the table of errors: the mean over seeds of the fit, the lowest, and the highest."""
-    columns = [(name, size) for name, task in record["tasks"].items() for size in next(iter(task["errors"].values()))]
-    titles = [f"{TITLES[name]} {size.replace('x', ' x ')}" for name, size in columns]
-    lines = [f"| start | {' | '.join(titles)} |", "|---|" + "---:|" * len(columns)]
-    for row in dict.fromkeys(row for task in record["tasks"].values() for row in task["errors"]):
-        cells = []
-        for name, size in columns:
-            values = record["tasks"][name]["errors"].get(row, {}).get(size, [])
-            cells.append(format_range(values, "{:.4f}") if values else "-")
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    fits = ", ".join(
-        f"{TITLES[name]} {statistics.mean(report['seconds'] for report in task['reports']):.0f} s"
-        for name, task in record["tasks"].items()
-    )
-    return "\n".join([*lines, "", f"A fit with its measurements took: {fits}. {describe_setup(record)}"])
+    tasks = record["tasks"]
+    columns = [(name, size) for name, task in tasks.items() for size in next(iter(task["errors"].values()))]
+    lines = []
+    for row in dict.fromkeys(row for task in tasks.values() for row in task["errors"]):
+        errors = [tasks[name]["errors"].get(row, {}).get(size) for name, size in columns]
+        lines.append([row, *(format_range(values, "{:.4f}") if values else "-" for values in errors)])
+    seconds = {name: statistics.mean(report["seconds"] for report in task["reports"]) for name, task in tasks.items()}
+    fits = ", ".join(f"{TITLES[name]} {value:.0f} s" for name, value in seconds.items())
+    table = markdown(["start", *(title_of(*column) for column in columns)], lines)
+    return f"{table}\n\nA fit with its measurements took: {fits}. {describe_setup(record)}"
+
+
+def title_of(name: str, size: str) -> str:
+    """Return the title of a column, such as "Wan 8 x 16 x 16"."""
+    return f"{TITLES[name]} {size.replace('x', ' x ')}"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from mhla_hf.training.run_folder import RECORD
 
 from .attention import describe_mixing, measure_calls, plot_layers, plot_maps, plot_mixing, record_model
 from .digits_vit import load_digits
-from .rows import make_parser, over_seeds, parse_call
+from .rows import make_parser, markdown, over_seeds, parse_call
 
 KINDS = {"softmax": "softmax", "plain linear": "linear", "MHLA": "mhla"}
 MODEL: dict[str, Any] = {
@@ -80,14 +80,6 @@ def train(
                 )  # fmt: skip
 
 
-def record_attention(model: Any) -> Any:
-    """Return the attention of a model on the first test images."""
-    images = open_images(load_digits(MODEL["image_size"])[1])
-    processor = ViTImageProcessorPil.from_dict(model.config.preprocessing())
-    pixels = preprocess(processor, [images.image(row, 1) for row in range(ANALYZED_IMAGES)])
-    return record_model(model, {"pixel_values": pixels})
-
-
 def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str, Any]:
     """Measure all models, draw the figures into `out`, and return the content of results.json."""
     rows: dict[str, dict[str, Any]] = {}
@@ -99,7 +91,10 @@ def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str
             record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
             with no_progress_bars():
                 model = MHLAForImageClassification.from_pretrained(folder)
-            calls = record_attention(model)
+            images = open_images(load_digits(MODEL["image_size"])[1])
+            processor = ViTImageProcessorPil.from_dict(model.config.preprocessing())
+            pixels = preprocess(processor, [images.image(row, 1) for row in range(ANALYZED_IMAGES)])
+            calls = record_model(model, {"pixel_values": pixels})
             measured = measure_calls(calls)
             accuracies = [entry["test_accuracy"] for entry in record["history"]]
             cells.append({**record, "by_epoch": accuracies, "accuracy": accuracies[-1], **measured["mean"], **measured})
@@ -109,27 +104,26 @@ def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str
         rows[name]["by_epoch"] = [
             over_seeds(epoch) for epoch in zip(*(cell["by_epoch"] for cell in cells), strict=True)
         ]
-        rows[name]["layers"] = [mean_layer(layers) for layers in zip(*(cell["layers"] for cell in cells), strict=True)]
+        rows[name]["layers"] = []
+        for layers in zip(*(cell["layers"] for cell in cells), strict=True):
+            keys = (*MEASURES[1:], "uniform_entropy")  # everything else is the same for all seeds
+            means = {key: statistics.fmean(layer[key] for layer in layers) for key in keys}
+            rows[name]["layers"].append({**layers[0], **means})
         rows[name]["parameters"] = cells[0]["parameters"]
-    (images, _), (test, _) = load_digits(MODEL["image_size"])
-    note = f"scikit-learn digits, {len(images):,} to train, {len(test):,} to test; {seeds} seeds"
+    (train_images, _), (test_images, _) = load_digits(MODEL["image_size"])
+    sizes = {"train": len(train_images), "test": len(test_images)}
+    note = f"scikit-learn digits, {sizes['train']:,} to train, {sizes['test']:,} to test; {seeds} seeds"
     plot_accuracy(Path(out, "accuracy.png"), {name: row["by_epoch"] for name, row in rows.items()}, note)
     plot_layers(Path(out, "layers.png"), {name: row["layers"] for name, row in rows.items()}, note)
     plot_maps(Path(out, "maps.png"), maps)
     plot_mixing(Path(out, "mixing.png"), mixing["MHLA"])
     return {
-        "data": {"name": "scikit-learn digits", "train": len(images), "test": len(test)},
+        "data": {"name": "scikit-learn digits", **sizes},
         "seeds": list(range(seeds)),
         "rows": rows,
         "claims": [judge_claim(rows, *claim) for claim in CLAIMS],
         **describe_run(command),
     }
-
-
-def mean_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Average the measures of one layer over the seeds; everything else is the same for all seeds."""
-    keys = (*MEASURES[1:], "uniform_entropy")
-    return {**layers[0], **{key: statistics.fmean(layer[key] for layer in layers) for key in keys}}
 
 
 def judge_claim(rows: Mapping[str, Any], higher: str, lower: str, measure: str) -> dict[str, Any]:
@@ -148,21 +142,22 @@ def judge_claim(rows: Mapping[str, Any], higher: str, lower: str, measure: str) 
 
 def render_study(results: Mapping[str, Any]) -> str:
     """Render the tables in Markdown: accuracy, rank, entropy, and seconds per row, and then the claims."""
-    lines = ["| | test accuracy | rank | of | effective rank | entropy | of | seconds |", "|---|" + "---:|" * 7]
+    lines = []
     decimals = {"accuracy": 3, "rank": 1, "effective_rank": 1, "entropy": 2}
     for row, values in results["rows"].items():
         bound = statistics.fmean(layer["bound"] for layer in values["layers"])
         uniform = statistics.fmean(layer["uniform_entropy"] for layer in values["layers"])
         cells = [format_score(values[key]["mean"], values[key]["stderr"], n) for key, n in decimals.items()]
-        cells = [*cells[:2], f"{bound:.0f}", *cells[2:], f"{uniform:.2f}", f"{values['seconds']['mean']:.0f}"]
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    lines += ["", "| claim | difference | 95 % interval | |", "|---|---:|---:|---|"]
+        seconds = f"{values['seconds']['mean']:.0f}"
+        lines.append([row, *cells[:2], f"{bound:.0f}", *cells[2:], f"{uniform:.2f}", seconds])
+    header = ["", "test accuracy", "rank", "of", "effective rank", "entropy", "of", "seconds"]
+    claims = []
     for claim in results["claims"]:
         spec = "+.3f" if claim["measure"] == "accuracy" else "+.2f"
         interval = "one seed" if claim["interval"] is None else " to ".join(format(x, spec) for x in claim["interval"])
         sentence = f"{claim['measure'].replace('_', ' ')}: {claim['higher']} above {claim['lower']}"
-        lines.append(f"| {sentence} | {claim['difference']:{spec}} | {interval} | {claim['verdict']} |")
-    return "\n".join(lines)
+        claims.append([sentence, f"{claim['difference']:{spec}}", interval, claim["verdict"]])
+    return f"{markdown(header, lines)}\n\n{markdown(['claim', 'difference', '95 % interval', ''], claims)}"
 
 
 def plot_accuracy(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]], note: str) -> None:

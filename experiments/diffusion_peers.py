@@ -8,7 +8,6 @@ with 13.5 times as many tokens, where attention takes most of the time. No weigh
 """
 
 import contextlib
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +37,7 @@ from .calibrate_grids import (
     most_damaging_layer,
     train,
 )
-from .rows import describe_setup, format_range, make_parser, parse_call
+from .rows import describe_setup, format_range, make_parser, markdown, parse_call
 
 SIZES: tuple[Size, ...] = ((16, 16, 16), (24, 48, 48))
 STEPS, EXACT_STEPS = 20, 5
@@ -82,7 +81,7 @@ class TiledCore(nn.Module):
     ) -> torch.Tensor:
         """Attend. See `GridMHLA` for the arguments; returns [B, T, H, V]."""
         counts = tuple(size // side for size, side in zip(grid, TILE, strict=True))
-        order = tile_order(tuple(grid), counts)
+        order = Blocks.grid(tuple(grid), counts).index(torch.device("cpu")).argsort(stable=True)  # [T], tile by tile
         q, k = rotate(q, k)
         q, k, v = (x[:, order].transpose(1, 2).contiguous() for x in (q, k, v))
         chosen = self.choose(q, k, counts)
@@ -93,34 +92,15 @@ class TiledCore(nn.Module):
         return o.transpose(1, 2)[:, order.argsort()]
 
 
-@functools.cache
-def tile_order(grid: Size, counts: Size) -> torch.Tensor:
-    """Return the indices of the tokens, row by row, in the order of their tiles, int64 [T]."""
-    return Blocks.grid(grid, counts).index(torch.device("cpu")).argsort(stable=True)
+Context = Callable[[Any, Callable[[], float]], contextlib.AbstractContextManager[Any]]  # of a model and of the time now
 
 
 class Method(NamedTuple):
     """A method to run the model."""
 
     start: str | None  # key of `STARTS`; None: the original
-    context: Callable[[Any, Callable[[], float]], contextlib.AbstractContextManager[Any]]  # in which the model runs
+    context: Context = lambda model, now: contextlib.nullcontext()  # in which the model runs
     exact_steps: int = 0  # first steps that use the original's attention
-
-
-def unchanged(model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
-    """Run a model as it is."""
-    return contextlib.nullcontext()
-
-
-def one_kept(model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
-    """Compute the layer whose conversion alone changes the output most by softmax."""
-    chosen = most_damaging_layer(model)
-    return softmax_layers({chosen: grid_layers(model)[chosen]})
-
-
-def tiled(choose: TileChoice, model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
-    """Compute all layers by softmax over some tiles; see `TiledCore`."""
-    return replaced_cores(grid_layers(model), lambda core: TiledCore(core, choose))
 
 
 @contextlib.contextmanager
@@ -140,18 +120,27 @@ def broadcast(model: Any, now: Callable[[], float]) -> Iterator[None]:
         model.disable_cache()
 
 
+def tiled(choose: TileChoice) -> Method:
+    """Return the method that computes all layers by softmax over some tiles; see `TiledCore`."""
+    return Method(
+        CALIBRATED, lambda model, now: replaced_cores(grid_layers(model), lambda core: TiledCore(core, choose))
+    )
+
+
+def one_kept(model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
+    """Compute the layer whose conversion alone changes the output most by softmax."""
+    chosen = most_damaging_layer(model)
+    return softmax_layers({chosen: grid_layers(model)[chosen]})
+
+
 METHODS = {
-    "softmax": Method(None, unchanged),
-    "MHLA, calibrated": Method(CALIBRATED, unchanged),
+    "softmax": Method(None),
+    "MHLA, calibrated": Method(CALIBRATED),
     "MHLA, calibrated, one of four layers softmax": Method(CALIBRATED, one_kept),
-    f"MHLA, calibrated, softmax in the first {EXACT_STEPS} steps": Method(CALIBRATED, unchanged, EXACT_STEPS),
-    LINEAR_CALIBRATED: Method(LINEAR_CALIBRATED, unchanged),
-    "local: tiles of 128 tokens and their neighbors (`flex_attention`)": Method(
-        CALIBRATED, functools.partial(tiled, near_tiles)
-    ),
-    "sparse: the eighth of the tiles that fits best (`flex_attention`)": Method(
-        CALIBRATED, functools.partial(tiled, similar_tiles)
-    ),
+    f"MHLA, calibrated, softmax in the first {EXACT_STEPS} steps": Method(CALIBRATED, exact_steps=EXACT_STEPS),
+    LINEAR_CALIBRATED: Method(LINEAR_CALIBRATED),
+    "local: tiles of 128 tokens and their neighbors (`flex_attention`)": tiled(near_tiles),
+    "sparse: the eighth of the tiles that fits best (`flex_attention`)": tiled(similar_tiles),
     "PAB, every second step": Method(None, broadcast),
     "MHLA, calibrated, with PAB": Method(CALIBRATED, broadcast),
 }
@@ -209,18 +198,16 @@ def measure(folder: Path, seeds: int) -> list[dict[str, Any]]:
 
 def render_peers(record: Mapping[str, Any]) -> str:
     """Render the table: distance and speed at each size."""
-    sizes = list(dict.fromkeys(tuple(row["size"]) for row in record["rows"]))
-    titles = [f"{title}, {' x '.join(map(str, size))}" for size in sizes for title in ("distance", "times faster")]
-    lines = [f"| attention | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
     exact = {tuple(row["size"]): row["seconds"] for row in record["rows"] if row["method"] == "softmax"}
-    for name in dict.fromkeys(row["method"] for row in record["rows"]):
-        cells = []
-        for row in (row for row in record["rows"] if row["method"] == name):
-            distance = format_range(row["distances"], "{:.4f}") if any(row["distances"]) else "0"
-            cells += [distance, f"{exact[tuple(row['size'])] / row['seconds']:.2f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    titles = [f"{title}, {' x '.join(map(str, size))}" for size in exact for title in ("distance", "times faster")]
+    lines: dict[str, list[str]] = {}
+    for row in record["rows"]:
+        distance = format_range(row["distances"], "{:.4f}") if any(row["distances"]) else "0"
+        cells = [distance, f"{exact[tuple(row['size'])] / row['seconds']:.2f}"]
+        lines.setdefault(row["method"], [row["method"]]).extend(cells)
     seconds = " and ".join(f"{value:.2f}" for value in exact.values())
-    return "\n".join([*lines, "", f"A step of softmax takes {seconds} s. {describe_setup(record)}"])
+    table = markdown(["attention", *titles], list(lines.values()))
+    return f"{table}\n\nA step of softmax takes {seconds} s. {describe_setup(record)}"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
 from mhla_hf.models.transformers_api import forward_cached
 from mhla_hf.training.recipe import read_recipe, recipe_names
 
-from . import digits_vit
 from .attention import render_random_rank
 from .bench import render_bench
 from .calibrate_grids import render_calibration
@@ -34,13 +33,14 @@ from .demo.figures import plot_gains
 from .demo.journey import render_short
 from .demo.report import render_report
 from .diffusion_peers import render_peers
+from .digits_vit import render_digits
 from .distill_grids import render_distilled
 from .encoder import render_encoder
 from .heads import BYTES_AT, render_heads
 from .judge import render_lookups, render_tasks
 from .kvpress_rows import render as render_kvpress
 from .recipe_costs import render_classifiers, render_costs
-from .rows import describe_setup
+from .rows import describe_setup, markdown
 from .speed import prefill_table, render_speed, speed_table
 from .vllm_serving import render_vllm
 
@@ -57,20 +57,10 @@ UNMEASURED = (
 
 
 def render(text: str, root: Path = ROOT) -> str:
-    """Render the tables of a document.
-
-    Args:
-        text: The document.
-        root: Folder that the files of tables are relative to.
-
-    Raises:
-        ValueError: A table is of an unknown kind.
-    """
+    """Render the tables of a document, from files relative to `root`."""
 
     def render_table(match: re.Match[str]) -> str:
         begin, kind, file, end = match.groups()
-        if kind not in KINDS:
-            raise ValueError(f"table: got the kind {kind!r}, expected one of {', '.join(KINDS)}.")
         path = root / file
         record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and path.suffix == ".json" else None
         lines = KINDS[kind](record).strip("\n").splitlines()
@@ -93,70 +83,51 @@ def write_documents() -> list[str]:
 
 def render_families(_: Any = None) -> str:
     """Render the model types of transformers and the transformers of diffusers that convert or, with reasons, do not."""
-    lines: list[str] = []
+    tables = []
     for title, families in (("model type", LANGUAGE), ("encoder", ENCODERS)):
-        lines += ["", f"| {title} | heads |", "|---|---|"]
+        lines = []
         for family in families:
             names = [name.removeprefix(model_name(family)) for name in base_classes(family)]
-            lines.append(f"| `{family.base}` | {', '.join(names)} |")
-    lines += ["", "| transformer of diffusers | task | grid |", "|---|---|---|"]
-    for family in DIFFUSION:
-        names = [f"`{name}`" for name in family.classes]
-        grid = ("rows, columns", "frames, rows, columns")[family.kind.axes - 2]
-        lines.append(f"| {', '.join(names)} | {family.task} | {grid} |")
-    refusals = (("model types", REFUSED), ("transformers of diffusers", REFUSED_TRANSFORMERS))
-    for title, reasons in refusals:
-        lines += ["", f"| refused, because | {title} |", "|---|---|"]
-        for reason, types in reasons.items():
-            lines.append(f"| {reason} | {', '.join(f'`{model_type}`' for model_type in types.split())} |")
-    return "\n".join(lines)
+            lines.append([f"`{family.base}`", ", ".join(names)])
+        tables.append(markdown([title, "heads"], lines, left=2))
+    grids = ("rows, columns", "frames, rows, columns")
+    lines = [
+        [", ".join(f"`{name}`" for name in family.classes), family.task, grids[family.kind.axes - 2]]
+        for family in DIFFUSION
+    ]
+    tables.append(markdown(["transformer of diffusers", "task", "grid"], lines, left=3))
+    for title, reasons in (("model types", REFUSED), ("transformers of diffusers", REFUSED_TRANSFORMERS)):
+        lines = [[reason, ", ".join(f"`{name}`" for name in types.split())] for reason, types in reasons.items()]
+        tables.append(markdown(["refused, because", title], lines, left=2))
+    return "\n\n".join(tables)
 
 
 def render_recipes(_: Any = None) -> str:
     """Render the recipes of the package: base, data, and stages."""
-    lines = ["| recipe | base | data | stages: steps of samples |", "|---" * 4 + "|"]
+    lines = []
     for name in recipe_names():
         recipe = read_recipe(name)
         base = recipe.base or (f"preset {recipe.settings['preset']}" if "preset" in recipe.settings else "yours")
-        stages = [f"{stage.name}: {stage.steps:,} of {stage.batch_size}" for stage in recipe.stages]
-        lines.append(f"| `{name}` | {base} | {recipe.data or 'yours'} | {', '.join(stages)} |")
-    return "\n".join(lines)
+        stages = ", ".join(f"{stage.name}: {stage.steps:,} of {stage.batch_size}" for stage in recipe.stages)
+        lines.append([f"`{name}`", base, recipe.data or "yours", stages])
+    return markdown(["recipe", "base", "data", "stages: steps of samples"], lines, left=4)
 
 
 @torch.no_grad()
-def layer_cache_bytes(lengths: Sequence[int]) -> dict[int, list[int]]:
-    """Count the bytes of the cache of one Llama layer in bf16, before and after `convert`.
-
-    Args:
-        lengths: Numbers of tokens that the cache has seen.
-
-    Returns:
-        [softmax, MHLA] by length.
-    """
+def render_cache(_: Any = None) -> str:
+    """Render the bytes of the cache of one Llama layer in bf16, before and after `convert`, counted now."""
     config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=64,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-    )
+        vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=1, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64,
+    )  # fmt: skip
     models = [LlamaForCausalLM(config).bfloat16().eval() for _ in range(2)]
     convert(models[1], layers="all")
-    sizes = {}
-    for length in lengths:
+    lines = []
+    for length in (512, 2048, 8192):
         ids = torch.zeros(1, length, dtype=torch.long)
-        sizes[length] = [cache_bytes(forward_cached(model, ids)[1]) for model in models]
-    return sizes
-
-
-def render_cache(lengths: Sequence[int]) -> str:
-    """Render `layer_cache_bytes`, measured now."""
-    lines = ["| tokens | softmax, KiB | MHLA, KiB | MHLA / softmax |", "|---:" * 4 + "|"]
-    for tokens, (softmax, mhla) in layer_cache_bytes(lengths).items():
-        lines.append(f"| {tokens:,} | {softmax / 1024:,.0f} | {mhla / 1024:,.0f} | {mhla / softmax:.2f} |")
-    return "\n".join(lines)
+        softmax, mhla = (cache_bytes(forward_cached(model, ids)[1]) / 1024 for model in models)
+        lines.append([f"{length:,}", f"{softmax:,.0f}", f"{mhla:,.0f}", f"{mhla / softmax:.2f}"])
+    return markdown(["tokens", "softmax, KiB", "MHLA, KiB", "MHLA / softmax"], lines, left=0)
 
 
 def draw_gains(path: Path) -> None:
@@ -189,37 +160,33 @@ def command_and_date(record: Mapping[str, Any]) -> str:
 
 def render_kernels(rows: Sequence[Mapping[str, Any]]) -> str:
     """Render the rows of `check_kernels`: the largest error of each kind of call, by dtype."""
-    lines = ["| call | " + " | ".join(dict.fromkeys(row["dtype"] for row in rows)) + " |", "|---" * 3 + "|"]
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        cells = [row["failed"] or f"{max(row['error'].values()):.1e}" for row in rows if row["kind"] == kind]
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        cell = row["failed"] or f"{max(row['error'].values()):.1e}"
+        lines.setdefault(row["kind"], [row["kind"]]).append(cell)
+    return markdown(["call", *dict.fromkeys(row["dtype"] for row in rows)], list(lines.values()), left=3)
 
 
 def render_gpu(record: Mapping[str, Any]) -> str:
     """Render the part of docs/performance.md that was measured on a GPU."""
-    prefill_rows = [
-        {**row, "MHLA": row["MHLA"]["prefill"], "softmax": row["softmax"]["prefill"]}
-        for row in record["language"]
-        if "failed" not in row
+    rows = [row for row in record["language"] if "failed" not in row]
+    prefill_rows = [row | {name: row[name]["prefill"] for name in ("MHLA", "softmax")} for row in rows]
+    parts = [
+        f"{command_and_date(record)} {render_bench(record)}",
+        "Four layers of the size of Llama-3.2-1B's, a batch of 16, bf16, decoding in CUDA graphs:",
+        speed_table(record["language"]),
+        prefill_table(prefill_rows),
+        "Largest relative error of output and gradients of every kind of call, against the definition in fp64:",
+        render_kernels(record["kernels"]),
     ]
-    return "\n\n".join(
-        [
-            f"{command_and_date(record)} {render_bench(record)}",
-            "Four layers of the size of Llama-3.2-1B's, a batch of 16, bf16, decoding in CUDA graphs:",
-            speed_table(record["language"]),
-            prefill_table(prefill_rows),
-            "Largest relative error of output and gradients of every kind of call, against the definition in fp64:",
-            render_kernels(record["kernels"]),
-        ]
-    )
+    return "\n\n".join(parts)
 
 
 KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, which is None if there is no JSON file
     "bench": lambda record: f"{command_and_date(record)} {render_bench(record)}",
     "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
     "families": render_families,
-    "cache": lambda record: render_cache((512, 2048, 8192)),
+    "cache": render_cache,
     "heads": render_heads,
     "lookups": render_lookups,
     "tasks": render_tasks,
@@ -235,7 +202,7 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "diffusion_peers": render_peers,
-    "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),
+    "digits_vit": lambda record: render_digits(record["over_seeds"]),
     "rank": render_random_rank,
     "study": render_study,
 }

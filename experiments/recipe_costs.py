@@ -5,7 +5,6 @@ its operators would take is added up (CPU operators, MHLA in PyTorch; nothing is
 the paper's image classifiers are counted, too.
 """
 
-import argparse
 import contextlib
 import copy
 import itertools
@@ -37,14 +36,13 @@ from mhla_hf.training.run_folder import NUM_KEPT_STATES
 from mhla_hf.training.tasks import find_task
 from mhla_hf.training.trainable import set_trainable
 
+from .rows import make_parser, markdown
+
 WAN = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960}
-SANA: dict[str, Any] = {
-    "num_attention_heads": 36,
-    "attention_head_dim": 32,
-    "num_cross_attention_heads": 16,
-    "sample_size": 16,
-}
-SANA |= {"_class_name": "SanaTransformer2DModel", "cross_attention_head_dim": 72, "cross_attention_dim": 1152}
+SANA = {
+    "_class_name": "SanaTransformer2DModel", "num_attention_heads": 36, "attention_head_dim": 32, "sample_size": 16,
+    "num_cross_attention_heads": 16, "cross_attention_head_dim": 72, "cross_attention_dim": 1152, "num_layers": 28,
+}  # fmt: skip
 SMOLLM = {"vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}
 SMALL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
@@ -54,7 +52,7 @@ BASES: dict[str, Any] = {  # what differs from the defaults of diffusers and tra
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {**WAN, "num_layers": 30},
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": {**WAN, "num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824},
     "facebook/DiT-XL-2-256": {"_class_name": "DiTTransformer2DModel", "num_layers": 28, "out_channels": 8},
-    "Efficient-Large-Model/Sana_600M_512px_diffusers": {**SANA, "num_layers": 28},
+    "Efficient-Large-Model/Sana_600M_512px_diffusers": SANA,
     "HuggingFaceTB/SmolLM2-1.7B": LlamaConfig(**SMOLLM, **LARGE),
     "HuggingFaceTB/SmolLM2-135M": LlamaConfig(**SMOLLM, **SMALL, num_attention_heads=9, num_key_value_heads=3),
     "sentence-transformers/all-MiniLM-L6-v2": BertConfig(**MINILM),
@@ -189,12 +187,12 @@ def measure_samples(base: Any, recipe: Recipe, stage: Any, count: int) -> dict[s
 
 def render_costs(record: Mapping[str, Any]) -> str:
     """Render the rows as a table: one line per recipe."""
-    lines = ["| recipe | devices | peak, GB | before activations, GB | disk, GB |", "|---|---|---:|---:|---:|"]
+    lines = []
     for row in record["rows"]:
         sizes = [max(stage[key] for stage in row["stages"]) / 1e9 for key in ("peak", "states", "disk")]
         card = next((f"{gb} GB" for gb in (8, 16, 24, 40, 80) if sizes[0] + 2 <= gb), "more than 80 GB")  # 2 for CUDA
-        lines.append(f"| `{row['recipe']}` | {row['processes']} of {card} | {' | '.join(f'{x:.1f}' for x in sizes)} |")
-    return "\n".join(lines)
+        lines.append([f"`{row['recipe']}`", f"{row['processes']} of {card}", *(f"{x:.1f}" for x in sizes)])
+    return markdown(["recipe", "devices", "peak, GB", "before activations, GB", "disk, GB"], lines, left=2)
 
 
 def count_flops(model: Any, side: int) -> tuple[int, int]:
@@ -222,22 +220,18 @@ def count_classifiers(presets: Sequence[str] = tuple(PAPER_COSTS), side: int = 2
 
 def render_classifiers(record: Mapping[str, Any]) -> str:
     """Render the rows of `count_classifiers`, with what the paper says."""
-    lines = [
-        "| model | attention | parameters | G multiply-adds at 224 | outside the attention | padded | in table 2 |"
-    ]
-    lines.append("|---|---|---:|---:|---:|---:|---:|")
+    lines = []
     for row in record["rows"]:
         flops = [f"{row[name] / 1e9:.2f}" for name in ("flops", "outside", "padded_flops")]
-        flops.append(PAPER_COSTS[row["preset"]] if row["attention"] == "mhla" else "")
-        lines.append(
-            f"| {row['preset']} | {row['attention']} | {row['parameters'] / 1e6:.2f} M | {' | '.join(flops)} |"
-        )
-    return "\n".join(lines)
+        paper = PAPER_COSTS[row["preset"]] if row["attention"] == "mhla" else ""
+        lines.append([row["preset"], row["attention"], f"{row['parameters'] / 1e6:.2f} M", *flops, paper])
+    columns = ["parameters", "G multiply-adds at 224", "outside the attention", "padded", "in table 2"]
+    return markdown(["model", "attention", *columns], lines, left=2)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print both tables, and write the records that the docs show."""
-    argparse.ArgumentParser("python -m experiments.recipe_costs", description=__doc__).parse_args(arguments)
+    make_parser(__doc__).parse_args(arguments)
     run = describe_run("python -m experiments.recipe_costs")
     classifiers = {**run, "rows": count_classifiers()}
     write_json("docs/images/costs.json", classifiers)

@@ -116,7 +116,7 @@ def test_run_again_it_trains_and_measures_nothing(journey):
 def test_of_several_seeds_the_teacher_is_trained_on_as_well(short, tmp_path):
     control = Toy(tmp_path, True, 2, False, None)
     assert control.models == (*FULL, "control") and control.folder("mhla", 1) == tmp_path / "seed-1" / "mhla"
-    (stage,) = control.control_plan().stages
+    (stage,) = control.control_plan.stages
     student = control.student_plan.stages
     assert (stage.loss, stage.steps, stage.lr) == ("lm", sum(s.steps for s in student), student[-1].lr)
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from tools.small_encoders import softmax_encoder
 from tools.small_scores import TRAINING, small_tokenizer
 
@@ -44,9 +43,3 @@ def test_rows_and_their_table(arguments, monkeypatch):
     run = {"command": "c", "hardware": "h", "versions": {"torch": "t", "transformers": "u"}}
     table = encoder.render_encoder({"rows": list(rows.values()), **run})
     assert f"| MHLA | 1 | {rows['MHLA']['scores']['sts']:.2f} | {rows['MHLA']['scores']['cosine 64']:.4f} |" in table
-
-
-def test_rank_correlation():
-    one, other = torch.tensor([1.0, 2.0, 2.0, 5.0]), torch.tensor([10.0, 30.0, 20.0, 40.0])
-    assert encoder.rank_correlation(one, one) == pytest.approx(1) == -encoder.rank_correlation(one, -one)
-    assert encoder.rank_correlation(one, other) == pytest.approx(0.9486833)  # of ranks 1, 2.5, 2.5, 4 and 1, 3, 2, 4
