@@ -96,8 +96,6 @@ def draw_digits(
 
 
 class Task(NamedTuple):
-    """A model to train and to convert."""
-
     make: Callable[[], Any]  # returns the softmax model, with random weights
     conditions: Callable[[torch.Tensor], Conditions]  # of classes [B]
     sizes: tuple[Size, ...]  # of the latents that it is trained on; it is fitted on the first
@@ -108,8 +106,6 @@ class Task(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A way to convert a model."""
-
     settings: dict[str, Any]  # of `convert`
     learns: bool = False  # whether the MHLA layers are fitted
     tasks: tuple[str, ...] = ()  # that it is for; empty for all
@@ -126,7 +122,6 @@ STARTS = {
 
 
 def make_dit() -> diffusers.DiTTransformer2DModel:
-    """Return a DiT on pixels, with DiT's initial weights."""
     model = diffusers.DiTTransformer2DModel(
         sample_size=SIDE, patch_size=2, in_channels=1, out_channels=1, num_layers=4, num_attention_heads=3,
         attention_head_dim=32, num_embeds_ada_norm=CLASSES, attention_bias=True,
@@ -316,12 +311,10 @@ def render_calibration(record: Mapping[str, Any]) -> str:
 
 
 def title_of(name: str, size: str) -> str:
-    """Return the title of a column, such as "Wan 8 x 16 x 16"."""
     return f"{TITLES[name]} {size.replace('x', ' x ')}"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the script, and return the results."""
     parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/grids"), help="folder to create, or with trained models")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")

@@ -56,7 +56,6 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, tw
 
 
 def folder_of(out: str | Path, name: str, seed: int) -> Path:
-    """Return the folder of a model."""
     return Path(out, f"{name.replace(' ', '-')}-{seed}")
 
 
@@ -141,7 +140,6 @@ def judge_claim(rows: Mapping[str, Any], higher: str, lower: str, measure: str) 
 
 
 def render_study(results: Mapping[str, Any]) -> str:
-    """Render the tables in Markdown: accuracy, rank, entropy, and seconds per row, and then the claims."""
     lines = []
     decimals = {"accuracy": 3, "rank": 1, "effective_rank": 1, "entropy": 2}
     for row, values in results["rows"].items():
@@ -176,7 +174,6 @@ def plot_accuracy(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]],
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Train, measure, and return the content of results.json."""
     parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/images"), help="folder to create, or to go on in")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")

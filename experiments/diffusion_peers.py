@@ -96,8 +96,6 @@ Context = Callable[[Any, Callable[[], float]], contextlib.AbstractContextManager
 
 
 class Method(NamedTuple):
-    """A method to run the model."""
-
     start: str | None  # key of `STARTS`; None: the original
     context: Context = lambda model, now: contextlib.nullcontext()  # in which the model runs
     exact_steps: int = 0  # first steps that use the original's attention
@@ -197,7 +195,6 @@ def measure(folder: Path, seeds: int) -> list[dict[str, Any]]:
 
 
 def render_peers(record: Mapping[str, Any]) -> str:
-    """Render the table: distance and speed at each size."""
     exact = {tuple(row["size"]): row["seconds"] for row in record["rows"] if row["method"] == "softmax"}
     titles = [f"{title}, {' x '.join(map(str, size))}" for size in exact for title in ("distance", "times faster")]
     lines: dict[str, list[str]] = {}
@@ -211,7 +208,6 @@ def render_peers(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the script, and return the results."""
     parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/grids"), help="folder to create, or with a trained model")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")

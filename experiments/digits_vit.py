@@ -65,7 +65,6 @@ def load_digits(size: int) -> tuple[Split, Split]:
 
 
 def softmax_vit() -> ViTForImageClassification:
-    """Return a ViT with 0.14 M random parameters."""
     torch.manual_seed(0)
     config = ViTConfig(
         hidden_size=64, num_attention_heads=4, num_hidden_layers=4, intermediate_size=128, image_size=SIDE, patch_size=4,
@@ -137,7 +136,6 @@ def render_digits(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the script, and return the record."""
     parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/digits_vit"), help="folder to create, or to resume")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds per student (default: 3)")

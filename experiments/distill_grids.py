@@ -33,7 +33,7 @@ from mhla_hf.ops.blocks import Blocks
 from mhla_hf.training.denoising import Conditions, predict, sample_latents
 
 from . import calibrate_grids as grids
-from .calibrate_grids import CLASSES, TASKS, Size, Task
+from .calibrate_grids import CLASSES, TASKS, Size
 from .rows import Row, add_rows, describe_setup, format_range, make_parser, markdown, parse_call
 
 REAL, TEACHER, MHLA = "real digits, held out", "softmax, the teacher", "MHLA"
@@ -54,31 +54,6 @@ class Recipe(NamedTuple):
 
 RECIPES = {"dit": Recipe(64, 16, 150, 400), "sd3": Recipe(64, 16, 150, 400), "wan": Recipe(16, 2, 150, 100)}
 LONGER = {"wan": Recipe(64, 2, 600, 100)}  # for `MHLA` and `PLAIN`
-
-
-def train_judge(task: Task, path: Path) -> nn.Module:
-    """Train a classifier of canvases of any size like those of a task, of videos single frames, or load it."""
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
-    judge = nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten(),
-        nn.Linear(64, CLASSES),
-    )  # fmt: skip
-    if not path.exists():
-        optimizer = torch.optim.AdamW(judge.parameters(), 2e-3, weight_decay=0.05)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=JUDGE_STEPS)
-        for step in range(JUDGE_STEPS):
-            size = grids.frame_size(task.sizes[step % len(task.sizes)])
-            canvases, labels = grids.draw_digits(*grids.digits()[:2], size, 64, generator)
-            F.cross_entropy(judge(frames_of(canvases)), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        with atomic_file(path) as temporary_path:
-            save_file(judge.state_dict(), temporary_path)
-    judge.load_state_dict(load_file(path))
-    return judge.eval()
 
 
 def frames_of(canvases: torch.Tensor) -> torch.Tensor:
@@ -103,13 +78,38 @@ class Pool(NamedTuple):
     targets: torch.Tensor  # the teacher's velocities
 
 
+def make_judge() -> nn.Module:
+    """Return a classifier of canvases of any size."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten(),
+        nn.Linear(64, CLASSES),
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1)
 def prepare(name: str, recipe: Recipe, seed: int, folder: Path) -> tuple[Any, nn.Module, Pool]:
     """Return the teacher of a task, its judge, and what its students learn from; see `make_row` for the arguments."""
     folder.mkdir(parents=True, exist_ok=True)
     task = TASKS[name]
     teacher = grids.train(task, folder / f"{name}.safetensors")
-    judge = train_judge(task, folder / f"{name}-judge.safetensors")
+    judge, path = make_judge(), folder / f"{name}-judge.safetensors"
+    if not path.exists():
+        generator = torch.Generator().manual_seed(0)
+        optimizer = torch.optim.AdamW(judge.parameters(), 2e-3, weight_decay=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=JUDGE_STEPS)
+        for step in range(JUDGE_STEPS):
+            size = grids.frame_size(task.sizes[step % len(task.sizes)])
+            canvases, labels = grids.draw_digits(*grids.digits()[:2], size, 64, generator)
+            F.cross_entropy(judge(frames_of(canvases)), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        with atomic_file(path) as temporary_path:
+            save_file(judge.state_dict(), temporary_path)
+    judge.load_state_dict(load_file(path))
+    judge.eval()
     generator = torch.Generator().manual_seed(2000 + seed)
     points = [
         point
@@ -172,18 +172,6 @@ def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) ->
     return student
 
 
-def draw_samples(task: Task, model: Any, size: Size, recipe: Recipe, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample without guidance; the classes take turns, and all models get the same noise. Returns the classes as well."""
-    noise = torch.randn(recipe.samples, 1, *size, generator=torch.Generator().manual_seed(3000 + seed))
-    labels = torch.arange(recipe.samples) % CLASSES
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    samples = [
-        sample_latents(model, scheduler, *part, None, steps=SAMPLING_STEPS, guidance=1.0)
-        for part in ((noise[rows], task.conditions(labels[rows])) for rows in torch.arange(len(labels)).split(20))
-    ]
-    return torch.cat(samples), labels
-
-
 def make_row(job: Row, folder: Path) -> Row:
     """Distill and judge one student, or judge the teacher or real digits.
 
@@ -207,7 +195,14 @@ def make_row(job: Row, folder: Path) -> Row:
             generator = torch.Generator().manual_seed(4000 + seed)
             canvases, labels = grids.draw_digits(*grids.digits()[2:], size, grids.HELD_OUT, generator)
         else:
-            canvases, labels = draw_samples(task, model, size, recipe, seed)
+            noise = torch.randn(recipe.samples, 1, *size, generator=torch.Generator().manual_seed(3000 + seed))
+            labels = torch.arange(recipe.samples) % CLASSES
+            samples = []
+            for part in torch.arange(len(labels)).split(20):
+                scheduler, conditions = FlowMatchEulerDiscreteScheduler(), task.conditions(labels[part])
+                options = {"steps": SAMPLING_STEPS, "guidance": 1.0}
+                samples.append(sample_latents(model, scheduler, noise[part], conditions, None, **options))
+            canvases = torch.cat(samples)
         row["recognized"]["x".join(map(str, size))] = recognized_share(judge, canvases, labels)
     return row
 
@@ -254,7 +249,6 @@ def jobs_of(tasks: Sequence[str], seeds: int) -> list[Row]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the script, and return the record."""
     parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/evidence/distill_grids.json"), help="record to extend")
     parser.add_argument("--folder", type=Path, default=Path("out/grids"), help="folder of the trained models")

@@ -5,9 +5,9 @@ A table is between two comments, `<!-- KIND FILE -->` and `<!-- end -->`. `KINDS
 from the repository's root. Everything else in a document is written by hand.
 """
 
-import argparse
 import json
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,8 @@ from .distill_grids import render_distilled
 from .encoder import render_encoder
 from .heads import BYTES_AT, render_heads
 from .judge import render_lookups, render_tasks
-from .kvpress_rows import render as render_kvpress
 from .recipe_costs import render_classifiers, render_costs
-from .rows import describe_setup, markdown
+from .rows import describe_setup, make_parser, markdown
 from .speed import prefill_table, render_speed, speed_table
 from .vllm_serving import render_vllm
 
@@ -51,6 +50,12 @@ ADAPTER_CARD = "model_cards/checkpoints/smollm2-135m-instruct-mhla/README.md"
 DOCUMENTS = tuple(
     name for name in ("README.md", ADAPTER_CARD, *PAGES) if TABLE.search((ROOT / name).read_text(encoding="utf-8"))
 )
+KVPRESS_MEASURES = {
+    "kl": ("KL from the full cache, nats", "{:.3f}"),
+    "recall": ("recall, mean log probability", "{:.2f}"),
+    "kept": ("cache that is kept", "{:.3f}"),
+    "seconds": ("seconds of the prefill, with the press", "{:.1f}"),
+}
 UNMEASURED = (
     "Not measured yet: no GPU was at hand. `make gpu`, on a machine with one, fills this part; no speed is claimed."
 )
@@ -70,7 +75,6 @@ def render(text: str, root: Path = ROOT) -> str:
 
 
 def write_documents() -> list[str]:
-    """Render every document, and return the names of those that changed."""
     changed = []
     for name in DOCUMENTS:
         text = (ROOT / name).read_text(encoding="utf-8")
@@ -102,8 +106,26 @@ def render_families(_: Any = None) -> str:
     return "\n\n".join(tables)
 
 
+def render_kvpress(record: Mapping[str, Any]) -> str:
+    """Render a table for each measure, of means over rows: a line for each subject, a column for each text and length."""
+    rows = record["rows"]
+    columns = sorted({(row["text"], row["length"]) for row in rows}, key=lambda column: (column[1], column[0]))
+    parts = []
+    for measure, (title, spec) in KVPRESS_MEASURES.items():
+        lines = []
+        for subject in dict.fromkeys(row["subject"] for row in rows):
+            cells = [subject]
+            for column in columns:
+                of_cell = [row for row in rows if (row["subject"], row["text"], row["length"]) == (subject, *column)]
+                values = [row[measure] for row in of_cell if measure in row]
+                cells.append(spec.format(statistics.fmean(values)) if values else "")
+            lines.append(cells)
+        parts.append(markdown([title, *(f"{text}, {length:,}" for text, length in columns)], lines))
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return "\n\n".join([*parts, f"`{record['command']}`, {record['hardware']}, {versions}, fp32."])
+
+
 def render_recipes(_: Any = None) -> str:
-    """Render the recipes of the package: base, data, and stages."""
     lines = []
     for name in recipe_names():
         recipe = read_recipe(name)
@@ -154,7 +176,6 @@ def draw_gains(path: Path) -> None:
 
 
 def command_and_date(record: Mapping[str, Any]) -> str:
-    """Describe how and when a record was measured."""
     return f"`{record['command']}` ({record['date']}, commit `{record['commit'][:12]}`)."
 
 
@@ -168,7 +189,6 @@ def render_kernels(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def render_gpu(record: Mapping[str, Any]) -> str:
-    """Render the part of docs/performance.md that was measured on a GPU."""
     rows = [row for row in record["language"] if "failed" not in row]
     prefill_rows = [row | {name: row[name]["prefill"] for name in ("MHLA", "softmax")} for row in rows]
     parts = [
@@ -209,6 +229,6 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser("python -m experiments.docs", description=__doc__).parse_args()
+    make_parser(__doc__).parse_args()
     draw_gains(ROOT / "docs/gains.png")
     print("\n".join(f"{name}: rendered" for name in write_documents()) or "All tables are up to date.")

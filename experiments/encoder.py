@@ -48,12 +48,10 @@ KEYS = {"sts": "STS-B"} | {f"{kind} {n}": f"{kind}, {n}" for n in LENGTHS for ki
 
 
 def load(folder: str) -> Any:
-    """Load a softmax or MHLA encoder in fp32."""
     return load_encoder(folder, dtype="float32", device="cpu")[0]
 
 
 def load_tokenizer(folder: str) -> Any:
-    """Load the tokenizer of a model."""
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -111,7 +109,6 @@ def sts_score(model: Any, tokenizer: Any, pairs: Sequence[Mapping[str, Any]]) ->
 
 
 def embed_passages(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the normalized embeddings `[N, width]` of passages `[N, T]`."""
     return torch.cat([embed(model, batch) for batch in ids.split(PASSAGE_BATCH)])
 
 
@@ -144,13 +141,11 @@ def compare(embeddings: torch.Tensor, expected: torch.Tensor) -> dict[str, float
 
 
 def describe(row: Row) -> str:
-    """Format a row for the log."""
     scores = ", ".join(f"{name} {score:.4f}" for name, score in row["scores"].items())
     return f"{row['form']}, seed {row['seed']}, {row['seconds']} s: {scores}"
 
 
 def render_encoder(record: Mapping[str, Any]) -> str:
-    """Render the table: a form per line, with mean and standard error over its seeds."""
     lines = []
     for form in (*FORMS, DISTILLED):
         if rows := [row["scores"] for row in record["rows"] if row["form"] == form]:
@@ -161,7 +156,6 @@ def render_encoder(record: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the script."""
     parser = make_parser(__doc__)
     parser.add_argument("model", help="folder of the softmax encoder")
     parser.add_argument("--fit", required=True, help="text file to fit on")

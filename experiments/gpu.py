@@ -5,7 +5,6 @@ beside what a user would pick instead. What fails or does not fit into the time 
 are written to docs/bench/gpu.json, and docs/performance.md is rendered from them.
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +24,9 @@ from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.reference import local_reference
 from mhla_hf.ops.triton.paged import SMALL_PAGES, small_page_call
 
-from .bench import TOLERANCES, describe_failure, model_cases, paper_cases, relative_error, target_cases, time_case
+from .bench import describe_wrong, model_cases, paper_cases, record_failure, relative_errors, target_cases, time_case
 from .docs import ROOT, render_gpu, write_documents
+from .rows import make_parser
 from .speed import LENGTHS, SMOLLM2, make_models, measure_decoding, measure_prefill
 
 OUT = ROOT / "docs" / "bench" / "gpu.json"
@@ -41,8 +41,7 @@ LANGUAGE = SMOLLM2 | {  # four layers with the heads of Llama-3.2-1B
     "num_key_value_heads": 8,
 }  # fmt: skip
 CAUSAL: dict[str, Any] = {"causal": True, "normalize": False}
-Variant = tuple[Blocks, dict[str, Any], dict[str, Any]]  # blocks, options of `make_inputs`, options of `mhla`
-VARIANTS: dict[str, Variant] = {
+VARIANTS: dict[str, tuple[Blocks, dict[str, Any], dict[str, Any]]] = {  # options of `make_inputs`, options of `mhla`
     "sequence": (SEQUENCE, {}, CAUSAL),
     "sequence, long blocks": (LONG, {}, CAUSAL),
     "sequence, normalized": (SEQUENCE, {}, {"causal": True}),
@@ -89,23 +88,10 @@ def make_inputs(
     masked: bool = False,
     denominator: bool = False,
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Make random inputs of `mhla` with 4 query heads.
+    """Make random inputs of `mhla` with 4 query heads and `groups` KV heads; `widths` are those of keys and of values.
 
-    Args:
-        blocks: Number and layout of the tokens.
-        device: Where the tensors are.
-        dtype: Of all tensors but the mixing matrix, which is fp32.
-        groups: Number of KV heads.
-        per_head: Whether every head has its own mixing matrix.
-        widths: Of keys and of values.
-        padded: Whether the second row begins with padding.
-        packed: Whether a row has several sequences.
-        masked: Whether some keys are masked.
-        denominator: Whether the denominator has other features than the numerator.
-
-    Returns:
-        q, k, v, the mixing matrix, and features for the denominator, all of which require gradients; and options of
-        `mhla`.
+    Returns q, k, v, the mixing matrix in fp32, and features for the denominator, all of which require gradients; and
+    options of `mhla`.
     """
     batch, length = 1 if packed else 2, blocks.length
     options: dict[str, Any] = {}
@@ -133,31 +119,23 @@ def variant_errors(
     dtype: torch.dtype,
     impl: str = "triton",
 ) -> dict[str, float]:
-    """Return the relative errors of one kind of call against the definition in fp64.
-
-    Args:
-        blocks, input_options, options: A `Variant`.
-        device: Where it runs.
-        dtype: Of the inputs.
-        impl: Implementation to check.
-
-    Returns:
-        Errors of "output" and of the gradients "dq", "dk", "dv", "dmixing", "dq_den", and "dk_den".
-    """
+    """Return the relative errors of one of `VARIANTS` against the definition in fp64: of the output and all gradients."""
     tensors, data_options = make_inputs(blocks, device, dtype, **input_options)
-
-    def run(tensors: list[torch.Tensor], impl: str) -> tuple[torch.Tensor, ...]:
+    results = []
+    for exact in (False, True):
+        tensors = [x.detach().double().requires_grad_() for x in tensors] if exact else tensors
         q, k, v, mixing, *features = tensors
         denominator: dict[str, Any] = dict(zip(("q_den", "k_den"), features, strict=bool(features)))
-        o = mhla(q, k, v, mixing, blocks=blocks, impl=impl, **denominator, **options, **data_options)
-        generator = torch.Generator(device).manual_seed(1)
-        output_gradient = torch.randn(o.shape, generator=generator, device=device).to(o.dtype)
-        return o, *torch.autograd.grad(o, tensors, output_gradient)
+        how = {"impl": "reference" if exact else impl, **denominator, **options, **data_options}
+        results.append(with_gradients(mhla(q, k, v, mixing, blocks=blocks, **how), tensors))
+    return relative_errors(("output", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den"), *results)
 
-    actual = run(tensors, impl)
-    expected = run([x.detach().double().requires_grad_() for x in tensors], "reference")
-    names = ("output", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den")
-    return {name: relative_error(x, y) for name, x, y in zip(names, actual, expected, strict=False)}
+
+def with_gradients(o: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return an output, and the gradients of tensors for a random gradient of the output."""
+    generator = torch.Generator(o.device).manual_seed(1)
+    output_gradient = torch.randn(o.shape, generator=generator, device=o.device).to(o.dtype)
+    return [o, *torch.autograd.grad(o, tensors, output_gradient)]
 
 
 def window_errors(
@@ -167,16 +145,7 @@ def window_errors(
     dtype: torch.dtype,
     impl: str = "triton",
 ) -> dict[str, float]:
-    """Return the relative errors of a kind of near and far attention, with two decays, against the definition in fp64.
-
-    Args:
-        form: The options. Without sinks there is no softmax.
-        input_options: Options of `make_inputs`.
-        device, dtype, impl: As in `variant_errors`.
-
-    Returns:
-        Errors of "output" and of the gradients "dq", "dk", "dv", "dfq", and "dfk".
-    """
+    """Return the relative errors of one of `WINDOWS`, with two decays; without sinks there is no softmax."""
     (q, k, v, _), padding = make_inputs(SEQUENCE, device, dtype, **input_options)
     features = [torch.cat([x, -x], -1).detach().softmax(-1) for x in (q, k)]
     q, k = (q, k) if form.sinks else features
@@ -185,42 +154,30 @@ def window_errors(
     results = []
     for exact in (False, True):
         tensors = [(x.double() if exact else x).detach().requires_grad_() for x in (q, k, v, *features)]
-        near_q, near_k, values, q_features, k_features = tensors
-        inputs = WindowedInputs(
-            near_q, near_k, values, q_features, decays, balance, replace(form, impl=impl), **padding
-        )
+        *first, k_features = tensors
+        inputs = WindowedInputs(*first, decays, balance, replace(form, impl=impl), **padding)
         o = local_reference(inputs, k_features) if exact else local_attention(inputs, k_features)
-        output_gradient = torch.randn(o.shape, generator=torch.Generator(device).manual_seed(1), device=device)
-        results.append([o, *torch.autograd.grad(o, tensors, output_gradient.to(o.dtype))])
-    names = ("output", "dq", "dk", "dv", "dfq", "dfk")
-    return {name: relative_error(x, y) for name, x, y in zip(names, *results, strict=True)}
+        results.append(with_gradients(o, tensors))
+    return relative_errors(("output", "dq", "dk", "dv", "dfq", "dfk"), *results)
 
 
 def page_errors(options: Mapping[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
     """Return the relative error of decoding in the pages of a serving engine; see `small_page_call` for the options."""
-    (o,), (exact,) = small_page_call(torch.device(device), dtype, **options)
-    return {"tokens": relative_error(o, exact)}
+    return relative_errors(["tokens"], *small_page_call(torch.device(device), dtype, **options))
 
 
 def check_kernels(
     device: torch.device | str,
     limit: float = MAX_CHECK_SECONDS,
     impl: str = "triton",
-    variants: Mapping[str, Variant] = VARIANTS,
-    windows: Mapping[str, tuple[LocalForm, dict[str, Any]]] = WINDOWS,
+    variants: Mapping[str, Any] = VARIANTS,
+    windows: Mapping[str, Any] = WINDOWS,
     pages: Mapping[str, dict[str, Any]] = PAGES,
 ) -> list[dict[str, Any]]:
-    """Compare an implementation with the definition in fp64.
+    """Compare an implementation with the definition in fp64; after `limit` seconds no other check starts.
 
-    Args:
-        device: Where it runs.
-        limit: Seconds after which no other check starts.
-        impl: Implementation to check.
-        variants, windows, pages: The kinds of calls.
-
-    Returns:
-        A row for each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and
-        "failed" (the reason, or None).
+    Returns a row for each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and
+    "failed" (the reason, or None).
     """
     started = time.monotonic()
     rows = []
@@ -236,13 +193,9 @@ def check_kernels(
             if time.monotonic() - started > limit:
                 row["failed"] = f"not started within {limit} s"
             else:
-                try:
+                with record_failure(row, "failed"):
                     row["error"] = call(getattr(torch, dtype))
-                    wrong = [name for name, error in row["error"].items() if not error < TOLERANCES[dtype]]
-                    if wrong:
-                        row["failed"] = f"is wrong: {', '.join(wrong)}"
-                except Exception as error:
-                    row["failed"] = describe_failure(error)
+                    row["failed"] = describe_wrong(row["error"], dtype)
             rows.append(row)
     return rows
 
@@ -258,19 +211,18 @@ def time_language(
     rows: list[dict[str, Any]] = []
     models = {name: model.to(device, dtype) for name, model in make_models(sizes, max(lengths)).items()}
     for length in tqdm(lengths, desc="language model"):
-        try:
+        row: dict[str, Any] = {"length": length, "batch": batch}
+        with record_failure(row, "failed"):
             timed = measure_decoding(models, length, batch)
             for name, model in models.items():
                 timed[name]["prefill"] = measure_prefill(model, length)
-            rows.append({"length": length, "batch": batch, **timed})
-        except Exception as error:
-            rows.append({"length": length, "batch": batch, "failed": describe_failure(error)})
+            row |= timed
+        rows.append(row)
     return rows
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the script, and return the record."""
-    argparse.ArgumentParser("python -m experiments.gpu", description=__doc__).parse_args(arguments)
+    make_parser(__doc__).parse_args(arguments)
     if not torch.cuda.is_available():
         raise ValueError("device: got no GPU that torch can use, expected one; nothing was measured.")
     started = time.monotonic()

@@ -53,7 +53,6 @@ def read_text(path: str | Path) -> str:
 
 
 def load(folder: str | Path) -> Any:
-    """Load a language model in fp32."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
 
@@ -107,7 +106,6 @@ def load_folder(arguments: Mapping[str, Any], job: Row) -> Any:
 
 
 def count_softmax_heads(folder: str) -> int:
-    """Return the number of KV heads that keep softmax in the converted model or adapter in a folder."""
     file = Path(folder, SETTINGS_FILE)
     if file.is_file():
         settings = json.loads(file.read_text(encoding="utf-8"))["mhla"]
@@ -117,7 +115,6 @@ def count_softmax_heads(folder: str) -> int:
 
 
 def switch_off(model: Any) -> None:
-    """Switch the far part of every layer off."""
     for attention in mhla_layers(model).values():
         attention.mhla.mixing.balance.data.fill_(OFF)
 
@@ -230,7 +227,6 @@ def repeated_half(ids: torch.Tensor) -> torch.Tensor:
 
 
 def hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the last hidden states `[T, width]` of one row of token ids `[T]`."""
     return model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
 
 
@@ -291,14 +287,12 @@ def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def describe(row: Row) -> str:
-    """Format a row for the log."""
     places = " ".join(f"{kl:.4f} ({mine / original - 1:+.1%})" for kl, mine, original in row["places"].values())
     recall = " ".join(f"{log_p:.3f} ({original:.3f})" for log_p, original in row["recall"].values())
     return f"{row['form']}, {row['heads']} heads, seed {row['seed']}, {row['text']}: {places}; recall {recall}"
 
 
 def render_heads(record: Mapping[str, Any]) -> str:
-    """Render a table for each text, with means over the seeds."""
     columns = [*(f"MiB at {n // 1024}k" for n in BYTES_AT[1:]), *(f"KL, {name}" for name in PLACES)]
     columns += ["perplexity 4k to 8k", *(f"recall at {n // 1024}k" for n in LENGTHS)]
     tables = []
@@ -322,7 +316,6 @@ def render_heads(record: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the script."""
     parser = make_parser(__doc__)
     parser.add_argument("model", help="folder of a softmax language model")
     parser.add_argument("--fit", required=True, help="text to learn from")

@@ -98,6 +98,16 @@ def answer_scores(model: Any, prefix: Sequence[int], questions: Sequence[Questio
     return scores
 
 
+def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
+    """Ask about the facts between lines of the text file `data`.
+
+    "answers" are for each question [kind, tokens back, log-probability of the answer, whether it is right].
+    """
+    ids, rows = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
+    scores = answer_scores(model, ids, [question for _, _, question in rows])
+    return {"answers": [[kind, back, *score] for (kind, back, _), score in zip(rows, scores, strict=True)]}
+
+
 def make_lookups(
     tokenizer: Any, text: str, length: int, seed: int
 ) -> tuple[list[int], list[tuple[str, int, Question]]]:
@@ -128,16 +138,6 @@ def make_lookups(
         likeliest = [encode(choice)[0] for choice in choices] if kind == "lookups" else []
         rows.append((kind[:-1], len(encode(long_text[end:])), (encode(prompt), encode(answer), likeliest)))
     return encode(long_text), rows
-
-
-def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Ask about the facts between lines of the text file `data`.
-
-    "answers" are for each question [kind, tokens back, log-probability of the answer, whether it is right].
-    """
-    ids, rows = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
-    scores = answer_scores(model, ids, [question for _, _, question in rows])
-    return {"answers": [[kind, back, *score] for (kind, back, _), score in zip(rows, scores, strict=True)]}
 
 
 class PrefixReader(HFLM):
@@ -201,7 +201,6 @@ def judge_chats(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, An
 
 
 def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
-    """Evaluate one model on one text, task, or set of chats."""
     model, tokenizer = load_subject(arguments["model"], arguments["fit"], arguments["work"], job["form"], job["heads"])
     return {**job, **JUDGES[job["what"]](model, tokenizer, arguments["data"], job)}
 
@@ -227,7 +226,6 @@ def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def describe(row: Row) -> str:
-    """Format a row for the log."""
     name = f"{row['form']}, {row['heads']} heads, {row.get('task', row.get('length', 'chats'))}"
     column = {"lookups": 3, "tasks": 1}.get(row["what"])
     return name if column is None else f"{name}: {statistics.fmean(x[column] for x in row['answers']):.3f}"
@@ -246,7 +244,6 @@ def answers_by_model(record: Mapping[str, Any], key: str) -> tuple[dict[str, Ans
 
 
 def render_lookups(record: Mapping[str, Any]) -> str:
-    """Render the accuracy by kind and length, and the difference of log-probabilities to the original."""
     models, original = answers_by_model(record, "length")
     lengths = sorted(original)
     columns = [(kind, length) for length in lengths for kind in ("code", "lookup")]
@@ -295,7 +292,6 @@ def render_tasks(record: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the script."""
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=JUDGES, help="kind of evaluation")
     parser.add_argument("model", help="folder of a softmax language model with a chat template")

@@ -32,8 +32,8 @@ import itertools
 import json
 import os
 import platform
+import re
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,12 +49,6 @@ LIMIT = 1_000_000  # characters of a text
 AFTER, COPY, CUE = 512, 256, 16  # tokens
 CHUNK = 32  # tokens that are fed at once after the prompt
 FULL = "full cache"
-MEASURES = {
-    "kl": ("KL from the full cache, nats", "{:.3f}"),
-    "recall": ("recall, mean log probability", "{:.2f}"),
-    "kept": ("cache that is kept", "{:.3f}"),
-    "seconds": ("seconds of the prefill, with the press", "{:.1f}"),
-}
 PRESSES = ("StreamingLLM", "SnapKV", "ExpectedAttention", "AdaKV(ExpectedAttention)", "Compactor", "KVzip")
 
 
@@ -126,7 +120,6 @@ def judge(
 
 
 def tensor_bytes(cache: Any) -> int:
-    """Return the bytes of the keys and values in a cache of softmax layers."""
     return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
@@ -204,22 +197,14 @@ def folder_rows(teacher: Any, models: Mapping[str, Any], parts: RowParts) -> Ite
 
 
 def describe_run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a record says about hardware, versions, command, and settings."""
-    cpu = platform.processor() or platform.machine()
-    cpu_info = Path("/proc/cpuinfo")
-    if cpu_info.exists():
-        names = (line.partition(":")[2].strip() for line in cpu_info.open() if line.startswith("model name"))
-        cpu = next(names, cpu)
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "kvpress", "mhla_hf"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    """Return what a record says about hardware, versions, command, and settings; see `provenance.describe_run`."""
+    (cpu,) = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1] or ["unknown CPU"]
+    libraries = ("torch", "transformers", "kvpress", "mhla_hf")
+    installed = {x.name.replace("-", "_"): x.version for x in importlib.metadata.distributions()}
     words = [Path(word).name if Path(word).exists() or word.endswith(".json") else word for word in sys.argv[1:]]
     return {
         "hardware": f"{cpu}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} thread, {platform.system()}",
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **{x: installed[x] for x in libraries if x in installed}},
         "command": shlex.join(["python", "experiments/kvpress_rows.py", *words]),
         "date": datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat(),
         "model": args.model.name,
@@ -227,26 +212,6 @@ def describe_run(args: argparse.Namespace) -> dict[str, Any]:
         "seed": 0,
         "tokens": {"after": AFTER, "copy": COPY, "cue": CUE, "chunk": CHUNK},
     }
-
-
-def render(record: Mapping[str, Any]) -> str:
-    """Render a table for each measure, of means over rows: a line for each subject, a column for each text and length."""
-    rows = record["rows"]
-    columns = sorted({(row["text"], row["length"]) for row in rows}, key=lambda column: (column[1], column[0]))
-    lines = []
-    for measure, (title, spec) in MEASURES.items():
-        lines.append(f"| {title} | " + " | ".join(f"{text}, {length:,}" for text, length in columns) + " |")
-        lines.append("|---" + "|---:" * len(columns) + "|")
-        for subject in dict.fromkeys(row["subject"] for row in rows):
-            cells = []
-            for column in columns:
-                of_cell = [row for row in rows if (row["subject"], row["text"], row["length"]) == (subject, *column)]
-                values = [row[measure] for row in of_cell if measure in row]
-                cells.append(spec.format(statistics.fmean(values)) if values else "")
-            lines.append(f"| {subject} | {' | '.join(cells)} |")
-        lines.append("")
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return "\n".join([*lines, f"`{record['command']}`, {record['hardware']}, {versions}, fp32."])
 
 
 @torch.no_grad()
@@ -289,11 +254,9 @@ def main() -> None:
                 partial.write_text(json.dumps(record, indent=1) + "\n")
                 partial.replace(args.out)
                 print(record["rows"][-1], flush=True)
-    print(render(record))
 
 
 def load(folder: Path, **kwargs: Any) -> Any:
-    """Load a language model in fp32; `kwargs` are further arguments of `from_pretrained`."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
 
 

@@ -186,7 +186,6 @@ def measure_samples(base: Any, recipe: Recipe, stage: Any, count: int) -> dict[s
 
 
 def render_costs(record: Mapping[str, Any]) -> str:
-    """Render the rows as a table: one line per recipe."""
     lines = []
     for row in record["rows"]:
         sizes = [max(stage[key] for stage in row["stages"]) / 1e9 for key in ("peak", "states", "disk")]
@@ -219,7 +218,6 @@ def count_classifiers(presets: Sequence[str] = tuple(PAPER_COSTS), side: int = 2
 
 
 def render_classifiers(record: Mapping[str, Any]) -> str:
-    """Render the rows of `count_classifiers`, with what the paper says."""
     lines = []
     for row in record["rows"]:
         flops = [f"{row[name] / 1e9:.2f}" for name in ("flops", "outside", "padded_flops")]
@@ -230,7 +228,6 @@ def render_classifiers(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print both tables, and write the records that the docs show."""
     make_parser(__doc__).parse_args(arguments)
     run = describe_run("python -m experiments.recipe_costs")
     classifiers = {**run, "rows": count_classifiers()}

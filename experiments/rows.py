@@ -20,7 +20,6 @@ Row = dict[str, Any]
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help shows a module's docstring as it is."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 

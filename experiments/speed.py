@@ -59,7 +59,6 @@ def measure_prefill(model: Any, length: int) -> float:
 
 
 def random_ids(model: Any, length: int, batch: int) -> torch.Tensor:
-    """Return random token ids on the device of the model: int64 `[batch, length]`."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
@@ -128,13 +127,11 @@ def speed_table(rows: Sequence[Row]) -> str:
 
 
 def prefill_table(rows: Sequence[Row]) -> str:
-    """Render the costs of prefill, a line for each length."""
     lines = [[f"{row[key]:,.0f}" for key in ("length", "MHLA", "softmax")] for row in rows]
     return markdown(["tokens", "MHLA: prefill, µs per token", "softmax: prefill, µs per token"], lines, left=0)
 
 
 def render_speed(record: Mapping[str, Any]) -> str:
-    """Render both tables, and how they were measured."""
     return "\n\n".join([speed_table(record["rows"]), prefill_table(record["prefill"]), describe_setup(record)])
 
 

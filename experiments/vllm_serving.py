@@ -80,7 +80,6 @@ def score_in_vllm(llm: Any, rows: Sequence[list[int]]) -> torch.Tensor:
 
 
 def make_prompts(text: list[int], count: int) -> list[list[int]]:
-    """Cut prompts of random lengths and places from a text."""
     source = random.Random(count)
     lengths = [source.randint(*PROMPT_LENGTHS) for _ in range(count)]
     starts = [source.randrange(len(text) - length) for length in lengths]
@@ -161,7 +160,6 @@ def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches:
 
 
 def render_vllm(record: Mapping[str, Any]) -> str:
-    """Render the tables of docs/serving.md."""
     names = list(record["scores"])
     lines = []
     labels = {"perplexity": "perplexity", "recall": "recall, mean log-probability"} if record["rows"] else {}
@@ -192,7 +190,6 @@ def render_vllm(record: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the script."""
     parser = make_parser(__doc__)
     parser.add_argument("base", help="folder or Hub id of the softmax model")
     parser.add_argument("converted", help="folder of its conversion")

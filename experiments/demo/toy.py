@@ -96,8 +96,6 @@ def run_toy(
 
 @dataclasses.dataclass
 class Toy:
-    """A call of `run_toy`: its arguments, and a method for each step."""
-
     out: Path
     full: bool
     seeds: int
@@ -123,7 +121,6 @@ class Toy:
         self.window = min(WINDOW, self.teacher_plan.settings["max_position_embeddings"])  # tokens of a held-out text
 
     def run(self) -> dict[str, Any]:
-        """Take all steps for all seeds, and return the content of results.json."""
         self.begin()
         for seed in range(self.seeds):
             self.make_models(seed)
@@ -181,7 +178,6 @@ class Toy:
         self.tokenizer = AutoTokenizer.from_pretrained(self.out / "data" / "tokenizer", trust_remote_code=False)
 
     def folder(self, model: str, seed: int) -> Path:
-        """Return the folder of a model of one seed."""
         return (self.out if seed == 0 else self.out / f"seed-{seed}") / model
 
     def make_models(self, seed: int) -> None:
@@ -228,14 +224,12 @@ class Toy:
         shutil.rmtree(start, ignore_errors=True)
 
     def missing(self, folder: Path, file: str) -> bool:
-        """Return whether a folder lacks a file, and print a line if it has the file."""
         if not (folder / file).exists():
             return True
         print(f"{folder} is there already", flush=True)
         return False
 
     def load(self, folder: Path) -> Any:
-        """Load a language model in fp32."""
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
 
     def train_teacher(self, folder: Path, seed: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments import gpu, speed
-from experiments.bench import FORWARD, target_cases
+from experiments.bench import FORWARD, TOLERANCES, target_cases
 from experiments.docs import render_gpu
 from mhla_hf import Blocks
 from mhla_hf.checkpoints.provenance import describe_run
@@ -22,22 +22,19 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("name", list(gpu.VARIANTS))
+@pytest.mark.parametrize("name", [*gpu.VARIANTS, *gpu.WINDOWS, *gpu.PAGES])
 def test_every_kind_of_call_has_a_definition(name):
-    errors = gpu.variant_errors(*gpu.VARIANTS[name], "cpu", torch.float32, impl="torch")
-    assert len(errors) == 5 + 2 * ("own" in name) and max(errors.values()) < 1e-5
-
-
-@pytest.mark.parametrize("name", list(gpu.WINDOWS))
-def test_every_kind_of_window_has_a_definition(name):
-    errors = gpu.window_errors(*gpu.WINDOWS[name], "cpu", torch.float32, impl="torch")
-    assert len(errors) == 6 and max(errors.values()) < 1e-5
-
-
-@pytest.mark.parametrize("name", list(gpu.PAGES))
-def test_every_kind_of_pages_has_a_definition(name):
-    small = gpu.PAGES[name] | {"width": 8, "num_features": 8, "queries_per_kv": 1}
-    assert gpu.page_errors(small, "cpu", torch.float32)["tokens"] < 1e-5
+    if name in gpu.VARIANTS:
+        errors, number = (
+            gpu.variant_errors(*gpu.VARIANTS[name], "cpu", torch.float32, impl="torch"),
+            5 + 2 * ("own" in name),
+        )
+    elif name in gpu.WINDOWS:
+        errors, number = gpu.window_errors(*gpu.WINDOWS[name], "cpu", torch.float32, impl="torch"), 6
+    else:
+        small = gpu.PAGES[name] | {"width": 8, "num_features": 8, "queries_per_kv": 1}
+        errors, number = gpu.page_errors(small, "cpu", torch.float32), 1
+    assert len(errors) == number and max(errors.values()) < 1e-5
 
 
 def test_kernels_are_rows_and_so_are_failures(monkeypatch):
@@ -46,16 +43,15 @@ def test_kernels_are_rows_and_so_are_failures(monkeypatch):
     rows = gpu.check_kernels("cpu", **FEW)
     made = itertools.product(("bfloat16", "float32"), ("sequence", "window", "pages"))
     assert [(row["dtype"], row["kind"]) for row in rows] == [*made]
-    assert all(row["failed"] is None and 0 < max(row["error"].values()) < gpu.TOLERANCES[row["dtype"]] for row in rows)
+    assert all(row["failed"] is None and 0 < max(row["error"].values()) < TOLERANCES[row["dtype"]] for row in rows)
     record = {"rows": [], "language": [], **describe_run("make gpu")}
     assert "| sequence | " in render_gpu(record | {"kernels": rows})
     right = gpu.mhla
     monkeypatch.setattr(gpu, "mhla", lambda *a, impl, **o: right(*a, impl=impl, **o) * (1.1 if impl == "torch" else 1))
     fails = {"fails": (SHORT, {"widths": ()}, gpu.CAUSAL)}
     rows = gpu.check_kernels("cpu", impl="torch", variants=FEW["variants"] | fails, windows={})
-    assert rows[0]["failed"] == "is wrong: output, dq, dk, dv, dmixing"
+    assert rows[0]["failed"].startswith("is wrong: output with a relative error of ")
     assert rows[1]["failed"].startswith("failed: IndexError")
-    assert "is wrong: output" in render_gpu(record | {"kernels": rows})
     assert gpu.check_kernels("cpu", limit=-1)[0]["failed"] == "not started within -1 s"
 
 
