@@ -22,15 +22,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-from mhla_hf.checkpoints.file_io import read_json, write_json
-from mhla_hf.checkpoints.provenance import describe_run
+from mhla_hf.checkpoints.file_io import read_json
 from mhla_hf.cli.main import script
 from mhla_hf.nn.grid import GridMHLA, GridMixing
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.plots import PALETTE, STYLE, drawing
 
-from .rows import make_parser, markdown
+from .rows import make_parser, markdown, write_record
 
 FRAMED_STYLE = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}
 LENGTHS, WIDTHS, BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096), (16, 32, 64, 72), 16  # of random features
@@ -41,10 +40,8 @@ MARKERS = {"softmax": ("softmax", "o"), "linear": ("plain linear", "s"), "mhla":
 @dataclasses.dataclass
 class Attention:
     """The inputs of one call of an attention layer: q [B, T, H, K] and k [B, S, H, K], after the feature map and RoPE.
-
     `kind` is "softmax", "mhla", or "linear" (MHLA with uniform mixing). `options` are those of
-    `scaled_dot_product_attention`, or of `mhla`, with "mixing" [H or 1, M, M] and "blocks".
-    """
+    `scaled_dot_product_attention`, or of `mhla`, with "mixing" [H or 1, M, M] and "blocks"."""
 
     kind: str
     q: torch.Tensor
@@ -139,11 +136,9 @@ def bound_of(kind: str, tokens: int, width: int, sizes: Sequence[int]) -> int:
 
 
 def measure_calls(calls: Sequence[Attention], tolerance: float | None = None) -> dict[str, Any]:
-    """Measure rank and entropy of every layer, as means over samples and heads.
-
-    Singular values above `tolerance` times the largest count toward the rank (default: N times fp32's eps). "layers" has a
-    dict for each call, with the largest possible rank as "bound"; "mean" has the means over layers.
-    """
+    """Measure rank and entropy of every layer, as means over samples and heads. Singular values above `tolerance` times the
+    largest count toward the rank (default: N times fp32's eps). "layers" has a dict for each call, with the largest possible
+    rank as "bound"; "mean" has the means over layers."""
     layers: list[dict[str, Any]] = []
     for call in calls:
         samples, tokens, heads, width = call.q.shape
@@ -166,11 +161,7 @@ def measure_calls(calls: Sequence[Attention], tolerance: float | None = None) ->
 
 @torch.no_grad()
 def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Describe how the mixing of each MHLA layer has changed since initialization.
-
-    A layer's "start" and "learned" are lists [M, M], the means over heads; "moved" is half the L1 distance between their
-    normalized rows, mean over rows: 0 for unchanged, 1 for disjoint.
-    """
+    """Return the "start" and "learned" mixing [M, M] of each MHLA layer, the means over heads, and its "layout"."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, GridMHLA):
@@ -178,31 +169,8 @@ def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
             initial = copy.deepcopy(mixing)
             initial.weight.copy_(initial.initial_values()["weight"])
             start, learned = (x(x.layout).cpu().reshape(-1, *x.weight.shape[-2:]).mean(0) for x in (initial, mixing))
-            shares = [x.abs() / x.abs().sum(-1, keepdim=True).clamp_min(1e-30) for x in (start, learned)]
-            layers[name.removesuffix(".mhla")] = {
-                **{key: [[round(x, 6) for x in row] for row in matrix.tolist()]
-                   for key, matrix in (("start", start), ("learned", learned))},
-                "layout": list(mixing.layout),
-                "moved": 0.5 * (shares[0] - shares[1]).abs().sum(-1).mean().item(),
-            }  # fmt: skip
+            layers[name.removesuffix(".mhla")] = {"start": start, "learned": learned, "layout": list(mixing.layout)}
     return layers
-
-
-def plot_layers(path: str | Path, models: Mapping[str, Sequence[dict[str, Any]]], note: str) -> None:
-    """Plot rank and entropy by layer, from the "layers" of `measure_calls` by label (figure 3b)."""
-    limits = "dotted: the largest possible rank, the entropy of equal weights"
-    with drawing(path, 1, 2, figsize=(11, 4.1), note=f"{limits}; {note}") as (_, (row,)):
-        measures = (("Rank", "rank", "bound"), ("Entropy of a row, nats", "entropy", "uniform_entropy"))
-        for axes, (title, key, limit) in zip(row, measures, strict=True):
-            for (label, layers), color in zip(models.items(), itertools.cycle(PALETTE), strict=False):
-                values = [layer[key] for layer in layers]
-                name = f"{label}: mean {statistics.fmean(values):.4g}"
-                axes.plot(values, "o-", color=color, markersize=5, label=name)
-                axes.plot([layer[limit] for layer in layers], color=color, linewidth=1, linestyle=(0, (2, 3)))
-            axes.set(title=title, xlabel="layer", ylim=(0, None))
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.grid(True)
-            axes.legend(loc="best", fontsize=9)
 
 
 def plot_maps(path: str | Path, models: Mapping[str, Sequence[Attention]]) -> None:
@@ -222,7 +190,7 @@ def plot_mixing(path: str | Path, layers: Mapping[str, dict[str, Any]]) -> None:
     """Plot initial and learned mixing from `describe_mixing`, each block's row at its place in the grid (figure 4b)."""
     with drawing(path, 2, len(layers), figsize=(2.5 * len(layers) + 0.9, 5.4), style=FRAMED_STYLE) as (figure, grid):
         for column, (name, layer) in zip(grid.T, layers.items(), strict=True):
-            tiles = [tile_matrix(torch.tensor(layer[key]), layer["layout"]) for key in ("start", "learned")]
+            tiles = [tile_matrix(layer[key], layer["layout"]) for key in ("start", "learned")]
             top = max(tile.max().item() for tile in tiles)
             for axes, tile in zip(column, tiles, strict=True):
                 draw_matrix(axes, tile.numpy(), power=1.0, top=top)
@@ -252,11 +220,9 @@ def draw_matrix(axes: Any, values: Any, power: float, top: float | None = None) 
 
 
 def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: int = 0) -> dict[str, Any]:
-    """Measure the ranks of attention with Gaussian q and k [N, d], of which all but softmax use relu(x) + 1e-6.
-
-    The mixing matrix of "mhla" has random entries in (0, 1) and rows that sum to one; that of "start" is the paper's start
-    from locality. The tolerance is N times fp64's eps. "smallest" is the last singular value counted over the largest.
-    """
+    """Measure the ranks of attention with Gaussian q and k [N, d], of which all but softmax use relu(x) + 1e-6. The mixing
+    matrix of "mhla" has random entries in (0, 1) and rows that sum to one; that of "start" is the paper's start from
+    locality. The tolerance is N times fp64's eps. "smallest" is the last singular value counted over the largest."""
     generator = torch.Generator().manual_seed(seed)
     grid = Blocks.grid((tokens,), (blocks,))
     q, k = (torch.randn(1, tokens, 1, width, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -289,8 +255,7 @@ def study_random_rank(
     for tokens, width in tqdm(missing, desc="rank", unit="size"):
         rows = [*record["rows"], measure_random_rank(tokens, width)]
         rows.sort(key=lambda row: (row["tokens"], row["width"]))
-        record = {"rows": rows, **describe_run("python -m experiments.attention")}
-        write_json(path, record)
+        record = write_record(path, {"rows": rows}, "python -m experiments.attention")
     plot_random_rank(path.with_name("rank.png"), record["rows"])
     return record
 

@@ -1,8 +1,7 @@
 """Time MHLA beside softmax and plain linear attention: python -m experiments.bench (`make bench`)
 
-Every implementation is compared with its definition in fp64 before it is timed. All take turns, for several rounds in one
-process, and the fastest round of each counts, so that other load on the machine affects all of them alike. What is wrong,
-fails, or does not fit gets the reason in place of a time. `make gpu` times the paper's operators and whole models, below.
+Every implementation is compared with its definition in fp64 before it is timed. All take turns, and the fastest round of
+each counts. What is wrong, fails, or does not fit gets the reason in place of a time. `make gpu` times the paper's shapes.
 """
 
 import contextlib
@@ -149,11 +148,9 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class WholeModel:
-    """A case that times a model with random weights: softmax, MHLA, MHLA with one block, and, of Wan, the hybrid.
-
-    `config` has the arguments of `LlamaConfig`, `DiTTransformer2DModel`, or `WanTransformer3DModel`, by the axes of the
-    tokens. `operator` is the attention, which is checked before the model is timed.
-    """
+    """A case that times a model with random weights: softmax, MHLA, MHLA with one block, and, of Wan, the hybrid. `config`
+    has the arguments of `LlamaConfig`, `DiTTransformer2DModel`, or `WanTransformer3DModel`, by the axes of the tokens.
+    `operator` is the attention, which is checked before the model is timed."""
 
     name: str
     config: dict[str, Any]
@@ -239,11 +236,9 @@ def cast_as_loaded(model: Any, dtype: torch.dtype) -> Any:
 Case = Operator | WholeModel
 
 
-def dit(
-    pixels: int, batch: int, heads: int = 6, width: int = 64, counts: tuple[int, int] = (4, 4), name: str = "DiT-S/2"
-) -> Operator:
+def dit(pixels: int, batch: int, heads: int = 6, width: int = 64, side: int = 4, name: str = "DiT-S/2") -> Operator:
     """Return the attention of a DiT with patches of 2 on square images; `pixels` is their side."""
-    blocks = Blocks.grid((pixels // 16, pixels // 16), counts)
+    blocks = Blocks.grid((pixels // 16, pixels // 16), (side, side))
     label = f"{name} {pixels} px, {blocks.num_blocks} blocks, batch {batch}"
     return Operator(label, blocks, batch, heads, (width, width), normalize=True)
 
@@ -278,7 +273,7 @@ def paper_cases() -> list[Operator]:
     cases += [language(2048, 8, widths=(128, 128)), language(8192, 2, widths=(128, 128))]
     for side in (2, 4, 8, 16, 32):
         sizes = [pixels for pixels in (256, 512, 1024) if side < pixels // 16]
-        cases += [dit(pixels, 8, counts=(side, side), name="table 14, DiT-S/2") for pixels in sizes]
+        cases += [dit(pixels, 8, side=side, name="table 14, DiT-S/2") for pixels in sizes]
     return cases
 
 
@@ -291,12 +286,9 @@ def model_cases() -> list[WholeModel]:
 
 
 def time_case(case: Case, device: Device, seed: int = 0, rounds: int = ROUNDS) -> list[dict[str, Any]]:
-    """Check and time one case.
-
-    Returns a dict for each mode, with "case", "what" (the mode), "ms", "error" (the largest relative error), and "failed"
-    (why there is no time) by implementation. If the inputs cannot be prepared, a single one, whose "what" is "" and whose
-    "failed" has the key "all".
-    """
+    """Check and time one case. Returns a dict for each mode, with "case", "what" (the mode), "ms", "error" (the largest
+    relative error), and "failed" (why there is no time) by implementation. If the inputs cannot be prepared, a single one,
+    whose "what" is "" and whose "failed" has the key "all"."""
     error: dict[str, float] = {}
     failed: dict[str, str] = {}
     rows = []
@@ -347,14 +339,19 @@ def time_call(function: Callable[[], Any], device: Device) -> float:
 
 def render_bench(record: Mapping[str, Any]) -> str:
     """Render the rows of `time_case` as Markdown, with the fastest implementation of each kind and MHLA's speedup."""
+
+    def find_fastest(*kinds: str) -> tuple[float, str] | None:
+        times = [(value, name.partition(" ")[2]) for name, value in row["ms"].items() if name.startswith(kinds)]
+        return min(times, default=None)
+
     largest_error = max((error for row in record["rows"] for error in row["error"].values()), default=0.0)
     versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if name in ("torch", "triton"))
     lines = []
     for row, kind in itertools.product(record["rows"], ("mhla", "hybrid")):
-        mhla_time = find_fastest(row["ms"], kind)
+        mhla_time = find_fastest(kind)
         if mhla_time is None:
             continue
-        baselines = [find_fastest(row["ms"], "sdpa", "softmax"), find_fastest(row["ms"], "linear")]
+        baselines = [find_fastest("sdpa", "softmax"), find_fastest("linear")]
         ratios = [f"{baseline[0] / mhla_time[0]:.2f}" if baseline else "" for baseline in baselines]
         times = [f"{best[0]:.4g} {best[1]}".rstrip() if best else "" for best in (mhla_time, *baselines)]
         case = row["case"] if kind == "mhla" else f"{row['case']}, {kind}"
@@ -367,12 +364,6 @@ def render_bench(record: Mapping[str, Any]) -> str:
         *(["\n".join(sorted(failed))] if failed else []),
     ]
     return "\n\n".join(parts)
-
-
-def find_fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | None:
-    """Return (milliseconds, name without its first word) of the fastest whose name begins with one of `kinds`."""
-    times = [(value, name.partition(" ")[2]) for name, value in ms.items() if name.startswith(kinds)]
-    return min(times, default=None)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -3,9 +3,8 @@
     python -m experiments.calibrate_grids --out out/grids
 
 Three softmax models are trained by flow matching on scikit-learn's digits, in pixel space: a DiT with class labels, a
-Stable Diffusion 3 that reads the class's name as text, and a Wan of digits that move and bounce, with the same texts.
-Each is then converted in several ways. The results are `calibrate_grids.json` and a table of the velocity's error on
-trajectories of the softmax model, also on a larger image and a longer video than those of the fit.
+Stable Diffusion 3 that reads the class's name as text, and a Wan of digits that move, with the same texts. Each is then
+converted in several ways. The results are `calibrate_grids.json` and a table of the velocity's error on trajectories.
 """
 
 import copy
@@ -26,14 +25,13 @@ from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 
 import mhla_hf
-from mhla_hf.checkpoints.file_io import atomic_file, atomic_folder, write_json
-from mhla_hf.checkpoints.provenance import describe_run
+from mhla_hf.checkpoints.file_io import atomic_file, atomic_folder
 from mhla_hf.cli.main import script
 from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
 from mhla_hf.nn.joint import JointMHLA
 from mhla_hf.training.denoising import Conditions, NoiseProcess, predict, sample_latents
 
-from .rows import describe_setup, format_range, make_parser, markdown, parse_call
+from .rows import describe_setup, format_range, make_parser, markdown, parse_call, write_record
 
 SIDE, CLASSES, HELD_OUT = 16, 10, 497
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -243,12 +241,11 @@ def convert_or_load(name: str, teacher: Any, row: str, seed: int, folder: Path) 
 
 def held_out_points(task: Task, teacher: Any) -> dict[str, list[Point]]:
     """Return the points at which velocities are compared, by size; they are the same for all students and seeds."""
-    return {
-        "x".join(map(str, size)): trajectories(
-            task, teacher, size, task.fit_batch, torch.Generator().manual_seed(1000), HELD_OUT_STEPS
-        )
-        for size in task.sizes
-    }
+    points = {}
+    for size in task.sizes:
+        generator, name = torch.Generator().manual_seed(1000), "x".join(map(str, size))
+        points[name] = trajectories(task, teacher, size, task.fit_batch, generator, HELD_OUT_STEPS)
+    return points
 
 
 def most_damaging_layer(student: Any) -> int:
@@ -266,9 +263,7 @@ def turn_mhla_off(student: Any) -> None:
 
 def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
     """Convert the model of a task in all ways, and measure its velocity on held-out trajectories of the softmax model.
-
-    Returns "errors" by start and then by size, one for each seed of a fit; "reports" of the fits; and "parameters".
-    """
+    Returns "errors" by start and then by size, one for each seed of a fit; "reports" of the fits; and "parameters"."""
     task = TASKS[name]
     teacher = train(task, folder / f"{name}.safetensors")
     held_out = held_out_points(task, teacher)
@@ -315,16 +310,15 @@ def title_of(name: str, size: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, seeds=3)
     parser.add_argument("--out", type=Path, default=Path("out/grids"), help="folder to create, or with trained models")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds of each fit (default: 3)")
     args, command = parse_call(parser, "calibrate_grids", arguments)
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     tasks = {name: measure(name, args.out, args.seeds) for name in args.tasks}
-    results = {"tasks": tasks, "seeds": list(range(args.seeds)), "threads": 1, **describe_run(command)}
-    write_json(args.out / "calibrate_grids.json", results)
+    results = {"tasks": tasks, "seeds": list(range(args.seeds)), "threads": 1}
+    results = write_record(args.out / "calibrate_grids.json", results, command)
     print(render_calibration(results))
     return results
 

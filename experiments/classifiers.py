@@ -5,7 +5,7 @@
 
 Only the attention differs. The results are accuracy, rank, and entropy with standard errors over seeds, and whether claims
 hold: the 95 % interval of the difference, paired by seed, is above zero, below, or neither. They are in `results.json`, a
-table, and figures of accuracy by epoch, rank and entropy by layer, attention maps, and the learned mixing.
+table, and figures of accuracy by epoch, attention maps, and the learned mixing.
 """
 
 import json
@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from transformers import ViTImageProcessorPil
 
-from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.load import no_progress_bars
-from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 from mhla_hf.evaluation.records import format_score
 from mhla_hf.models.vision.vision_configuration import MHLAVisionConfig
@@ -29,9 +27,9 @@ from mhla_hf.training.datasets.images import open_images, preprocess
 from mhla_hf.training.loop import distill
 from mhla_hf.training.run_folder import RECORD
 
-from .attention import describe_mixing, measure_calls, plot_layers, plot_maps, plot_mixing, record_model
+from .attention import describe_mixing, measure_calls, plot_maps, plot_mixing, record_model
 from .digits_vit import load_digits
-from .rows import make_parser, markdown, over_seeds, parse_call
+from .rows import make_parser, markdown, over_seeds, parse_call, write_record
 
 KINDS = {"softmax": "softmax", "plain linear": "linear", "MHLA": "mhla"}
 MODEL: dict[str, Any] = {
@@ -100,9 +98,8 @@ def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str
             if seed == 0:
                 maps[name], mixing[name] = calls, describe_mixing(model)
         rows[name] = {key: over_seeds([cell[key] for cell in cells]) for key in (*MEASURES, "seconds")}
-        rows[name]["by_epoch"] = [
-            over_seeds(epoch) for epoch in zip(*(cell["by_epoch"] for cell in cells), strict=True)
-        ]
+        epochs = zip(*(cell["by_epoch"] for cell in cells), strict=True)
+        rows[name]["by_epoch"] = [over_seeds(epoch) for epoch in epochs]
         rows[name]["layers"] = []
         for layers in zip(*(cell["layers"] for cell in cells), strict=True):
             keys = (*MEASURES[1:], "uniform_entropy")  # everything else is the same for all seeds
@@ -113,16 +110,15 @@ def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str
     sizes = {"train": len(train_images), "test": len(test_images)}
     note = f"scikit-learn digits, {sizes['train']:,} to train, {sizes['test']:,} to test; {seeds} seeds"
     plot_accuracy(Path(out, "accuracy.png"), {name: row["by_epoch"] for name, row in rows.items()}, note)
-    plot_layers(Path(out, "layers.png"), {name: row["layers"] for name, row in rows.items()}, note)
     plot_maps(Path(out, "maps.png"), maps)
     plot_mixing(Path(out, "mixing.png"), mixing["MHLA"])
-    return {
+    results = {
         "data": {"name": "scikit-learn digits", **sizes},
         "seeds": list(range(seeds)),
         "rows": rows,
         "claims": [judge_claim(rows, *claim) for claim in CLAIMS],
-        **describe_run(command),
     }
+    return write_record(Path(out, "results.json"), results, command)
 
 
 def judge_claim(rows: Mapping[str, Any], higher: str, lower: str, measure: str) -> dict[str, Any]:
@@ -174,16 +170,14 @@ def plot_accuracy(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]],
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, seeds=3)
     parser.add_argument("--out", type=Path, default=Path("out/images"), help="folder to create, or to go on in")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     parser.add_argument("--epochs", type=int, default=25, help="number of epochs (default: 25)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     args, command = parse_call(parser, "classifiers", arguments)
     torch.set_num_threads(args.threads)
     train(args.out, args.seeds, args.epochs, command)
     results = collect(args.out, args.seeds, command)
-    write_json(args.out / "results.json", results)
     print(f"{render_study(results)}\n\nThe results, as JSON and pictures, are in {args.out}.")
     return results
 

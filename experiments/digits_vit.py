@@ -23,14 +23,13 @@ from sklearn import datasets
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import mhla_hf
-from mhla_hf.checkpoints.file_io import atomic_folder, write_json
-from mhla_hf.checkpoints.provenance import describe_run
+from mhla_hf.checkpoints.file_io import atomic_folder
 from mhla_hf.cli.main import script
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.training.datasets.images import open_images, top1_accuracy
 from mhla_hf.training.recipe import ImageStage
 
-from .rows import format_mean, make_parser, markdown, parse_call
+from .rows import format_mean, make_parser, markdown, parse_call, write_record
 
 Split = tuple[torch.Tensor, torch.Tensor]
 
@@ -50,9 +49,7 @@ COMMON: dict[str, Any] = {"batch_size": 64, "shift": 3, "beta2": 0.99}
 
 def load_digits(size: int) -> tuple[Split, Split]:
     """Load scikit-learn's 1,797 digits, 8 x 8 scans, enlarged to `size` x `size`: 1,300 to train on, and 497 to test on.
-
-    Each part is (images uint8 [N, 1, size, size], labels int64 [N]).
-    """
+    Each part is (images uint8 [N, 1, size, size], labels int64 [N])."""
     digits: Any = datasets.load_digits()
     images = torch.from_numpy(digits.images).float()[:, None]
     images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
@@ -74,10 +71,8 @@ def softmax_vit() -> ViTForImageClassification:
 
 
 def run(out: Path, seeds: int, steps: int, distill_steps: int, command: str) -> dict[str, Any]:
-    """Train the teacher and all students, or load those that are finished, and return the content of `digits_vit.json`.
-
-    The teacher and the students of seed 0 are also evaluated on images in `out / "test"`, for the MHLA student's card.
-    """
+    """Train the teacher and all students, or load those that are finished, and return the content of `digits_vit.json`. The
+    teacher and the students of seed 0 are also evaluated on images in `out / "test"`, for the MHLA student's card."""
     train, test = load_digits(SIDE)
     processor = ViTImageProcessorPil(
         size={"height": SIDE, "width": SIDE}, resample=3, image_mean=[0.5], image_std=[0.5]
@@ -107,8 +102,7 @@ def run(out: Path, seeds: int, steps: int, distill_steps: int, command: str) -> 
             row["distilled"] = accuracy(student)
             record["students"].append(row)
     record |= {"images": len(train[1]), "judged_on": len(test[1]), "parameters": teacher.num_parameters()}
-    record |= describe_run(command)
-    write_json(out / "digits_vit.json", record)
+    record = write_record(out / "digits_vit.json", record, command)
     if not (out / "test").exists():
         with atomic_folder(out / "test") as temporary_folder:
             for index, (image, label) in enumerate(zip(*test, strict=True)):
@@ -136,9 +130,8 @@ def render_digits(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, seeds=3)
     parser.add_argument("--out", type=Path, default=Path("out/digits_vit"), help="folder to create, or to resume")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds per student (default: 3)")
     parser.add_argument("--steps", type=int, default=1600, help="steps of the teacher (default: 1600)")
     distill_help = "steps of each student, after a quarter as many of transfer (default: 300)"
     parser.add_argument("--distill-steps", type=int, default=300, help=distill_help)

@@ -1,11 +1,8 @@
 """Distill the tiny diffusion models of `calibrate_grids`, and let a judge read the digits that they draw, on one CPU core.
 
-    python -m experiments.distill_grids
-
-The softmax models of `calibrate_grids` are the teachers. Each is converted in several ways, and all parameters of each
-conversion learn the teacher's velocity on trajectories that the teacher samples, without any digit of the data. A small
-network that was trained on the same digits, and on no samples, judges whether samples show the requested digit. A JSON
-record has one row per model and seed and is written after each; the next call adds what is missing.
+Each teacher is converted in several ways, and all parameters of each conversion learn the teacher's velocity on
+trajectories that the teacher samples, without any digit of the data. A small network that was trained on the same digits,
+and on no samples, judges whether samples show the requested digit.
 """
 
 import functools
@@ -154,11 +151,9 @@ class BlockSoftmaxCore(nn.Module):
 
 
 def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) -> Any:
-    """Convert a teacher to one of `STUDENTS`, in eval mode.
-
-    The layer of `ONE_KEPT` that keeps softmax is that whose conversion alone changes the velocity most. In `LOCAL`, tokens
-    attend by softmax to those of their own block and of the text, if it has one.
-    """
+    """Convert a teacher to one of `STUDENTS`, in eval mode. The layer of `ONE_KEPT` that keeps softmax is that whose
+    conversion alone changes the velocity most. In `LOCAL`, tokens attend by softmax to those of their own block and of the
+    text, if it has one."""
     start = {PLAIN: grids.LINEAR_CALIBRATED, LOCAL: grids.LOCALITY}.get(name, grids.CALIBRATED)
     student = grids.convert_or_load(task, teacher, start, seed, folder)
     if name == ONE_KEPT:
@@ -173,10 +168,8 @@ def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) ->
 
 
 def make_row(job: Row, folder: Path) -> Row:
-    """Distill and judge one student, or judge the teacher or real digits.
-
-    Returns the job with "recognized", the share by size; of a student also "errors", [before, after] distillation by size.
-    """
+    """Distill and judge one student, or judge the teacher or real digits. Returns the job with "recognized", the share by
+    size; of a student also "errors", [before, after] distillation by size."""
     task, seed, recipe = TASKS[job["task"]], job["seed"], Recipe(*(job[key] for key in Recipe._fields))
     teacher, judge, pool = prepare(job["task"], recipe, seed, folder)
     row: Row = {**job, "recognized": {}}
@@ -200,7 +193,7 @@ def make_row(job: Row, folder: Path) -> Row:
             samples = []
             for part in torch.arange(len(labels)).split(20):
                 scheduler, conditions = FlowMatchEulerDiscreteScheduler(), task.conditions(labels[part])
-                options = {"steps": SAMPLING_STEPS, "guidance": 1.0}
+                options: dict[str, Any] = {"steps": SAMPLING_STEPS, "guidance": 1.0}
                 samples.append(sample_latents(model, scheduler, noise[part], conditions, None, **options))
             canvases = torch.cat(samples)
         row["recognized"]["x".join(map(str, size))] = recognized_share(judge, canvases, labels)
@@ -241,26 +234,19 @@ def jobs_of(tasks: Sequence[str], seeds: int) -> list[Row]:
     """Return the jobs of `make_row`, in an order in which neighbors share what is costly."""
     kinds = [(RECIPES[name], name, model) for name in tasks for model in MODELS]
     longer = [(LONGER[name], name, model) for name in tasks if name in LONGER for model in (MHLA, PLAIN)]
-    return [
-        {"task": name, "model": model, "seed": seed, **recipe._asdict()}
-        for jobs in (kinds, longer)
-        for seed, (recipe, name, model) in itertools.product(range(seeds), jobs)
-    ]
+    jobs = [*itertools.product(range(seeds), kinds), *itertools.product(range(seeds), longer)]
+    return [{"task": name, "model": model, "seed": seed, **recipe._asdict()} for seed, (recipe, name, model) in jobs]
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, seeds=3)
     parser.add_argument("--out", type=Path, default=Path("docs/evidence/distill_grids.json"), help="record to extend")
     parser.add_argument("--folder", type=Path, default=Path("out/grids"), help="folder of the trained models")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     args, command = parse_call(parser, "distill_grids", arguments)
     make = functools.partial(make_row, folder=args.folder)
 
-    def describe(row: Row) -> str:
-        return f"{row['task']}, {row['model']}, seed {row['seed']}: {row.get('errors', '')} {row['recognized']}"
-
-    record = add_rows(args.out, make, jobs_of(args.tasks, args.seeds), describe, command)
+    record = add_rows(args.out, make, jobs_of(args.tasks, args.seeds), command)
     print(render_distilled(record))
     return record
 

@@ -8,7 +8,7 @@ from the repository's root. Everything else in a document is written by hand.
 import json
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,28 +50,26 @@ ADAPTER_CARD = "model_cards/checkpoints/smollm2-135m-instruct-mhla/README.md"
 DOCUMENTS = tuple(
     name for name in ("README.md", ADAPTER_CARD, *PAGES) if TABLE.search((ROOT / name).read_text(encoding="utf-8"))
 )
-KVPRESS_MEASURES = {
-    "kl": ("KL from the full cache, nats", "{:.3f}"),
-    "recall": ("recall, mean log probability", "{:.2f}"),
-    "kept": ("cache that is kept", "{:.3f}"),
-    "seconds": ("seconds of the prefill, with the press", "{:.1f}"),
-}
 UNMEASURED = (
     "Not measured yet: no GPU was at hand. `make gpu`, on a machine with one, fills this part; no speed is claimed."
 )
 
 
-def render(text: str, root: Path = ROOT) -> str:
-    """Render the tables of a document, from files relative to `root`."""
+def render(text: str) -> str:
+    """Render the tables of a document."""
 
     def render_table(match: re.Match[str]) -> str:
         begin, kind, file, end = match.groups()
-        path = root / file
-        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and path.suffix == ".json" else None
+        is_record = file.endswith(".json") and (ROOT / file).is_file()
+        record = json.loads((ROOT / file).read_text(encoding="utf-8")) if is_record else None
         lines = KINDS[kind](record).strip("\n").splitlines()
         return f"{begin}\n{chr(10).join(line.rstrip() for line in lines)}\n\n{end}"
 
     return TABLE.sub(render_table, text)
+
+
+def command_and_date(record: Mapping[str, Any]) -> str:
+    return f"`{record['command']}` ({record['date']}, commit `{record['commit'][:12]}`)."
 
 
 def write_documents() -> list[str]:
@@ -95,10 +93,7 @@ def render_families(_: Any = None) -> str:
             lines.append([f"`{family.base}`", ", ".join(names)])
         tables.append(markdown([title, "heads"], lines, left=2))
     grids = ("rows, columns", "frames, rows, columns")
-    lines = [
-        [", ".join(f"`{name}`" for name in family.classes), family.task, grids[family.kind.axes - 2]]
-        for family in DIFFUSION
-    ]
+    lines = [[", ".join(f"`{name}`" for name in x.classes), x.task, grids[x.kind.axes - 2]] for x in DIFFUSION]
     tables.append(markdown(["transformer of diffusers", "task", "grid"], lines, left=3))
     for title, reasons in (("model types", REFUSED), ("transformers of diffusers", REFUSED_TRANSFORMERS)):
         lines = [[reason, ", ".join(f"`{name}`" for name in types.split())] for reason, types in reasons.items()]
@@ -111,7 +106,13 @@ def render_kvpress(record: Mapping[str, Any]) -> str:
     rows = record["rows"]
     columns = sorted({(row["text"], row["length"]) for row in rows}, key=lambda column: (column[1], column[0]))
     parts = []
-    for measure, (title, spec) in KVPRESS_MEASURES.items():
+    measures = {
+        "kl": ("KL from the full cache, nats", "{:.3f}"),
+        "recall": ("recall, mean log probability", "{:.2f}"),
+        "kept": ("cache that is kept", "{:.3f}"),
+        "seconds": ("seconds of the prefill, with the press", "{:.1f}"),
+    }
+    for measure, (title, spec) in measures.items():
         lines = []
         for subject in dict.fromkeys(row["subject"] for row in rows):
             cells = [subject]
@@ -175,36 +176,30 @@ def draw_gains(path: Path) -> None:
     plot_gains(path, time, cache, quality, titles)
 
 
-def command_and_date(record: Mapping[str, Any]) -> str:
-    return f"`{record['command']}` ({record['date']}, commit `{record['commit'][:12]}`)."
-
-
-def render_kernels(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Render the rows of `check_kernels`: the largest error of each kind of call, by dtype."""
-    lines: dict[str, list[str]] = {}
-    for row in rows:
-        cell = row["failed"] or f"{max(row['error'].values()):.1e}"
-        lines.setdefault(row["kind"], [row["kind"]]).append(cell)
-    return markdown(["call", *dict.fromkeys(row["dtype"] for row in rows)], list(lines.values()), left=3)
-
-
-def render_gpu(record: Mapping[str, Any]) -> str:
+def render_gpu(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return UNMEASURED
     rows = [row for row in record["language"] if "failed" not in row]
     prefill_rows = [row | {name: row[name]["prefill"] for name in ("MHLA", "softmax")} for row in rows]
+    kinds: dict[str, list[str]] = {}  # the largest error of each kind of call, by dtype
+    for row in record["kernels"]:
+        cell = row["failed"] or f"{max(row['error'].values()):.1e}"
+        kinds.setdefault(row["kind"], [row["kind"]]).append(cell)
+    dtypes = dict.fromkeys(row["dtype"] for row in record["kernels"])
     parts = [
         f"{command_and_date(record)} {render_bench(record)}",
         "Four layers of the size of Llama-3.2-1B's, a batch of 16, bf16, decoding in CUDA graphs:",
         speed_table(record["language"]),
         prefill_table(prefill_rows),
         "Largest relative error of output and gradients of every kind of call, against the definition in fp64:",
-        render_kernels(record["kernels"]),
+        markdown(["call", *dtypes], list(kinds.values()), left=3),
     ]
     return "\n\n".join(parts)
 
 
 KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, which is None if there is no JSON file
     "bench": lambda record: f"{command_and_date(record)} {render_bench(record)}",
-    "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
+    "gpu": render_gpu,
     "families": render_families,
     "cache": render_cache,
     "heads": render_heads,

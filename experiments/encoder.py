@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from scipy.stats import spearmanr
-from transformers import AutoTokenizer
 
 from mhla_hf.checkpoints.load import load_encoder
 from mhla_hf.cli.main import script
@@ -25,7 +24,7 @@ from mhla_hf.conversion.encoder import embed, read_encoder_rows
 from mhla_hf.conversion.fit import OutputFit
 from mhla_hf.data import special_tokens, with_special_tokens
 
-from .heads import switch_off
+from .heads import load_tokenizer, switch_off
 from .rows import Row, add_rows, describe_setup, format_mean, make_parser, markdown, open_text, parse_call
 
 LENGTHS = {128: 64, 512: 32}  # tokens of a passage: number of passages
@@ -49,10 +48,6 @@ KEYS = {"sts": "STS-B"} | {f"{kind} {n}": f"{kind}, {n}" for n in LENGTHS for ki
 
 def load(folder: str) -> Any:
     return load_encoder(folder, dtype="float32", device="cpu")[0]
-
-
-def load_tokenizer(folder: str) -> Any:
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def make_model(arguments: Mapping[str, Any], form: str, seed: int) -> Any:
@@ -140,11 +135,6 @@ def compare(embeddings: torch.Tensor, expected: torch.Tensor) -> dict[str, float
     return {"cosine": float((embeddings * expected).sum(-1).mean()), "rank": float(rank.statistic)}
 
 
-def describe(row: Row) -> str:
-    scores = ", ".join(f"{name} {score:.4f}" for name, score in row["scores"].items())
-    return f"{row['form']}, seed {row['seed']}, {row['seconds']} s: {scores}"
-
-
 def render_encoder(record: Mapping[str, Any]) -> str:
     lines = []
     for form in (*FORMS, DISTILLED):
@@ -174,7 +164,7 @@ def main() -> None:
     jobs += [{"form": form, "seed": seed} for seed in range(1, args.seeds) for form in fitted]
     jobs = [job for job in jobs if job["form"] in (args.forms or (*FORMS, DISTILLED))]
     make = functools.partial(make_row, arguments)
-    print(render_encoder(add_rows(args.out, make, jobs, describe, command)))
+    print(render_encoder(add_rows(args.out, make, jobs, command)))
 
 
 if __name__ == "__main__":

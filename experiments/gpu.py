@@ -76,23 +76,13 @@ PAGES: dict[str, dict[str, Any]] = {  # options of `small_page_call`
 
 
 def make_inputs(
-    blocks: Blocks,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    *,
-    groups: int = 4,
-    per_head: bool = False,
-    widths: tuple[int, int] = (64, 64),
-    padded: bool = False,
-    packed: bool = False,
-    masked: bool = False,
+    blocks: Blocks, device: torch.device | str, dtype: torch.dtype, *, groups: int = 4, per_head: bool = False,
+    widths: tuple[int, int] = (64, 64), padded: bool = False, packed: bool = False, masked: bool = False,
     denominator: bool = False,
-) -> tuple[list[torch.Tensor], dict[str, Any]]:
+) -> tuple[list[torch.Tensor], dict[str, Any]]:  # fmt: skip
     """Make random inputs of `mhla` with 4 query heads and `groups` KV heads; `widths` are those of keys and of values.
-
-    Returns q, k, v, the mixing matrix in fp32, and features for the denominator, all of which require gradients; and
-    options of `mhla`.
-    """
+    Returns q, k, v, the mixing matrix in fp32, and features for the denominator, all of which require gradients; and options
+    of `mhla`."""
     batch, length = 1 if packed else 2, blocks.length
     options: dict[str, Any] = {}
     generator = torch.Generator(device).manual_seed(0)
@@ -111,15 +101,9 @@ def make_inputs(
     return [x.requires_grad_() for x in tensors], options
 
 
-def variant_errors(
-    blocks: Blocks,
-    input_options: Mapping[str, Any],
-    options: Mapping[str, Any],
-    device: torch.device | str,
-    dtype: torch.dtype,
-    impl: str = "triton",
-) -> dict[str, float]:
+def variant_errors(variant: Any, device: Any, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
     """Return the relative errors of one of `VARIANTS` against the definition in fp64: of the output and all gradients."""
+    blocks, input_options, options = variant
     tensors, data_options = make_inputs(blocks, device, dtype, **input_options)
     results = []
     for exact in (False, True):
@@ -138,14 +122,9 @@ def with_gradients(o: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
     return [o, *torch.autograd.grad(o, tensors, output_gradient)]
 
 
-def window_errors(
-    form: LocalForm,
-    input_options: Mapping[str, Any],
-    device: torch.device | str,
-    dtype: torch.dtype,
-    impl: str = "triton",
-) -> dict[str, float]:
+def window_errors(kind: Any, device: Any, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
     """Return the relative errors of one of `WINDOWS`, with two decays; without sinks there is no softmax."""
+    form, input_options = kind
     (q, k, v, _), padding = make_inputs(SEQUENCE, device, dtype, **input_options)
     features = [torch.cat([x, -x], -1).detach().softmax(-1) for x in (q, k)]
     q, k = (q, k) if form.sinks else features
@@ -154,39 +133,31 @@ def window_errors(
     results = []
     for exact in (False, True):
         tensors = [(x.double() if exact else x).detach().requires_grad_() for x in (q, k, v, *features)]
-        *first, k_features = tensors
-        inputs = WindowedInputs(*first, decays, balance, replace(form, impl=impl), **padding)
+        k_features = tensors[4]
+        inputs = WindowedInputs(*tensors[:4], decays, balance, replace(form, impl=impl), **padding)  # type: ignore[call-arg, arg-type]
         o = local_reference(inputs, k_features) if exact else local_attention(inputs, k_features)
         results.append(with_gradients(o, tensors))
     return relative_errors(("output", "dq", "dk", "dv", "dfq", "dfk"), *results)
 
 
-def page_errors(options: Mapping[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
+def page_errors(options: Any, device: Any, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
     """Return the relative error of decoding in the pages of a serving engine; see `small_page_call` for the options."""
     return relative_errors(["tokens"], *small_page_call(torch.device(device), dtype, **options))
 
 
 def check_kernels(
-    device: torch.device | str,
-    limit: float = MAX_CHECK_SECONDS,
-    impl: str = "triton",
-    variants: Mapping[str, Any] = VARIANTS,
-    windows: Mapping[str, Any] = WINDOWS,
-    pages: Mapping[str, dict[str, Any]] = PAGES,
-) -> list[dict[str, Any]]:
-    """Compare an implementation with the definition in fp64; after `limit` seconds no other check starts.
-
-    Returns a row for each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and
-    "failed" (the reason, or None).
-    """
+    device: torch.device | str, limit: float = MAX_CHECK_SECONDS, impl: str = "triton",
+    variants: Mapping[str, Any] = VARIANTS, windows: Mapping[str, Any] = WINDOWS, pages: Mapping[str, Any] = PAGES,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Compare an implementation with the definition in fp64; after `limit` seconds no other check starts. Returns a row for
+    each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and "failed" (the reason,
+    or None)."""
     started = time.monotonic()
     rows = []
-    calls: dict[str, Callable[[torch.dtype], dict[str, float]]] = {
-        name: functools.partial(variant_errors, *variant, device, impl=impl) for name, variant in variants.items()
-    }
-    calls |= {name: functools.partial(window_errors, *kind, device, impl=impl) for name, kind in windows.items()}
-    if impl == "triton":
-        calls |= {name: functools.partial(page_errors, kind, device) for name, kind in pages.items()}
+    calls: dict[str, Callable[[torch.dtype], dict[str, float]]] = {}
+    for errors_of, kinds in ((variant_errors, variants), (window_errors, windows), (page_errors, pages)):
+        if errors_of is not page_errors or impl == "triton":
+            calls |= {name: functools.partial(errors_of, kind, device, impl=impl) for name, kind in kinds.items()}
     for dtype in ("bfloat16", "float32"):
         for kind, call in tqdm(calls.items(), desc=f"kernels, {dtype}"):
             row: dict[str, Any] = {"kind": kind, "dtype": dtype, "error": {}, "failed": None}
@@ -201,12 +172,9 @@ def check_kernels(
 
 
 def time_language(
-    device: torch.device | str,
-    sizes: Mapping[str, Any] = LANGUAGE,
-    lengths: Sequence[int] = LENGTHS,
-    batch: int = 16,
+    device: torch.device | str, sizes: Mapping[str, Any] = LANGUAGE, lengths: Sequence[int] = LENGTHS, batch: int = 16,
     dtype: torch.dtype = torch.bfloat16,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Time a converted language model beside its original, as `experiments.speed` does; one row per length."""
     rows: list[dict[str, Any]] = []
     models = {name: model.to(device, dtype) for name, model in make_models(sizes, max(lengths)).items()}

@@ -52,21 +52,18 @@ def read_text(path: str | Path) -> str:
         return text.read(1_300_000)
 
 
-def load(folder: str | Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+load = functools.partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32, trust_remote_code=False)
+load_tokenizer = functools.partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
 
 
 def fit(arguments: Mapping[str, Any], form: str, seed: int) -> dict[str, Any]:
-    """Fit a form with its gates, or load it from the file of an earlier call; the seed selects passages of the text.
-
-    Returns "mhla" (state dict of the MHLA parameters), "gates" ({layer: [gate of each KV head]}), and "seconds".
-    """
+    """Fit a form with its gates, or load it from the file of an earlier call; the seed selects passages of the text. Returns
+    "mhla" (state dict of the MHLA parameters), "gates" ({layer: [gate of each KV head]}), and "seconds"."""
     file = Path(arguments["work"]) / f"{form.replace(' ', '-').replace(',', '')}-{seed}.pt"
     if file.exists():
         return torch.load(file)
     settings, is_far_on = FORMS[form]
-    model = load(arguments["model"])
-    tokenizer = AutoTokenizer.from_pretrained(arguments["model"], trust_remote_code=False)
+    model, tokenizer = load(arguments["model"]), load_tokenizer(arguments["model"])
     started = time.monotonic()
     rows = read_rows(model, tokenizer, "self" if form == "MHLA, own text" else arguments["fit"], seed, False)
     convert(model, layers="all", **settings)
@@ -132,14 +129,11 @@ def count_bytes(
     model_folder: str | Path, settings: Mapping[str, Any], heads: int, is_far_on: bool
 ) -> dict[str, dict[str, int]]:
     """Count the bytes of one sequence's cache in bf16 at the numbers of tokens in `BYTES_AT`, at most the model's positions.
-
     `heads` KV heads keep softmax; if the far part is off, neither its summaries nor rotations are counted. Returns "bytes"
-    and, with softmax in all heads, "whole_bytes", each by the number of tokens, as a string.
-    """
+    and, with softmax in all heads, "whole_bytes", each by the number of tokens, as a string."""
+    config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(model_folder, trust_remote_code=False), dtype=torch.bfloat16
-        ).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     convert(model, layers="all", **(settings if is_far_on else {**settings, "rope": "before"}))
     sizes = sizes_of_layers(model).values()
     num_heads = sum(size.num_kv_heads for size in sizes)
@@ -156,22 +150,19 @@ def count_bytes(
 
 
 def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
-    """Make or load the model of a job, and evaluate it on the job's text.
-
-    A job has "form" (a key of `FORMS`, or the name of a folder), "heads", "seed", and "text" (the name of a file). Returns
-    it with "far" (whether the far part is on), "softmax_heads", "seconds" of the fit, and what `count_bytes` and `judge`
-    return.
-    """
+    """Make or load the model of a job, and evaluate it on the job's text. A job has "form" (a key of `FORMS`, or the name of
+    a folder), "heads", "seed", and "text" (the name of a file). Returns it with "far" (whether the far part is on),
+    "softmax_heads", "seconds" of the fit, and what `count_bytes` and `judge` return."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     made_as: Row
-    if job["form"] == "wide window":
+    if job["form"] in FORMS:
         settings, is_far_on = FORMS[job["form"]]
+    if job["form"] == "wide window":
         rows = json.loads(Path(arguments["out"]).read_text(encoding="utf-8"))["rows"]
         heads = next(row["softmax_heads"] for row in rows if {**job, "form": "MHLA"}.items() <= row.items())
         model, made_as = window_model(load(arguments["model"]), heads, **settings), {"softmax_heads": heads}
     elif job["form"] in FORMS:
-        settings, is_far_on = FORMS[job["form"]]
         model, fitted = converted(arguments, job)
         made_as = {"seconds": fitted["seconds"], "softmax_heads": largest_gates(fitted["gates"], job["heads"])}
     else:
@@ -182,43 +173,34 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
     row = {**job, "far": is_far_on, **made_as}
     row.update(count_bytes(arguments["model"], settings, job["heads"], is_far_on))
     text = next(text for text in arguments["texts"] if Path(text).name == job["text"])
-    ids = rows_of(arguments["model"], text)
-    row.update(judge(model, ids, teacher_states(arguments["model"], text, Path(arguments["work"]), ids)))
-    return row
-
-
-def rows_of(model_folder: str, text: str) -> dict[int, torch.Tensor]:
-    """Cut a text file into rows without overlap, from its token 2,048 on: token ids, int64 `[N, length]`, by length."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
-    ids = tokenizer(read_text(text), return_tensors="pt", verbose=False).input_ids[0]
-    rows = {}
-    first = 2048
-    for length, count in LENGTHS.items():
-        rows[length] = ids[first : first + count * length].view(count, length)
-        first += count * length
-    return rows
+    return row | judge(model, *rows_and_states(arguments, text))
 
 
 TeacherStates = dict[tuple[int, str], list[torch.Tensor]]  # by length, and "plain" or "repeated"
 
 
 @torch.no_grad()
-def teacher_states(model_folder: str, text: str, work: Path, rows: Mapping[int, torch.Tensor]) -> TeacherStates:
-    """Compute the last hidden states of the original on rows, or load them from the file of an earlier call in `work`.
-
-    Those of each row are "plain", and those of each row whose second half is replaced by its first, "repeated".
-    """
-    file = work / f"teacher-{Path(text).name}.pt"
+def rows_and_states(arguments: Mapping[str, Any], text: str) -> tuple[dict[int, torch.Tensor], TeacherStates]:
+    """Cut a text file into rows without overlap, from its token 2,048 on: token ids, int64 `[N, length]`, by length. Compute
+    the original's last hidden states of each row ("plain"), and of each row whose second half is replaced by its first
+    ("repeated"), or load them from the file of an earlier call."""
+    ids = load_tokenizer(arguments["model"])(read_text(text), return_tensors="pt", verbose=False).input_ids[0]
+    rows = {}
+    first = 2048
+    for length, count in LENGTHS.items():
+        rows[length] = ids[first : first + count * length].view(count, length)
+        first += count * length
+    file = Path(arguments["work"]) / f"teacher-{Path(text).name}.pt"
     if file.exists():
-        return torch.load(file)
-    model = load(model_folder)
+        return rows, torch.load(file)
+    model = load(arguments["model"])
     states: TeacherStates = {}
-    for length, ids in rows.items():
-        for kind, tokens in (("plain", ids), ("repeated", repeated_half(ids))):
+    for length, of_length in rows.items():
+        for kind, tokens in (("plain", of_length), ("repeated", repeated_half(of_length))):
             states[length, kind] = [hidden(model, row) for row in tokens]
     with atomic_file(file) as temporary_path:
         torch.save(states, temporary_path)
-    return states
+    return rows, states
 
 
 def repeated_half(ids: torch.Tensor) -> torch.Tensor:
@@ -232,11 +214,9 @@ def hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def judge(model: Any, rows: Mapping[int, torch.Tensor], teacher: TeacherStates) -> dict[str, Any]:
-    """Compare a model with its original, given what `rows_of` and `teacher_states` return.
-
-    Returns "places", with [KL to the original in nats, perplexity, the original's perplexity] by the keys of `PLACES`, and
-    "recall", with [recall, the original's recall] by the length of the rows, as a string.
-    """
+    """Compare a model with its original, given what `rows_and_states` returns. Returns "places", with [KL to the
+    original in nats, perplexity, the original's perplexity] by the keys of `PLACES`, and "recall", with [recall, the
+    original's recall] by the length of the rows, as a string."""
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in PLACES}  # of KL and both losses, and their number
     recall = {}
     for length, group in rows.items():
@@ -258,10 +238,8 @@ def judge(model: Any, rows: Mapping[int, torch.Tensor], teacher: TeacherStates) 
 
 
 def compare(model: Any, ids: torch.Tensor, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Compare the predictions of a model for each next token with the original's, given both last hidden states.
-
-    Returns KL to the original, loss, and the original's loss, in nats: fp64 `[T - 1, 3]`.
-    """
+    """Compare the predictions of a model for each next token with the original's, given both last hidden states. Returns KL
+    to the original, loss, and the original's loss, in nats: fp64 `[T - 1, 3]`."""
     head = model.get_output_embeddings()
     parts = []
     for first in range(0, len(ids) - 1, PART):
@@ -284,12 +262,6 @@ def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
         for seed in range(int(seeds[0]) if seeds else 1):
             for text in arguments["texts"]:
                 yield {"form": form, "heads": int(heads), "seed": seed, "text": Path(text).name}
-
-
-def describe(row: Row) -> str:
-    places = " ".join(f"{kl:.4f} ({mine / original - 1:+.1%})" for kl, mine, original in row["places"].values())
-    recall = " ".join(f"{log_p:.3f} ({original:.3f})" for log_p, original in row["recall"].values())
-    return f"{row['form']}, {row['heads']} heads, seed {row['seed']}, {row['text']}: {places}; recall {recall}"
 
 
 def render_heads(record: Mapping[str, Any]) -> str:
@@ -333,16 +305,14 @@ def main() -> None:
     Path(args.work).mkdir(parents=True, exist_ok=True)
     adapter = arguments.pop("adapter")
     make = functools.partial(make_row, arguments)
-    print(render_heads(add_rows(args.out, make, list(jobs_of(arguments)), describe, command)))
+    print(render_heads(add_rows(args.out, make, list(jobs_of(arguments)), command)))
     if adapter:
         write_adapter(arguments, next(jobs_of(arguments)), adapter)
 
 
 def write_adapter(arguments: Mapping[str, Any], job: Row, folder: str) -> None:
-    """Save as an adapter, in bf16, what the model of a job has learned, and the KV heads that keep softmax.
-
-    What distillation changed in the weights of the original becomes LoRA.
-    """
+    """Save as an adapter, in bf16, what the model of a job has learned, and the KV heads that keep softmax. What
+    distillation changed in the weights of the original becomes LoRA."""
     if job["form"] in FORMS:
         model, fitted = converted(arguments, job)
         gates = {str(layer): [round(x, 3) for x in values] for layer, values in fitted["gates"].items()}

@@ -18,14 +18,13 @@ import lm_eval.tasks
 import torch
 from lm_eval.api.samplers import FirstNSampler
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoTokenizer
 
 from mhla_hf.cli.main import script
 from mhla_hf.evaluation.language import load_tasks, quiet_harness
 from mhla_hf.evaluation.recall import filler_lines, make_text
 from mhla_hf.models.transformers_api import forward_cached
 
-from .heads import FORMS, converted, load, read_text
+from .heads import FORMS, converted, load, load_tokenizer, read_text
 from .rows import Row, add_rows, describe_setup, format_mean, make_parser, markdown, parse_call
 
 SOFTMAX = "softmax"
@@ -67,7 +66,7 @@ def load_subject(model_folder: str, fit_text: str, work: str, form: str, heads: 
     """Load the original, or make a conversion to a form of `experiments.heads`, with its tokenizer."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(model_folder)
     if form == SOFTMAX:
         return load(model_folder), tokenizer
     arguments = {"model": model_folder, "fit": fit_text, "work": work}
@@ -99,10 +98,8 @@ def answer_scores(model: Any, prefix: Sequence[int], questions: Sequence[Questio
 
 
 def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Ask about the facts between lines of the text file `data`.
-
-    "answers" are for each question [kind, tokens back, log-probability of the answer, whether it is right].
-    """
+    """Ask about the facts between lines of the text file `data`. "answers" are for each question [kind, tokens back,
+    log-probability of the answer, whether it is right]."""
     ids, rows = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
     scores = answer_scores(model, ids, [question for _, _, question in rows])
     return {"answers": [[kind, back, *score] for (kind, back, _), score in zip(rows, scores, strict=True)]}
@@ -111,11 +108,9 @@ def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, 
 def make_lookups(
     tokenizer: Any, text: str, length: int, seed: int
 ) -> tuple[list[int], list[tuple[str, int, Question]]]:
-    """Make a text with facts at even distances, none in its last `NEAR` tokens, and questions about them.
-
-    Returns the token ids of the text, about `length`, and for each fact its kind ("code" or "lookup"), how many tokens
-    before the end it ends, and a `Question`.
-    """
+    """Make a text with facts at even distances, none in its last `NEAR` tokens, and questions about them. Returns the token
+    ids of the text, about `length`, and for each fact its kind ("code" or "lookup"), how many tokens before the end it ends,
+    and a `Question`."""
     rng = random.Random(f"lookups {length} {seed}")
 
     def encode(piece: str) -> list[int]:
@@ -154,11 +149,9 @@ class PrefixReader(HFLM):
 
 
 def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Evaluate a few-shot task of lm-eval, on the documents after those that serve as examples in every prompt.
-
-    `data` is what `mhla-hf evaluate --data-files` takes. "answers" are for each document [its index, whether the answer is
-    right, log-likelihoods of the choices].
-    """
+    """Evaluate a few-shot task of lm-eval, on the documents after those that serve as examples in every prompt. `data` is
+    what `mhla-hf evaluate --data-files` takes. "answers" are for each document [its index, whether the answer is right,
+    log-likelihoods of the choices]."""
     name = job["task"]
     folder, shots = TASKS[name]
     task_folder = Path(lm_eval.tasks.__file__).parent / folder
@@ -176,10 +169,8 @@ def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any
 
 
 def judge_chats(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Answer prompts about passages of WikiText-2's test split, and `QUESTIONS`, by greedy decoding.
-
-    "answers" are for each [tokens of the prompt, its last line, the answer].
-    """
+    """Answer prompts about passages of WikiText-2's test split, and `QUESTIONS`, by greedy decoding. "answers" are for each
+    [tokens of the prompt, its last line, the answer]."""
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.eos_token
     text, passages = read_text(data), []
@@ -205,11 +196,7 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
     return {**job, **JUDGES[job["what"]](model, tokenizer, arguments["data"], job)}
 
 
-JUDGES: dict[str, Callable[[Any, Any, str, Row], dict[str, Any]]] = {
-    "lookups": judge_lookups,
-    "tasks": judge_task,
-    "chats": judge_chats,
-}
+JUDGES: dict[str, Callable[..., Row]] = {"lookups": judge_lookups, "tasks": judge_task, "chats": judge_chats}
 
 
 def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
@@ -223,12 +210,6 @@ def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
         form, _, heads = name.partition(":")
         for part in parts[arguments["what"]]:
             yield {"what": arguments["what"], "form": form, "heads": int(heads or 0), **part}
-
-
-def describe(row: Row) -> str:
-    name = f"{row['form']}, {row['heads']} heads, {row.get('task', row.get('length', 'chats'))}"
-    column = {"lookups": 3, "tasks": 1}.get(row["what"])
-    return name if column is None else f"{name}: {statistics.fmean(x[column] for x in row['answers']):.3f}"
 
 
 Answers = dict[Any, list[list[Any]]]  # by the value of a row's key
@@ -303,7 +284,7 @@ def main() -> None:
     parser.add_argument("--work", default="out-heads", help="folder for fitted conversions")
     args, command = parse_call(parser, "judge", None)
     make = functools.partial(make_row, vars(args))
-    add_rows(f"docs/language/{args.what}.json", make, list(jobs_of(vars(args))), describe, command)
+    add_rows(f"docs/language/{args.what}.json", make, list(jobs_of(vars(args))), command)
 
 
 if __name__ == "__main__":

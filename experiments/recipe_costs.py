@@ -24,8 +24,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, LlamaConfig, SiglipVisionConfig, ViTConfig
 
 import mhla_hf
-from mhla_hf.checkpoints.file_io import write_json
-from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 from mhla_hf.conversion.model_family import mhla_class, transformer_family
 from mhla_hf.conversion.transformers_models import family_to_convert
@@ -36,7 +34,7 @@ from mhla_hf.training.run_folder import NUM_KEPT_STATES
 from mhla_hf.training.tasks import find_task
 from mhla_hf.training.trainable import set_trainable
 
-from .rows import make_parser, markdown
+from .rows import make_parser, markdown, write_record
 
 WAN = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960}
 SANA = {
@@ -145,11 +143,9 @@ def measure_stage(base: Any, recipe: Recipe, stage: Any) -> dict[str, int]:
 
 
 def measure_samples(base: Any, recipe: Recipe, stage: Any, count: int) -> dict[str, int]:
-    """Return the bytes of a stage in one of `recipe.processes` processes, over which FSDP2 shards all weights.
-
-    "states" are weights, gradients, moments, average, and teacher, with the blocks that FSDP2 gathers; "peak" adds what a
-    micro-batch allocates; "disk" are the states that a run keeps.
-    """
+    """Return the bytes of a stage in one of `recipe.processes` processes, over which FSDP2 shards all weights. "states" are
+    weights, gradients, moments, average, and teacher, with the blocks that FSDP2 gathers; "peak" adds what a micro-batch
+    allocates; "disk" are the states that a run keeps."""
     with contextlib.ExitStack() as stack:
         with torch.device("meta"):
             task = make_task(base, recipe, stage)
@@ -229,17 +225,15 @@ def render_classifiers(record: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     make_parser(__doc__).parse_args(arguments)
-    run = describe_run("python -m experiments.recipe_costs")
-    classifiers = {**run, "rows": count_classifiers()}
-    write_json("docs/images/costs.json", classifiers)
-    print(render_classifiers(classifiers))
+    command = "python -m experiments.recipe_costs"
+    print(render_classifiers(write_record("docs/images/costs.json", {"rows": count_classifiers()}, command)))
     rows: list[dict[str, Any]] = []
     for name in recipe_names():
         recipe = read_recipe(name)
         base = BASES.get(recipe.base or EXAMPLES.get(name, ""))
         stages = [measure_stage(base, recipe, stage) for stage in recipe.stages]
         rows.append({"recipe": name, "processes": recipe.processes, "stages": stages})
-        write_json("docs/recipes/costs.json", {**run, "rows": rows})
+        write_record("docs/recipes/costs.json", {"rows": rows}, command)
     print(render_costs({"rows": rows}))
 
 

@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.load import register_model_type
-from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 
-from .rows import describe_setup, make_parser, markdown, parse_call
+from .rows import describe_setup, make_parser, markdown, parse_call, write_record
 
 GIB = 1 << 30
 ROW_TOKENS = 2048  # of text, and of a row whose second half repeats its first
@@ -86,9 +84,6 @@ def make_prompts(text: list[int], count: int) -> list[list[int]]:
     return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-# An engine must be gone before the next one starts, so each has a function.
-
-
 # An engine must be gone before the next one starts, which holds at the end of a function.
 def measure_in_vllm(
     folder: str, text: list[int], rows: Mapping[str, list[list[int]]], batches: Sequence[int]
@@ -122,10 +117,8 @@ def measure_in_vllm(
 
 
 def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches: Sequence[int]) -> dict[str, Any]:
-    """Measure models, first in transformers, whose classes vLLM changes, and then in vLLM.
-
-    Returns "scores" by model, engine and measure, "requests" by model and length, and "speed" as rows.
-    """
+    """Measure models, first in transformers, whose classes vLLM changes, and then in vLLM. Returns "scores" by model, engine
+    and measure, "requests" by model and length, and "speed" as rows."""
     tokenizer = AutoTokenizer.from_pretrained(next(iter(folders.values())), trust_remote_code=False)
     text = tokenizer(text_file.read_text(encoding="utf-8")).input_ids
     rows: dict[str, list[list[int]]] = {}
@@ -203,7 +196,7 @@ def main() -> None:
     record = measure({"softmax": args.base, "MHLA": args.converted}, args.text, args.rows, args.requests)
     record |= {"rows": args.rows, "vllm": version("vllm"), "load": os.getloadavg()[1], "dtype": "bf16"}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(args.out, {**record, **describe_run(command, "cpu")})
+    write_record(args.out, record, command)
 
 
 if __name__ == "__main__":

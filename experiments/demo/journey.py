@@ -31,7 +31,7 @@ from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.checkpoints.save import CARD_FILE
 from mhla_hf.plots import render_rows
 
-from ..heads import compare, count_bytes, hidden, repeated_half, window_model
+from ..heads import compare, count_bytes, hidden, load, repeated_half, window_model
 from ..rows import markdown
 from ..speed import STEPS, measure_decoding
 from .figures import plot_journey
@@ -106,6 +106,19 @@ def run_journey(out: str | Path = "out", threads: int | None = None, command: st
     return results
 
 
+def missing(path: Path) -> bool:
+    """Return whether a file or folder does not exist yet, and print a line if it does."""
+    if path.exists():
+        print(f"{path} is there already", flush=True)
+    return not path.exists()
+
+
+def save(folder: Path, model: Any, tokenizer: Any) -> None:
+    with atomic_folder(folder) as temporary_path:
+        model.save_pretrained(temporary_path)
+        tokenizer.save_pretrained(temporary_path)
+
+
 @dataclasses.dataclass
 class Journey:
     out: Path  # folder to create, or of a run to resume
@@ -139,14 +152,11 @@ class Journey:
         """Create the softmax model in `teacher`, time it, and read the held-out rows."""
         print(f"\n[1/5] the softmax model: {self.identity['model']}")
         folder = self.out / "teacher"
-        if self.missing(folder):
+        if missing(folder):
             if self.model is None:
                 fetch_smollm2(folder, self.progress)
             else:
-                model, tokenizer = load_language_model(self.model, dtype="auto", device="cpu")
-                with atomic_folder(folder) as temporary_path:
-                    model.save_pretrained(temporary_path)
-                    tokenizer.save_pretrained(temporary_path)
+                save(folder, *load_language_model(self.model, dtype="auto", device="cpu"))
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         ids = self.tokenizer((self.out / "heldout.txt").read_text(encoding="utf-8"), verbose=False).input_ids
         positions = AutoConfig.from_pretrained(folder, trust_remote_code=False).max_position_embeddings
@@ -161,29 +171,19 @@ class Journey:
     def make_models(self) -> None:
         """Create the converted model in `mhla`, and determine the window that has as many bytes."""
         self.announce("convert", "MHLA heads learn from softmax heads, gates choose the heads that keep softmax")
-        if self.missing(self.out / "mhla"):
-            model = convert(
-                self.load("teacher"),
-                tokenizer=self.tokenizer,
-                text=str(self.out / "train.txt"),
-                keep=KEEP,
-                seed=SEED,
-                effort=self.effort,
-                checkpoint=self.out / "mhla.part",
-                progress=self.progress,
-            )
-            with atomic_folder(self.out / "mhla") as temporary_path:
-                model.to(torch.bfloat16).save_pretrained(temporary_path)
-                self.tokenizer.save_pretrained(temporary_path)
-            (self.out / "mhla.part").unlink(missing_ok=True)
+        if missing(self.out / "mhla"):
+            part, text = self.out / "mhla.part", str(self.out / "train.txt")
+            options: dict[str, Any] = {"keep": KEEP, "seed": SEED, "effort": self.effort, "progress": self.progress}
+            model = convert(self.load("teacher"), tokenizer=self.tokenizer, text=text, checkpoint=part, **options)
+            save(self.out / "mhla", model.to(torch.bfloat16), self.tokenizer)
+            part.unlink(missing_ok=True)
         config = json.loads((self.out / "mhla" / "config.json").read_text(encoding="utf-8"))
         self.measured: dict[str, Any] = config["mhla_measured"]
         folder, num_kept = self.out / "teacher", sum(map(len, self.measured["softmax_heads"].values()))
         mhla = count_bytes(folder, {"feature_map": "exp"}, num_kept, True)
         first = config["mhla"]["window"]
-        windows = (
-            count_bytes(folder, {"window": blocks}, num_kept, False)["bytes"] for blocks in itertools.count(first)
-        )
+        blocks = itertools.count(first)
+        windows = (count_bytes(folder, {"window": window}, num_kept, False)["bytes"] for window in blocks)
         limit = min(mhla["bytes"].values())
         fitting = list(itertools.takewhile(lambda sizes: min(sizes.values()) <= limit, windows))
         self.window = first + len(fitting) - 1
@@ -196,12 +196,7 @@ class Journey:
         if name == "window alone":
             return window_model(self.load("teacher"), {})
         folder = self.out / {"softmax": "teacher", "MHLA": "mhla"}.get(name, name)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-
-    def missing(self, folder: Path) -> bool:
-        if folder.exists():
-            print(f"{folder} exists")
-        return not folder.exists()
+        return load(folder)
 
     @torch.no_grad()
     def judge(self, command: str | None) -> dict[str, Any]:
@@ -222,11 +217,9 @@ class Journey:
     def scores_of(
         self, model: Any, rows: Sequence[torch.Tensor], teacher_states: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
-        """Score a model on rows of token ids `[T]`, of which the last one is the first half of a row, twice.
-
-        Returns "kl" and "loss" (means over `BIN` positions, in nats), "recall" (mean log-probability of the second copy of
-        half a row), and "written" (the model's continuation of a prompt).
-        """
+        """Score a model on rows of token ids `[T]`, of which the last one is the first half of a row, twice. Returns "kl"
+        and "loss" (means over `BIN` positions, in nats), "recall" (mean log-probability of the second copy of half a row),
+        and "written" (the model's continuation of a prompt)."""
         scores = [compare(model, ids, hidden(model, ids), x) for ids, x in zip(rows, teacher_states, strict=True)]
         kl, loss, _ = torch.stack(scores[:-1]).mean(0).unbind(-1)
         prompt = self.rows[:1, : min(PROMPT_TOKENS, self.length // 2)]
@@ -261,7 +254,7 @@ class Journey:
             print(f"checked already: loaded as {results['loaded_as']}")
             return
         with tqdm(total=2, desc="share", unit="form", disable=not self.progress) as bar:
-            if self.missing(self.out / "adapter"):
+            if missing(self.out / "adapter"):
                 model = AutoModelForCausalLM.from_pretrained(self.out / "mhla", trust_remote_code=False)
                 base = model.config.name_or_path = BASE if self.model is None else self.model
                 with atomic_folder(self.out / "adapter") as temporary_path:
@@ -276,9 +269,8 @@ class Journey:
 
 def compare_isolated(folder: Path, ids: torch.Tensor, prompt: str | None = None, new_tokens: int = 0) -> dict[str, Any]:
     """Load a saved model in fp32 here and without mhla_hf, where it also continues a prompt, and compare the logits."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     with torch.no_grad():
-        logits = model(ids).logits
+        logits = load(folder)(ids).logits
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as temporary_path:
         inputs = temporary_path / "inputs.safetensors"
         save_file({"ids": ids.contiguous(), "logits": logits.contiguous()}, inputs)

@@ -34,23 +34,16 @@ Curve = Sequence[Mapping[str, Any]]  # the history in a train.json
 
 
 def collect(
-    folders: Mapping[int, Mapping[str, Path]],
-    bits: Mapping[int, Mapping[str, float]],
-    description: Mapping[str, Any],
+    folders: Mapping[int, Mapping[str, Path]], bits: Mapping[int, Mapping[str, float]], description: Mapping[str, Any],
     command: str | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Compute the content of results.json from the folders of the models, the teacher's first, and bits per byte, by seed.
-
-    `description` has further entries, which say which model was trained on which text.
-    """
+    `description` has further entries, which say which model was trained on which text."""
     by_seed = {seed: _measure(models, bits[seed]) for seed, models in folders.items()}
-    models = {
-        model: {
-            measure: over_seeds([measures[model].get(measure) for measures in by_seed.values()])
-            for measure in first_measures
-        }
-        for model, first_measures in next(iter(by_seed.values())).items()
-    }
+    models: dict[str, dict[str, Any]] = {}
+    for model, measures in next(iter(by_seed.values())).items():
+        values = {key: [measured[model].get(key) for measured in by_seed.values()] for key in measures}
+        models[model] = {key: over_seeds(of_seeds) for key, of_seeds in values.items()}
     return {
         "seeds": list(folders),
         "models": models,
@@ -71,10 +64,8 @@ def _measure(folders: Mapping[str, Path], bits: Mapping[str, float]) -> dict[str
     models: dict[str, dict[str, Any]] = {}
     curves: dict[str, list[dict[str, Any]]] = {}
     for model, folder in folders.items():
-        scores = {
-            record.metric: record.value for record in Results.read(folder) if record.task.startswith("lookups_recall")
-        }
-        by_distance = {int(x.removeprefix(ACC)): value for x, value in scores.items() if x.startswith(ACC)}
+        scores = [x for x in Results.read(folder) if x.task.startswith("lookups_recall") and x.metric.startswith(ACC)]
+        by_distance: dict[int, Any] = {int(x.metric.removeprefix(ACC)): x.value for x in scores}
         far = statistics.fmean(value for distance, value in by_distance.items() if distance > NEAR)
         recall = {f"recall_back_{distance}": by_distance[distance] for distance in sorted(by_distance)}
         models[model] = {"bits_per_byte": bits[model], "recall_far": far, **recall}

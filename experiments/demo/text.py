@@ -17,10 +17,8 @@ PARAGRAPH = re.compile(r"\n\s*\n")
 
 
 def read_text(text: str | Path | None = None) -> tuple[str, str]:
-    """Read a text file, a folder of them, or the column "text" of a dataset, at most its first five million characters.
-
-    None is the Python language reference (`pydoc_data.topics`). Returns the text, and its name.
-    """
+    """Read a text file, a folder of them, or the column "text" of a dataset, at most its first five million characters. None
+    is the Python language reference (`pydoc_data.topics`). Returns the text, and its name."""
     if text is None:
         from pydoc_data.topics import topics
 
@@ -51,11 +49,9 @@ def read_text(text: str | Path | None = None) -> tuple[str, str]:
 
 
 def hold_out(text: str) -> tuple[str, str]:
-    """Split a text into a part to train on, and a held-out part: the last 7 %, at most 40,000 characters.
-
-    Paragraphs that are in the training part as well, whatever their line breaks, are removed from it. The language
-    reference repeats some (12 % of its end), and a model must not be judged on what it was trained on.
-    """
+    """Split a text into a part to train on, and a held-out part: the last 7 %, at most 40,000 characters. Paragraphs that
+    are in the training part as well, whatever their line breaks, are removed from it. The language reference repeats some
+    (12 % of its end), and a model must not be judged on what it was trained on."""
     cut = max(int(len(text) * (1 - HELD_OUT_SHARE)), len(text) - MAX_HELD_OUT)
     paragraph_end = text.find("\n\n", cut, cut + 2_000)
     cut = paragraph_end + 2 if paragraph_end >= 0 else cut
@@ -75,7 +71,7 @@ def make_tokenizer(text: str, vocab_size: int, length: int) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"initial_alphabet": alphabet, "special_tokens": [END_OF_TEXT], "show_progress": False}
+    options: dict[str, Any] = {"initial_alphabet": alphabet, "special_tokens": [END_OF_TEXT], "show_progress": False}
     tokenizer.train_from_iterator([text], trainers.BpeTrainer(vocab_size=vocab_size, **options))
     special_tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length, **special_tokens)

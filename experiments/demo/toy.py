@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from mhla_hf.checkpoints.file_io import atomic_folder, can_resume, write_json, write_text
 from mhla_hf.checkpoints.load import no_progress_bars
@@ -28,7 +28,8 @@ from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import Recipe, read_recipe
 from mhla_hf.training.run_folder import RECORD
 
-from .journey import compare_isolated
+from ..heads import load
+from .journey import compare_isolated, missing, save
 from .lookups import add_lookups, start_lookups
 from .report import LABELS, collect, render_report
 from .text import hold_out, make_tokenizer, read_text
@@ -63,19 +64,13 @@ It stands for a real checkpoint; how it was trained is in train.json, how good i
 
 
 def run_toy(
-    out: str | Path | None = None,
-    seeds: int = 1,
-    *,
-    full: bool = False,
-    threads: int = 1,
-    progress: bool = True,
+    out: str | Path | None = None, seeds: int = 1, *, full: bool = False, threads: int = 1, progress: bool = True,
     command: str | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Distill MHLA models from a small softmax language model, evaluate them, and make the card of one.
 
-    `out` (default: "out-toy", or "out-toy-full") gets a folder for each model and `results.json`, whose content is returned.
-    `full` trains the teacher first, trains the students twice as long, and makes `mhla` (in all layers) as well; it may be
-    repeated with several seeds, which adds `control`, the teacher trained on for as many steps as a student.
+    `full` trains the teacher first, trains the students twice as long, and makes `mhla` (in all layers) as well; with
+    several seeds also `control`, the teacher trained on for as many steps as a student.
     """
     if seeds < 1:
         raise ValueError(f"seeds: got {seeds}, expected a whole number of at least 1.")
@@ -87,9 +82,8 @@ def run_toy(
     started = time.monotonic()
     torch.set_num_threads(threads)
     out = Path(out or ("out-toy-full" if full else "out-toy")).expanduser()
-    toy = Toy(out, full, seeds, progress, command)
     with no_progress_bars():
-        results = toy.run()
+        results = Toy(out, full, seeds, progress, command).run()
     print(f"\n{render_report(results)}\n\neverything is in {out} ({time.monotonic() - started:.0f} s)")
     return results
 
@@ -184,20 +178,24 @@ class Toy:
         """Steps 1 and 2: make the teacher, the students, and the control."""
         print(f"\n[1/5] softmax teacher, seed {seed}", flush=True)
         folder = self.folder("teacher", seed)
-        if self.missing(folder, "config.json"):
-            if self.full:
-                self.train_teacher(folder, seed)
+        if missing(folder / "config.json"):
+            if self.full:  # from scratch, with heads that answer lookups
+                torch.manual_seed(seed)
+                special_ids = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
+                settings = {**self.teacher_plan.settings, "vocab_size": len(self.tokenizer), **special_ids}
+                model = LlamaForCausalLM(LlamaConfig(**settings))
+                start_lookups(model)
+                print(f"training a Llama of {model.num_parameters() / 1e6:.2f} M parameters", flush=True)
+                self.distill(model, None, folder, self.teacher_plan, seed)
             else:
-                with atomic_folder(folder) as temporary_path:
-                    self.load(TEACHER).save_pretrained(temporary_path)
-                    self.tokenizer.save_pretrained(temporary_path)
+                save(folder, load(TEACHER), self.tokenizer)
         if not (folder / "README.md").exists():
             write_text(folder / "README.md", TEACHER_CARD)
         print(f"\n[2/5] students: convert, then distill from the teacher, seed {seed}", flush=True)
-        teacher = self.load(folder)
+        teacher = load(folder)
         for name in (name for name in self.models if name != "teacher"):
             folder = self.folder(name, seed)
-            if self.missing(folder, RECORD):
+            if missing(folder / RECORD):
                 print(f"{LABELS[name]}:", flush=True)
                 if name == "control":
                     self.distill(teacher, None, folder, self.control_plan, seed)
@@ -210,11 +208,11 @@ class Toy:
         settings = {**self.student_plan.settings, **STUDENTS[name]}
         if name == "hybrid":
             settings |= {"tokenizer": self.tokenizer, "text": self.train_text, "keep": 0.25, "seed": seed}
-            settings |= {"progress": self.progress}
-        if self.missing(start, "config.json"):
+            settings["progress"] = self.progress
+        if missing(start):
             with atomic_folder(start) as temporary_path:
                 convert(copy.deepcopy(teacher), **settings).save_pretrained(temporary_path)
-        student = self.load(start).eval()
+        student = load(start)
         ids = self.tokenizer(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
         with torch.no_grad():
             output = student.generate(ids, max_new_tokens=CONTINUATION, do_sample=False)
@@ -222,25 +220,6 @@ class Toy:
         print(f"converted, before any training: {PROMPT}{continuation}", flush=True)
         self.distill(student, teacher, folder, self.student_plan, seed)
         shutil.rmtree(start, ignore_errors=True)
-
-    def missing(self, folder: Path, file: str) -> bool:
-        if not (folder / file).exists():
-            return True
-        print(f"{folder} is there already", flush=True)
-        return False
-
-    def load(self, folder: Path) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-
-    def train_teacher(self, folder: Path, seed: int) -> None:
-        """Train a softmax model from scratch, with heads that answer lookups."""
-        torch.manual_seed(seed)
-        special_ids = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
-        settings = {**self.teacher_plan.settings, "vocab_size": len(self.tokenizer)}
-        model = LlamaForCausalLM(LlamaConfig(**settings, **special_ids))
-        start_lookups(model)
-        print(f"training a Llama of {model.num_parameters() / 1e6:.2f} M parameters", flush=True)
-        self.distill(model, None, folder, self.teacher_plan, seed)
 
     def distill(self, student: Any, teacher: Any, folder: Path, plan: Recipe, seed: int) -> None:
         """Train a model by a recipe; `teacher` is None for the loss "lm"."""
@@ -258,7 +237,7 @@ class Toy:
     @torch.no_grad()
     def bits_per_byte(self, name: str, seed: int) -> float:
         """Return the bits that a model needs for a byte of the held-out text, read in parts of `window` tokens."""
-        model, window = self.load(self.folder(name, seed)), self.window
+        model, window = load(self.folder(name, seed)), self.window
         ids = self.tokenizer(self.held_out, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[0]
         rows = ids[: len(ids) // window * window].view(-1, window)
         nats = (window - 1) * sum(model(input_ids=row[None], labels=row[None]).loss.item() for row in rows)

@@ -66,7 +66,7 @@ def test_stopped_it_goes_on_to_the_end(arguments, monkeypatch, capsys):
         assert f"{bar}: 100%" in bars, bar
     assert main(arguments)["models"] == results["models"]
     printed, bars = capsys.readouterr()
-    assert "exists" in printed and "%" not in bars
+    assert "is there already" in printed and "%" not in bars
 
 
 def test_the_table_is_printed_as_readme_shows_it(finished):

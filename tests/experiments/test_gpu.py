@@ -22,18 +22,15 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("name", [*gpu.VARIANTS, *gpu.WINDOWS, *gpu.PAGES])
-def test_every_kind_of_call_has_a_definition(name):
-    if name in gpu.VARIANTS:
-        errors, number = (
-            gpu.variant_errors(*gpu.VARIANTS[name], "cpu", torch.float32, impl="torch"),
-            5 + 2 * ("own" in name),
-        )
-    elif name in gpu.WINDOWS:
-        errors, number = gpu.window_errors(*gpu.WINDOWS[name], "cpu", torch.float32, impl="torch"), 6
-    else:
-        small = gpu.PAGES[name] | {"width": 8, "num_features": 8, "queries_per_kv": 1}
-        errors, number = gpu.page_errors(small, "cpu", torch.float32), 1
+CALLS = [(gpu.variant_errors, kind, 5 + 2 * ("own" in name)) for name, kind in gpu.VARIANTS.items()]
+CALLS += [(gpu.window_errors, kind, 6) for kind in gpu.WINDOWS.values()]
+SMALL = {"width": 8, "num_features": 8, "queries_per_kv": 1}
+CALLS += [(gpu.page_errors, kind | SMALL, 1) for kind in gpu.PAGES.values()]
+
+
+@pytest.mark.parametrize(("errors_of", "kind", "number"), CALLS, ids=[*gpu.VARIANTS, *gpu.WINDOWS, *gpu.PAGES])
+def test_every_kind_of_call_has_a_definition(errors_of, kind, number):
+    errors = errors_of(kind, "cpu", torch.float32, impl="torch")
     assert len(errors) == number and max(errors.values()) < 1e-5
 
 
@@ -67,14 +64,11 @@ def test_a_language_model_by_length_and_what_failed(monkeypatch):
     assert "| 200 | 2 | failed: ZeroDivision" in speed.speed_table(rows)
 
 
-def test_without_a_gpu_it_says_so(monkeypatch):
+def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
+    """As on a GPU, with what is slow replaced; what there is no time for is a row."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="device: got no GPU that torch can use, expected one; nothing was measured"):
         gpu.main([])
-
-
-def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
-    """As on a GPU, with what is slow replaced; what there is no time for is a row."""
     few, late = target_cases()[:1], target_cases()[1:2]
     timed = [{"case": few[0].name, "what": FORWARD, "ms": {"mhla triton": 1.0}, "error": {}, "failed": {}}]
     clock = iter([0.0, 1.0, gpu.MAX_SECONDS + 1.0])
@@ -86,9 +80,7 @@ def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
         "experiments.gpu.time_case": lambda case, device: timed,
         "experiments.gpu.time.monotonic": lambda: next(clock),
         "experiments.gpu.target_cases": lambda: few + late,
-        "experiments.gpu.paper_cases": list,
-        "experiments.gpu.model_cases": list,
-        "experiments.gpu.write_documents": list,
+        **{f"experiments.gpu.{name}": list for name in ("paper_cases", "model_cases", "write_documents")},
         "experiments.gpu.tqdm": lambda cases, desc: cases,
     }.items():
         monkeypatch.setattr(place, stand_in)
