@@ -175,7 +175,7 @@ class WholeModel:
     def prepare(self, device: Device, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.manual_seed(seed)
         *frames, side = self.operator.blocks.shape[:-1] or [0]
-        models = self.denoisers() if side else self.language_models()
+        models = self.models()
         dtype, batch = getattr(torch, self.dtype), self.operator.batch
         models = {name: cast_as_loaded(model, dtype).to(device) for name, model in models.items()}
         if not side:
@@ -190,18 +190,16 @@ class WholeModel:
         text = torch.randn(batch, 512, self.config.get("text_dim", 4096))
         return models, {**inputs, "encoder_hidden_states": text.to(device, dtype)}
 
-    def language_models(self) -> dict[str, Any]:
-        config = {**self.config, "num_attention_heads": self.operator.heads}
-        settings: Any = MHLAConfig(**config).mhla
-        one_block = {**settings, "block_size": self.operator.blocks.length, "num_blocks": 1}
-        return {
-            "softmax": LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **self.config)),
-            "mhla": MHLAForCausalLM(MHLAConfig(**config)),
-            "linear (one block)": MHLAForCausalLM(MHLAConfig(**config, mhla=one_block)),
-        }
-
-    def denoisers(self) -> dict[str, Any]:
-        blocks = self.operator.blocks
+    def models(self) -> dict[str, Any]:
+        blocks, config = self.operator.blocks, {**self.config, "num_attention_heads": self.operator.heads}
+        if len(blocks.shape) == 1:
+            settings: Any = MHLAConfig(**config).mhla
+            one_block = {**settings, "block_size": blocks.length, "num_blocks": 1}
+            return {
+                "softmax": LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **self.config)),
+                "mhla": MHLAForCausalLM(MHLAConfig(**config)),
+                "linear (one block)": MHLAForCausalLM(MHLAConfig(**config, mhla=one_block)),
+            }
         sizes = {"sample_size": 2 * blocks.shape[0]} if len(blocks.shape) == 2 else {}
         softmax: Any = (DiTTransformer2DModel if sizes else WanTransformer3DModel)(**self.config, **sizes)
         models = {"softmax": softmax}

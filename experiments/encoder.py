@@ -81,8 +81,8 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
     with open_text(arguments["sts"]) as lines:
         scores = {"sts": sts_score(model, tokenizer, [json.loads(line) for line in lines])}
     expected = original_embeddings(arguments["model"], arguments["long"])
-    for length, ids in read_passages(tokenizer, arguments["long"]).items():
-        for kind, score in compare(embed_passages(model, ids), expected[length]).items():
+    for length, embeddings in embed_passages(model, tokenizer, arguments["long"]).items():
+        for kind, score in compare(embeddings, expected[length]).items():
             scores[f"{kind} {length}"] = score
     return {**job, "seconds": round(seconds), "scores": scores}
 
@@ -103,29 +103,24 @@ def sts_score(model: Any, tokenizer: Any, pairs: Sequence[Mapping[str, Any]]) ->
     return 100 * float(spearmanr(cosines, [float(pair["score"]) for pair in pairs]).statistic)
 
 
-def embed_passages(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return torch.cat([embed(model, batch) for batch in ids.split(PASSAGE_BATCH)])
-
-
-def read_passages(tokenizer: Any, path: str | Path) -> dict[int, torch.Tensor]:
-    """Cut evenly spaced passages `[N, length]` from the whole of a text, each between the tokenizer's special tokens."""
+def embed_passages(model: Any, tokenizer: Any, path: str | Path) -> dict[int, torch.Tensor]:
+    """Return the normalized embeddings `[N, width]` of evenly spaced passages of a text, by their length. Each passage is
+    between the tokenizer's special tokens."""
     text = Path(path).read_text(encoding="utf-8")
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     special = special_tokens(tokenizer)
-    passages = {}
+    embeddings = {}
     for length, num_passages in LENGTHS.items():
         num_tokens = length - sum(map(len, special))
         first = torch.arange(num_passages) * (len(ids) - num_tokens) // num_passages
-        passages[length] = with_special_tokens(ids[first[:, None] + torch.arange(num_tokens)], special)
-    return passages
+        passages = with_special_tokens(ids[first[:, None] + torch.arange(num_tokens)], special)
+        embeddings[length] = torch.cat([embed(model, batch) for batch in passages.split(PASSAGE_BATCH)])
+    return embeddings
 
 
 @functools.cache
 def original_embeddings(folder: str, text: str) -> dict[int, torch.Tensor]:
-    """Return the original's embeddings `[N, width]` of the passages of a text, by length."""
-    model = load(folder)
-    passages = read_passages(load_tokenizer(folder), text)
-    return {length: embed_passages(model, ids) for length, ids in passages.items()}
+    return embed_passages(load(folder), load_tokenizer(folder), text)
 
 
 def compare(embeddings: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:

@@ -118,8 +118,12 @@ class Toy:
         self.begin()
         for seed in range(self.seeds):
             self.make_models(seed)
+        settings = {"lengths": self.window, "items": ITEMS, "text": str(self.out / "data" / "heldout.txt")}
         for seed in range(self.seeds):
-            self.judge(seed)
+            print(f"\n[3/5] lookups in the held-out text, by lm-eval, seed {seed}", flush=True)
+            for name in self.models:  # unless it has been scored
+                folder = self.folder(name, seed)
+                evaluate(folder, "lookups_recall_*", recipe="recall", settings=settings, progress=self.progress)
         print("\n[4/5] results and model card", flush=True)
         bits = {seed: {name: self.bits_per_byte(name, seed) for name in self.models} for seed in range(self.seeds)}
         folders = {seed: {name: self.folder(name, seed) for name in self.models} for seed in range(self.seeds)}
@@ -225,14 +229,6 @@ class Toy:
         """Train a model by a recipe; `teacher` is None for the loss "lm"."""
         options = {"data": self.train_text, "tokenizer": self.tokenizer, "stages": plan.stages, "seed": seed}
         distill(student, teacher, out=folder, progress=self.progress, command=self.command, **options, **plan.run)
-
-    def judge(self, seed: int) -> None:
-        """Step 3: score every model on lookups in the held-out text, unless it has been scored."""
-        print(f"\n[3/5] lookups in the held-out text, by lm-eval, seed {seed}", flush=True)
-        settings = {"lengths": self.window, "items": ITEMS, "text": str(self.out / "data" / "heldout.txt")}
-        for name in self.models:
-            folder = self.folder(name, seed)
-            evaluate(folder, "lookups_recall_*", recipe="recall", settings=settings, progress=self.progress)
 
     @torch.no_grad()
     def bits_per_byte(self, name: str, seed: int) -> float:
