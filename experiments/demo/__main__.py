@@ -22,6 +22,7 @@ from .toy import run_toy
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser(__doc__)
+    parser.prog = "python -m experiments.demo"
     out_help = "folder to make or to go on in (default: out; with --toy out-toy or out-toy-full)"
     parser.add_argument("--out", help=out_help)
     parser.add_argument("--model", help="folder or Hub id of a softmax model (default: SmolLM2-135M-Instruct)")
