@@ -3,15 +3,13 @@
     python -m experiments.attention      ranks with random features, for softmax, plain linear attention, and MHLA (table 1)
 
 `record_model` records the attention of image models; `python -m experiments.classifiers` draws it. All singular values of
-the N x N matrices are computed in fp64, so that ranks are measured and not derived. No size is measured twice.
+the N x N matrices are computed in fp64, so that ranks are measured and not derived.
 """
 
 import contextlib
 import copy
 import dataclasses
-import functools
 import itertools
-import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,15 +22,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-from mhla_hf.checkpoints.file_io import write_json
-from mhla_hf.checkpoints.provenance import describe_run
+from mhla_hf.checkpoints.file_io import read_json
 from mhla_hf.cli.main import script
 from mhla_hf.nn.grid import GridMHLA, GridMixing
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.plots import PALETTE, STYLE, drawing
 
-from .rows import make_parser
+from .rows import make_parser, markdown, write_record
 
 FRAMED_STYLE = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}
 LENGTHS, WIDTHS, BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096), (16, 32, 64, 72), 16  # of random features
@@ -42,13 +39,9 @@ MARKERS = {"softmax": ("softmax", "o"), "linear": ("plain linear", "s"), "mhla":
 
 @dataclasses.dataclass
 class Attention:
-    """The inputs of one call of an attention layer.
-
-    Attributes:
-        kind: "softmax", "mhla", or "linear" (MHLA with uniform mixing).
-        q, k: [B, T, H, K] and [B, S, H, K]; in MHLA layers, after the feature map and RoPE.
-        options: Arguments of `mhla`, with "mixing" [H or 1, M, M] and "blocks", or of `scaled_dot_product_attention`.
-    """
+    """The inputs of one call of an attention layer: q [B, T, H, K] and k [B, S, H, K], after the feature map and RoPE.
+    `kind` is "softmax", "mhla", or "linear" (MHLA with uniform mixing). `options` are those of
+    `scaled_dot_product_attention`, or of `mhla`, with "mixing" [H or 1, M, M] and "blocks"."""
 
     kind: str
     q: torch.Tensor
@@ -93,32 +86,30 @@ class SoftmaxRecorder(TorchFunctionMode):
 def record_model(model: nn.Module, batch: Mapping[str, Any]) -> list[Attention]:
     """Run a model in eval mode, and return the calls of its attention layers. Its training mode is restored."""
     calls: list[Attention] = []
+
+    def record_core(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = {**dict(zip("qkv", args, strict=False)), **kwargs}
+        key_mask = inputs.get("key_mask")
+        blocks = Blocks.grid(tuple(inputs["grid"]), core.settings.layout, prefix=core.prefix)
+        q, k, _, operands = core.prepare_operands(inputs["q"], inputs["k"], inputs["v"], key_mask, inputs.get("rotate"))
+        mixing = core.mixing(blocks.counts).detach().cpu()
+        mixing = mixing.reshape(-1, *mixing.shape[-2:])
+        options = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in operands.items()}
+        options = {**options, "key_mask": key_mask, "blocks": blocks, "mixing": mixing}
+        options.pop("unrounded", None)
+        first_block = mixing[..., :1]
+        is_uniform = bool(((mixing - first_block).abs() <= 1e-6 * first_block.abs()).all())
+        calls.append(Attention("linear" if is_uniform else "mhla", q.detach().cpu(), k.detach().cpu(), options))
+
     was_training = model.training
     with contextlib.ExitStack() as stack:
         stack.callback(model.train, was_training)
         for module in model.modules():
             if isinstance(module, GridMHLA):
-                hook = functools.partial(record_core, calls)
-                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+                stack.enter_context(module.register_forward_pre_hook(record_core, with_kwargs=True))
         stack.enter_context(SoftmaxRecorder(calls))
         model.eval()(**batch)
     return calls
-
-
-def record_core(calls: list[Attention], core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an MHLA core that appends the call to `calls`."""
-    inputs = {**dict(zip("qkv", args, strict=False)), **kwargs}
-    key_mask = inputs.get("key_mask")
-    blocks = Blocks.grid(tuple(inputs["grid"]), core.settings.layout, prefix=core.prefix)
-    q, k, _, operands = core.prepare_operands(inputs["q"], inputs["k"], inputs["v"], key_mask, inputs.get("rotate"))
-    mixing = core.mixing(blocks.counts).detach().cpu()
-    mixing = mixing.reshape(-1, *mixing.shape[-2:])
-    options = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in operands.items()}
-    options = {**options, "key_mask": key_mask, "blocks": blocks, "mixing": mixing}
-    options.pop("unrounded", None)
-    first_block = mixing[..., :1]
-    is_uniform = bool(((mixing - first_block).abs() <= 1e-6 * first_block.abs()).all())
-    calls.append(Attention("linear" if is_uniform else "mhla", q.detach().cpu(), k.detach().cpu(), options))
 
 
 def count_rank(values: torch.Tensor, tolerance: float) -> int:
@@ -137,17 +128,17 @@ def row_entropy(rows: torch.Tensor) -> torch.Tensor:
     return -torch.special.xlogy(shares, shares).sum(-1)
 
 
-def rank_bound(sizes: Sequence[int], width: int) -> int:
-    """Return the largest rank that MHLA can have: the sum of min(n_b, d) over blocks (section 4.3, table 1)."""
+def bound_of(kind: str, tokens: int, width: int, sizes: Sequence[int]) -> int:
+    """Return the largest rank of attention; of MHLA, the sum of min(n_b, d) over blocks (section 4.3, table 1)."""
+    if kind in ("linear", "softmax"):
+        return tokens if kind == "softmax" else min(tokens, width)
     return min(sum(sizes), sum(min(size, width) for size in sizes))
 
 
 def measure_calls(calls: Sequence[Attention], tolerance: float | None = None) -> dict[str, Any]:
-    """Measure rank and entropy of every layer, as means over samples and heads.
-
-    Singular values above `tolerance` times the largest count toward the rank (default: N times fp32's eps). "layers" has a
-    dict for each call, with the largest possible rank as "bound"; "mean" has the means over layers.
-    """
+    """Measure rank and entropy of every layer, as means over samples and heads. Singular values above `tolerance` times the
+    largest count toward the rank (default: N times fp32's eps). "layers" has a dict for each call, with the largest possible
+    rank as "bound"; "mean" has the means over layers."""
     layers: list[dict[str, Any]] = []
     for call in calls:
         samples, tokens, heads, width = call.q.shape
@@ -160,9 +151,9 @@ def measure_calls(calls: Sequence[Attention], tolerance: float | None = None) ->
             measures.setdefault("effective_rank", []).append(effective_rank(values))
             measures.setdefault("entropy", []).append(row_entropy(matrix).mean().item())
             measures.setdefault("uniform_entropy", []).append((matrix != 0).sum(-1).double().log().mean().item())
-        bounds = {"linear": min(tokens, width), "softmax": tokens}
-        bound = bounds[call.kind] if call.kind in bounds else rank_bound(call.options["blocks"].sizes(), width)
+        sizes = call.options["blocks"].sizes() if "blocks" in call.options else ()
         means: dict[str, Any] = {name: statistics.fmean(values) for name, values in measures.items()}
+        bound = bound_of(call.kind, tokens, width, sizes)
         layers.append({"kind": call.kind, "tokens": tokens, "bound": bound, **means})
     names = ("rank", "effective_rank", "entropy")
     return {"layers": layers, "mean": {name: statistics.fmean(layer[name] for layer in layers) for name in names}}
@@ -170,12 +161,7 @@ def measure_calls(calls: Sequence[Attention], tolerance: float | None = None) ->
 
 @torch.no_grad()
 def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Describe how the mixing of each MHLA layer has changed since initialization.
-
-    Returns:
-        A dict from layer to a dict with "start" and "learned" (lists [M, M], the means over heads), "layout", and "moved"
-        (half the L1 distance between the normalized rows, mean over rows: 0 for unchanged, 1 for disjoint).
-    """
+    """Return the "start" and "learned" mixing [M, M] of each MHLA layer, the means over heads, and its "layout"."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, GridMHLA):
@@ -183,31 +169,8 @@ def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
             initial = copy.deepcopy(mixing)
             initial.weight.copy_(initial.initial_values()["weight"])
             start, learned = (x(x.layout).cpu().reshape(-1, *x.weight.shape[-2:]).mean(0) for x in (initial, mixing))
-            shares = [x.abs() / x.abs().sum(-1, keepdim=True).clamp_min(1e-30) for x in (start, learned)]
-            layers[name.removesuffix(".mhla")] = {
-                **{key: [[round(x, 6) for x in row] for row in matrix.tolist()]
-                   for key, matrix in (("start", start), ("learned", learned))},
-                "layout": list(mixing.layout),
-                "moved": 0.5 * (shares[0] - shares[1]).abs().sum(-1).mean().item(),
-            }  # fmt: skip
+            layers[name.removesuffix(".mhla")] = {"start": start, "learned": learned, "layout": list(mixing.layout)}
     return layers
-
-
-def plot_layers(path: str | Path, models: Mapping[str, Sequence[dict[str, Any]]], note: str) -> None:
-    """Plot rank and entropy by layer, from the "layers" of `measure_calls` by label (figure 3b)."""
-    limits = "dotted: the largest possible rank, the entropy of equal weights"
-    with drawing(path, 1, 2, figsize=(11, 4.1), note=f"{limits}; {note}") as (_, (row,)):
-        measures = (("Rank", "rank", "bound"), ("Entropy of a row, nats", "entropy", "uniform_entropy"))
-        for axes, (title, key, limit) in zip(row, measures, strict=True):
-            for (label, layers), color in zip(models.items(), itertools.cycle(PALETTE), strict=False):
-                values = [layer[key] for layer in layers]
-                name = f"{label}: mean {statistics.fmean(values):.4g}"
-                axes.plot(values, "o-", color=color, markersize=5, label=name)
-                axes.plot([layer[limit] for layer in layers], color=color, linewidth=1, linestyle=(0, (2, 3)))
-            axes.set(title=title, xlabel="layer", ylim=(0, None))
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.grid(True)
-            axes.legend(loc="best", fontsize=9)
 
 
 def plot_maps(path: str | Path, models: Mapping[str, Sequence[Attention]]) -> None:
@@ -227,7 +190,7 @@ def plot_mixing(path: str | Path, layers: Mapping[str, dict[str, Any]]) -> None:
     """Plot initial and learned mixing from `describe_mixing`, each block's row at its place in the grid (figure 4b)."""
     with drawing(path, 2, len(layers), figsize=(2.5 * len(layers) + 0.9, 5.4), style=FRAMED_STYLE) as (figure, grid):
         for column, (name, layer) in zip(grid.T, layers.items(), strict=True):
-            tiles = [tile_matrix(torch.tensor(layer[key]), layer["layout"]) for key in ("start", "learned")]
+            tiles = [tile_matrix(layer[key], layer["layout"]) for key in ("start", "learned")]
             top = max(tile.max().item() for tile in tiles)
             for axes, tile in zip(column, tiles, strict=True):
                 draw_matrix(axes, tile.numpy(), power=1.0, top=top)
@@ -257,11 +220,9 @@ def draw_matrix(axes: Any, values: Any, power: float, top: float | None = None) 
 
 
 def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: int = 0) -> dict[str, Any]:
-    """Measure the ranks of attention with Gaussian q and k [N, d], of which all but softmax use relu(x) + 1e-6.
-
-    The mixing matrix of "mhla" has random entries in (0, 1) and rows that sum to one; that of "start" is the paper's start
-    from locality. The tolerance is N times fp64's eps. "smallest" is the last singular value counted over the largest.
-    """
+    """Measure the ranks of attention with Gaussian q and k [N, d], of which all but softmax use relu(x) + 1e-6. The mixing
+    matrix of "mhla" has random entries in (0, 1) and rows that sum to one; that of "start" is the paper's start from
+    locality. The tolerance is N times fp64's eps. "smallest" is the last singular value counted over the largest."""
     generator = torch.Generator().manual_seed(seed)
     grid = Blocks.grid((tokens,), (blocks,))
     q, k = (torch.randn(1, tokens, 1, width, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -277,8 +238,7 @@ def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: 
     for kind in KINDS:
         values = torch.linalg.svdvals(calls[kind].matrix())
         row["rank"][kind] = count_rank(values, row["tolerance"])
-        bounds = {"linear": min(tokens, width), "softmax": tokens}
-        row["bound"][kind] = bounds.get(kind, rank_bound(grid.sizes(), width))
+        row["bound"][kind] = bound_of(kind, tokens, width, grid.sizes())
         row["smallest"][kind] = (values[row["rank"][kind] - 1] / values[0]).item()
     return {**row, "mixing_condition": torch.linalg.cond(random_mixing[0]).item()}
 
@@ -289,14 +249,13 @@ def study_random_rank(
     """Run `measure_random_rank` for the sizes that `out`/rank.json lacks, and write it and rank.png."""
     path = Path(out, "rank.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    record: dict[str, Any] = read_json(path) or {"rows": []}
     done = {(row["tokens"], row["width"]) for row in record["rows"]}
     missing = [size for size in itertools.product(lengths, widths) if size not in done]
     for tokens, width in tqdm(missing, desc="rank", unit="size"):
         rows = [*record["rows"], measure_random_rank(tokens, width)]
         rows.sort(key=lambda row: (row["tokens"], row["width"]))
-        record = {"rows": rows, **describe_run("python -m experiments.attention")}
-        write_json(path, record)
+        record = write_record(path, {"rows": rows}, "python -m experiments.attention")
     plot_random_rank(path.with_name("rank.png"), record["rows"])
     return record
 
@@ -326,17 +285,16 @@ def plot_random_rank(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def render_random_rank(record: Mapping[str, Any]) -> str:
     """Render the measured rank and the bound of table 1 of each kind of attention, for the most tokens."""
-    kinds = "plain linear | MHLA, random mixing | MHLA, locality start | softmax"
-    lines = [f"| N | d | blocks | {kinds} |", "|---:" * 7 + "|"]
+    lines = []
     most_tokens = max(row["tokens"] for row in record["rows"])
     for row in (row for row in record["rows"] if row["tokens"] == most_tokens):
         cells = [f"{row['rank'][kind]:,} of {row['bound'][kind]:,}" for kind in KINDS]
-        lines.append(f"| {row['tokens']:,} | {row['width']} | {row['blocks']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([f"{row['tokens']:,}", str(row["width"]), str(row["blocks"]), *cells])
+    kinds = ["plain linear", "MHLA, random mixing", "MHLA, locality start", "softmax"]
+    return markdown(["N", "d", "blocks", *kinds], lines, left=0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the ranks, and print the table."""
     parser = make_parser(__doc__)
     parser.add_argument("--out", default="out/rank", help="folder of rank.json and rank.png (default: out/rank)")
     torch.set_num_threads(1)

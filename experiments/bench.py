@@ -1,8 +1,7 @@
 """Time MHLA beside softmax and plain linear attention: python -m experiments.bench (`make bench`)
 
-Every implementation is compared with its definition in fp64 before it is timed. All take turns, for several rounds in one
-process, and the fastest round of each counts, so that other load on the machine affects all of them alike. What is wrong,
-fails, or does not fit gets the reason in place of a time. `make gpu` times the paper's operators and whole models, below.
+Every implementation is compared with its definition in fp64 before it is timed. All take turns, and the fastest round of
+each counts. What is wrong, fails, or does not fit gets the reason in place of a time. `make gpu` times the paper's shapes.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 from mhla_hf.evaluation.speed import clock
 
-from .rows import make_parser, parse_call
+from .rows import make_parser, markdown, parse_call
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
 MIN_TURN_SECONDS = 0.02  # in which a call is repeated and timed
@@ -66,28 +65,15 @@ def exact_attention(
     return torch.stack(outputs, 2)
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ||actual - expected|| / ||expected|| in the Frobenius norm, computed in fp64."""
-    actual, expected = actual.detach().double(), expected.detach().double()
-    return float((actual - expected).norm() / expected.norm())
+def relative_errors(names: Sequence[str], actual: Any, expected: Any) -> dict[str, float]:
+    """Return ||actual - expected|| / ||expected|| in the Frobenius norm, computed in fp64, of each pair of tensors."""
+    pairs = ((x.detach().double(), y.detach().double()) for x, y in zip(actual, expected, strict=True))
+    return {name: float((x - y).norm() / y.norm()) for name, (x, y) in zip(names, pairs, strict=False)}
 
 
-def linear_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, normalize: bool, chunk: int = 64
-) -> torch.Tensor:
-    """Compute plain linear attention in PyTorch, in chunks if causal: [B, T, H, V]."""
-    length, scale = q.shape[1], q.shape[-1] ** -0.5
-    v = F.pad(v, (0, 1), value=1.0) if normalize else v  # its last column sums the weights
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if causal:
-        q, k, v = (F.pad(x, (0, 0, 0, -length % chunk)).unflatten(2, (-1, chunk)) for x in (q, k, v))
-        summary = (k.mT @ v).float()
-        before = (summary.cumsum(2) - summary).to(v.dtype)
-        o = (q @ before + (q @ k.mT).tril() @ v).flatten(2, 3)[:, :, :length]
-    else:
-        o = q @ (k.mT @ v)
-    o = o[..., :-1] / o[..., -1:] if normalize else o * scale
-    return o.transpose(1, 2)
+def describe_wrong(errors: Mapping[str, float], dtype: str) -> str | None:
+    wrong = [f"{name} with a relative error of {x:.1e}" for name, x in errors.items() if not x < TOLERANCES[dtype]]
+    return f"{WRONG}: {wrong[0]}" if wrong else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +90,9 @@ class Operator:
     dtype: str = "bfloat16"
 
     def competitors(self, device: Device) -> list[str]:
-        """Return the names of the implementations that run on the device."""
         return ["sdpa", "linear", "mhla triton" if torch.device(device).type == "cuda" else "mhla torch"]
 
     def prepare(self, device: Device, seed: int) -> Prepared:
-        """Return q, k, v, and mixing, which require gradients, and a gradient of the output, all random."""
         generator = torch.Generator(device).manual_seed(seed)
         randn = functools.partial(torch.randn, generator=generator, device=device)
         size = (self.batch, self.blocks.length, self.heads)
@@ -120,14 +104,23 @@ class Operator:
         return [x.requires_grad_() for x in (q, k, v, mixing)], randn(*size, self.widths[1]).to(dtype)
 
     def attend(self, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: Any = None) -> Any:
-        """Return the output of an implementation."""
+        if name.startswith("mhla"):
+            options: dict[str, Any] = {"causal": self.causal, "normalize": self.normalize}
+            return mhla(q, k, v, mixing, blocks=self.blocks, impl=name.removeprefix("mhla "), **options)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if name == "sdpa":
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
-        if name == "linear":
-            return linear_attention(q, k, v, self.causal, self.normalize)
-        impl = name.removeprefix("mhla ")
-        return mhla(q, k, v, mixing, blocks=self.blocks, causal=self.causal, normalize=self.normalize, impl=impl)
+        length, scale = q.shape[2], q.shape[-1] ** -0.5
+        v = F.pad(v, (0, 1), value=1.0) if self.normalize else v  # its last column sums the weights
+        if self.causal:
+            q, k, v = (F.pad(x, (0, 0, 0, -length % 64)).unflatten(2, (-1, 64)) for x in (q, k, v))  # chunks
+            summary = (k.mT @ v).float()
+            before = (summary.cumsum(2) - summary).to(v.dtype)
+            o = (q @ before + (q @ k.mT).tril() @ v).flatten(2, 3)[:, :, :length]
+        else:
+            o = q @ (k.mT @ v)
+        o = o[..., :-1] / o[..., -1:] if self.normalize else o * scale
+        return o.transpose(1, 2)
 
     def errors(self, name: str, device: Device, seed: int) -> dict[str, float]:
         """Return the relative errors of "output", "dq", ... of one sequence, for a sample of its queries."""
@@ -142,8 +135,7 @@ class Operator:
         exact_output = exact_attention(q, k, v, mixing, queries, self.blocks, self.causal, self.normalize)
         actual = output, *torch.autograd.grad(output, inputs, output_gradient[:, queries])
         expected = exact_output, *torch.autograd.grad(exact_output, exact_inputs, output_gradient[:, queries].double())
-        names = ("output", "dq", "dk", "dv", "dmixing")[: len(actual)]
-        return {compared: relative_error(x, y) for compared, x, y in zip(names, actual, expected, strict=True)}
+        return relative_errors(("output", "dq", "dk", "dv", "dmixing"), actual, expected)
 
     def work(self, prepared: Prepared, mode: str, name: str) -> Callable[[], Any]:
         """Return a function that runs a forward pass and, for `TRAINING`, computes the gradients of all inputs."""
@@ -156,85 +148,68 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class WholeModel:
-    """A case that times a model with random weights: softmax, MHLA, MHLA with one block, and, of Wan, the hybrid.
-
-    Attributes:
-        name: Name in the table.
-        config: Arguments of `LlamaConfig`, `DiTTransformer2DModel`, or `WanTransformer3DModel`, by the axes of `grid`.
-        grid: Number of tokens along each axis.
-        batch: Batch size.
-        operator: Its attention, which is checked before the model is timed.
-        text: Tokens of a prompt and their width; for Wan.
-    """
+    """A case that times a model with random weights: softmax, MHLA, MHLA with one block, and, of Wan, the hybrid. `config`
+    has the arguments of `LlamaConfig`, `DiTTransformer2DModel`, or `WanTransformer3DModel`, by the axes of the tokens.
+    `operator` is the attention, which is checked before the model is timed."""
 
     name: str
     config: dict[str, Any]
-    grid: tuple[int, ...]
-    batch: int
     operator: Operator
-    text: tuple[int, int] = (512, 4096)
 
     @property
     def dtype(self) -> str:
         return self.operator.dtype
 
     def competitors(self, device: Device) -> list[str]:
-        """Return the names of the models."""
-        return ["softmax", "mhla", "linear (one block)", *(["hybrid 2/3"] if len(self.grid) == 3 else [])]
+        return [
+            "softmax",
+            "mhla",
+            "linear (one block)",
+            *(["hybrid 2/3"] if len(self.operator.blocks.shape) == 3 else []),
+        ]
 
     def errors(self, name: str, device: Device, seed: int) -> dict[str, float]:
         """Return the relative errors of MHLA's operator, in the implementation that impl="auto" selects."""
         return self.operator.errors("mhla auto", device, seed) if name == "mhla" else {}
 
     def prepare(self, device: Device, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the models by name, and the keyword arguments of a forward pass."""
         torch.manual_seed(seed)
-        models = self.language_models() if len(self.grid) == 1 else self.denoisers()
-        dtype = getattr(torch, self.dtype)
-        return {name: cast_as_loaded(model, dtype).to(device) for name, model in models.items()}, self.inputs(device)
+        *frames, side = self.operator.blocks.shape[:-1] or [0]
+        models = self.models()
+        dtype, batch = getattr(torch, self.dtype), self.operator.batch
+        models = {name: cast_as_loaded(model, dtype).to(device) for name, model in models.items()}
+        if not side:
+            ids = torch.randint(1000, (batch, *self.operator.blocks.shape)).to(device)
+            return models, {"input_ids": ids, "use_cache": False}
+        columns = self.operator.blocks.shape[-1]
+        latents = torch.randn(batch, self.config.get("in_channels", 16), *frames, 2 * side, 2 * columns)
+        times = torch.full((batch,), 500, device=device)
+        inputs = {"hidden_states": latents.to(device, dtype), "timestep": times}
+        if not frames:
+            return models, {**inputs, "class_labels": torch.zeros_like(times)}
+        text = torch.randn(batch, 512, self.config.get("text_dim", 4096))
+        return models, {**inputs, "encoder_hidden_states": text.to(device, dtype)}
 
-    def language_models(self) -> dict[str, Any]:
-        """Return a Llama and the paper's language model of the same size."""
-        config = {**self.config, "num_attention_heads": self.operator.heads}
-        settings: Any = MHLAConfig(**config).mhla
-        one_block = {**settings, "block_size": self.grid[0], "num_blocks": 1}
-        return {
-            "softmax": LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **self.config)),
-            "mhla": MHLAForCausalLM(MHLAConfig(**config)),
-            "linear (one block)": MHLAForCausalLM(MHLAConfig(**config, mhla=one_block)),
-        }
-
-    def denoisers(self) -> dict[str, Any]:
-        """Return a transformer of diffusers and its conversions."""
-        sizes = {"sample_size": 2 * self.grid[0]} if len(self.grid) == 2 else {}
+    def models(self) -> dict[str, Any]:
+        blocks, config = self.operator.blocks, {**self.config, "num_attention_heads": self.operator.heads}
+        if len(blocks.shape) == 1:
+            settings: Any = MHLAConfig(**config).mhla
+            one_block = {**settings, "block_size": blocks.length, "num_blocks": 1}
+            return {
+                "softmax": LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **self.config)),
+                "mhla": MHLAForCausalLM(MHLAConfig(**config)),
+                "linear (one block)": MHLAForCausalLM(MHLAConfig(**config, mhla=one_block)),
+            }
+        sizes = {"sample_size": 2 * blocks.shape[0]} if len(blocks.shape) == 2 else {}
         softmax: Any = (DiTTransformer2DModel if sizes else WanTransformer3DModel)(**self.config, **sizes)
-        layout = list(self.operator.blocks.counts)
-        settings = {
-            "mhla": (layout, "all"),
-            "linear (one block)": ([1] * len(layout), "all"),
-            "hybrid 2/3": (layout, "2/3"),
-        }
         models = {"softmax": softmax}
         for name in self.competitors("cpu")[1:]:
-            layout, layers = settings[name]
+            layout = [1] * len(blocks.counts) if "one block" in name else list(blocks.counts)
+            layers = "2/3" if "hybrid" in name else "all"
             models[name] = convert(copy.deepcopy(softmax), layout=layout, layers=layers)
         return models
 
-    def inputs(self, device: Device) -> dict[str, Any]:
-        """Return the keyword arguments of a forward pass."""
-        if len(self.grid) == 1:
-            return {"input_ids": torch.randint(1000, (self.batch, *self.grid)).to(device), "use_cache": False}
-        dtype = getattr(torch, self.dtype)
-        *frames, rows, columns = self.grid
-        latents = torch.randn(self.batch, self.config.get("in_channels", 16), *frames, 2 * rows, 2 * columns)
-        times = torch.full((self.batch,), 500, device=device)
-        inputs = {"hidden_states": latents.to(device, dtype), "timestep": times}
-        if frames:
-            return {**inputs, "encoder_hidden_states": torch.randn(self.batch, *self.text).to(device, dtype)}
-        return {**inputs, "class_labels": torch.zeros_like(times)}
-
     def work(self, prepared: tuple[dict[str, Any], dict[str, Any]], mode: str, name: str) -> Callable[[], Any]:
-        """Return a function that runs a forward pass, or one with the gradients of all weights."""
         models, inputs = prepared
         weights = [weight for weight in models[name].parameters() if weight.requires_grad]
 
@@ -259,11 +234,9 @@ def cast_as_loaded(model: Any, dtype: torch.dtype) -> Any:
 Case = Operator | WholeModel
 
 
-def dit(
-    pixels: int, batch: int, heads: int = 6, width: int = 64, counts: tuple[int, int] = (4, 4), name: str = "DiT-S/2"
-) -> Operator:
+def dit(pixels: int, batch: int, heads: int = 6, width: int = 64, side: int = 4, name: str = "DiT-S/2") -> Operator:
     """Return the attention of a DiT with patches of 2 on square images; `pixels` is their side."""
-    blocks = Blocks.grid((pixels // 16, pixels // 16), counts)
+    blocks = Blocks.grid((pixels // 16, pixels // 16), (side, side))
     label = f"{name} {pixels} px, {blocks.num_blocks} blocks, batch {batch}"
     return Operator(label, blocks, batch, heads, (width, width), normalize=True)
 
@@ -271,61 +244,49 @@ def dit(
 def language(
     tokens: int, batch: int, heads: int = 16, widths: tuple[int, int] = (64, 64), size: int = 64, name: str = "LM"
 ) -> Operator:
-    """Return the attention of a language model with blocks of `size` tokens."""
     label = f"{name} {tokens:,} tokens, K {widths[0]}, V {widths[1]}, blocks of {size}, batch {batch}"
     return Operator(label, Blocks.sequence(tokens, size), batch, heads, widths, causal=True)
 
 
-def video(counts: tuple[int, int, int] = (3, 5, 10)) -> Operator:
-    """Return the attention of Wan2.1-1.3B on 81 frames of 480 x 800."""
-    blocks = Blocks.grid(WAN_GRID, counts)
-    return Operator(f"Wan 31,500 tokens, {blocks.num_blocks} blocks", blocks, 1, 12, (128, 128))
+VIDEO = Operator("Wan 31,500 tokens, 150 blocks", Blocks.grid(WAN_GRID, (3, 5, 10)), 1, 12, (128, 128))
+LM = language(2048, 8, 4, (128, 256), name="LM-340M")
+DIT_XL_512 = dit(512, 8, 16, 72, name="DiT-XL/2")
 
 
 def quick_cases() -> list[Operator]:
     """Return causal attention in fp32 at several lengths, which takes a minute or two on a CPU."""
-    return [
-        Operator(f"{n:,} tokens", Blocks.sequence(n, 64), 1, 4, (64, 64), causal=True, dtype="float32")
-        for n in (512, 2048, 8192)
-    ]
+    options: dict[str, Any] = {"batch": 1, "heads": 4, "widths": (64, 64), "causal": True, "dtype": "float32"}
+    return [Operator(f"{n:,} tokens", Blocks.sequence(n, 64), **options) for n in (512, 2048, 8192)]
 
 
 def target_cases() -> list[Operator]:
     """Return six operators at the sizes of the paper's models."""
-    return [dit(256, 32), dit(512, 32), dit(2048, 1), video(), language(2048, 8), language(8192, 2)]
+    return [dit(256, 32), dit(512, 32), dit(2048, 1), VIDEO, language(2048, 8), language(8192, 2)]
 
 
 def paper_cases() -> list[Operator]:
     """Return the other operators of figures 1b and 1d and of tables 5 and 14."""
-    cases = [dit(1024, 8), dit(4096, 1), dit(512, 8, 16, 72, name="DiT-XL/2"), video((7, 3, 5))]
-    cases += [language(2048, 8, 4, (128, 256), name="LM-340M"), language(32768, 1, size=256)]
+    video = dataclasses.replace(VIDEO, name="Wan 31,500 tokens, 105 blocks", blocks=Blocks.grid(WAN_GRID, (7, 3, 5)))
+    cases = [dit(1024, 8), dit(4096, 1), DIT_XL_512, video, LM, language(32768, 1, size=256)]
     cases += [language(2048, 8, widths=(128, 128)), language(8192, 2, widths=(128, 128))]
     for side in (2, 4, 8, 16, 32):
         sizes = [pixels for pixels in (256, 512, 1024) if side < pixels // 16]
-        cases += [dit(pixels, 8, counts=(side, side), name="table 14, DiT-S/2") for pixels in sizes]
+        cases += [dit(pixels, 8, side=side, name="table 14, DiT-S/2") for pixels in sizes]
     return cases
 
 
 def model_cases() -> list[WholeModel]:
     """Return whole models: Wan, the language model, DiT-S/2 at several sizes, and DiT-XL/2."""
-    lm = language(2048, 8, 4, (128, 256), name="LM-340M")
-    cases = [WholeModel("Wan2.1-1.3B, whole", WAN_1B, WAN_GRID, 1, video())]
-    cases.append(WholeModel("LM-340M 2,048 tokens, whole", LLAMA_340M, (2048,), 8, lm))
-    for pixels, batch in IMAGES:
-        grid = (pixels // 16, pixels // 16)
-        cases.append(WholeModel(f"DiT-S/2 {pixels} px, whole", DIT_S, grid, batch, dit(pixels, batch)))
-    cases.append(WholeModel("DiT-XL/2 512 px, whole", DIT_XL, (32, 32), 8, dit(512, 8, 16, 72, name="DiT-XL/2")))
-    return cases
+    cases = [WholeModel("Wan2.1-1.3B, whole", WAN_1B, VIDEO)]
+    cases.append(WholeModel("LM-340M 2,048 tokens, whole", LLAMA_340M, LM))
+    cases += [WholeModel(f"DiT-S/2 {pixels} px, whole", DIT_S, dit(pixels, batch)) for pixels, batch in IMAGES]
+    return [*cases, WholeModel("DiT-XL/2 512 px, whole", DIT_XL, DIT_XL_512)]
 
 
 def time_case(case: Case, device: Device, seed: int = 0, rounds: int = ROUNDS) -> list[dict[str, Any]]:
-    """Check and time one case.
-
-    Returns:
-        A dict for each mode, with "case", "what" (the mode), "ms" (implementation -> milliseconds), "error" (implementation
-        -> the largest relative error), and "failed" (implementation -> why it has no time). If the inputs cannot be
-        prepared, a single one, whose "what" is "" and whose "failed" has the key "all".
-    """
+    """Check and time one case. Returns a dict for each mode, with "case", "what" (the mode), "ms", "error" (the largest
+    relative error), and "failed" (why there is no time) by implementation. If the inputs cannot be prepared, a single one,
+    whose "what" is "" and whose "failed" has the key "all"."""
     error: dict[str, float] = {}
     failed: dict[str, str] = {}
     rows = []
@@ -334,8 +295,8 @@ def time_case(case: Case, device: Device, seed: int = 0, rounds: int = ROUNDS) -
             with record_failure(failed, name):
                 errors = case.errors(name, device, seed)
                 error[name] = max(errors.values(), default=0.0)
-                if wrong := [compared for compared, size in errors.items() if not size < TOLERANCES[case.dtype]]:
-                    failed[name] = f"{WRONG}: {wrong[0]} with a relative error of {errors[wrong[0]]:.1e}"
+                if wrong := describe_wrong(errors, case.dtype):
+                    failed[name] = wrong
         prepared: Any = case.prepare(device, seed)
         for mode in MODES:
             functions: dict[str, Callable[[], Any]] = {}
@@ -356,22 +317,16 @@ def time_case(case: Case, device: Device, seed: int = 0, rounds: int = ROUNDS) -
 
 @contextlib.contextmanager
 def record_failure(failed: dict[str, str], name: str) -> Iterator[None]:
-    """Context manager that stores the description of an exception in `failed[name]` instead of raising it."""
+    """Context manager that stores a description of an exception in `failed[name]` instead of raising it."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        failed[name] = "did not fit the memory of the device"
     except Exception as error:  # Triton's errors are not RuntimeErrors
-        failed[name] = describe_failure(error)
-
-
-def describe_failure(error: Exception) -> str:
-    """Return a one-line description of an exception."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "did not fit the memory of the device"
-    return f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        failed[name] = f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def time_call(function: Callable[[], Any], device: Device) -> float:
-    """Return the seconds per call, averaged over repeated calls for at least `MIN_TURN_SECONDS`."""
     calls = 0
     start = clock(device)
     while calls == 0 or time.perf_counter() - start < MIN_TURN_SECONDS:
@@ -382,31 +337,31 @@ def time_call(function: Callable[[], Any], device: Device) -> float:
 
 def render_bench(record: Mapping[str, Any]) -> str:
     """Render the rows of `time_case` as Markdown, with the fastest implementation of each kind and MHLA's speedup."""
+
+    def find_fastest(*kinds: str) -> tuple[float, str] | None:
+        times = [(value, name.partition(" ")[2]) for name, value in row["ms"].items() if name.startswith(kinds)]
+        return min(times, default=None)
+
     largest_error = max((error for row in record["rows"] for error in row["error"].values()), default=0.0)
     versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if name in ("torch", "triton"))
-    lines = [
-        f"{record['hardware']}; {versions}; largest relative error found before timing: {largest_error:.0e}.",
-        "",
-        "| case | what | MHLA, ms | softmax, ms | plain linear, ms | times softmax | times linear |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for row, kind in itertools.product(record["rows"], ("mhla", "hybrid")):
-        mhla_time = find_fastest(row["ms"], kind)
+        mhla_time = find_fastest(kind)
         if mhla_time is None:
             continue
-        baselines = [find_fastest(row["ms"], "sdpa", "softmax"), find_fastest(row["ms"], "linear")]
+        baselines = [find_fastest("sdpa", "softmax"), find_fastest("linear")]
         ratios = [f"{baseline[0] / mhla_time[0]:.2f}" if baseline else "" for baseline in baselines]
         times = [f"{best[0]:.4g} {best[1]}".rstrip() if best else "" for best in (mhla_time, *baselines)]
         case = row["case"] if kind == "mhla" else f"{row['case']}, {kind}"
-        lines.append(f"| {case} | {row['what']} | {' | '.join([*times, *ratios])} |")
+        lines.append([case, row["what"], *times, *ratios])
+    columns = ["MHLA, ms", "softmax, ms", "plain linear, ms", "times softmax", "times linear"]
     failed = {f"* {row['case']}, {name}: {reason}" for row in record["rows"] for name, reason in row["failed"].items()}
-    return "\n".join([*lines, *([""] if failed else []), *sorted(failed)])
-
-
-def find_fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | None:
-    """Return (milliseconds, name without its first word) of the fastest whose name begins with one of `kinds`."""
-    times = [(value, name.partition(" ")[2]) for name, value in ms.items() if name.startswith(kinds)]
-    return min(times, default=None)
+    parts = [
+        f"{record['hardware']}; {versions}; largest relative error found before timing: {largest_error:.0e}.",
+        markdown(["case", "what", *columns], lines, left=2),
+        *(["\n".join(sorted(failed))] if failed else []),
+    ]
+    return "\n\n".join(parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

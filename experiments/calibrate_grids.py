@@ -3,9 +3,8 @@
     python -m experiments.calibrate_grids --out out/grids
 
 Three softmax models are trained by flow matching on scikit-learn's digits, in pixel space: a DiT with class labels, a
-Stable Diffusion 3 that reads the class's name as text, and a Wan of digits that move and bounce, with the same texts.
-Each is then converted in several ways. The results are `calibrate_grids.json` and a table of the velocity's error on
-trajectories of the softmax model, also on a larger image and a longer video than those of the fit.
+Stable Diffusion 3 that reads the class's name as text, and a Wan of digits that move, with the same texts. Each is then
+converted in several ways. The results are `calibrate_grids.json` and a table of the velocity's error on trajectories.
 """
 
 import copy
@@ -14,31 +13,25 @@ import itertools
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import diffusers
 import numpy
 import torch
 import torch.nn.functional as F
-from diffusers import (
-    DiTTransformer2DModel,
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    WanTransformer3DModel,
-)
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 
 import mhla_hf
-from mhla_hf.checkpoints.file_io import atomic_file, atomic_folder, write_json
-from mhla_hf.checkpoints.provenance import describe_run
+from mhla_hf.checkpoints.file_io import atomic_file, atomic_folder
 from mhla_hf.cli.main import script
 from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
 from mhla_hf.nn.joint import JointMHLA
 from mhla_hf.training.denoising import Conditions, NoiseProcess, predict, sample_latents
 
-from .rows import describe_setup, format_range, make_parser, parse_call
+from .rows import describe_setup, format_range, make_parser, markdown, parse_call, write_record
 
 SIDE, CLASSES, HELD_OUT = 16, 10, 497
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -94,18 +87,13 @@ def place_digits(images: torch.Tensor, size: Size, generator: torch.Generator) -
 def draw_digits(
     images: torch.Tensor, labels: torch.Tensor, size: Size, count: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw random digits on `count` canvases of one size; those of videos are smaller, so that they have room to move.
-
-    Returns canvases [count, 1, *size], and their classes.
-    """
+    """Draw random digits on canvases [count, 1, *size], smaller in videos so that they can move; returns classes, too."""
     rows = torch.randint(len(images), (count,), generator=generator)
     side = VIDEO_SIDE if len(size) == 3 else SIDE
     return place_digits(F.interpolate(images[rows], size=side, mode="bilinear"), size, generator), labels[rows]
 
 
 class Task(NamedTuple):
-    """A model to train and to convert."""
-
     make: Callable[[], Any]  # returns the softmax model, with random weights
     conditions: Callable[[torch.Tensor], Conditions]  # of classes [B]
     sizes: tuple[Size, ...]  # of the latents that it is trained on; it is fitted on the first
@@ -116,8 +104,6 @@ class Task(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A way to convert a model."""
-
     settings: dict[str, Any]  # of `convert`
     learns: bool = False  # whether the MHLA layers are fitted
     tasks: tuple[str, ...] = ()  # that it is for; empty for all
@@ -133,9 +119,8 @@ STARTS = {
 }
 
 
-def make_dit() -> DiTTransformer2DModel:
-    """Return a DiT on pixels, with DiT's initial weights."""
-    model = DiTTransformer2DModel(
+def make_dit() -> diffusers.DiTTransformer2DModel:
+    model = diffusers.DiTTransformer2DModel(
         sample_size=SIDE, patch_size=2, in_channels=1, out_channels=1, num_layers=4, num_attention_heads=3,
         attention_head_dim=32, num_embeds_ada_norm=CLASSES, attention_bias=True,
     )  # fmt: skip
@@ -143,35 +128,22 @@ def make_dit() -> DiTTransformer2DModel:
     return model
 
 
-def make_sd3() -> SD3Transformer2DModel:
-    """Return a small Stable Diffusion 3 on pixels."""
-    return SD3Transformer2DModel(
-        sample_size=32, patch_size=2, in_channels=1, out_channels=1, num_layers=4, num_attention_heads=2,
-        attention_head_dim=32, joint_attention_dim=TEXT_WIDTH, caption_projection_dim=64,
-        pooled_projection_dim=TEXT_WIDTH, pos_embed_max_size=16, qk_norm="rms_norm",
-    )  # fmt: skip
+make_sd3 = functools.partial(
+    diffusers.SD3Transformer2DModel, sample_size=32, patch_size=2, in_channels=1, out_channels=1, num_layers=4,
+    num_attention_heads=2, attention_head_dim=32, joint_attention_dim=TEXT_WIDTH, caption_projection_dim=64,
+    pooled_projection_dim=TEXT_WIDTH, pos_embed_max_size=16, qk_norm="rms_norm",
+)  # fmt: skip
 
 
-def make_wan() -> WanTransformer3DModel:
-    """Return a small Wan on pixels."""
-    return WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=32, in_channels=1, out_channels=1,
-        text_dim=TEXT_WIDTH, freq_dim=64, ffn_dim=256, num_layers=4, rope_max_seq_len=64,
-    )  # fmt: skip
-
-
+make_wan = functools.partial(
+    diffusers.WanTransformer3DModel, patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=32, in_channels=1,
+    out_channels=1, text_dim=TEXT_WIDTH, freq_dim=64, ffn_dim=256, num_layers=4, rope_max_seq_len=64,
+)  # fmt: skip
+WAN_SIZES: tuple[Size, ...] = ((8, 16, 16), (16, 16, 16))
 TASKS = {
     "dit": Task(make_dit, lambda labels: {"class_labels": labels}, ((16, 16),), 16, 600, 4),
     "sd3": Task(make_sd3, lambda labels: text_conditions(labels, True), ((16, 16), (24, 24)), 16, 1600, 4),
-    "wan": Task(
-        make_wan,
-        lambda labels: text_conditions(labels, False),
-        ((8, 16, 16), (16, 16, 16)),
-        2,
-        600,
-        1,
-        frame_steps=1200,
-    ),
+    "wan": Task(make_wan, lambda labels: text_conditions(labels, False), WAN_SIZES, 2, 600, 1, frame_steps=1200),
 }
 
 
@@ -180,19 +152,31 @@ def frame_size(size: Size) -> Size:
     return size if len(size) == 2 else (1, *size[1:])
 
 
+def optimize(parameters: Iterable[torch.Tensor], rate: float, steps: int, loss_of: Callable[[int], Any]) -> None:
+    """Minimize the loss that `loss_of` returns for each step, in place."""
+    parameters = list(parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1)
+    for step in range(steps):
+        loss_of(step).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
 def train(task: Task, path: Path) -> Any:
     """Train the softmax model of a task by flow matching, or load its weights from `path`; it is in eval mode."""
     torch.manual_seed(0)
     model = task.make()
     if not path.exists():
-        generator, process = torch.Generator().manual_seed(1), NoiseProcess(FlowMatchEulerDiscreteScheduler())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
-        num_steps = task.frame_steps + task.steps
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, num_steps, pct_start=0.1)
-        averaged = torch.optim.swa_utils.AveragedModel(
-            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
-        )
-        for step in range(num_steps):
+        generator, process = torch.Generator().manual_seed(1), NoiseProcess(diffusers.FlowMatchEulerDiscreteScheduler())
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
+        averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average)
+
+        def loss_of(step: int) -> torch.Tensor:
+            if step:
+                averaged.update_parameters(model)
             size, count = task.sizes[step % len(task.sizes)], task.batch
             if step < task.frame_steps:
                 size, count = frame_size(size), FRAMES_PER_VIDEO * count
@@ -201,14 +185,12 @@ def train(task: Task, path: Path) -> Any:
             noise = torch.randn(clean.shape, generator=generator)
             noisy, target = (torch.stack(x) for x in zip(*map(process.mix, clean, noise, times), strict=True))
             loss = (predict(model, noisy, torch.tensor(times), task.conditions(labels)) - target).square().mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            averaged.update_parameters(model)
             if not step % 50:
                 print(f"{path.stem}, step {step}: loss {loss:.4f}", file=sys.stderr, flush=True)
+            return loss
+
+        optimize(model.parameters(), 2e-3, task.frame_steps + task.steps, loss_of)
+        averaged.update_parameters(model)
         with atomic_file(path) as temporary_path:
             save_file({k: v.contiguous() for k, v in averaged.module.state_dict().items()}, temporary_path)
     model.load_state_dict(load_file(path))
@@ -224,7 +206,7 @@ def trajectories(task: Task, model: Any, size: Size, batch: int, generator: torc
     def keep(noisy: torch.Tensor, time: float) -> None:
         points.append((noisy, torch.full((batch,), time), conditions))
 
-    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     sample_latents(model, scheduler, noise, conditions, None, steps=steps, guidance=1.0, on_step=keep)
     return points
 
@@ -239,42 +221,31 @@ def velocity_error(student: Any, teacher: Any, points: Sequence[Point]) -> float
     return float(sums[0] / sums[1])
 
 
-def converted(task: Task, teacher: Any, start: Start, seed: int) -> Any:
-    """Return a copy of a softmax model as a start converts it, in eval mode."""
-    student = copy.deepcopy(teacher)
-    if not start.learns:
-        return mhla_hf.convert(student, layers="all", **start.settings)
-
-    def sample(generator: torch.Generator) -> None:
-        trajectories(task, student, task.sizes[0], task.fit_batch, generator, FIT_SAMPLING_STEPS)
-
-    return mhla_hf.convert(student, samples=sample, keep=0, seed=seed, progress=False, **start.settings)
-
-
-def folder_of(name: str, seed: int) -> str:
-    """Return the name of a model's folder."""
-    return "-".join(re.findall(r"[A-Za-z]+", name)) + f"-{seed}"
-
-
 def convert_or_load(name: str, teacher: Any, row: str, seed: int, folder: Path) -> Any:
     """Convert a copy of a softmax model (a key of `TASKS`) with a key of `STARTS`; load it, if it was fitted earlier."""
-    start, path = STARTS[row], folder / f"{name}-{folder_of(row, seed)}"
+    start, task = STARTS[row], TASKS[name]
     if not start.learns:
-        return converted(TASKS[name], teacher, start, seed)
+        return mhla_hf.convert(copy.deepcopy(teacher), layers="all", **start.settings)
+    path = folder / f"{name}-{'-'.join(re.findall(r'[A-Za-z]+', row))}-{seed}"
     if not path.exists():
+        student = copy.deepcopy(teacher)
+
+        def sample(generator: torch.Generator) -> None:
+            trajectories(task, student, task.sizes[0], task.fit_batch, generator, FIT_SAMPLING_STEPS)
+
         with atomic_folder(path) as temporary_path:
-            converted(TASKS[name], teacher, start, seed).save_pretrained(temporary_path)
+            student = mhla_hf.convert(student, samples=sample, keep=0, seed=seed, progress=False, **start.settings)
+            student.save_pretrained(temporary_path)
     return getattr(mhla_hf, f"MHLA{type(teacher).__name__}").from_pretrained(path).eval()
 
 
 def held_out_points(task: Task, teacher: Any) -> dict[str, list[Point]]:
     """Return the points at which velocities are compared, by size; they are the same for all students and seeds."""
-    return {
-        "x".join(map(str, size)): trajectories(
-            task, teacher, size, task.fit_batch, torch.Generator().manual_seed(1000), HELD_OUT_STEPS
-        )
-        for size in task.sizes
-    }
+    points = {}
+    for size in task.sizes:
+        generator, name = torch.Generator().manual_seed(1000), "x".join(map(str, size))
+        points[name] = trajectories(task, teacher, size, task.fit_batch, generator, HELD_OUT_STEPS)
+    return points
 
 
 def most_damaging_layer(student: Any) -> int:
@@ -292,9 +263,7 @@ def turn_mhla_off(student: Any) -> None:
 
 def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
     """Convert the model of a task in all ways, and measure its velocity on held-out trajectories of the softmax model.
-
-    Returns "errors" by start and then by size, one for each seed of a fit; "reports" of the fits; and "parameters".
-    """
+    Returns "errors" by start and then by size, one for each seed of a fit; "reports" of the fits; and "parameters"."""
     task = TASKS[name]
     teacher = train(task, folder / f"{name}.safetensors")
     held_out = held_out_points(task, teacher)
@@ -324,34 +293,32 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
 
 def render_calibration(record: Mapping[str, Any]) -> str:
     """Render the table of errors: the mean over seeds of the fit, the lowest, and the highest."""
-    columns = [(name, size) for name, task in record["tasks"].items() for size in next(iter(task["errors"].values()))]
-    titles = [f"{TITLES[name]} {size.replace('x', ' x ')}" for name, size in columns]
-    lines = [f"| start | {' | '.join(titles)} |", "|---|" + "---:|" * len(columns)]
-    for row in dict.fromkeys(row for task in record["tasks"].values() for row in task["errors"]):
-        cells = []
-        for name, size in columns:
-            values = record["tasks"][name]["errors"].get(row, {}).get(size, [])
-            cells.append(format_range(values, "{:.4f}") if values else "-")
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    fits = ", ".join(
-        f"{TITLES[name]} {statistics.mean(report['seconds'] for report in task['reports']):.0f} s"
-        for name, task in record["tasks"].items()
-    )
-    return "\n".join([*lines, "", f"A fit with its measurements took: {fits}. {describe_setup(record)}"])
+    tasks = record["tasks"]
+    columns = [(name, size) for name, task in tasks.items() for size in next(iter(task["errors"].values()))]
+    lines = []
+    for row in dict.fromkeys(row for task in tasks.values() for row in task["errors"]):
+        errors = [tasks[name]["errors"].get(row, {}).get(size) for name, size in columns]
+        lines.append([row, *(format_range(values, "{:.4f}") if values else "-" for values in errors)])
+    seconds = {name: statistics.mean(report["seconds"] for report in task["reports"]) for name, task in tasks.items()}
+    fits = ", ".join(f"{TITLES[name]} {value:.0f} s" for name, value in seconds.items())
+    table = markdown(["start", *(title_of(*column) for column in columns)], lines)
+    return f"{table}\n\nA fit with its measurements took: {fits}. {describe_setup(record)}"
+
+
+def title_of(name: str, size: str) -> str:
+    return f"{TITLES[name]} {size.replace('x', ' x ')}"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the script, and return the results."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, seeds=3)
     parser.add_argument("--out", type=Path, default=Path("out/grids"), help="folder to create, or with trained models")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds of each fit (default: 3)")
     args, command = parse_call(parser, "calibrate_grids", arguments)
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     tasks = {name: measure(name, args.out, args.seeds) for name in args.tasks}
-    results = {"tasks": tasks, "seeds": list(range(args.seeds)), "threads": 1, **describe_run(command)}
-    write_json(args.out / "calibrate_grids.json", results)
+    results = {"tasks": tasks, "seeds": list(range(args.seeds)), "threads": 1}
+    results = write_record(args.out / "calibrate_grids.json", results, command)
     print(render_calibration(results))
     return results
 

@@ -5,7 +5,7 @@
 
 Only the attention differs. The results are accuracy, rank, and entropy with standard errors over seeds, and whether claims
 hold: the 95 % interval of the difference, paired by seed, is above zero, below, or neither. They are in `results.json`, a
-table, and figures of accuracy by epoch, rank and entropy by layer, attention maps, and the learned mixing.
+table, and figures of accuracy by epoch, attention maps, and the learned mixing.
 """
 
 import json
@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from transformers import ViTImageProcessorPil
 
-from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.load import no_progress_bars
-from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 from mhla_hf.evaluation.records import format_score
 from mhla_hf.models.vision.vision_configuration import MHLAVisionConfig
@@ -29,9 +27,9 @@ from mhla_hf.training.datasets.images import open_images, preprocess
 from mhla_hf.training.loop import distill
 from mhla_hf.training.run_folder import RECORD
 
-from .attention import describe_mixing, measure_calls, plot_layers, plot_maps, plot_mixing, record_model
+from .attention import describe_mixing, measure_calls, plot_maps, plot_mixing, record_model
 from .digits_vit import load_digits
-from .rows import make_parser, over_seeds, parse_call
+from .rows import make_parser, markdown, over_seeds, parse_call, write_record
 
 KINDS = {"softmax": "softmax", "plain linear": "linear", "MHLA": "mhla"}
 MODEL: dict[str, Any] = {
@@ -56,7 +54,6 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, tw
 
 
 def folder_of(out: str | Path, name: str, seed: int) -> Path:
-    """Return the folder of a model."""
     return Path(out, f"{name.replace(' ', '-')}-{seed}")
 
 
@@ -80,14 +77,6 @@ def train(
                 )  # fmt: skip
 
 
-def record_attention(model: Any) -> Any:
-    """Return the attention of a model on the first test images."""
-    images = open_images(load_digits(MODEL["image_size"])[1])
-    processor = ViTImageProcessorPil.from_dict(model.config.preprocessing())
-    pixels = preprocess(processor, [images.image(row, 1) for row in range(ANALYZED_IMAGES)])
-    return record_model(model, {"pixel_values": pixels})
-
-
 def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str, Any]:
     """Measure all models, draw the figures into `out`, and return the content of results.json."""
     rows: dict[str, dict[str, Any]] = {}
@@ -99,37 +88,37 @@ def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str
             record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
             with no_progress_bars():
                 model = MHLAForImageClassification.from_pretrained(folder)
-            calls = record_attention(model)
+            images = open_images(load_digits(MODEL["image_size"])[1])
+            processor = ViTImageProcessorPil.from_dict(model.config.preprocessing())
+            pixels = preprocess(processor, [images.image(row, 1) for row in range(ANALYZED_IMAGES)])
+            calls = record_model(model, {"pixel_values": pixels})
             measured = measure_calls(calls)
             accuracies = [entry["test_accuracy"] for entry in record["history"]]
             cells.append({**record, "by_epoch": accuracies, "accuracy": accuracies[-1], **measured["mean"], **measured})
             if seed == 0:
                 maps[name], mixing[name] = calls, describe_mixing(model)
         rows[name] = {key: over_seeds([cell[key] for cell in cells]) for key in (*MEASURES, "seconds")}
-        rows[name]["by_epoch"] = [
-            over_seeds(epoch) for epoch in zip(*(cell["by_epoch"] for cell in cells), strict=True)
-        ]
-        rows[name]["layers"] = [mean_layer(layers) for layers in zip(*(cell["layers"] for cell in cells), strict=True)]
+        epochs = zip(*(cell["by_epoch"] for cell in cells), strict=True)
+        rows[name]["by_epoch"] = [over_seeds(epoch) for epoch in epochs]
+        rows[name]["layers"] = []
+        for layers in zip(*(cell["layers"] for cell in cells), strict=True):
+            keys = (*MEASURES[1:], "uniform_entropy")  # everything else is the same for all seeds
+            means = {key: statistics.fmean(layer[key] for layer in layers) for key in keys}
+            rows[name]["layers"].append({**layers[0], **means})
         rows[name]["parameters"] = cells[0]["parameters"]
-    (images, _), (test, _) = load_digits(MODEL["image_size"])
-    note = f"scikit-learn digits, {len(images):,} to train, {len(test):,} to test; {seeds} seeds"
+    (train_images, _), (test_images, _) = load_digits(MODEL["image_size"])
+    sizes = {"train": len(train_images), "test": len(test_images)}
+    note = f"scikit-learn digits, {sizes['train']:,} to train, {sizes['test']:,} to test; {seeds} seeds"
     plot_accuracy(Path(out, "accuracy.png"), {name: row["by_epoch"] for name, row in rows.items()}, note)
-    plot_layers(Path(out, "layers.png"), {name: row["layers"] for name, row in rows.items()}, note)
     plot_maps(Path(out, "maps.png"), maps)
     plot_mixing(Path(out, "mixing.png"), mixing["MHLA"])
-    return {
-        "data": {"name": "scikit-learn digits", "train": len(images), "test": len(test)},
+    results = {
+        "data": {"name": "scikit-learn digits", **sizes},
         "seeds": list(range(seeds)),
         "rows": rows,
         "claims": [judge_claim(rows, *claim) for claim in CLAIMS],
-        **describe_run(command),
     }
-
-
-def mean_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Average the measures of one layer over the seeds; everything else is the same for all seeds."""
-    keys = (*MEASURES[1:], "uniform_entropy")
-    return {**layers[0], **{key: statistics.fmean(layer[key] for layer in layers) for key in keys}}
+    return write_record(Path(out, "results.json"), results, command)
 
 
 def judge_claim(rows: Mapping[str, Any], higher: str, lower: str, measure: str) -> dict[str, Any]:
@@ -147,22 +136,22 @@ def judge_claim(rows: Mapping[str, Any], higher: str, lower: str, measure: str) 
 
 
 def render_study(results: Mapping[str, Any]) -> str:
-    """Render the tables in Markdown: accuracy, rank, entropy, and seconds per row, and then the claims."""
-    lines = ["| | test accuracy | rank | of | effective rank | entropy | of | seconds |", "|---|" + "---:|" * 7]
+    lines = []
     decimals = {"accuracy": 3, "rank": 1, "effective_rank": 1, "entropy": 2}
     for row, values in results["rows"].items():
         bound = statistics.fmean(layer["bound"] for layer in values["layers"])
         uniform = statistics.fmean(layer["uniform_entropy"] for layer in values["layers"])
         cells = [format_score(values[key]["mean"], values[key]["stderr"], n) for key, n in decimals.items()]
-        cells = [*cells[:2], f"{bound:.0f}", *cells[2:], f"{uniform:.2f}", f"{values['seconds']['mean']:.0f}"]
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    lines += ["", "| claim | difference | 95 % interval | |", "|---|---:|---:|---|"]
+        seconds = f"{values['seconds']['mean']:.0f}"
+        lines.append([row, *cells[:2], f"{bound:.0f}", *cells[2:], f"{uniform:.2f}", seconds])
+    header = ["", "test accuracy", "rank", "of", "effective rank", "entropy", "of", "seconds"]
+    claims = []
     for claim in results["claims"]:
         spec = "+.3f" if claim["measure"] == "accuracy" else "+.2f"
         interval = "one seed" if claim["interval"] is None else " to ".join(format(x, spec) for x in claim["interval"])
         sentence = f"{claim['measure'].replace('_', ' ')}: {claim['higher']} above {claim['lower']}"
-        lines.append(f"| {sentence} | {claim['difference']:{spec}} | {interval} | {claim['verdict']} |")
-    return "\n".join(lines)
+        claims.append([sentence, f"{claim['difference']:{spec}}", interval, claim["verdict"]])
+    return f"{markdown(header, lines)}\n\n{markdown(['claim', 'difference', '95 % interval', ''], claims)}"
 
 
 def plot_accuracy(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]], note: str) -> None:
@@ -181,17 +170,14 @@ def plot_accuracy(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]],
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Train, measure, and return the content of results.json."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, seeds=3)
     parser.add_argument("--out", type=Path, default=Path("out/images"), help="folder to create, or to go on in")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     parser.add_argument("--epochs", type=int, default=25, help="number of epochs (default: 25)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     args, command = parse_call(parser, "classifiers", arguments)
     torch.set_num_threads(args.threads)
     train(args.out, args.seeds, args.epochs, command)
     results = collect(args.out, args.seeds, command)
-    write_json(args.out / "results.json", results)
     print(f"{render_study(results)}\n\nThe results, as JSON and pictures, are in {args.out}.")
     return results
 

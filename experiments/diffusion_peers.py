@@ -8,7 +8,6 @@ with 13.5 times as many tokens, where attention takes most of the time. No weigh
 """
 
 import contextlib
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,25 +19,15 @@ from diffusers import FlowMatchEulerDiscreteScheduler, PyramidAttentionBroadcast
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from mhla_hf.checkpoints.file_io import write_json
-from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
 from mhla_hf.conversion.teacher import replaced_cores
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.training.denoising import sample_latents
 
-from .calibrate_grids import (
-    CALIBRATED,
-    CLASSES,
-    LINEAR_CALIBRATED,
-    TASKS,
-    Size,
-    convert_or_load,
-    most_damaging_layer,
-    train,
-)
-from .rows import describe_setup, format_range, make_parser, parse_call
+from . import calibrate_grids as grids
+from .calibrate_grids import CALIBRATED, LINEAR_CALIBRATED, TASKS, Size
+from .rows import describe_setup, format_range, make_parser, markdown, parse_call, write_record
 
 SIZES: tuple[Size, ...] = ((16, 16, 16), (24, 48, 48))
 STEPS, EXACT_STEPS = 20, 5
@@ -67,10 +56,8 @@ def similar_tiles(q: torch.Tensor, k: torch.Tensor, counts: tuple[int, ...]) -> 
 
 class TiledCore(nn.Module):
     """Computes softmax attention over some tiles of the grid, by PyTorch's `flex_attention`, in place of an MHLA core.
-
     `choose` gets q and k [B, H, T, K], tile by tile, and the number of tiles along each axis, and returns which tiles of
-    keys each tile of queries reads, bool [B or 1, H or 1, tiles, tiles].
-    """
+    keys each tile of queries reads, bool [B or 1, H or 1, tiles, tiles]."""
 
     def __init__(self, core: Any, choose: TileChoice) -> None:
         super().__init__()
@@ -82,7 +69,7 @@ class TiledCore(nn.Module):
     ) -> torch.Tensor:
         """Attend. See `GridMHLA` for the arguments; returns [B, T, H, V]."""
         counts = tuple(size // side for size, side in zip(grid, TILE, strict=True))
-        order = tile_order(tuple(grid), counts)
+        order = Blocks.grid(tuple(grid), counts).index(torch.device("cpu")).argsort(stable=True)  # [T], tile by tile
         q, k = rotate(q, k)
         q, k, v = (x[:, order].transpose(1, 2).contiguous() for x in (q, k, v))
         chosen = self.choose(q, k, counts)
@@ -93,65 +80,50 @@ class TiledCore(nn.Module):
         return o.transpose(1, 2)[:, order.argsort()]
 
 
-@functools.cache
-def tile_order(grid: Size, counts: Size) -> torch.Tensor:
-    """Return the indices of the tokens, row by row, in the order of their tiles, int64 [T]."""
-    return Blocks.grid(grid, counts).index(torch.device("cpu")).argsort(stable=True)
+Context = Callable[[Any, Callable[[], float]], contextlib.AbstractContextManager[Any]]  # of a model and of the time now
 
 
 class Method(NamedTuple):
-    """A method to run the model."""
-
     start: str | None  # key of `STARTS`; None: the original
-    context: Callable[[Any, Callable[[], float]], contextlib.AbstractContextManager[Any]]  # in which the model runs
+    context: Context = lambda model, now: contextlib.nullcontext()  # in which the model runs
     exact_steps: int = 0  # first steps that use the original's attention
-
-
-def unchanged(model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
-    """Run a model as it is."""
-    return contextlib.nullcontext()
-
-
-def one_kept(model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
-    """Compute the layer whose conversion alone changes the output most by softmax."""
-    chosen = most_damaging_layer(model)
-    return softmax_layers({chosen: grid_layers(model)[chosen]})
-
-
-def tiled(choose: TileChoice, model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
-    """Compute all layers by softmax over some tiles; see `TiledCore`."""
-    return replaced_cores(grid_layers(model), lambda core: TiledCore(core, choose))
 
 
 @contextlib.contextmanager
 def broadcast(model: Any, now: Callable[[], float]) -> Iterator[None]:
     """Reuse the output of each self-attention in every second step; `now` returns the time of the step."""
-    model.enable_cache(
-        PyramidAttentionBroadcastConfig(
-            spatial_attention_block_skip_range=2,
-            spatial_attention_timestep_skip_range=(100, 900),
-            spatial_attention_block_identifiers=("blocks",),
-            current_timestep_callback=now,
-        )
-    )
+    config = PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(100, 900),
+        spatial_attention_block_identifiers=("blocks",), current_timestep_callback=now,
+    )  # fmt: skip
+    model.enable_cache(config)
     try:
         yield
     finally:
         model.disable_cache()
 
 
+def tiled(choose: TileChoice) -> Method:
+    """Return the method that computes all layers by softmax over some tiles; see `TiledCore`."""
+    return Method(
+        CALIBRATED, lambda model, now: replaced_cores(grid_layers(model), lambda core: TiledCore(core, choose))
+    )
+
+
+def one_kept(model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
+    """Compute the layer whose conversion alone changes the output most by softmax."""
+    chosen = grids.most_damaging_layer(model)
+    return softmax_layers({chosen: grid_layers(model)[chosen]})
+
+
 METHODS = {
-    "softmax": Method(None, unchanged),
-    "MHLA, calibrated": Method(CALIBRATED, unchanged),
+    "softmax": Method(None),
+    "MHLA, calibrated": Method(CALIBRATED),
     "MHLA, calibrated, one of four layers softmax": Method(CALIBRATED, one_kept),
-    f"MHLA, calibrated, softmax in the first {EXACT_STEPS} steps": Method(CALIBRATED, unchanged, EXACT_STEPS),
-    LINEAR_CALIBRATED: Method(LINEAR_CALIBRATED, unchanged),
-    "local: tiles of 128 tokens and their neighbors (`flex_attention`)": Method(
-        CALIBRATED, functools.partial(tiled, near_tiles)
-    ),
-    "sparse: the eighth of the tiles that fits best (`flex_attention`)": Method(
-        CALIBRATED, functools.partial(tiled, similar_tiles)
-    ),
+    f"MHLA, calibrated, softmax in the first {EXACT_STEPS} steps": Method(CALIBRATED, exact_steps=EXACT_STEPS),
+    LINEAR_CALIBRATED: Method(LINEAR_CALIBRATED),
+    "local: tiles of 128 tokens and their neighbors (`flex_attention`)": tiled(near_tiles),
+    "sparse: the eighth of the tiles that fits best (`flex_attention`)": tiled(similar_tiles),
     "PAB, every second step": Method(None, broadcast),
     "MHLA, calibrated, with PAB": Method(CALIBRATED, broadcast),
 }
@@ -160,7 +132,7 @@ METHODS = {
 def sample(model: Any, method: Method, size: Size, seed: int) -> tuple[torch.Tensor, float]:
     """Sample one video [1, 1, *size] with a method, and return it and the seconds per step."""
     generator = torch.Generator().manual_seed(seed)
-    conditions = TASKS["wan"].conditions(torch.randint(CLASSES, (1,), generator=generator))
+    conditions = TASKS["wan"].conditions(torch.randint(grids.CLASSES, (1,), generator=generator))
     noise = torch.randn(1, 1, *size, generator=generator)
     times: list[float] = []
 
@@ -178,28 +150,23 @@ def sample(model: Any, method: Method, size: Size, seed: int) -> tuple[torch.Ten
 
 
 def measure(folder: Path, seeds: int) -> list[dict[str, Any]]:
-    """Measure all methods with several seeds, each of a fit and of a video.
-
-    Returns rows with "method", "size", "distances" (squared, relative to the squared norm of the original's video, by seed),
-    and "seconds" per step.
-    """
+    """Measure all methods with several seeds, each of a fit and of a video. Returns rows with "method", "size", "distances"
+    (squared, relative to the squared norm of the original's video, by seed), and "seconds" per step."""
     task = TASKS["wan"]
-    teacher = train(task, folder / "wan.safetensors")
+    teacher = grids.train(task, folder / "wan.safetensors")
     rows: dict[tuple[str, Size], dict[str, Any]] = {}
     for seed in range(seeds):
         models: dict[str | None, Any] = {None: teacher}
-        models |= {
-            start: convert_or_load("wan", teacher, start, seed, folder) for start in (CALIBRATED, LINEAR_CALIBRATED)
-        }
+        for start in (CALIBRATED, LINEAR_CALIBRATED):
+            models[start] = grids.convert_or_load("wan", teacher, start, seed, folder)
         for size in SIZES:
             for _ in range(ROUNDS if seed == 0 else 1):
                 for name, method in METHODS.items():
                     video, seconds = sample(models[method.start], method, size, seed)
                     if name == "softmax":
                         expected = video
-                    row = rows.setdefault(
-                        (name, size), {"method": name, "size": size, "distances": [], "seconds": seconds}
-                    )
+                    row: dict[str, Any] = {"method": name, "size": size, "distances": [], "seconds": seconds}
+                    row = rows.setdefault((name, size), row)
                     row["seconds"] = min(row["seconds"], seconds)
                     distance = float((video - expected).square().sum() / expected.square().sum())
                     row["distances"][seed:] = [distance]
@@ -208,31 +175,25 @@ def measure(folder: Path, seeds: int) -> list[dict[str, Any]]:
 
 
 def render_peers(record: Mapping[str, Any]) -> str:
-    """Render the table: distance and speed at each size."""
-    sizes = list(dict.fromkeys(tuple(row["size"]) for row in record["rows"]))
-    titles = [f"{title}, {' x '.join(map(str, size))}" for size in sizes for title in ("distance", "times faster")]
-    lines = [f"| attention | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
     exact = {tuple(row["size"]): row["seconds"] for row in record["rows"] if row["method"] == "softmax"}
-    for name in dict.fromkeys(row["method"] for row in record["rows"]):
-        cells = []
-        for row in (row for row in record["rows"] if row["method"] == name):
-            distance = format_range(row["distances"], "{:.4f}") if any(row["distances"]) else "0"
-            cells += [distance, f"{exact[tuple(row['size'])] / row['seconds']:.2f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    titles = [f"{title}, {' x '.join(map(str, size))}" for size in exact for title in ("distance", "times faster")]
+    lines: dict[str, list[str]] = {}
+    for row in record["rows"]:
+        distance = format_range(row["distances"], "{:.4f}") if any(row["distances"]) else "0"
+        cells = [distance, f"{exact[tuple(row['size'])] / row['seconds']:.2f}"]
+        lines.setdefault(row["method"], [row["method"]]).extend(cells)
     seconds = " and ".join(f"{value:.2f}" for value in exact.values())
-    return "\n".join([*lines, "", f"A step of softmax takes {seconds} s. {describe_setup(record)}"])
+    table = markdown(["attention", *titles], list(lines.values()))
+    return f"{table}\n\nA step of softmax takes {seconds} s. {describe_setup(record)}"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the script, and return the results."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, seeds=3)
     parser.add_argument("--out", type=Path, default=Path("out/grids"), help="folder to create, or with a trained model")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     args, command = parse_call(parser, "diffusion_peers", arguments)
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    record = {"rows": measure(args.out, args.seeds), **describe_run(command)}
-    write_json(args.out / "diffusion_peers.json", record)
+    record = write_record(args.out / "diffusion_peers.json", {"rows": measure(args.out, args.seeds)}, command)
     print(render_peers(record))
     return record
 

@@ -1,11 +1,8 @@
 """Distill the tiny diffusion models of `calibrate_grids`, and let a judge read the digits that they draw, on one CPU core.
 
-    python -m experiments.distill_grids
-
-The softmax models of `calibrate_grids` are the teachers. Each is converted in several ways, and all parameters of each
-conversion learn the teacher's velocity on trajectories that the teacher samples, without any digit of the data. A small
-network that was trained on the same digits, and on no samples, judges whether samples show the requested digit. A JSON
-record has one row per model and seed and is written after each; the next call adds what is missing.
+Each teacher is converted in several ways, and all parameters of each conversion learn the teacher's velocity on
+trajectories that the teacher samples, without any digit of the data. A small network that was trained on the same digits,
+and on no samples, judges whether samples show the requested digit.
 """
 
 import functools
@@ -32,28 +29,9 @@ from mhla_hf.nn.joint import JointMHLA
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.training.denoising import Conditions, predict, sample_latents
 
-from .calibrate_grids import (
-    CALIBRATED,
-    CLASSES,
-    HELD_OUT,
-    LINEAR_CALIBRATED,
-    LOCALITY,
-    TASKS,
-    TITLES,
-    Size,
-    Task,
-    convert_or_load,
-    digits,
-    draw_digits,
-    frame_size,
-    held_out_points,
-    most_damaging_layer,
-    train,
-    trajectories,
-    turn_mhla_off,
-    velocity_error,
-)
-from .rows import Row, add_rows, describe_setup, format_range, make_parser, parse_call
+from . import calibrate_grids as grids
+from .calibrate_grids import CLASSES, TASKS, Size
+from .rows import Row, add_rows, describe_setup, format_range, make_parser, markdown, parse_call
 
 REAL, TEACHER, MHLA = "real digits, held out", "softmax, the teacher", "MHLA"
 ONE_KEPT, PLAIN, LOCAL = "MHLA, one of four layers softmax", "plain linear attention", "local alone"
@@ -73,31 +51,6 @@ class Recipe(NamedTuple):
 
 RECIPES = {"dit": Recipe(64, 16, 150, 400), "sd3": Recipe(64, 16, 150, 400), "wan": Recipe(16, 2, 150, 100)}
 LONGER = {"wan": Recipe(64, 2, 600, 100)}  # for `MHLA` and `PLAIN`
-
-
-def train_judge(task: Task, path: Path) -> nn.Module:
-    """Train a classifier of canvases of any size like those of a task, of videos single frames, or load it."""
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
-    judge = nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten(),
-        nn.Linear(64, CLASSES),
-    )  # fmt: skip
-    if not path.exists():
-        optimizer = torch.optim.AdamW(judge.parameters(), 2e-3, weight_decay=0.05)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=JUDGE_STEPS)
-        for step in range(JUDGE_STEPS):
-            size = frame_size(task.sizes[step % len(task.sizes)])
-            canvases, labels = draw_digits(*digits()[:2], size, 64, generator)
-            F.cross_entropy(judge(frames_of(canvases)), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        with atomic_file(path) as temporary_path:
-            save_file(judge.state_dict(), temporary_path)
-    judge.load_state_dict(load_file(path))
-    return judge.eval()
 
 
 def frames_of(canvases: torch.Tensor) -> torch.Tensor:
@@ -121,37 +74,64 @@ class Pool(NamedTuple):
     conditions: Conditions
     targets: torch.Tensor  # the teacher's velocities
 
-    @classmethod
-    def sample(cls, task: Task, teacher: Any, recipe: Recipe, seed: int) -> "Pool":
-        """Sample trajectories of the first size of a task; see `trajectories`."""
-        generator = torch.Generator().manual_seed(2000 + seed)
-        points = [
-            point
-            for _ in range(recipe.trajectories // recipe.batch)
-            for point in trajectories(task, teacher, task.sizes[0], recipe.batch, generator, SAMPLING_STEPS)
-        ]
-        with torch.no_grad():
-            targets = torch.cat([predict(teacher, *point) for point in points])
-        noisy, times = torch.cat([noisy for noisy, *_ in points]), torch.cat([times for _, times, _ in points])
-        conditions = {key: torch.cat([values[key] for *_, values in points]) for key in points[0][2]}
-        return cls(noisy, times, conditions, targets)
+
+def make_judge() -> nn.Module:
+    """Return a classifier of canvases of any size."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten(),
+        nn.Linear(64, CLASSES),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def prepare(name: str, recipe: Recipe, seed: int, folder: Path) -> tuple[Any, nn.Module, Pool]:
+    """Return the teacher of a task, its judge, and what its students learn from; see `make_row` for the arguments."""
+    folder.mkdir(parents=True, exist_ok=True)
+    task = TASKS[name]
+    teacher = grids.train(task, folder / f"{name}.safetensors")
+    judge, path = make_judge(), folder / f"{name}-judge.safetensors"
+    if not path.exists():
+        generator = torch.Generator().manual_seed(0)
+        optimizer = torch.optim.AdamW(judge.parameters(), 2e-3, weight_decay=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=JUDGE_STEPS)
+        for step in range(JUDGE_STEPS):
+            size = grids.frame_size(task.sizes[step % len(task.sizes)])
+            canvases, labels = grids.draw_digits(*grids.digits()[:2], size, 64, generator)
+            F.cross_entropy(judge(frames_of(canvases)), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        with atomic_file(path) as temporary_path:
+            save_file(judge.state_dict(), temporary_path)
+    judge.load_state_dict(load_file(path))
+    judge.eval()
+    generator = torch.Generator().manual_seed(2000 + seed)
+    points = [
+        point
+        for _ in range(recipe.trajectories // recipe.batch)
+        for point in grids.trajectories(task, teacher, task.sizes[0], recipe.batch, generator, SAMPLING_STEPS)
+    ]
+    with torch.no_grad():
+        targets = torch.cat([predict(teacher, *point) for point in points])
+    noisy, times = torch.cat([noisy for noisy, *_ in points]), torch.cat([times for _, times, _ in points])
+    conditions = {key: torch.cat([values[key] for *_, values in points]) for key in points[0][2]}
+    return teacher, judge, Pool(noisy, times, conditions, targets)
 
 
 def distill(student: Any, pool: Pool, recipe: Recipe, seed: int) -> None:
     """Train all parameters of a student, in eval mode, to match the velocity of its teacher, in place."""
     generator = torch.Generator().manual_seed(seed)
-    parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, recipe.steps, pct_start=0.1)
-    for _ in range(recipe.steps):
+
+    def loss_of(_: int) -> torch.Tensor:
         rows = torch.randint(len(pool.times), (recipe.batch,), generator=generator)
         conditions = {key: value[rows] for key, value in pool.conditions.items()}
         velocity = predict(student, pool.noisy[rows], pool.times[rows], conditions)
-        (velocity - pool.targets[rows]).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        return (velocity - pool.targets[rows]).square().mean()
+
+    parameters = (parameter for parameter in student.parameters() if parameter.requires_grad)
+    grids.optimize(parameters, LEARNING_RATE, recipe.steps, loss_of)
 
 
 class BlockSoftmaxCore(nn.Module):
@@ -171,76 +151,53 @@ class BlockSoftmaxCore(nn.Module):
 
 
 def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) -> Any:
-    """Convert a teacher to one of `STUDENTS`, in eval mode.
-
-    The layer of `ONE_KEPT` that keeps softmax is that whose conversion alone changes the velocity most. In `LOCAL`, tokens
-    attend by softmax to those of their own block and of the text, if it has one.
-    """
-    start = {MHLA: CALIBRATED, ONE_KEPT: CALIBRATED, PLAIN: LINEAR_CALIBRATED, LOCAL: LOCALITY}[name]
-    student = convert_or_load(task, teacher, start, seed, folder)
+    """Convert a teacher to one of `STUDENTS`, in eval mode. The layer of `ONE_KEPT` that keeps softmax is that whose
+    conversion alone changes the velocity most. In `LOCAL`, tokens attend by softmax to those of their own block and of the
+    text, if it has one."""
+    start = {PLAIN: grids.LINEAR_CALIBRATED, LOCAL: grids.LOCALITY}.get(name, grids.CALIBRATED)
+    student = grids.convert_or_load(task, teacher, start, seed, folder)
     if name == ONE_KEPT:
-        kept = grid_layers(student)[most_damaging_layer(student)]
+        kept = grid_layers(student)[grids.most_damaging_layer(student)]
         kept.mhla = GridSoftmaxCore(kept.mhla)
     if name == LOCAL:
-        turn_mhla_off(student)
+        grids.turn_mhla_off(student)
         for holder in grid_layers(student).values():
             if not isinstance(holder.mhla, JointMHLA):  # which has a softmax of its own, over the block and the text
                 holder.mhla = BlockSoftmaxCore(holder.mhla)
     return student
 
 
-def draw_samples(task: Task, model: Any, size: Size, recipe: Recipe, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample without guidance; the classes take turns, and all models get the same noise. Returns the classes as well."""
-    noise = torch.randn(recipe.samples, 1, *size, generator=torch.Generator().manual_seed(3000 + seed))
-    labels = torch.arange(recipe.samples) % CLASSES
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    samples = [
-        sample_latents(model, scheduler, *part, None, steps=SAMPLING_STEPS, guidance=1.0)
-        for part in ((noise[rows], task.conditions(labels[rows])) for rows in torch.arange(len(labels)).split(20))
-    ]
-    return torch.cat(samples), labels
-
-
-@functools.lru_cache(maxsize=1)
-def prepare(name: str, recipe: Recipe, seed: int, folder: Path) -> tuple[Any, nn.Module, Pool]:
-    """Return the teacher of a task, its judge, and what its students learn from; see `make_row` for the arguments."""
-    folder.mkdir(parents=True, exist_ok=True)
-    teacher = train(TASKS[name], folder / f"{name}.safetensors")
-    judge = train_judge(TASKS[name], folder / f"{name}-judge.safetensors")
-    return teacher, judge, Pool.sample(TASKS[name], teacher, recipe, seed)
-
-
 def make_row(job: Row, folder: Path) -> Row:
-    """Distill and judge one student, or judge the teacher or real digits.
-
-    Returns the job with "recognized", the share by size; of a student also "errors", [before, after] distillation by size.
-    """
+    """Distill and judge one student, or judge the teacher or real digits. Returns the job with "recognized", the share by
+    size; of a student also "errors", [before, after] distillation by size."""
     task, seed, recipe = TASKS[job["task"]], job["seed"], Recipe(*(job[key] for key in Recipe._fields))
     teacher, judge, pool = prepare(job["task"], recipe, seed, folder)
     row: Row = {**job, "recognized": {}}
     model = teacher
     if job["model"] in STUDENTS:
-        held_out = held_out_points(task, teacher)
+        held_out = grids.held_out_points(task, teacher)
         model = make_student(job["task"], teacher, job["model"], seed, folder)
-        row["errors"] = {key: [velocity_error(model, teacher, points)] for key, points in held_out.items()}
+        row["errors"] = {key: [grids.velocity_error(model, teacher, points)] for key, points in held_out.items()}
         started = time.perf_counter()
         distill(model, pool, recipe, seed)
         row["seconds"] = round(time.perf_counter() - started, 1)
         for key, points in held_out.items():
-            row["errors"][key].append(velocity_error(model, teacher, points))
+            row["errors"][key].append(grids.velocity_error(model, teacher, points))
     for size in task.sizes:
         if job["model"] == REAL:
             generator = torch.Generator().manual_seed(4000 + seed)
-            canvases, labels = draw_digits(*digits()[2:], size, HELD_OUT, generator)
+            canvases, labels = grids.draw_digits(*grids.digits()[2:], size, grids.HELD_OUT, generator)
         else:
-            canvases, labels = draw_samples(task, model, size, recipe, seed)
+            noise = torch.randn(recipe.samples, 1, *size, generator=torch.Generator().manual_seed(3000 + seed))
+            labels = torch.arange(recipe.samples) % CLASSES
+            samples = []
+            for part in torch.arange(len(labels)).split(20):
+                scheduler, conditions = FlowMatchEulerDiscreteScheduler(), task.conditions(labels[part])
+                options: dict[str, Any] = {"steps": SAMPLING_STEPS, "guidance": 1.0}
+                samples.append(sample_latents(model, scheduler, noise[part], conditions, None, **options))
+            canvases = torch.cat(samples)
         row["recognized"]["x".join(map(str, size))] = recognized_share(judge, canvases, labels)
     return row
-
-
-def describe(row: Row) -> str:
-    """Format a row for the log."""
-    return f"{row['task']}, {row['model']}, seed {row['seed']}: {row.get('errors', '')} {row['recognized']}"
 
 
 def render_distilled(record: Mapping[str, Any]) -> str:
@@ -253,15 +210,13 @@ def render_distilled(record: Mapping[str, Any]) -> str:
         label = row["model"] if times == 1 else f"{row['model']}, {times} times the steps"
         groups.setdefault((row["task"], label), []).append(row)
     labels = list(dict.fromkeys(label for _, label in groups))
-    titles = [f"{TITLES[name]} {size.replace('x', ' x ')}" for name, size in columns]
 
     def table(head: str, models: Sequence[str], make_cell: Callable[[Sequence[Row], str], str]) -> str:
-        lines = [f"| {head} | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
+        lines = []
         for model in models:
             by_column = [(groups.get((name, model), []), size) for name, size in columns]
-            cells = [make_cell(rows, size) if rows else "-" for rows, size in by_column]
-            lines.append(f"| {model} | {' | '.join(cells)} |")
-        return "\n".join(lines)
+            lines.append([model, *(make_cell(rows, size) if rows else "-" for rows, size in by_column)])
+        return markdown([head, *(grids.title_of(*column) for column in columns)], lines)
 
     def share_cell(rows: Sequence[Row], size: str) -> str:
         return format_range([100 * row["recognized"][size] for row in rows], "{:.1f}")
@@ -279,23 +234,19 @@ def jobs_of(tasks: Sequence[str], seeds: int) -> list[Row]:
     """Return the jobs of `make_row`, in an order in which neighbors share what is costly."""
     kinds = [(RECIPES[name], name, model) for name in tasks for model in MODELS]
     longer = [(LONGER[name], name, model) for name in tasks if name in LONGER for model in (MHLA, PLAIN)]
-    return [
-        {"task": name, "model": model, "seed": seed, **recipe._asdict()}
-        for jobs in (kinds, longer)
-        for seed, (recipe, name, model) in itertools.product(range(seeds), jobs)
-    ]
+    jobs = [*itertools.product(range(seeds), kinds), *itertools.product(range(seeds), longer)]
+    return [{"task": name, "model": model, "seed": seed, **recipe._asdict()} for seed, (recipe, name, model) in jobs]
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the script, and return the record."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, seeds=3)
     parser.add_argument("--out", type=Path, default=Path("docs/evidence/distill_grids.json"), help="record to extend")
     parser.add_argument("--folder", type=Path, default=Path("out/grids"), help="folder of the trained models")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     args, command = parse_call(parser, "distill_grids", arguments)
     make = functools.partial(make_row, folder=args.folder)
-    record = add_rows(args.out, make, jobs_of(args.tasks, args.seeds), describe, workers=1, command=command)
+
+    record = add_rows(args.out, make, jobs_of(args.tasks, args.seeds), command)
     print(render_distilled(record))
     return record
 

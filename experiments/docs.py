@@ -5,10 +5,11 @@ A table is between two comments, `<!-- KIND FILE -->` and `<!-- end -->`. `KINDS
 from the repository's root. Everything else in a document is written by hand.
 """
 
-import argparse
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
 from mhla_hf.models.transformers_api import forward_cached
 from mhla_hf.training.recipe import read_recipe
 
-from . import digits_vit
 from .attention import render_random_rank
 from .bench import render_bench
 from .calibrate_grids import render_calibration
@@ -32,13 +32,13 @@ from .demo.figures import plot_gains
 from .demo.journey import render_short
 from .demo.report import render_report
 from .diffusion_peers import render_peers
+from .digits_vit import render_digits
 from .distill_grids import render_distilled
 from .encoder import render_encoder
 from .heads import BYTES_AT, render_heads
 from .judge import render_lookups, render_tasks
-from .kvpress_rows import render as render_kvpress
 from .recipe_costs import format_costs, render_classifiers
-from .rows import describe_setup
+from .rows import describe_setup, make_parser, markdown
 from .speed import prefill_table, render_speed, speed_table
 from .vllm_serving import render_vllm
 
@@ -54,31 +54,24 @@ UNMEASURED = (
 )
 
 
-def render(text: str, root: Path = ROOT) -> str:
-    """Render the tables of a document.
-
-    Args:
-        text: The document.
-        root: Folder that the files of tables are relative to.
-
-    Raises:
-        ValueError: A table is of an unknown kind.
-    """
+def render(text: str) -> str:
+    """Render the tables of a document."""
 
     def render_table(match: re.Match[str]) -> str:
         begin, kind, file, end = match.groups()
-        if kind not in KINDS:
-            raise ValueError(f"table: got the kind {kind!r}, expected one of {', '.join(KINDS)}.")
-        path = root / file
-        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and path.suffix == ".json" else None
+        is_record = file.endswith(".json") and (ROOT / file).is_file()
+        record = json.loads((ROOT / file).read_text(encoding="utf-8")) if is_record else None
         lines = KINDS[kind](record).strip("\n").splitlines()
         return f"{begin}\n{chr(10).join(line.rstrip() for line in lines)}\n\n{end}"
 
     return TABLE.sub(render_table, text)
 
 
+def command_and_date(record: Mapping[str, Any]) -> str:
+    return f"`{record['command']}` ({record['date']}, commit `{record['commit'][:12]}`)."
+
+
 def write_documents() -> list[str]:
-    """Render every document, and return the names of those that changed."""
     changed = []
     for name in DOCUMENTS:
         text = (ROOT / name).read_text(encoding="utf-8")
@@ -91,72 +84,71 @@ def write_documents() -> list[str]:
 
 def render_families(_: Any = None) -> str:
     """Render the model types of transformers and the transformers of diffusers that convert."""
-    lines: list[str] = []
+    tables = []
     for title, families in (("language models", LANGUAGE), ("text encoders", ENCODERS)):
         types: dict[str, list[str]] = {}  # by heads
         for family in families:
             names = (name.removeprefix(model_name(family)) for name in base_classes(family))
             types.setdefault(", ".join(names), []).append(f"`{family.base}`")
-        lines += ["", f"| heads | {title} |", "|---|---|"]
-        lines += [f"| {heads} | {', '.join(names)} |" for heads, names in types.items()]
-    transformers: dict[str, list[str]] = {}  # by defaults
+        tables.append(markdown(["heads", title], [[heads, ", ".join(names)] for heads, names in types.items()], left=2))
+    transformers: dict[tuple[str, str, str], list[str]] = {}  # by defaults
     for family in DIFFUSION:
         layout, layers = family.kind.defaults["layout"], family.kind.defaults["layers"]
         start = "as the base" if family.kind.linear else "text by softmax" if family.kind.joint else "locality"
-        key = f"({', '.join(map(str, layout))}) | {layers} | {start}"
+        key = f"({', '.join(map(str, layout))})", layers, start
         transformers.setdefault(key, []).extend(f"`{name}`" for name in family.classes)
-    lines += ["", "| blocks | layers | start | transformers of diffusers |", "|---|---|---|---|"]
-    lines += [f"| {key} | {', '.join(names)} |" for key, names in transformers.items()]
-    return "\n".join(lines)
+    lines = [[*key, ", ".join(names)] for key, names in transformers.items()]
+    tables.append(markdown(["blocks", "layers", "start", "transformers of diffusers"], lines, left=4))
+    return "\n\n".join(tables)
+
+
+def render_kvpress(record: Mapping[str, Any]) -> str:
+    """Render KL and recall by text after the shortest and the longest prompts, means over rows: a line per subject."""
+    rows = record["rows"]
+    lengths, texts = sorted({row["length"] for row in rows}), sorted({row["text"] for row in rows})
+    measures = {"kl": ("KL", "{:.3f}"), "recall": ("recall", "{:.2f}")}
+    columns = list(itertools.product(measures, (lengths[0], lengths[-1]), texts))
+    lines = []
+    for subject in dict.fromkeys(row["subject"] for row in rows):
+        cells = [subject]
+        for measure, *place in columns:
+            of_cell = [row for row in rows if [row["subject"], row["length"], row["text"]] == [subject, *place]]
+            values = [row[measure] for row in of_cell if measure in row]
+            cells.append(measures[measure][1].format(statistics.fmean(values)) if values else "")
+        lines.append(cells)
+    header = ["cache", *(f"{measures[measure][0]}, {text}, {length:,}" for measure, length, text in columns)]
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"{markdown(header, lines)}\n\n`{record['command']}`, {record['hardware']}, {versions}, fp32."
 
 
 def render_recipes(record: Mapping[str, Any]) -> str:
     """Render the recipes of the package: base, data, stages, and what they take of devices and disks."""
-    lines = ["| recipe | base | data | stages: steps of samples | devices | peak, GB | disk, GB |", "|---" * 7 + "|"]
+    lines = []
     for row in record["rows"]:
         name = row["recipe"]
         recipe = read_recipe(name)
         base = recipe.base or (f"preset {recipe.settings['preset']}" if "preset" in recipe.settings else "yours")
         stages = [f"{stage.name}: {stage.steps:,} of {stage.batch_size}" for stage in recipe.stages]
-        cells = [f"`{name}`", base, recipe.data or "yours", ", ".join(stages), *format_costs(row)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", command_and_date(record)])
+        lines.append([f"`{name}`", base, recipe.data or "yours", ", ".join(stages), *format_costs(row)])
+    header = ["recipe", "base", "data", "stages: steps of samples", "devices", "peak, GB", "disk, GB"]
+    return f"{markdown(header, lines, left=7)}\n\n{command_and_date(record)}"
 
 
 @torch.no_grad()
-def layer_cache_bytes(lengths: Sequence[int]) -> dict[int, list[int]]:
-    """Count the bytes of the cache of one Llama layer in bf16, before and after `convert`.
-
-    Args:
-        lengths: Numbers of tokens that the cache has seen.
-
-    Returns:
-        [softmax, MHLA] by length.
-    """
+def render_cache(_: Any = None) -> str:
+    """Render the bytes of the cache of one Llama layer in bf16, before and after `convert`, counted now."""
     config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=64,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-    )
+        vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=1, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64,
+    )  # fmt: skip
     models = [LlamaForCausalLM(config).bfloat16().eval() for _ in range(2)]
     convert(models[1], layers="all")
-    sizes = {}
-    for length in lengths:
+    lines = []
+    for length in (512, 2048, 8192):
         ids = torch.zeros(1, length, dtype=torch.long)
-        sizes[length] = [cache_bytes(forward_cached(model, ids)[1]) for model in models]
-    return sizes
-
-
-def render_cache(lengths: Sequence[int]) -> str:
-    """Render `layer_cache_bytes`, measured now."""
-    lines = ["| tokens | softmax, KiB | MHLA, KiB | MHLA / softmax |", "|---:" * 4 + "|"]
-    for tokens, (softmax, mhla) in layer_cache_bytes(lengths).items():
-        lines.append(f"| {tokens:,} | {softmax / 1024:,.0f} | {mhla / 1024:,.0f} | {mhla / softmax:.2f} |")
-    return "\n".join(lines)
+        softmax, mhla = (cache_bytes(forward_cached(model, ids)[1]) / 1024 for model in models)
+        lines.append([f"{length:,}", f"{softmax:,.0f}", f"{mhla:,.0f}", f"{mhla / softmax:.2f}"])
+    return markdown(["tokens", "softmax, KiB", "MHLA, KiB", "MHLA / softmax"], lines, left=0)
 
 
 def draw_gains(path: Path) -> None:
@@ -182,44 +174,32 @@ def draw_gains(path: Path) -> None:
     plot_gains(path, time, cache, quality, titles)
 
 
-def command_and_date(record: Mapping[str, Any]) -> str:
-    """Describe how and when a record was measured."""
-    return f"`{record['command']}` ({record['date']}, commit `{record['commit'][:12]}`)."
-
-
-def render_kernels(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Render the rows of `check_kernels`: the largest error of each kind of call, by dtype."""
-    lines = ["| call | " + " | ".join(dict.fromkeys(row["dtype"] for row in rows)) + " |", "|---" * 3 + "|"]
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        cells = [row["failed"] or f"{max(row['error'].values()):.1e}" for row in rows if row["kind"] == kind]
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def render_gpu(record: Mapping[str, Any]) -> str:
-    """Render the part of docs/performance.md that was measured on a GPU."""
-    prefill_rows = [
-        {**row, "MHLA": row["MHLA"]["prefill"], "softmax": row["softmax"]["prefill"]}
-        for row in record["language"]
-        if "failed" not in row
+def render_gpu(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return UNMEASURED
+    rows = [row for row in record["language"] if "failed" not in row]
+    prefill_rows = [row | {name: row[name]["prefill"] for name in ("MHLA", "softmax")} for row in rows]
+    kinds: dict[str, list[str]] = {}  # the largest error of each kind of call, by dtype
+    for row in record["kernels"]:
+        cell = row["failed"] or f"{max(row['error'].values()):.1e}"
+        kinds.setdefault(row["kind"], [row["kind"]]).append(cell)
+    dtypes = dict.fromkeys(row["dtype"] for row in record["kernels"])
+    parts = [
+        f"{command_and_date(record)} {render_bench(record)}",
+        "Four layers of the size of Llama-3.2-1B's, a batch of 16, bf16, decoding in CUDA graphs:",
+        speed_table(record["language"]),
+        prefill_table(prefill_rows),
+        "Largest relative error of output and gradients of every kind of call, against the definition in fp64:",
+        markdown(["call", *dtypes], list(kinds.values()), left=3),
     ]
-    return "\n\n".join(
-        [
-            f"{command_and_date(record)} {render_bench(record)}",
-            "Four layers of the size of Llama-3.2-1B's, a batch of 16, bf16, decoding in CUDA graphs:",
-            speed_table(record["language"]),
-            prefill_table(prefill_rows),
-            "Largest relative error of output and gradients of every kind of call, against the definition in fp64:",
-            render_kernels(record["kernels"]),
-        ]
-    )
+    return "\n\n".join(parts)
 
 
 KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, which is None if there is no JSON file
     "bench": lambda record: f"{command_and_date(record)} {render_bench(record)}",
-    "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
+    "gpu": render_gpu,
     "families": render_families,
-    "cache": lambda record: render_cache((512, 2048, 8192)),
+    "cache": render_cache,
     "heads": render_heads,
     "lookups": render_lookups,
     "tasks": render_tasks,
@@ -234,13 +214,13 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "diffusion_peers": render_peers,
-    "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),
+    "digits_vit": lambda record: render_digits(record["over_seeds"]),
     "rank": render_random_rank,
     "study": render_study,
 }
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser("python -m experiments.docs", description=__doc__).parse_args()
+    make_parser(__doc__).parse_args()
     draw_gains(ROOT / "docs/gains.png")
     print("\n".join(f"{name}: rendered" for name in write_documents()) or "All tables are up to date.")

@@ -3,8 +3,7 @@
 Every form is fitted on one text, without labels, and evaluated on others. On the sentence pairs of STS-B, the score is
 the rank correlation of the embeddings' cosines with people's ratings. On passages of 128 and 512 tokens, the scores
 are the cosine of an embedding to the original's, and the rank correlation of the cosines of all pairs with the
-original's. An embedding is the mean over tokens, as sentence-transformers computes it for this model. Existing rows of
-the file are kept.
+original's. An embedding is the mean over tokens, as sentence-transformers computes it for this model.
 """
 
 import functools
@@ -17,22 +16,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from scipy.stats import spearmanr
-from transformers import AutoTokenizer
 
 from mhla_hf.checkpoints.load import load_encoder
 from mhla_hf.cli.main import script
 from mhla_hf.conversion import convert
 from mhla_hf.conversion.encoder import embed, read_encoder_rows
 from mhla_hf.conversion.fit import OutputFit
-from mhla_hf.conversion.teacher import mhla_layers
 from mhla_hf.data import special_tokens, with_special_tokens
 
-from .rows import Row, add_rows, describe_setup, format_mean, make_parser, open_text, parse_call
+from .heads import load_tokenizer, switch_off
+from .rows import Row, add_rows, describe_setup, format_mean, make_parser, markdown, open_text, parse_call
 
 LENGTHS = {128: 64, 512: 32}  # tokens of a passage: number of passages
 MAX_SENTENCE_TOKENS = 256  # as in the model's sentence_bert_config.json
 SENTENCE_BATCH, PASSAGE_BATCH = 64, 8
-OFF = -100.0  # balance that switches the far part off
 MATRIX = {"mixing_form": "softmax"}
 SMALL = {"block_size": 16, "feature_map": "exp"}
 FORMS = {  # settings that differ from the defaults (None: softmax), and what happens to the far part
@@ -46,23 +43,11 @@ FORMS = {  # settings that differ from the defaults (None: softmax), and what ha
     "MHLA, blocks of 16": (SMALL, "fitted"),
 }
 DISTILLED = "MHLA, distilled"
-KEYS = {  # scores, and their columns
-    "sts": "STS-B",
-    "cosine 128": "cosine, 128",
-    "rank 128": "rank, 128",
-    "cosine 512": "cosine, 512",
-    "rank 512": "rank, 512",
-}
+KEYS = {"sts": "STS-B"} | {f"{kind} {n}": f"{kind}, {n}" for n in LENGTHS for kind in ("cosine", "rank")}  # columns
 
 
 def load(folder: str) -> Any:
-    """Load a softmax or MHLA encoder in fp32."""
     return load_encoder(folder, dtype="float32", device="cpu")[0]
-
-
-def load_tokenizer(folder: str) -> Any:
-    """Load the tokenizer of a model."""
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def make_model(arguments: Mapping[str, Any], form: str, seed: int) -> Any:
@@ -75,8 +60,7 @@ def make_model(arguments: Mapping[str, Any], form: str, seed: int) -> Any:
         return model
     convert(model, layers="all", **settings)
     if far_part == "off":
-        for attention in mhla_layers(model).values():
-            attention.mhla.mixing.balance.data.fill_(OFF)
+        switch_off(model)
     if far_part == "fitted":
         tokenizer = load_tokenizer(arguments["model"])
         rows = read_encoder_rows(model, tokenizer, arguments["fit"], seed, False)
@@ -94,101 +78,69 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
     model = make_model(arguments, job["form"], job["seed"])
     seconds = time.monotonic() - started
     tokenizer = load_tokenizer(arguments["model"])
-    scores = {"sts": sts_score(model, tokenizer, read_pairs(arguments["sts"]))}
+    with open_text(arguments["sts"]) as lines:
+        scores = {"sts": sts_score(model, tokenizer, [json.loads(line) for line in lines])}
     expected = original_embeddings(arguments["model"], arguments["long"])
-    for length, ids in read_passages(tokenizer, arguments["long"]).items():
-        for kind, score in compare(embed_passages(model, ids), expected[length]).items():
+    for length, embeddings in embed_passages(model, tokenizer, arguments["long"]).items():
+        for kind, score in compare(embeddings, expected[length]).items():
             scores[f"{kind} {length}"] = score
     return {**job, "seconds": round(seconds), "scores": scores}
 
 
-def read_pairs(path: str | Path) -> list[dict[str, Any]]:
-    """Read the pairs of STS-B: lines of JSON with "sentence1", "sentence2", and "score", in a file that may be gzipped."""
-    with open_text(path) as lines:
-        return [json.loads(line) for line in lines]
-
-
+@torch.no_grad()
 def sts_score(model: Any, tokenizer: Any, pairs: Sequence[Mapping[str, Any]]) -> float:
     """Return 100 times the rank correlation of the cosines of sentence pairs with their scores."""
     sentences = sorted({pair[name] for pair in pairs for name in ("sentence1", "sentence2")}, key=len)
     embeddings: dict[str, torch.Tensor] = {}
+    options = {"padding": True, "truncation": True, "max_length": MAX_SENTENCE_TOKENS, "return_tensors": "pt"}
     for first in range(0, len(sentences), SENTENCE_BATCH):
         batch = sentences[first : first + SENTENCE_BATCH]
-        embeddings.update(zip(batch, embed_sentences(model, tokenizer, batch), strict=True))
+        inputs = tokenizer(batch, **options)
+        is_real = inputs["attention_mask"][..., None].float()
+        means = (model(**inputs).last_hidden_state * is_real).sum(1) / is_real.sum(1)
+        embeddings.update(zip(batch, F.normalize(means, dim=-1), strict=True))
     cosines = [float(embeddings[pair["sentence1"]] @ embeddings[pair["sentence2"]]) for pair in pairs]
-    return 100 * rank_correlation(torch.tensor(cosines), torch.tensor([float(pair["score"]) for pair in pairs]))
+    return 100 * float(spearmanr(cosines, [float(pair["score"]) for pair in pairs]).statistic)
 
 
-@torch.no_grad()
-def embed_sentences(model: Any, tokenizer: Any, sentences: list[str]) -> torch.Tensor:
-    """Return the normalized mean over the real tokens of each sentence: `[N, width]`."""
-    inputs = tokenizer(sentences, padding=True, truncation=True, max_length=MAX_SENTENCE_TOKENS, return_tensors="pt")
-    hidden = model(**inputs).last_hidden_state
-    is_real = inputs["attention_mask"][..., None].float()
-    return F.normalize((hidden * is_real).sum(1) / is_real.sum(1), dim=-1)
-
-
-def embed_passages(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the normalized embeddings `[N, width]` of passages `[N, T]`."""
-    return torch.cat([embed(model, batch) for batch in ids.split(PASSAGE_BATCH)])
-
-
-def rank_correlation(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return Spearman's rank correlation of two tensors `[N]`."""
-    return float(spearmanr(one, other).statistic)
-
-
-def read_passages(tokenizer: Any, path: str | Path) -> dict[int, torch.Tensor]:
-    """Cut evenly spaced passages `[N, length]` from the whole of a text, each between the tokenizer's special tokens."""
+def embed_passages(model: Any, tokenizer: Any, path: str | Path) -> dict[int, torch.Tensor]:
+    """Return the normalized embeddings `[N, width]` of evenly spaced passages of a text, by their length. Each passage is
+    between the tokenizer's special tokens."""
     text = Path(path).read_text(encoding="utf-8")
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     special = special_tokens(tokenizer)
-    passages = {}
+    embeddings = {}
     for length, num_passages in LENGTHS.items():
         num_tokens = length - sum(map(len, special))
         first = torch.arange(num_passages) * (len(ids) - num_tokens) // num_passages
-        passages[length] = with_special_tokens(ids[first[:, None] + torch.arange(num_tokens)], special)
-    return passages
+        passages = with_special_tokens(ids[first[:, None] + torch.arange(num_tokens)], special)
+        embeddings[length] = torch.cat([embed(model, batch) for batch in passages.split(PASSAGE_BATCH)])
+    return embeddings
 
 
 @functools.cache
 def original_embeddings(folder: str, text: str) -> dict[int, torch.Tensor]:
-    """Return the original's embeddings `[N, width]` of the passages of a text, by length."""
-    model = load(folder)
-    passages = read_passages(load_tokenizer(folder), text)
-    return {length: embed_passages(model, ids) for length, ids in passages.items()}
+    return embed_passages(load(folder), load_tokenizer(folder), text)
 
 
 def compare(embeddings: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
     """Return the mean "cosine" of embeddings to the original's, and the "rank" correlation of the cosines of all pairs."""
     is_pair = torch.ones(len(embeddings), len(embeddings)).triu(1).bool()
-    rank = rank_correlation((embeddings @ embeddings.T)[is_pair], (expected @ expected.T)[is_pair])
-    return {"cosine": float((embeddings * expected).sum(-1).mean()), "rank": rank}
-
-
-def describe(row: Row) -> str:
-    """Format a row for the log."""
-    scores = ", ".join(f"{name} {score:.4f}" for name, score in row["scores"].items())
-    return f"{row['form']}, seed {row['seed']}, {row['seconds']} s: {scores}"
+    rank = spearmanr((embeddings @ embeddings.T)[is_pair], (expected @ expected.T)[is_pair])
+    return {"cosine": float((embeddings * expected).sum(-1).mean()), "rank": float(rank.statistic)}
 
 
 def render_encoder(record: Mapping[str, Any]) -> str:
-    """Render the table: a form per line, with mean and standard error over its seeds."""
-    lines = [f"| attention | seeds | {' | '.join(KEYS.values())} |", "|---" + "|---:" * (len(KEYS) + 1) + "|"]
+    lines = []
     for form in (*FORMS, DISTILLED):
-        rows = [row for row in record["rows"] if row["form"] == form]
-        if not rows:
-            continue
-        cells = []
-        for key in KEYS:
-            spec = "{:.2f}" if key == "sts" else "{:.4f}"
-            cells.append(format_mean([row["scores"][key] for row in rows], spec))
-        lines.append(f"| {form} | {len(rows)} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"Mean ± standard error over seeds. {describe_setup(record)}"])
+        if rows := [row["scores"] for row in record["rows"] if row["form"] == form]:
+            cells = [format_mean([row[key] for row in rows], "{:.2f}" if key == "sts" else "{:.4f}") for key in KEYS]
+            lines.append([form, str(len(rows)), *cells])
+    table = markdown(["attention", "seeds", *KEYS.values()], lines)
+    return f"{table}\n\nMean ± standard error over seeds. {describe_setup(record)}"
 
 
 def main() -> None:
-    """Run the script."""
     parser = make_parser(__doc__)
     parser.add_argument("model", help="folder of the softmax encoder")
     parser.add_argument("--fit", required=True, help="text file to fit on")
@@ -207,7 +159,7 @@ def main() -> None:
     jobs += [{"form": form, "seed": seed} for seed in range(1, args.seeds) for form in fitted]
     jobs = [job for job in jobs if job["form"] in (args.forms or (*FORMS, DISTILLED))]
     make = functools.partial(make_row, arguments)
-    print(render_encoder(add_rows(args.out, make, jobs, describe, workers=1, command=command)))
+    print(render_encoder(add_rows(args.out, make, jobs, command)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ beside what a user would pick instead. What fails or does not fit into the time 
 are written to docs/bench/gpu.json, and docs/performance.md is rendered from them.
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +24,9 @@ from mhla_hf.ops.windowed.definition import windowed_reference
 from mhla_hf.ops.windowed.inputs import WindowedInputs, WindowedOptions
 from mhla_hf.ops.windowed.triton_step import SMALL_PAGES, small_page_call
 
-from .bench import (
-    TOLERANCES,
-    describe_failure,
-    model_cases,
-    paper_cases,
-    relative_error,
-    target_cases,
-    time_case,
-)
+from .bench import describe_wrong, model_cases, paper_cases, record_failure, relative_errors, target_cases, time_case
 from .docs import ROOT, render_gpu, write_documents
+from .rows import make_parser
 from .speed import LENGTHS, SMOLLM2, make_models, measure_decoding, measure_prefill
 
 OUT = ROOT / "docs" / "bench" / "gpu.json"
@@ -49,8 +41,7 @@ LANGUAGE = SMOLLM2 | {  # four layers with the heads of Llama-3.2-1B
     "num_key_value_heads": 8,
 }  # fmt: skip
 CAUSAL: dict[str, Any] = {"causal": True, "normalize": False}
-Variant = tuple[Blocks, dict[str, Any], dict[str, Any]]  # blocks, options of `make_inputs`, options of `mhla`
-VARIANTS: dict[str, Variant] = {
+VARIANTS: dict[str, tuple[Blocks, dict[str, Any], dict[str, Any]]] = {  # options of `make_inputs`, options of `mhla`
     "sequence": (SEQUENCE, {}, CAUSAL),
     "sequence, long blocks": (LONG, {}, CAUSAL),
     "sequence, normalized": (SEQUENCE, {}, {"causal": True}),
@@ -78,43 +69,20 @@ WINDOWS: dict[str, tuple[WindowedOptions, dict[str, Any]]] = {  # options, and t
     "decays, not normalized": (replace(DECAYS, normalize=False), {"padded": True}),
 }
 PAGES: dict[str, dict[str, Any]] = {  # options of `small_page_call`
-    "pages": {"form": replace(SMALL_PAGES, window=6), "queries_per_kv": 3},  # SmolLM2, converted with text
+    "pages": {"options": replace(SMALL_PAGES, window=6), "queries_per_kv": 3},  # SmolLM2, converted with text
     "pages, several decays": {"num_rates": 3, "num_features": 128, "has_power": False, "heads_per_page": 2},
-    "pages, no softmax": {"form": replace(SMALL_PAGES, window=1, sinks=0, normalize=False), "num_rates": 2},
+    "pages, no softmax": {"options": replace(SMALL_PAGES, window=1, sinks=0, normalize=False), "num_rates": 2},
 }
 
 
 def make_inputs(
-    blocks: Blocks,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    *,
-    groups: int = 4,
-    per_head: bool = False,
-    widths: tuple[int, int] = (64, 64),
-    padded: bool = False,
-    packed: bool = False,
-    masked: bool = False,
+    blocks: Blocks, device: torch.device | str, dtype: torch.dtype, *, groups: int = 4, per_head: bool = False,
+    widths: tuple[int, int] = (64, 64), padded: bool = False, packed: bool = False, masked: bool = False,
     denominator: bool = False,
-) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Make random inputs of `mhla` with 4 query heads.
-
-    Args:
-        blocks: Number and layout of the tokens.
-        device: Where the tensors are.
-        dtype: Of all tensors but the mixing matrix, which is fp32.
-        groups: Number of KV heads.
-        per_head: Whether every head has its own mixing matrix.
-        widths: Of keys and of values.
-        padded: Whether the second row begins with padding.
-        packed: Whether a row has several sequences.
-        masked: Whether some keys are masked.
-        denominator: Whether the denominator has other features than the numerator.
-
-    Returns:
-        q, k, v, the mixing matrix, and features for the denominator, all of which require gradients; and options of
-        `mhla`.
-    """
+) -> tuple[list[torch.Tensor], dict[str, Any]]:  # fmt: skip
+    """Make random inputs of `mhla` with 4 query heads and `groups` KV heads; `widths` are those of keys and of values.
+    Returns q, k, v, the mixing matrix in fp32, and features for the denominator, all of which require gradients; and options
+    of `mhla`."""
     batch, length = 1 if packed else 2, blocks.length
     options: dict[str, Any] = {}
     generator = torch.Generator(device).manual_seed(0)
@@ -133,58 +101,30 @@ def make_inputs(
     return [x.requires_grad_() for x in tensors], options
 
 
-def variant_errors(
-    blocks: Blocks,
-    input_options: Mapping[str, Any],
-    options: Mapping[str, Any],
-    device: torch.device | str,
-    dtype: torch.dtype,
-    impl: str = "triton",
-) -> dict[str, float]:
-    """Return the relative errors of one kind of call against the definition in fp64.
-
-    Args:
-        blocks, input_options, options: A `Variant`.
-        device: Where it runs.
-        dtype: Of the inputs.
-        impl: Implementation to check.
-
-    Returns:
-        Errors of "output" and of the gradients "dq", "dk", "dv", "dmixing", "dq_den", and "dk_den".
-    """
+def variant_errors(variant: Any, device: Any, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
+    """Return the relative errors of one of `VARIANTS` against the definition in fp64: of the output and all gradients."""
+    blocks, input_options, options = variant
     tensors, data_options = make_inputs(blocks, device, dtype, **input_options)
-
-    def run(tensors: list[torch.Tensor], impl: str) -> tuple[torch.Tensor, ...]:
+    results = []
+    for exact in (False, True):
+        tensors = [x.detach().double().requires_grad_() for x in tensors] if exact else tensors
         q, k, v, mixing, *features = tensors
         denominator: dict[str, Any] = dict(zip(("q_den", "k_den"), features, strict=bool(features)))
-        o = mhla(q, k, v, mixing, blocks=blocks, impl=impl, **denominator, **options, **data_options)
-        generator = torch.Generator(device).manual_seed(1)
-        output_gradient = torch.randn(o.shape, generator=generator, device=device).to(o.dtype)
-        return o, *torch.autograd.grad(o, tensors, output_gradient)
-
-    actual = run(tensors, impl)
-    expected = run([x.detach().double().requires_grad_() for x in tensors], "reference")
-    names = ("output", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den")
-    return {name: relative_error(x, y) for name, x, y in zip(names, actual, expected, strict=False)}
+        how = {"impl": "reference" if exact else impl, **denominator, **options, **data_options}
+        results.append(with_gradients(mhla(q, k, v, mixing, blocks=blocks, **how), tensors))
+    return relative_errors(("output", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den"), *results)
 
 
-def window_errors(
-    form: WindowedOptions,
-    input_options: Mapping[str, Any],
-    device: torch.device | str,
-    dtype: torch.dtype,
-    impl: str = "triton",
-) -> dict[str, float]:
-    """Return the relative errors of a kind of near and far attention, with two decays, against the definition in fp64.
+def with_gradients(o: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return an output, and the gradients of tensors for a random gradient of the output."""
+    generator = torch.Generator(o.device).manual_seed(1)
+    output_gradient = torch.randn(o.shape, generator=generator, device=o.device).to(o.dtype)
+    return [o, *torch.autograd.grad(o, tensors, output_gradient)]
 
-    Args:
-        form: The options. Without sinks there is no softmax.
-        input_options: Options of `make_inputs`.
-        device, dtype, impl: As in `variant_errors`.
 
-    Returns:
-        Errors of "output" and of the gradients "dq", "dk", "dv", "dfq", and "dfk".
-    """
+def window_errors(kind: Any, device: Any, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
+    """Return the relative errors of one of `WINDOWS`, with two decays; without sinks there is no softmax."""
+    form, input_options = kind
     (q, k, v, _), padding = make_inputs(SEQUENCE, device, dtype, **input_options)
     features = [torch.cat([x, -x], -1).detach().softmax(-1) for x in (q, k)]
     q, k = (q, k) if form.sinks else features
@@ -193,92 +133,64 @@ def window_errors(
     results = []
     for exact in (False, True):
         tensors = [(x.double() if exact else x).detach().requires_grad_() for x in (q, k, v, *features)]
-        near_q, near_k, values, q_features, k_features = tensors
-        inputs = WindowedInputs(
-            near_q, near_k, values, q_features, decays, balance, replace(form, impl=impl), **padding
-        )
+        k_features = tensors[4]
+        inputs = WindowedInputs(*tensors[:4], decays, balance, replace(form, impl=impl), **padding)  # type: ignore[call-arg, arg-type]
         o = windowed_reference(inputs, k_features) if exact else windowed_attention(inputs, k_features)
-        output_gradient = torch.randn(o.shape, generator=torch.Generator(device).manual_seed(1), device=device)
-        results.append([o, *torch.autograd.grad(o, tensors, output_gradient.to(o.dtype))])
-    names = ("output", "dq", "dk", "dv", "dfq", "dfk")
-    return {name: relative_error(x, y) for name, x, y in zip(names, *results, strict=True)}
+        results.append(with_gradients(o, tensors))
+    return relative_errors(("output", "dq", "dk", "dv", "dfq", "dfk"), *results)
 
 
-def page_errors(options: Mapping[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
+def page_errors(options: Any, device: Any, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
     """Return the relative error of decoding in the pages of a serving engine; see `small_page_call` for the options."""
-    (o,), (exact,) = small_page_call(torch.device(device), dtype, **options)
-    return {"tokens": relative_error(o, exact)}
+    return relative_errors(["tokens"], *small_page_call(torch.device(device), dtype, **options))
 
 
 def check_kernels(
-    device: torch.device | str,
-    limit: float = MAX_CHECK_SECONDS,
-    impl: str = "triton",
-    variants: Mapping[str, Variant] = VARIANTS,
-    windows: Mapping[str, tuple[WindowedOptions, dict[str, Any]]] = WINDOWS,
-    pages: Mapping[str, dict[str, Any]] = PAGES,
-) -> list[dict[str, Any]]:
-    """Compare an implementation with the definition in fp64.
-
-    Args:
-        device: Where it runs.
-        limit: Seconds after which no other check starts.
-        impl: Implementation to check.
-        variants, windows, pages: The kinds of calls.
-
-    Returns:
-        A row for each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and
-        "failed" (the reason, or None).
-    """
+    device: torch.device | str, limit: float = MAX_CHECK_SECONDS, impl: str = "triton",
+    variants: Mapping[str, Any] = VARIANTS, windows: Mapping[str, Any] = WINDOWS, pages: Mapping[str, Any] = PAGES,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Compare an implementation with the definition in fp64; after `limit` seconds no other check starts. Returns a row for
+    each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and "failed" (the reason,
+    or None)."""
     started = time.monotonic()
     rows = []
-    calls: dict[str, Callable[[torch.dtype], dict[str, float]]] = {
-        name: functools.partial(variant_errors, *variant, device, impl=impl) for name, variant in variants.items()
-    }
-    calls |= {name: functools.partial(window_errors, *kind, device, impl=impl) for name, kind in windows.items()}
-    if impl == "triton":
-        calls |= {name: functools.partial(page_errors, kind, device) for name, kind in pages.items()}
+    calls: dict[str, Callable[[torch.dtype], dict[str, float]]] = {}
+    for errors_of, kinds in ((variant_errors, variants), (window_errors, windows), (page_errors, pages)):
+        if errors_of is not page_errors or impl == "triton":
+            calls |= {name: functools.partial(errors_of, kind, device, impl=impl) for name, kind in kinds.items()}
     for dtype in ("bfloat16", "float32"):
         for kind, call in tqdm(calls.items(), desc=f"kernels, {dtype}"):
             row: dict[str, Any] = {"kind": kind, "dtype": dtype, "error": {}, "failed": None}
             if time.monotonic() - started > limit:
                 row["failed"] = f"not started within {limit} s"
             else:
-                try:
+                with record_failure(row, "failed"):
                     row["error"] = call(getattr(torch, dtype))
-                    wrong = [name for name, error in row["error"].items() if not error < TOLERANCES[dtype]]
-                    if wrong:
-                        row["failed"] = f"is wrong: {', '.join(wrong)}"
-                except Exception as error:
-                    row["failed"] = describe_failure(error)
+                    row["failed"] = describe_wrong(row["error"], dtype)
             rows.append(row)
     return rows
 
 
 def time_language(
-    device: torch.device | str,
-    sizes: Mapping[str, Any] = LANGUAGE,
-    lengths: Sequence[int] = LENGTHS,
-    batch: int = 16,
+    device: torch.device | str, sizes: Mapping[str, Any] = LANGUAGE, lengths: Sequence[int] = LENGTHS, batch: int = 16,
     dtype: torch.dtype = torch.bfloat16,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Time a converted language model beside its original, as `experiments.speed` does; one row per length."""
     rows: list[dict[str, Any]] = []
     models = {name: model.to(device, dtype) for name, model in make_models(sizes, max(lengths)).items()}
     for length in tqdm(lengths, desc="language model"):
-        try:
+        row: dict[str, Any] = {"length": length, "batch": batch}
+        with record_failure(row, "failed"):
             timed = measure_decoding(models, length, batch)
             for name, model in models.items():
                 timed[name]["prefill"] = measure_prefill(model, length)
-            rows.append({"length": length, "batch": batch, **timed})
-        except Exception as error:
-            rows.append({"length": length, "batch": batch, "failed": describe_failure(error)})
+            row |= timed
+        rows.append(row)
     return rows
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the script, and return the record."""
-    argparse.ArgumentParser("python -m experiments.gpu", description=__doc__).parse_args(arguments)
+    make_parser(__doc__).parse_args(arguments)
     if not torch.cuda.is_available():
         raise ValueError("device: got no GPU that torch can use, expected one; nothing was measured.")
     started = time.monotonic()

@@ -2,19 +2,15 @@
 
 Every form is fitted on one text, and its gates choose the KV heads that keep softmax. It is evaluated on other texts: KL to
 the original and perplexity at several positions of long rows, and recall, the mean log-probability of the second copy of
-half a row. Bytes are those of the cache of one sequence in bf16, with state and window. "window" is a conversion whose far
-part is off, which is what DuoAttention keeps. It has heads of its own: as many as the others, or as many as fit into the
-same bytes. "wide window" keeps the heads of MHLA, and has as many bytes.
+half a row. Bytes are those of the cache of one sequence in bf16. "window" is a conversion whose far part is off, which is
+what DuoAttention keeps, with heads of its own. "wide window" keeps the heads of MHLA, and has as many bytes.
 """
 
-import argparse
 import functools
 import json
 import math
-import shlex
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +29,10 @@ from mhla_hf.conversion.sizes import sizes_of_layers
 from mhla_hf.conversion.teacher import mhla_layers
 from mhla_hf.training.adapters import SETTINGS_FILE, WEIGHTS_FILE
 
-from .rows import Row, add_rows, describe_setup, open_text
+from .rows import Row, add_rows, describe_setup, make_parser, markdown, open_text, parse_call
 
 LENGTHS = {1024: 4, 4096: 1, 8192: 1}  # tokens of a row: number of rows
-PLACES = {  # first and last position (exclusive)
-    "to 1k": (0, 1024),
-    "1k to 2k": (1024, 2048),
-    "2k to 4k": (2048, 4096),
-    "4k to 8k": (4096, 8192),
-}
+PLACES = {"to 1k": (0, 1024), "1k to 2k": (1024, 2048), "2k to 4k": (2048, 4096), "4k to 8k": (4096, 8192)}  # positions
 OFF = -100.0  # balance that switches the far part off
 BYTES_AT = (1024, 4096, 8192)  # tokens at which the bytes of the cache are counted, up to the positions of SmolLM2
 PART = 512  # tokens whose logits are in memory at once
@@ -61,31 +52,20 @@ def read_text(path: str | Path) -> str:
         return text.read(1_300_000)
 
 
-def load(folder: str | Path) -> Any:
-    """Load a language model in fp32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+load = functools.partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32, trust_remote_code=False)
+load_tokenizer = functools.partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
 
 
-def fit(model_folder: str, fit_text: str, work: str, form: str, seed: int) -> dict[str, Any]:
-    """Fit a form with its gates, or load it from the file of an earlier call.
-
-    Args:
-        model_folder: Folder of the softmax model.
-        fit_text: Text file to fit on.
-        work: Folder of the file.
-        form: A key of `FORMS`.
-        seed: Selects the passages of the text.
-
-    Returns:
-        "mhla" (state dict of the MHLA parameters), "gates" ({layer: [gate of each KV head]}), and "seconds".
-    """
-    file = Path(work) / f"{form.replace(' ', '-').replace(',', '')}-{seed}.pt"
+def fit(arguments: Mapping[str, Any], form: str, seed: int) -> dict[str, Any]:
+    """Fit a form with its gates, or load it from the file of an earlier call; the seed selects passages of the text. Returns
+    "mhla" (state dict of the MHLA parameters), "gates" ({layer: [gate of each KV head]}), and "seconds"."""
+    file = Path(arguments["work"]) / f"{form.replace(' ', '-').replace(',', '')}-{seed}.pt"
     if file.exists():
         return torch.load(file)
     settings, is_far_on = FORMS[form]
-    model, tokenizer = load(model_folder), AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
+    model, tokenizer = load(arguments["model"]), load_tokenizer(arguments["model"])
     started = time.monotonic()
-    rows = read_rows(model, tokenizer, "self" if form == "MHLA, own text" else fit_text, seed, False)
+    rows = read_rows(model, tokenizer, "self" if form == "MHLA, own text" else arguments["fit"], seed, False)
     convert(model, layers="all", **settings)
     if not is_far_on:
         switch_off(model)
@@ -103,53 +83,35 @@ def fit(model_folder: str, fit_text: str, work: str, form: str, seed: int) -> di
     return result
 
 
-def converted(
-    model_folder: str, fit_text: str, work: str, form: str, heads: int, seed: int
-) -> tuple[Any, dict[str, Any]]:
-    """Make a model of a form in which `heads` KV heads keep softmax; the other arguments are those of `fit`.
-
-    Returns:
-        The model, and what `fit` returns.
-    """
-    fitted = fit(model_folder, fit_text, work, form, seed)
-    model = load(model_folder)
-    convert(model, layers="all", **FORMS[form][0])
+def converted(arguments: Mapping[str, Any], job: Row) -> tuple[Any, dict[str, Any]]:
+    """Make the model of a job, in which "heads" KV heads keep softmax, and return it and what `fit` returns."""
+    fitted = fit(arguments, job["form"], job["seed"])
+    model = load(arguments["model"])
+    convert(model, layers="all", **FORMS[job["form"]][0])
     model.load_state_dict(fitted["mhla"], strict=False)
-    if heads:
-        give_softmax_back(model, largest_gates(fitted["gates"], heads))
+    if job["heads"]:
+        give_softmax_back(model, largest_gates(fitted["gates"], job["heads"]))
     return model, fitted
-
-
-def converted_for_job(arguments: Mapping[str, Any], job: Row) -> tuple[Any, dict[str, Any]]:
-    """Call `converted` with the arguments of the script and the form, heads, and seed of a job."""
-    folders = {"model_folder": arguments["model"], "fit_text": arguments["fit"], "work": arguments["work"]}
-    return converted(**folders, form=job["form"], heads=job["heads"], seed=job["seed"])
 
 
 def load_folder(arguments: Mapping[str, Any], job: Row) -> Any:
     """Load the converted model in fp32, or the original with the adapter, from the folder that the job names."""
     folder = next(folder for folder in arguments["folders"] if Path(folder).name == job["form"])
-    if not is_adapter(folder):
+    if not Path(folder, SETTINGS_FILE).is_file():
         return load(folder)
     return load_adapter(load(arguments["model"]), folder).merge_and_unload()
 
 
-def is_adapter(folder: str) -> bool:
-    """Return whether a folder holds an adapter that `save_adapter` wrote."""
-    return Path(folder, SETTINGS_FILE).is_file()
-
-
 def count_softmax_heads(folder: str) -> int:
-    """Return the number of KV heads that keep softmax in the converted model or adapter in a folder."""
-    if is_adapter(folder):
-        settings = json.loads(Path(folder, SETTINGS_FILE).read_text(encoding="utf-8"))["mhla"]
+    file = Path(folder, SETTINGS_FILE)
+    if file.is_file():
+        settings = json.loads(file.read_text(encoding="utf-8"))["mhla"]
     else:
         settings = AutoConfig.from_pretrained(folder, trust_remote_code=False).mhla
     return sum(map(len, (settings["softmax_heads"] or {}).values()))
 
 
 def switch_off(model: Any) -> None:
-    """Switch the far part of every layer off."""
     for attention in mhla_layers(model).values():
         attention.mhla.mixing.balance.data.fill_(OFF)
 
@@ -163,35 +125,15 @@ def window_model(model: Any, softmax_heads: Mapping[Any, list[int]], **settings:
     return model
 
 
-def heads_of_mhla(out: str | Path, job: Row) -> dict[str, list[int]]:
-    """Return the KV heads that keep softmax in the row of MHLA with the heads, seed, and text of a job."""
-    rows = json.loads(Path(out).read_text(encoding="utf-8"))["rows"]
-    heads: dict[str, list[int]] = next(
-        row["softmax_heads"] for row in rows if {**job, "form": "MHLA"}.items() <= row.items()
-    )
-    return heads
-
-
 def count_bytes(
     model_folder: str | Path, settings: Mapping[str, Any], heads: int, is_far_on: bool
 ) -> dict[str, dict[str, int]]:
     """Count the bytes of one sequence's cache in bf16 at the numbers of tokens in `BYTES_AT`, at most the model's positions.
-
-    If the far part is off, neither its summaries nor rotations are counted.
-
-    Args:
-        model_folder: Folder of the softmax model.
-        settings: Settings of `convert`.
-        heads: Number of KV heads that keep softmax.
-        is_far_on: Whether the far part is on.
-
-    Returns:
-        "bytes" and, with softmax in all heads, "whole_bytes", each by the number of tokens, as a string.
-    """
+    `heads` KV heads keep softmax; if the far part is off, neither its summaries nor rotations are counted. Returns "bytes"
+    and, with softmax in all heads, "whole_bytes", each by the number of tokens, as a string."""
+    config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(model_folder, trust_remote_code=False), dtype=torch.bfloat16
-        ).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     convert(model, layers="all", **(settings if is_far_on else {**settings, "rope": "before"}))
     sizes = sizes_of_layers(model).values()
     num_heads = sum(size.num_kv_heads for size in sizes)
@@ -208,27 +150,21 @@ def count_bytes(
 
 
 def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
-    """Make or load the model of a job, and evaluate it on the job's text.
-
-    Args:
-        arguments: Arguments of the script.
-        job: "form" (a key of `FORMS`, or the name of a folder), "heads", "seed", and "text" (the name of a file).
-
-    Returns:
-        The job, "far" (whether the far part is on), "softmax_heads" ({layer: [KV head, ...]}), for a form "seconds" of
-        the fit, and what `count_bytes` and `judge` return.
-    """
+    """Make or load the model of a job, and evaluate it on the job's text. A job has "form" (a key of `FORMS`, or the name of
+    a folder), "heads", "seed", and "text" (the name of a file). Returns it with "far" (whether the far part is on),
+    "softmax_heads", "seconds" of the fit, and what `count_bytes` and `judge` return."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     made_as: Row
     if job["form"] in FORMS:
         settings, is_far_on = FORMS[job["form"]]
-        if job["form"] == "wide window":
-            heads = heads_of_mhla(arguments["out"], job)
-            model, made_as = window_model(load(arguments["model"]), heads, **settings), {"softmax_heads": heads}
-        else:
-            model, fitted = converted_for_job(arguments, job)
-            made_as = {"seconds": fitted["seconds"], "softmax_heads": largest_gates(fitted["gates"], job["heads"])}
+    if job["form"] == "wide window":
+        rows = json.loads(Path(arguments["out"]).read_text(encoding="utf-8"))["rows"]
+        heads = next(row["softmax_heads"] for row in rows if {**job, "form": "MHLA"}.items() <= row.items())
+        model, made_as = window_model(load(arguments["model"]), heads, **settings), {"softmax_heads": heads}
+    elif job["form"] in FORMS:
+        model, fitted = converted(arguments, job)
+        made_as = {"seconds": fitted["seconds"], "softmax_heads": largest_gates(fitted["gates"], job["heads"])}
     else:
         model = load_folder(arguments, job)
         is_far_on = any(attention.mhla.mixing.balance.max() > OFF / 2 for attention in mhla_layers(model).values())
@@ -237,55 +173,34 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
     row = {**job, "far": is_far_on, **made_as}
     row.update(count_bytes(arguments["model"], settings, job["heads"], is_far_on))
     text = next(text for text in arguments["texts"] if Path(text).name == job["text"])
-    ids = rows_of(arguments["model"], text)
-    row.update(judge(model, ids, teacher_states(arguments["model"], text, Path(arguments["work"]), ids)))
-    return row
-
-
-def rows_of(model_folder: str, text: str) -> dict[int, torch.Tensor]:
-    """Cut a text file into rows without overlap, from its token 2,048 on.
-
-    Returns:
-        Token ids, int64 `[N, length]`, by length.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
-    ids = tokenizer(read_text(text), return_tensors="pt", verbose=False).input_ids[0]
-    rows = {}
-    first = 2048
-    for length, count in LENGTHS.items():
-        rows[length] = ids[first : first + count * length].view(count, length)
-        first += count * length
-    return rows
+    return row | judge(model, *rows_and_states(arguments, text))
 
 
 TeacherStates = dict[tuple[int, str], list[torch.Tensor]]  # by length, and "plain" or "repeated"
 
 
 @torch.no_grad()
-def teacher_states(model_folder: str, text: str, work: Path, rows: Mapping[int, torch.Tensor]) -> TeacherStates:
-    """Compute the last hidden states of the original, or load them from the file of an earlier call.
-
-    Args:
-        model_folder: Folder of the softmax model.
-        text: The text file, which names the file of the states.
-        work: Folder of the file.
-        rows: What `rows_of` returns.
-
-    Returns:
-        Hidden states `[length, width]` of each row ("plain"), and of each row whose second half is replaced by its first
-        ("repeated").
-    """
-    file = work / f"teacher-{Path(text).name}.pt"
+def rows_and_states(arguments: Mapping[str, Any], text: str) -> tuple[dict[int, torch.Tensor], TeacherStates]:
+    """Cut a text file into rows without overlap, from its token 2,048 on: token ids, int64 `[N, length]`, by length. Compute
+    the original's last hidden states of each row ("plain"), and of each row whose second half is replaced by its first
+    ("repeated"), or load them from the file of an earlier call."""
+    ids = load_tokenizer(arguments["model"])(read_text(text), return_tensors="pt", verbose=False).input_ids[0]
+    rows = {}
+    first = 2048
+    for length, count in LENGTHS.items():
+        rows[length] = ids[first : first + count * length].view(count, length)
+        first += count * length
+    file = Path(arguments["work"]) / f"teacher-{Path(text).name}.pt"
     if file.exists():
-        return torch.load(file)
-    model = load(model_folder)
+        return rows, torch.load(file)
+    model = load(arguments["model"])
     states: TeacherStates = {}
-    for length, ids in rows.items():
-        for kind, tokens in (("plain", ids), ("repeated", repeated_half(ids))):
+    for length, of_length in rows.items():
+        for kind, tokens in (("plain", of_length), ("repeated", repeated_half(of_length))):
             states[length, kind] = [hidden(model, row) for row in tokens]
     with atomic_file(file) as temporary_path:
         torch.save(states, temporary_path)
-    return states
+    return rows, states
 
 
 def repeated_half(ids: torch.Tensor) -> torch.Tensor:
@@ -294,23 +209,14 @@ def repeated_half(ids: torch.Tensor) -> torch.Tensor:
 
 
 def hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the last hidden states `[T, width]` of one row of token ids `[T]`."""
     return model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
 
 
 @torch.no_grad()
 def judge(model: Any, rows: Mapping[int, torch.Tensor], teacher: TeacherStates) -> dict[str, Any]:
-    """Compare a model with its original.
-
-    Args:
-        model: The converted model.
-        rows: What `rows_of` returns.
-        teacher: What `teacher_states` returns.
-
-    Returns:
-        "places", with [KL to the original in nats, perplexity, the original's perplexity] by the keys of `PLACES`, and
-        "recall", with [recall, the original's recall] by the length of the rows, as a string.
-    """
+    """Compare a model with its original, given what `rows_and_states` returns. Returns "places", with [KL to the
+    original in nats, perplexity, the original's perplexity] by the keys of `PLACES`, and "recall", with [recall, the
+    original's recall] by the length of the rows, as a string."""
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in PLACES}  # of KL and both losses, and their number
     recall = {}
     for length, group in rows.items():
@@ -332,16 +238,8 @@ def judge(model: Any, rows: Mapping[int, torch.Tensor], teacher: TeacherStates) 
 
 
 def compare(model: Any, ids: torch.Tensor, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Compare the predictions of a model for each next token with the original's.
-
-    Args:
-        model: The converted model, whose output head is the original's.
-        ids: Token ids of a row, `[T]`.
-        student, teacher: Last hidden states of the model and of the original, `[T, width]`.
-
-    Returns:
-        KL to the original, loss, and the original's loss, in nats: fp64 `[T - 1, 3]`.
-    """
+    """Compare the predictions of a model for each next token with the original's, given both last hidden states. Returns KL
+    to the original, loss, and the original's loss, in nats: fp64 `[T - 1, 3]`."""
     head = model.get_output_embeddings()
     parts = []
     for first in range(0, len(ids) - 1, PART):
@@ -358,12 +256,7 @@ def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
     """Yield a job for each folder and each of --rows, FORM:HEADS[:SEEDS], on every text; see `make_row`."""
     for folder in arguments["folders"]:
         for text in arguments["texts"]:
-            yield {
-                "form": Path(folder).name,
-                "heads": count_softmax_heads(folder),
-                "seed": 0,
-                "text": Path(text).name,
-            }
+            yield {"form": Path(folder).name, "heads": count_softmax_heads(folder), "seed": 0, "text": Path(text).name}
     for row in arguments["rows"]:
         form, heads, *seeds = row.split(":")
         for seed in range(int(seeds[0]) if seeds else 1):
@@ -371,19 +264,7 @@ def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
                 yield {"form": form, "heads": int(heads), "seed": seed, "text": Path(text).name}
 
 
-def describe(row: Row) -> str:
-    """Format a row for the log."""
-    places = " ".join(
-        f"{kl:.4f} ({perplexity / original - 1:+.1%})" for kl, perplexity, original in row["places"].values()
-    )
-    recall = " ".join(f"{log_p:.3f} ({original:.3f})" for log_p, original in row["recall"].values())
-    return (
-        f"{row['form']}, {row['heads']} heads, seed {row['seed']}, {Path(row['text']).name}: {places}; recall {recall}"
-    )
-
-
 def render_heads(record: Mapping[str, Any]) -> str:
-    """Render a table for each text, with means over the seeds."""
     tables = []
     for text in dict.fromkeys(row["text"] for row in record["rows"]):
         groups: dict[tuple[str, int], list[Row]] = {}  # by form and heads
@@ -392,76 +273,48 @@ def render_heads(record: Mapping[str, Any]) -> str:
                 groups.setdefault((row["form"], row["heads"]), []).append(row)
         columns = [f"MiB at {BYTES_AT[-1] // 1024}k", *(f"KL, {name}" for name in PLACES)]
         columns += ["perplexity 4k to 8k", *(f"recall at {n // 1024}k" for n in BYTES_AT[1:])]
-        lines = [
-            f"| {Path(text).name} | " + " | ".join(columns) + " |",
-            "|---" + "|---:" * len(columns) + "|",
-            softmax_line(next(iter(groups.values()))[0]),
-        ]
+        row = next(iter(groups.values()))[0]
+        cells = [f"{row['whole_bytes'][str(BYTES_AT[-1])] / 2**20:.1f}"] + ["0"] * len(PLACES)
+        cells.append(f"{row['places']['4k to 8k'][2]:.2f}")
+        lines = [["softmax", *cells, *(f"{row['recall'][str(n)][1]:.3f}" for n in BYTES_AT[1:])]]
         for (form, heads), rows in groups.items():
-            label = f"{form}, {heads} heads" + f", {len(rows)} seeds" * (len(rows) > 1)
             cells = [f"{rows[0]['bytes'][str(BYTES_AT[-1])] / 2**20:.1f}"]
-            cells += [f"{mean_of(rows, 'places', name, 0):.4f}" for name in PLACES]
-            cells.append(f"{mean_of(rows, 'places', '4k to 8k', 1):.2f}")
-            cells += [f"{mean_of(rows, 'recall', str(n), 0):.3f}" for n in BYTES_AT[1:]]
-            lines.append(f"| {label} | " + " | ".join(cells) + " |")
-        tables.append("\n".join(lines))
+            measures = [("places", name, 0, ".4f") for name in PLACES] + [("places", "4k to 8k", 1, ".2f")]
+            for measure, key, index, spec in measures + [("recall", str(n), 0, ".3f") for n in BYTES_AT[1:]]:
+                cells.append(f"{sum(row[measure][key][index] for row in rows) / len(rows):{spec}}")
+            lines.append([f"{form}, {heads} heads" + f", {len(rows)} seeds" * (len(rows) > 1), *cells])
+        tables.append(markdown([Path(text).name, *columns], lines))
     return "\n\n".join([*tables, describe_setup(record)])
 
 
-def softmax_line(row: Row) -> str:
-    """Render the line of the original from any row on the same text."""
-    cells = [f"{row['whole_bytes'][str(BYTES_AT[-1])] / 2**20:.1f}"]
-    cells += ["0"] * len(PLACES)
-    cells.append(f"{row['places']['4k to 8k'][2]:.2f}")
-    cells += [f"{row['recall'][str(n)][1]:.3f}" for n in BYTES_AT[1:]]
-    return "| softmax | " + " | ".join(cells) + " |"
-
-
-def mean_of(rows: Sequence[Row], measure: str, key: str, index: int) -> float:
-    """Average the value row[measure][key][index] over rows."""
-    return sum(row[measure][key][index] for row in rows) / len(rows)
-
-
 def main() -> None:
-    """Run the script."""
-    parser = argparse.ArgumentParser("heads", description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("model", help="folder of a softmax language model")
     parser.add_argument("--fit", required=True, help="text to learn from")
     parser.add_argument("--texts", nargs="+", required=True, help="texts to judge on")
-    parser.add_argument(
-        "--rows", nargs="*", default=[], metavar="FORM:HEADS[:SEEDS]", help=f"forms: {', '.join(FORMS)}"
-    )
-    parser.add_argument(
-        "--folders", nargs="*", default=[], help="converted models, such as distilled ones, or adapters"
-    )
+    rows_help = f"forms: {', '.join(FORMS)}"
+    parser.add_argument("--rows", nargs="*", default=[], metavar="FORM:HEADS[:SEEDS]", help=rows_help)
+    folders_help = "converted models, such as distilled ones, or adapters"
+    parser.add_argument("--folders", nargs="*", default=[], help=folders_help)
     parser.add_argument("--adapter", help="folder for the first of --folders or --rows, seed 0, as an adapter")
     parser.add_argument("--rank", type=int, default=16, help="rank of LoRA in the adapter of a distilled model")
     parser.add_argument("--work", default="out-heads", help="folder for what is fitted")
     parser.add_argument("--out", default="docs/language/heads.json")
-    arguments = vars(parser.parse_args())
-    Path(arguments["work"]).mkdir(parents=True, exist_ok=True)
-    command = shlex.join(
-        ["python", "-m", "experiments.heads", *(Path(x).name if "/" in x else x for x in sys.argv[1:])]
-    )
-    make, adapter = functools.partial(make_row, arguments), arguments.pop("adapter")
-    record = add_rows(arguments["out"], make, list(jobs_of(arguments)), describe, workers=1, command=command)
-    print(render_heads(record))
+    args, command = parse_call(parser, "heads", None)
+    arguments = vars(args)
+    Path(args.work).mkdir(parents=True, exist_ok=True)
+    adapter = arguments.pop("adapter")
+    make = functools.partial(make_row, arguments)
+    print(render_heads(add_rows(args.out, make, list(jobs_of(arguments)), command)))
     if adapter:
         write_adapter(arguments, next(jobs_of(arguments)), adapter)
 
 
 def write_adapter(arguments: Mapping[str, Any], job: Row, folder: str) -> None:
-    """Save as an adapter, in bf16, what the model of a job has learned, and the KV heads that keep softmax.
-
-    What distillation changed in the weights of the original becomes LoRA.
-
-    Args:
-        arguments: Arguments of the script.
-        job: As for `make_row`.
-        folder: Folder to write.
-    """
+    """Save as an adapter, in bf16, what the model of a job has learned, and the KV heads that keep softmax. What
+    distillation changed in the weights of the original becomes LoRA."""
     if job["form"] in FORMS:
-        model, fitted = converted_for_job(arguments, job)
+        model, fitted = converted(arguments, job)
         gates = {str(layer): [round(x, 3) for x in values] for layer, values in fitted["gates"].items()}
         kept_heads = {str(layer): heads for layer, heads in largest_gates(fitted["gates"], job["heads"]).items()}
         text = Path(arguments["fit"]).name

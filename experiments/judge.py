@@ -18,15 +18,14 @@ import lm_eval.tasks
 import torch
 from lm_eval.api.samplers import FirstNSampler
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoTokenizer
 
 from mhla_hf.cli.main import script
 from mhla_hf.evaluation.language import load_tasks, quiet_harness
 from mhla_hf.evaluation.recall import filler_lines, make_text
 from mhla_hf.models.transformers_api import forward_cached
 
-from .heads import FORMS, converted, load, read_text
-from .rows import Row, add_rows, describe_setup, format_mean, make_parser, parse_call
+from .heads import FORMS, converted, load, load_tokenizer, read_text
+from .rows import Row, add_rows, describe_setup, format_mean, make_parser, markdown, parse_call
 
 SOFTMAX = "softmax"
 LENGTHS = {1024: 2, 4096: 1, 8192: 1}  # tokens of a long text: number of texts
@@ -67,10 +66,11 @@ def load_subject(model_folder: str, fit_text: str, work: str, form: str, heads: 
     """Load the original, or make a conversion to a form of `experiments.heads`, with its tokenizer."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(model_folder)
     if form == SOFTMAX:
         return load(model_folder), tokenizer
-    return converted(model_folder, fit_text, work, form, heads, 0)[0], tokenizer
+    arguments = {"model": model_folder, "fit": fit_text, "work": work}
+    return converted(arguments, {"form": form, "heads": heads, "seed": 0})[0], tokenizer
 
 
 @torch.no_grad()
@@ -97,14 +97,20 @@ def answer_scores(model: Any, prefix: Sequence[int], questions: Sequence[Questio
     return scores
 
 
+def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
+    """Ask about the facts between lines of the text file `data`. "answers" are for each question [kind, tokens back,
+    log-probability of the answer, whether it is right]."""
+    ids, rows = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
+    scores = answer_scores(model, ids, [question for _, _, question in rows])
+    return {"answers": [[kind, back, *score] for (kind, back, _), score in zip(rows, scores, strict=True)]}
+
+
 def make_lookups(
     tokenizer: Any, text: str, length: int, seed: int
 ) -> tuple[list[int], list[tuple[str, int, Question]]]:
-    """Make a text with facts at even distances, none in its last `NEAR` tokens, and questions about them.
-
-    Returns the token ids of the text, about `length`, and for each fact its kind ("code" or "lookup"), how many tokens
-    before the end it ends, and a `Question`.
-    """
+    """Make a text with facts at even distances, none in its last `NEAR` tokens, and questions about them. Returns the token
+    ids of the text, about `length`, and for each fact its kind ("code" or "lookup"), how many tokens before the end it ends,
+    and a `Question`."""
     rng = random.Random(f"lookups {length} {seed}")
 
     def encode(piece: str) -> list[int]:
@@ -114,10 +120,8 @@ def make_lookups(
     kinds = ["codes"] * num_codes + ["lookups"] * num_lookups
     rng.shuffle(kinds)
     facts = [(kind, 100 * (index + 1) / len(kinds)) for index, kind in enumerate(kinds)]
-    lines = filler_lines(text)
-    long_text, questions = make_text(
-        tokenizer, lines, length - NEAR, facts, rng, examples={"codes": SHOWN, "lookups": SHOWN}
-    )
+    lines, examples = filler_lines(text), {"codes": SHOWN, "lookups": SHOWN}
+    long_text, questions = make_text(tokenizer, lines, length - NEAR, facts, rng, examples=examples)
     tail = ""
     for line in itertools.cycle(lines[rng.randrange(len(lines)) :] + lines):
         tail += line
@@ -129,16 +133,6 @@ def make_lookups(
         likeliest = [encode(choice)[0] for choice in choices] if kind == "lookups" else []
         rows.append((kind[:-1], len(encode(long_text[end:])), (encode(prompt), encode(answer), likeliest)))
     return encode(long_text), rows
-
-
-def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Ask about the facts between lines of the text file `data`.
-
-    "answers" are for each question [kind, tokens back, log-probability of the answer, whether it is right].
-    """
-    ids, rows = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
-    scores = answer_scores(model, ids, [question for _, _, question in rows])
-    return {"answers": [[kind, back, *score] for (kind, back, _), score in zip(rows, scores, strict=True)]}
 
 
 class PrefixReader(HFLM):
@@ -155,11 +149,9 @@ class PrefixReader(HFLM):
 
 
 def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Evaluate a few-shot task of lm-eval, on the documents after those that serve as examples in every prompt.
-
-    `data` is what `mhla-hf evaluate --data-files` takes. "answers" are for each document [its index, whether the answer is
-    right, log-likelihoods of the choices].
-    """
+    """Evaluate a few-shot task of lm-eval, on the documents after those that serve as examples in every prompt. `data` is
+    what `mhla-hf evaluate --data-files` takes. "answers" are for each document [its index, whether the answer is right,
+    log-likelihoods of the choices]."""
     name = job["task"]
     folder, shots = TASKS[name]
     task_folder = Path(lm_eval.tasks.__file__).parent / folder
@@ -176,22 +168,18 @@ def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any
     return {"shots": shots, "shared_tokens": reader.shared, "answers": sorted(answers)}
 
 
-def make_chats(tokenizer: Any, text: str) -> tuple[Sequence[str], Sequence[str]]:
-    """Return two batches of prompts: about passages of `text` (WikiText-2's test split), and `QUESTIONS`."""
-    passages = []
+def judge_chats(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
+    """Answer prompts about passages of WikiText-2's test split, and `QUESTIONS`, by greedy decoding. "answers" are for each
+    [tokens of the prompt, its last line, the answer]."""
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.eos_token
+    text, passages = read_text(data), []
     for title, question in PASSAGES.items():
         passage = text[text.index(f" = {title} = ") :][: 8 * PASSAGE_TOKENS]
         ids = tokenizer(passage, add_special_tokens=False).input_ids
         passages.append(f"{tokenizer.decode(ids[:PASSAGE_TOKENS])}\n\n{question}")
-    return passages, QUESTIONS
-
-
-def judge_chats(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Answer the prompts of `make_chats` by greedy decoding: for each [tokens of the prompt, its last line, the answer]."""
-    tokenizer.padding_side = "left"
-    tokenizer.pad_token = tokenizer.eos_token
     answers: list[list[Any]] = []
-    for prompts in make_chats(tokenizer, read_text(data)):
+    for prompts in (passages, QUESTIONS):
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
         inputs = tokenizer.apply_chat_template(chats, **options)
@@ -204,16 +192,11 @@ def judge_chats(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, An
 
 
 def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
-    """Evaluate one model on one text, task, or set of chats."""
     model, tokenizer = load_subject(arguments["model"], arguments["fit"], arguments["work"], job["form"], job["heads"])
     return {**job, **JUDGES[job["what"]](model, tokenizer, arguments["data"], job)}
 
 
-JUDGES: dict[str, Callable[[Any, Any, str, Row], dict[str, Any]]] = {
-    "lookups": judge_lookups,
-    "tasks": judge_task,
-    "chats": judge_chats,
-}
+JUDGES: dict[str, Callable[..., Row]] = {"lookups": judge_lookups, "tasks": judge_task, "chats": judge_chats}
 
 
 def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
@@ -229,28 +212,16 @@ def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
             yield {"what": arguments["what"], "form": form, "heads": int(heads or 0), **part}
 
 
-def describe(row: Row) -> str:
-    """Format a row for the log."""
-    name = f"{row['form']}, {row['heads']} heads, {row.get('task', row.get('length', 'chats'))}"
-    column = {"lookups": 3, "tasks": 1}.get(row["what"])
-    return name if column is None else f"{name}: {statistics.fmean(x[column] for x in row['answers']):.3f}"
-
-
 Answers = dict[Any, list[list[Any]]]  # by the value of a row's key
 
 
-def answers_by_model(record: Mapping[str, Any], key: str) -> tuple[dict[tuple[str, int], Answers], Answers]:
-    """Return the answers by (form, heads) and a key of the rows, and those of the original."""
-    models: dict[tuple[str, int], Answers] = {}
+def answers_by_model(record: Mapping[str, Any], key: str) -> tuple[dict[str, Answers], Answers]:
+    """Return the answers by model, as the tables name it, and by a key of the rows, and those of the original."""
+    models: dict[str, Answers] = {}
     for row in sorted(record["rows"], key=lambda row: row.get("seed", 0)):
-        answers = models.setdefault((row["form"], row["heads"]), {})
-        answers.setdefault(row[key], []).extend(row["answers"])
-    return models, models[SOFTMAX, 0]
-
-
-def label(form: str, heads: int) -> str:
-    """Return the name of a model in the tables."""
-    return form if form == SOFTMAX else f"{form}, {heads} heads"
+        name = row["form"] if row["form"] == SOFTMAX else f"{row['form']}, {row['heads']} heads"
+        models.setdefault(name, {}).setdefault(row[key], []).extend(row["answers"])
+    return models, models[SOFTMAX]
 
 
 def render_lookups(record: Mapping[str, Any]) -> str:
@@ -259,61 +230,57 @@ def render_lookups(record: Mapping[str, Any]) -> str:
     lengths = sorted(original)
     columns = [(kind, length) for length in lengths for kind in ("code", "lookup")]
     names = [f"{kind}s at {length // 1024}k" for kind, length in columns]
-    lines = ["| " + " | ".join(["right, %", *names]) + " |", "|---" + "|---:" * len(names) + "|"]
-    for (form, heads), answers in models.items():
-        cells = []
+    lines = []
+    for name, answers in models.items():
+        cells = [name]
         for column_kind, length in columns:
             is_right = [100 * right for kind, _, _, right in answers.get(length, ()) if kind == column_kind]
             cells.append(format_mean(is_right, "{:.0f}") if is_right else "")
-        lines.append(f"| {label(form, heads)} | " + " | ".join(cells) + " |")
+        lines.append(cells)
     counts = ", ".join(f"{len(original[length])} questions at {length // 1024}k" for length in lengths)
-    return "\n".join([*lines, "", f"{counts}. {describe_setup(record)}"])
+    return f"{markdown(['right, %', *names], lines)}\n\n{counts}. {describe_setup(record)}"
 
 
 def render_tasks(record: Mapping[str, Any]) -> str:
     """Render the accuracy of the original and the first conversion, and how often both choose the same answer."""
     models, original = answers_by_model(record, "task")
-    model, converted_answers = next(item for item in models.items() if item[0] != (SOFTMAX, 0))
+    model, converted_answers = next(item for item in models.items() if item[0] != SOFTMAX)
     groups = {task: (original[task], converted_answers[task]) for task in original if task in converted_answers}
     originals, conversions = zip(*groups.values(), strict=True)
     groups["all"] = list(itertools.chain(*originals)), list(itertools.chain(*conversions))
     shared_tokens = {row["task"]: f"{row['shared_tokens']:,}" for row in record["rows"]}
-    columns = ("tokens of the examples", "questions", SOFTMAX, label(*model), "difference", "same choice, %")
-    lines = ["| task | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+
+    def choice(answer: Sequence[Any]) -> Any:
+        """Return the index of the choice that a model takes or, for a task without choices, whether it is right."""
+        _, is_right, scores = answer
+        return is_right if len(scores) == 1 else scores.index(max(scores))
+
+    lines = []
     for task, group in groups.items():
         pairs = list(zip(*group, strict=True))
-        cells = [shared_tokens.get(task, ""), str(len(pairs))]
-        cells += [format_mean([100 * answer[1] for answer in answers], "{:.1f}") for answers in group]
-        differences = [100 * (answer[1] - reference[1]) for reference, answer in pairs]
-        cells.append(format_mean(differences, "{:+.1f}"))
-        same_choice = statistics.fmean(choice(answer) == choice(reference) for reference, answer in pairs)
-        cells.append(f"{100 * same_choice:.0f}")
-        lines.append(f"| {task} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", describe_setup(record)])
-
-
-def choice(answer: Sequence[Any]) -> Any:
-    """Return the index of the choice that a model takes or, for a task without choices, whether it is right."""
-    _, is_right, scores = answer
-    return is_right if len(scores) == 1 else scores.index(max(scores))
+        cells = [format_mean([100 * answer[1] for answer in answers], "{:.1f}") for answers in group]
+        cells.append(format_mean([100 * (answer[1] - reference[1]) for reference, answer in pairs], "{:+.1f}"))
+        cells.append(
+            f"{100 * statistics.fmean(choice(answer) == choice(reference) for reference, answer in pairs):.0f}"
+        )
+        lines.append([task, shared_tokens.get(task, ""), str(len(pairs)), *cells])
+    header = ["task", "tokens of the examples", "questions", SOFTMAX, model, "difference", "same choice, %"]
+    return f"{markdown(header, lines)}\n\n{describe_setup(record)}"
 
 
 def main() -> None:
-    """Run the script."""
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=JUDGES, help="kind of evaluation")
     parser.add_argument("model", help="folder of a softmax language model with a chat template")
-    parser.add_argument(
-        "data", help="lookups: a text file; tasks: lm-eval's data files; chats: WikiText-2's test split"
-    )
+    data_help = "lookups: a text file; tasks: lm-eval's data files; chats: WikiText-2's test split"
+    parser.add_argument("data", help=data_help)
     parser.add_argument("--fit", required=True, help="text file to fit conversions on")
     rows_help = f"{SOFTMAX}, {', '.join(FORMS)}"
     parser.add_argument("--rows", nargs="+", required=True, metavar="FORM[:HEADS]", help=rows_help)
     parser.add_argument("--work", default="out-heads", help="folder for fitted conversions")
     args, command = parse_call(parser, "judge", None)
     make = functools.partial(make_row, vars(args))
-    jobs = list(jobs_of(vars(args)))
-    add_rows(f"docs/language/{args.what}.json", make, jobs, describe, workers=1, command=command)
+    add_rows(f"docs/language/{args.what}.json", make, list(jobs_of(vars(args))), command)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,18 @@ Folders that `mhla_hf.convert` and `save_pretrained` made are measured in mhla_h
 
     python -m experiments.kvpress_rows MODEL TEXT... --folder STUDENT... --out folders.json
 
-MODEL is the folder of the original, with its tokenizer. A row of a text is a prompt of L tokens and the 512 tokens after
-it. The model reads the prompt, a press makes the cache smaller, and the model is fed the tokens after the prompt. A press
-sees the prompt alone, as it would while a language model generates text.
+A row of a text is a prompt of L tokens and the 512 tokens after it. The model reads the prompt, a press makes the cache
+smaller, and the model is fed the tokens after the prompt. A press sees the prompt alone.
 
 - kl: KL(full cache || small cache) in nats, the mean over the 512 tokens after the prompt.
 - recall: after the same prompt, the model is fed a copy of 256 tokens from its middle, [L/2, L/2 + 256). The mean
   log-probability of the copy's tokens after the first 16, which are the cue.
-- kept: bytes of the cache after the prompt over those of the full cache. AdaKV, CriticalAdaKV, and KVzip evict different
-  numbers of entries from the heads. kvpress masks these entries and does not free them; here, they count as freed.
+- kept: bytes of the cache after the prompt over those of the full cache. AdaKV and KVzip evict different numbers of
+  entries from the heads. kvpress masks these entries and does not free them; here, they count as freed.
 - seconds: CPU time of the prefill with a press. Presses do not change what prefill computes, so one prefill serves all of
   them: their forward hooks are called afterwards, with the inputs and outputs of the layers.
 
-Only a few presses use random numbers, with seed 0. Existing rows of the file are kept.
+Existing rows of the file are kept.
 """
 
 import argparse
@@ -33,8 +32,8 @@ import itertools
 import json
 import os
 import platform
+import re
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,35 +42,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LIMIT = 1_000_000  # characters of a text
 AFTER, COPY, CUE = 512, 256, 16  # tokens
 CHUNK = 32  # tokens that are fed at once after the prompt
 FULL = "full cache"
-COLUMNS = {"kl": ("KL", "{:.3f}"), "recall": ("recall", "{:.2f}")}  # of the table: titles and formats
 PRESSES = ("StreamingLLM", "SnapKV", "ExpectedAttention", "AdaKV(ExpectedAttention)", "Compactor", "KVzip")
 
 
 Row = dict[str, Any]
 RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `row_parts`
-LayerCall = tuple[Any, dict[str, Any], Any]  # an attention layer, its keyword arguments, and its output
-
-
-def read_text(path: Path) -> str:
-    """Read the first million characters of a text file, which may be compressed."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-        return file.read(LIMIT)
-
-
-def text_name(path: Path) -> str:
-    """Return the name of a text file without its endings, such as "moby_dick" for moby_dick.txt.gz."""
-    return path.name.partition(".")[0]
-
-
-def tokenize(tokenizer: Any, path: Path) -> torch.Tensor:
-    """Return the token ids of a text without special tokens: int64 `[N]`."""
-    return torch.tensor(tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def row_parts(ids: torch.Tensor, length: int, row: int) -> RowParts:
@@ -81,11 +63,6 @@ def row_parts(ids: torch.Tensor, length: int, row: int) -> RowParts:
     if len(after) < AFTER:
         raise ValueError(f"row {row}: got a text of {len(ids)} tokens, expected {start + length + AFTER}.")
     return prompt, after, prompt[length // 2 :][:COPY]
-
-
-def token_log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities `[N - 1]` of ids[1:], given the logits `[N, V]` of a forward pass over ids `[N]`."""
-    return -torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none")
 
 
 def divergence(teacher: torch.Tensor, logits: torch.Tensor) -> float:
@@ -129,37 +106,29 @@ def feed(model: Any, cache: Any, ids: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def judge(
-    model: Any,
-    cache: Any,
-    after: torch.Tensor,
-    copied: torch.Tensor,
-    start: int,
-    teacher: torch.Tensor | None = None,
+    model: Any, cache: Any, after: torch.Tensor, copied: torch.Tensor, start: int, teacher: torch.Tensor | None = None
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """Measure how well a model continues from the cache of a prompt with `start` tokens.
-
-    `teacher` has the logits of `after` with the full cache, and is None if this is the full cache. Returns "kl", "recall",
-    and the logits of `after`, `[512, V]`.
-    """
+    """Measure how well a model continues from the cache of a prompt with `start` tokens. `teacher` has the logits of `after`
+    with the full cache, and is None if this is the full cache. Returns "kl", "recall", and the logits of `after`, `[512,
+    V]`."""
     logits = feed(model, cache, after, start)
-    copy_logits = feed(model, cache, copied, start)
-    measures = {
-        "kl": 0.0 if teacher is None else divergence(teacher, logits),
-        "recall": token_log_probs(copy_logits, copied)[CUE - 1 :].mean().item(),
-    }
-    return measures, logits
+    copy_losses = F.cross_entropy(feed(model, cache, copied, start)[:-1], copied[1:], reduction="none")
+    kl = 0.0 if teacher is None else divergence(teacher, logits)
+    return {"kl": kl, "recall": -copy_losses[CUE - 1 :].mean().item()}, logits
 
 
 def tensor_bytes(cache: Any) -> int:
-    """Return the bytes of the keys and values in a cache of softmax layers."""
     return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
-def make_presses(ratio: float) -> dict[str, Any]:
-    """Return the presses by name, which evict the share `ratio` of the cache. All are set as in kvpress' own evaluation."""
+def press_rows(model: Any, parts: RowParts, keep: Fraction, names: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yield names and measures of the full cache and of presses that keep a share of it, for what `row_parts` returns. The
+    presses are set as in kvpress' own evaluation. One that masks entries instead of removing them stores them in the
+    attention layers; these count as removed."""
     import kvpress as kv
 
-    return {
+    ratio = float(1 - keep)
+    presses = {
         "StreamingLLM": kv.StreamingLLMPress(ratio),
         "SnapKV": kv.SnapKVPress(ratio),
         "ExpectedAttention": kv.ExpectedAttentionPress(ratio),
@@ -167,67 +136,39 @@ def make_presses(ratio: float) -> dict[str, Any]:
         "Compactor": kv.CompactorPress(ratio),
         "KVzip": kv.KVzipPress(ratio),
     }
-
-
-def prefill_watched(model: Any, prompt: torch.Tensor) -> tuple[Any, float, list[LayerCall]]:
-    """Return what `prefill` returns, and the calls of the attention layers."""
-    calls: list[LayerCall] = []
-    hooks = []
+    prompt, after, copied = parts
+    calls: list[tuple[Any, dict[str, Any], Any]] = []  # attention layers, their keyword arguments, and their outputs
 
     def add_call(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         calls.append((module, kwargs, output))
 
-    for layer in model.model.layers:
-        hooks.append(layer.self_attn.register_forward_hook(add_call, with_kwargs=True))
-    try:
-        cache, seconds = prefill(model, prompt)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return cache, seconds, calls
-
-
-def press_cache(
-    model: Any, press: Any, prompt: torch.Tensor, cache: Any, calls: Sequence[LayerCall]
-) -> tuple[Any, float, float]:
-    """Make a copy of a prompt's full cache smaller by a press, given the calls of the attention layers in the prefill.
-
-    Returns the smaller cache, the seconds that it took, and the share of the bytes that it keeps. A press that masks entries
-    instead of removing them stores them in the attention layers; these count as removed.
-    """
-    full_bytes = tensor_bytes(cache)
-    cache = copy.deepcopy(cache)
-    for module, _, _ in calls:
-        module.masked_key_indices = None
-    torch.manual_seed(0)
-    started = time.process_time()
-    with press(model):
-        if hasattr(press, "compress_post"):  # of KVzip's kind: it works at the end of the `with`, not in layers
-            press._context_ids = prompt[None]
-            press._cache = cache
-        else:
-            for module, kwargs, output in calls:
-                press.forward_hook(module, [], {**kwargs, "past_key_values": cache}, output)
-    seconds = time.process_time() - started
-    masks = [module.masked_key_indices for module, _, _ in calls]
-    num_masked = sum(len(indices[0]) for indices in masks if indices is not None)
-    entry_bytes = 2 * calls[0][0].head_dim * cache.layers[0].keys.element_size()
-    return cache, seconds, (tensor_bytes(cache) - num_masked * entry_bytes) / full_bytes
-
-
-def press_rows(model: Any, parts: RowParts, keep: Fraction, names: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yield names and measures of the full cache and of presses that keep a share of it, for what `row_parts` returns."""
-    prompt, after, copied = parts
-    cache, seconds, calls = prefill_watched(model, prompt)
-    presses = make_presses(float(1 - keep))
-    for module, _, _ in calls:
-        module.masked_key_indices = None
+    layers = [layer.self_attn for layer in model.model.layers]
+    hooks = [layer.register_forward_hook(add_call, with_kwargs=True) for layer in layers]
+    cache, seconds = prefill(model, prompt)
+    for hook in hooks:
+        hook.remove()
+    for layer in layers:
+        layer.masked_key_indices = None
     measures, teacher = judge(model, cache, after, copied, len(prompt))
     yield FULL, {**measures, "kept": 1.0, "seconds": seconds}
-    for name in names:
-        if name == FULL:
-            continue
-        small_cache, press_seconds, kept = press_cache(model, presses[name], prompt, cache, calls)
+    entry_bytes = 2 * layers[0].head_dim * cache.layers[0].keys.element_size()
+    for name in (name for name in names if name != FULL):
+        press, small_cache = presses[name], copy.deepcopy(cache)
+        for layer in layers:
+            layer.masked_key_indices = None
+        torch.manual_seed(0)
+        started = time.process_time()
+        with press(model):
+            if hasattr(press, "compress_post"):  # of KVzip's kind: it works at the end of the `with`, not in layers
+                press._context_ids = prompt[None]
+                press._cache = small_cache
+            else:
+                for module, kwargs, output in calls:
+                    press.forward_hook(module, [], {**kwargs, "past_key_values": small_cache}, output)
+        press_seconds = time.process_time() - started
+        masks = [layer.masked_key_indices for layer in layers]
+        num_masked = sum(len(indices[0]) for indices in masks if indices is not None)
+        kept = (tensor_bytes(small_cache) - num_masked * entry_bytes) / tensor_bytes(cache)
         row: Row
         try:
             row, _ = judge(model, small_cache, after, copied, len(prompt), teacher)
@@ -252,22 +193,14 @@ def folder_rows(teacher: Any, models: Mapping[str, Any], parts: RowParts) -> Ite
 
 
 def describe_run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a record says about hardware, versions, command, and settings."""
-    cpu = platform.processor() or platform.machine()
-    cpu_info = Path("/proc/cpuinfo")
-    if cpu_info.exists():
-        names = (line.partition(":")[2].strip() for line in cpu_info.open() if line.startswith("model name"))
-        cpu = next(names, cpu)
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "kvpress", "mhla_hf"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    """Return what a record says about hardware, versions, command, and settings; see `provenance.describe_run`."""
+    (cpu,) = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1] or ["unknown CPU"]
+    libraries = ("torch", "transformers", "kvpress", "mhla_hf")
+    installed = {x.name.replace("-", "_"): x.version for x in importlib.metadata.distributions()}
     words = [Path(word).name if Path(word).exists() or word.endswith(".json") else word for word in sys.argv[1:]]
     return {
         "hardware": f"{cpu}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} thread, {platform.system()}",
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **{x: installed[x] for x in libraries if x in installed}},
         "command": shlex.join(["python", "experiments/kvpress_rows.py", *words]),
         "date": datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat(),
         "model": args.model.name,
@@ -277,31 +210,9 @@ def describe_run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def render(record: Mapping[str, Any]) -> str:
-    """Render KL and recall by text after the shortest and the longest prompts, means over rows: a line per subject."""
-    rows = record["rows"]
-    lengths = sorted({row["length"] for row in rows})
-    texts = sorted({row["text"] for row in rows})
-    columns = list(itertools.product(COLUMNS, (lengths[0], lengths[-1]), texts))
-    lines = [
-        "| cache | "
-        + " | ".join(f"{COLUMNS[measure][0]}, {text}, {length:,}" for measure, length, text in columns)
-        + " |",
-        "|---" + "|---:" * len(columns) + "|",
-    ]
-    for subject in dict.fromkeys(row["subject"] for row in rows):
-        cells = []
-        for measure, *place in columns:
-            of_cell = [row for row in rows if [row["subject"], row["length"], row["text"]] == [subject, *place]]
-            values = [row[measure] for row in of_cell if measure in row]
-            cells.append(COLUMNS[measure][1].format(statistics.fmean(values)) if values else "")
-        lines.append(f"| {subject} | {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return "\n".join([*lines, "", f"`{record['command']}`, {record['hardware']}, {versions}, fp32."])
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+@torch.no_grad()
+def main() -> None:
+    """Measure the rows that the file lacks: first row 0 of every text and length, then row 1, and so on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="the folder of the original, whose full cache is the teacher")
     parser.add_argument("texts", type=Path, nargs="+", help="text files, gzipped or not")
@@ -310,57 +221,39 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=2, help="rows of each text and length")
     parser.add_argument("--folder", type=Path, nargs="+", help="model folders to measure, and no press")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
-    return parser.parse_args()
-
-
-def load(folder: Path, **kwargs: Any) -> Any:
-    """Load a language model in fp32; `kwargs` are further arguments of `from_pretrained`."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
-
-
-def add_row(args: argparse.Namespace, record: dict[str, Any], row: Row) -> None:
-    """Add a row to the record, and write it to the file."""
-    record.update(describe_run(args))
-    record["rows"].append(row)
-    partial = args.out.with_name(args.out.name + ".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    partial.replace(args.out)
-    print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
-
-
-@torch.no_grad()
-def measure(args: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Measure the rows that the record lacks: first row 0 of every text and length, then row 1, and so on."""
+    args = parser.parse_args()
+    record: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     torch.set_num_threads(1)
     teacher, tokenizer = load(args.model), AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     models = {folder.name: load(folder, trust_remote_code=True) for folder in args.folder or ()}
-    names = [FULL, *(models or PRESSES)]
-    texts = {text_name(path): tokenize(tokenizer, path) for path in args.texts}
-    for row, length, text in itertools.product(range(args.rows), args.lengths, texts):
-        keys = {name: {"text": text, "length": length, "row": row, "subject": name} for name in names}
-        missing = [name for name in names if not any(keys[name].items() <= r.items() for r in record["rows"])]
+    texts = {}
+    for path in args.texts:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+            ids = tokenizer(file.read(LIMIT), add_special_tokens=False, verbose=False)["input_ids"]
+        texts[path.name.partition(".")[0]] = torch.tensor(ids)
+    for index, length, text in itertools.product(range(args.rows), args.lengths, texts):
+        keys = {"text": text, "length": length, "row": index}
+        done = {row["subject"] for row in record["rows"] if keys.items() <= row.items()}
+        missing = [name for name in (FULL, *(models or PRESSES)) if name not in done]
         if not missing:
             continue
-        parts = row_parts(texts[text], length, row)
+        parts = row_parts(texts[text], length, index)
         if models:
             rows = folder_rows(teacher, {name: models[name] for name in missing if name != FULL}, parts)
         else:
             rows = press_rows(teacher, parts, args.keep, missing)
         for name, measures in rows:
             if name in missing:
-                add_row(args, record, {**keys[name], **measures})
+                record.update(describe_run(args))
+                record["rows"].append({**keys, "subject": name, **measures})
+                partial = args.out.with_name(args.out.name + ".partial")
+                partial.write_text(json.dumps(record, indent=1) + "\n")
+                partial.replace(args.out)
+                print(record["rows"][-1], flush=True)
 
 
-def main() -> None:
-    """Run the script."""
-    args = parse_arguments()
-    record = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
-    if record.get("model", args.model.name) != args.model.name:
-        raise ValueError(
-            f"out: got {args.out.name}, whose rows are of {record['model']}, expected a file for {args.model.name} alone."
-        )
-    measure(args, record)
-    print(render(record))
+def load(folder: Path, **kwargs: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
 
 
 if __name__ == "__main__":

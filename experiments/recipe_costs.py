@@ -5,7 +5,6 @@ its operators would take is added up (CPU operators, MHLA in PyTorch; nothing is
 the paper's image classifiers are counted, too.
 """
 
-import argparse
 import contextlib
 import copy
 import itertools
@@ -25,8 +24,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, LlamaConfig, SiglipVisionConfig, ViTConfig
 
 import mhla_hf
-from mhla_hf.checkpoints.file_io import write_json
-from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 from mhla_hf.conversion.model_family import mhla_class, transformer_family
 from mhla_hf.conversion.transformers_models import family_to_convert
@@ -37,14 +34,13 @@ from mhla_hf.training.run_folder import NUM_KEPT_STATES
 from mhla_hf.training.tasks import find_task
 from mhla_hf.training.trainable import set_trainable
 
+from .rows import make_parser, markdown, write_record
+
 WAN = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960}
-SANA: dict[str, Any] = {
-    "num_attention_heads": 36,
-    "attention_head_dim": 32,
-    "num_cross_attention_heads": 16,
-    "sample_size": 16,
-}
-SANA |= {"_class_name": "SanaTransformer2DModel", "cross_attention_head_dim": 72, "cross_attention_dim": 1152}
+SANA = {
+    "_class_name": "SanaTransformer2DModel", "num_attention_heads": 36, "attention_head_dim": 32, "sample_size": 16,
+    "num_cross_attention_heads": 16, "cross_attention_head_dim": 72, "cross_attention_dim": 1152, "num_layers": 28,
+}  # fmt: skip
 SMOLLM = {"vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}
 SMALL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
@@ -54,7 +50,7 @@ BASES: dict[str, Any] = {  # what differs from the defaults of diffusers and tra
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {**WAN, "num_layers": 30},
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": {**WAN, "num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824},
     "facebook/DiT-XL-2-256": {"_class_name": "DiTTransformer2DModel", "num_layers": 28, "out_channels": 8},
-    "Efficient-Large-Model/Sana_600M_512px_diffusers": {**SANA, "num_layers": 28},
+    "Efficient-Large-Model/Sana_600M_512px_diffusers": SANA,
     "HuggingFaceTB/SmolLM2-1.7B": LlamaConfig(**SMOLLM, **LARGE),
     "HuggingFaceTB/SmolLM2-135M": LlamaConfig(**SMOLLM, **SMALL, num_attention_heads=9, num_key_value_heads=3),
     "sentence-transformers/all-MiniLM-L6-v2": BertConfig(**MINILM),
@@ -147,11 +143,9 @@ def measure_stage(base: Any, recipe: Recipe, stage: Any) -> dict[str, int]:
 
 
 def measure_samples(base: Any, recipe: Recipe, stage: Any, count: int) -> dict[str, int]:
-    """Return the bytes of a stage in one of `recipe.processes` processes, over which FSDP2 shards all weights.
-
-    "states" are weights, gradients, moments, average, and teacher, with the blocks that FSDP2 gathers; "peak" adds what a
-    micro-batch allocates; "disk" are the states that a run keeps.
-    """
+    """Return the bytes of a stage in one of `recipe.processes` processes, over which FSDP2 shards all weights. "states" are
+    weights, gradients, moments, average, and teacher, with the blocks that FSDP2 gathers; "peak" adds what a micro-batch
+    allocates; "disk" are the states that a run keeps."""
     with contextlib.ExitStack() as stack:
         with torch.device("meta"):
             task = make_task(base, recipe, stage)
@@ -219,33 +213,26 @@ def count_classifiers(presets: Sequence[str] = tuple(PAPER_COSTS), side: int = 2
 
 def render_classifiers(record: Mapping[str, Any]) -> str:
     """Render the rows of `count_classifiers` for MHLA and softmax, with what the paper says."""
-    lines = [
-        "| model | attention | parameters | G multiply-adds at 224 | outside the attention | padded | in table 2 |"
-    ]
-    lines.append("|---|---|---:|---:|---:|---:|---:|")
+    lines = []
     for row in (row for row in record["rows"] if row["attention"] != "linear"):
         flops = [f"{row[name] / 1e9:.2f}" for name in ("flops", "outside", "padded_flops")]
-        flops.append(PAPER_COSTS[row["preset"]] if row["attention"] == "mhla" else "")
-        lines.append(
-            f"| {row['preset']} | {row['attention']} | {row['parameters'] / 1e6:.2f} M | {' | '.join(flops)} |"
-        )
-    return "\n".join(lines)
+        paper = PAPER_COSTS[row["preset"]] if row["attention"] == "mhla" else ""
+        lines.append([row["preset"], row["attention"], f"{row['parameters'] / 1e6:.2f} M", *flops, paper])
+    columns = ["parameters", "G multiply-adds at 224", "outside the attention", "padded", "in table 2"]
+    return markdown(["model", "attention", *columns], lines, left=2)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print both tables, and write the records that the docs show."""
-    argparse.ArgumentParser("python -m experiments.recipe_costs", description=__doc__).parse_args(arguments)
-    run = describe_run("python -m experiments.recipe_costs")
-    classifiers = {**run, "rows": count_classifiers()}
-    write_json("docs/images/costs.json", classifiers)
-    print(render_classifiers(classifiers))
+    make_parser(__doc__).parse_args(arguments)
+    command = "python -m experiments.recipe_costs"
+    print(render_classifiers(write_record("docs/images/costs.json", {"rows": count_classifiers()}, command)))
     rows: list[dict[str, Any]] = []
     for name in recipe_names():
         recipe = read_recipe(name)
         base = BASES.get(recipe.base or EXAMPLES.get(name, ""))
         stages = [measure_stage(base, recipe, stage) for stage in recipe.stages]
         rows.append({"recipe": name, "processes": recipe.processes, "stages": stages})
-        write_json("docs/recipes/costs.json", {**run, "rows": rows})
+        write_record("docs/recipes/costs.json", {"rows": rows}, command)
         print(name, *format_costs(rows[-1]), sep=", ")
 
 

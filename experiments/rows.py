@@ -19,18 +19,19 @@ from mhla_hf.checkpoints.provenance import describe_run
 Row = dict[str, Any]
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help shows a module's docstring as it is."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, seeds: int = 0) -> argparse.ArgumentParser:
+    """Return a parser whose help shows a module's docstring as it is, with --seeds if it has a default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if seeds:
+        parser.add_argument("--seeds", type=int, default=seeds, help=f"number of seeds (default: {seeds})")
+    return parser
 
 
 def parse_call(
     parser: argparse.ArgumentParser, name: str, arguments: Sequence[str] | None
 ) -> tuple[argparse.Namespace, str]:
-    """Parse the arguments of `experiments.NAME` (None: those of the process).
-
-    Returns the shell command as well, for the record, in which absolute paths are their last parts.
-    """
+    """Parse the arguments of `experiments.NAME` (None: those of the process), and return the shell command for the record.
+    Absolute paths in it are their last parts."""
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parser.parse_args(arguments)
     if getattr(args, "seeds", 1) < 1:
@@ -39,38 +40,24 @@ def parse_call(
     return args, shlex.join(["python", "-m", f"experiments.{name}", *words])
 
 
-def add_rows(
-    out: str | Path,
-    make_row: Callable[[Row], Row],
-    jobs: Sequence[Row],
-    describe: Callable[[Row], str],
-    *,
-    workers: int = 2,
-    command: str | None = None,
-) -> dict[str, Any]:
-    """Compute the rows that a JSON file lacks, and write the file after each of them.
-
-    Args:
-        out: JSON file to create or to extend.
-        make_row: Computes the row of a job. It runs in another process, so it must be picklable.
-        jobs: What tells each row from the others; the row repeats these keys.
-        describe: Formats a row for the log.
-        workers: Number of processes, with one thread each.
-        command: Shell command that repeats it, for the record.
-
-    Returns:
-        The record: what `describe_run` says, and "rows".
-    """
+def add_rows(out: str | Path, make_row: Callable[[Row], Row], jobs: Sequence[Row], command: str) -> Row:
+    """Compute the rows that a JSON file lacks, write it after each of them, and return its content. A row repeats the keys
+    of its job. `make_row` runs in another process with one thread, which keeps what it caches, so it must be picklable."""
     out = Path(out)
-    torch.set_num_threads(1)  # as in the workers, because the record states the threads of this process
+    torch.set_num_threads(1)  # as in the worker, because the record states the threads of this process
     record = json.loads(out.read_text()) if out.exists() else {"rows": []}
     missing = [job for job in jobs if not any(job.items() <= row.items() for row in record["rows"])]
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for num_done, row in enumerate(pool.imap_unordered(make_row, missing), 1):
-            record.update(describe_run(command, "cpu"))
-            record["rows"].append(row)
-            write_json(out, record)
-            print(f"{num_done} of {len(missing)}: {describe(row)}", flush=True)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        for job, row in zip(missing, pool.imap(make_row, missing), strict=True):
+            record = write_record(out, {**record, "rows": [*record["rows"], row]}, command)
+            print(", ".join(f"{key} {value}" for key, value in job.items()), "is done", flush=True)
+    return record
+
+
+def write_record(path: str | Path, record: Row, command: str | None) -> Row:
+    """Write a record, with what `describe_run` says of this CPU, and return it."""
+    record = {**record, **describe_run(command, "cpu")}
+    write_json(path, record)
     return record
 
 
@@ -94,18 +81,17 @@ def describe_setup(record: Mapping[str, Any]) -> str:
     return f"`{record['command']}`, {record['hardware']}, {versions}, {record.get('dtype', 'fp32')}."
 
 
-def format_mean(values: Sequence[float], spec: str) -> str:
-    """Format the mean of values, with ± its standard error if there are several.
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Render a table of strings, with the first `left` columns aligned left."""
+    ruler = "|" + "---|" * left + "---:|" * (len(header) - left)
+    first_line, *lines = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    return "\n".join([first_line, ruler, *lines])
 
-    Args:
-        values: At least one.
-        spec: Format of a number, such as "{:+.2f}"; a + sign is left out of the standard error.
-    """
-    mean = spec.format(statistics.fmean(values))
-    if len(values) == 1:
-        return mean
-    error = statistics.stdev(values) / len(values) ** 0.5
-    return f"{mean} ± {spec.replace('+', '').format(error)}"
+
+def format_mean(values: Sequence[float], spec: str) -> str:
+    """Format the mean of values by a `spec` such as "{:+.2f}", with ± its standard error if there are several."""
+    mean, stderr, _ = over_seeds(values).values()
+    return spec.format(mean) if stderr is None else f"{spec.format(mean)} ± {spec.replace('+', '').format(stderr)}"
 
 
 def format_range(values: Sequence[float], spec: str) -> str:

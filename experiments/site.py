@@ -22,10 +22,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Replace relative links out of docs/ by addresses in the repository.
-
-    A link to a missing file is logged as a warning, which `mkdocs build --strict` turns into an error.
-    """
+    """Replace relative links out of docs/ by addresses in the repository. A link to a missing file is logged as a warning,
+    which `mkdocs build --strict` turns into an error."""
 
     def replace_link(match: re.Match[str]) -> str:
         target = (DOCS / page.file.src_uri).parent.joinpath(match[0]).resolve()

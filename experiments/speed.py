@@ -8,6 +8,7 @@ as long to read as real ones.
 
 import argparse
 import copy
+import functools
 import itertools
 import json
 import time
@@ -22,11 +23,11 @@ from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 from mhla_hf.conversion import convert
-from mhla_hf.evaluation.speed import cache_bytes
+from mhla_hf.evaluation.speed import cache_bytes, clock
 from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.models.transformers_api import cache_argument, forward_cached
 
-from .rows import Row, describe_setup, make_parser, parse_call
+from .rows import Row, describe_setup, make_parser, markdown, parse_call
 
 LENGTHS, BATCHES, PREFILL = (512, 8192, 32768), (1, 16), (512, 2048, 8192)
 STEPS = 8  # tokens decoded per round
@@ -36,7 +37,6 @@ SMOLLM2 = {  # HuggingFaceTB/SmolLM2-135M
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
     "num_key_value_heads": 3, "tie_word_embeddings": True,
 }  # fmt: skip
-HEADS = Path("docs/language/heads.json")
 
 
 def make_models(sizes: Mapping[str, Any], max_length: int, **settings: Any) -> dict[str, Any]:
@@ -46,34 +46,19 @@ def make_models(sizes: Mapping[str, Any], max_length: int, **settings: Any) -> d
     return {"softmax": softmax, "MHLA": convert(copy.deepcopy(softmax), layers="all", **settings).eval()}
 
 
-def kept_heads() -> dict[str, list[int]]:
-    """Return the KV heads that keep softmax in the first row of docs/language/heads.json with a far part, by layer."""
-    rows = json.loads(HEADS.read_text(encoding="utf-8"))["rows"]
-    heads: dict[str, list[int]] = next(row["softmax_heads"] for row in rows if row["far"])
-    return heads
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 @torch.no_grad()
-def measure_prefill(model: Any, length: int, batch: int = 1) -> float:
+def measure_prefill(model: Any, length: int) -> float:
     """Return the microseconds per token of a forward pass that fills a cache, in the fastest of a few rounds."""
-    ids = random_ids(model, length, batch)
+    ids = random_ids(model, length, 1)
     best = float("inf")
     for _ in range(max(1, min(ROUNDS, 10_000 // length))):
         started = time.perf_counter()
         forward_cached(model, ids, logits_to_keep=1)
-        synchronize(model.device)
-        best = min(best, time.perf_counter() - started)
-    return 1e6 * best / length / batch
+        best = min(best, clock(model.device) - started)
+    return 1e6 * best / length
 
 
 def random_ids(model: Any, length: int, batch: int) -> torch.Tensor:
-    """Return random token ids on the device of the model: int64 `[batch, length]`."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
@@ -95,74 +80,56 @@ def fill_cache(model: Any, length: int, batch: int, num_new_tokens: int) -> Stat
 
 
 @torch.no_grad()
-def measure_decoding(models: Mapping[str, Any], length: int, batch: int) -> dict[str, dict[str, float]]:
-    """Measure one decoding step of a batch after `length` tokens; the models take turns.
-
-    Returns "next token" (milliseconds, in the fastest round) and "bytes" (of weights and cache) by model.
-    """
+def measure_decoding(
+    models: Mapping[str, Any], length: int, batch: int, rounds: int | None = None, is_compiled: bool = True
+) -> dict[str, dict[str, float]]:
+    """Measure one decoding step of a batch after `length` tokens; the models take turns for `rounds` (default: `ROUNDS`).
+    Returns "next token" (milliseconds, in the fastest round) and "bytes" (of weights and cache) by model."""
     torch.compiler.reset()
     costs: dict[str, dict[str, float]] = {}
-    steps = {}
+    calls: dict[str, Callable[..., Any]] = {}
+    position = length
     for name, model in models.items():
-        cache = fill_cache(model, length, batch, STEPS * (ROUNDS + 1))
+        cache = fill_cache(model, length, batch, STEPS * ((rounds or ROUNDS) + 1))
         weights = sum(x.numel() * x.element_size() for x in model.parameters())
         costs[name] = {"next token": float("inf"), "bytes": weights + cache_bytes(cache)}
         mode = "reduce-overhead" if model.device.type == "cuda" else None  # CUDA graphs
-        compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
-        steps[name] = decoder(compiled, {cache_argument(model): cache}, random_ids(model, 1, batch), length)
-        steps[name]()  # compiles
-    for _ in range(ROUNDS):
-        for name, decode in steps.items():
+        call = torch.compile(model, fullgraph=True, dynamic=False, mode=mode) if is_compiled else model
+        calls[name] = functools.partial(call, random_ids(model, 1, batch), **{cache_argument(model): cache})
+    for index in range((rounds or ROUNDS) + 1):  # the first compiles
+        for name, call in calls.items():
+            device = models[name].device
             started = time.perf_counter()
-            decode()
-            synchronize(models[name].device)
-            seconds = (time.perf_counter() - started) / STEPS
-            costs[name]["next token"] = min(costs[name]["next token"], 1e3 * seconds)
+            for step in range(STEPS):
+                call(position_ids=torch.tensor([[position + step]], device=device))
+            seconds = (clock(device) - started) / STEPS
+            if index:
+                costs[name]["next token"] = min(costs[name]["next token"], 1e3 * seconds)
+        position += STEPS
     return costs
-
-
-def decoder(model: Any, cache: Mapping[str, Any], ids: torch.Tensor, length: int) -> Callable[[], None]:
-    """Return a function that decodes `STEPS` more tokens with each call, after `length` tokens in the cache.
-
-    `cache` has the cache by the name of the model's argument for it; `ids` [B, 1] are fed in every step.
-    """
-    position = length
-
-    def decode() -> None:
-        nonlocal position
-        for _ in range(STEPS):
-            model(ids, **cache, position_ids=torch.tensor([[position]], device=ids.device))
-            position += 1
-
-    return decode
 
 
 def speed_table(rows: Sequence[Row]) -> str:
     """Render the costs of decoding, a line for each length and batch size; a line of a failed row has the reason."""
     names = ["MHLA: next token, ms", "softmax: next token, ms", "times faster", "bytes read: times fewer"]
-    lines = ["| tokens | batch | " + " | ".join(names) + " |", "|---:" * (2 + len(names)) + "|"]
+    lines = []
     for row in rows:
-        if "failed" in row:
-            cells = [row["failed"]]
-        else:
+        cells = [row.get("failed", "")]
+        if "failed" not in row:
             mhla, softmax = row["MHLA"], row["softmax"]
             milliseconds = [costs["next token"] for costs in (mhla, softmax)]
             cells = [f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}" for ms in milliseconds]
             cells += [f"{softmax[measure] / mhla[measure]:.2f}" for measure in ("next token", "bytes")]
-        lines.append(f"| {row['length']:,} | {row['batch']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([f"{row['length']:,}", str(row["batch"]), *cells])
+    return markdown(["tokens", "batch", *names], lines, left=0)
 
 
 def prefill_table(rows: Sequence[Row]) -> str:
-    """Render the costs of prefill, a line for each length."""
-    lines = ["| tokens | MHLA: prefill, µs per token | softmax: prefill, µs per token |", "|---:" * 3 + "|"]
-    for row in rows:
-        lines.append(f"| {row['length']:,} | {row['MHLA']:,.0f} | {row['softmax']:,.0f} |")
-    return "\n".join(lines)
+    lines = [[f"{row[key]:,.0f}" for key in ("length", "MHLA", "softmax")] for row in rows]
+    return markdown(["tokens", "MHLA: prefill, µs per token", "softmax: prefill, µs per token"], lines, left=0)
 
 
 def render_speed(record: Mapping[str, Any]) -> str:
-    """Render both tables, and how they were measured."""
     return "\n\n".join([speed_table(record["rows"]), prefill_table(record["prefill"]), describe_setup(record)])
 
 
@@ -184,7 +151,7 @@ def run(args: argparse.Namespace, command: str, sizes: Mapping[str, Any] = SMOLL
 
 
 def main() -> None:
-    """Run the script."""
+    """Measure the conversion that keeps the KV heads of the first row of docs/language/heads.json with a far part."""
     parser = make_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens in the cache")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="rows that are decoded at once")
@@ -192,7 +159,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", default="docs/language/speed.json", help="JSON file to write")
     args, command = parse_call(parser, "speed", None)
-    print(render_speed(run(args, command, softmax_heads=kept_heads(), feature_map="exp")))
+    rows = json.loads(Path("docs/language/heads.json").read_text(encoding="utf-8"))["rows"]
+    heads = next(row["softmax_heads"] for row in rows if row["far"])
+    print(render_speed(run(args, command, softmax_heads=heads, feature_map="exp")))
 
 
 if __name__ == "__main__":

@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.load import register_model_type
-from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 
-from .rows import describe_setup, make_parser, parse_call
+from .rows import describe_setup, make_parser, markdown, parse_call, write_record
 
 GIB = 1 << 30
 ROW_TOKENS = 2048  # of text, and of a row whose second half repeats its first
@@ -47,12 +45,6 @@ def engine(folder: str, **options: Any) -> Iterator[Any]:
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
-
-
-def make_rows(text: list[int], count: int) -> dict[str, list[list[int]]]:
-    """Cut rows of a text for "perplexity", and rows whose second half repeats the first for "recall"."""
-    rows = [text[first * ROW_TOKENS : (first + 1) * ROW_TOKENS] for first in range(count)]
-    return {"perplexity": rows, "recall": [2 * row[: ROW_TOKENS // 2] for row in rows]}
 
 
 def summarize(name: str, log_probs: torch.Tensor) -> float:
@@ -79,99 +71,81 @@ def score_in_vllm(llm: Any, rows: Sequence[list[int]]) -> torch.Tensor:
 
     options = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": row} for row in rows], options, use_tqdm=False)
-    return torch.tensor(
-        [
-            [part[token].logprob for part, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)]
-            for output, row in zip(outputs, rows, strict=True)
-        ]
-    )
+    scores = []
+    for output, row in zip(outputs, rows, strict=True):
+        scores.append([part[token].logprob for part, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)])
+    return torch.tensor(scores)
 
 
 def make_prompts(text: list[int], count: int) -> list[list[int]]:
-    """Cut prompts of random lengths and places from a text."""
     source = random.Random(count)
     lengths = [source.randint(*PROMPT_LENGTHS) for _ in range(count)]
     starts = [source.randrange(len(text) - length) for length in lengths]
     return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-def time_generate(model: Any, prompts: Sequence[list[int]]) -> float:
-    """Return the seconds in which `generate` answers prompts one by one."""
-    started = time.perf_counter()
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
-        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return time.perf_counter() - started
-
-
-def time_vllm(llm: Any, prompts: Sequence[list[int]]) -> float:
-    """Return the seconds in which vLLM answers prompts that arrive together."""
+# An engine must be gone before the next one starts, which holds at the end of a function.
+def measure_in_vllm(
+    folder: str, text: list[int], rows: Mapping[str, list[list[int]]], batches: Sequence[int]
+) -> tuple[dict[str, float], dict[int, float], dict[int, float]]:
+    """Return the scores of rows in fp32, how many requests fit by length, and seconds by number of requests, in bf16."""
     from vllm import SamplingParams
-
-    options = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    started = time.perf_counter()
-    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], options, use_tqdm=False)
-    return time.perf_counter() - started
-
-
-def count_requests(llm: Any, length: int) -> float:
-    """Return how many requests of `length` tokens fit the pages of an engine, by vLLM's own arithmetic."""
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-    config = llm.llm_engine.vllm_config
-    longest, config.model_config.max_model_len = config.model_config.max_model_len, length
-    try:
-        pages = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
-        return get_max_concurrency_for_kv_cache_config(config, pages)
-    finally:
-        config.model_config.max_model_len = longest
+    scores: dict[str, float] = {}
 
+    def score() -> None:
+        with engine(folder, dtype="float32", max_model_len=ROW_TOKENS + 1) as llm:
+            scores.update({kind: summarize(kind, score_in_vllm(llm, part)) for kind, part in rows.items()})
 
-# An engine must be gone before the next one starts, so each has a function.
-def score_rows_in_vllm(folder: str, rows: Mapping[str, list[list[int]]]) -> dict[str, float]:
-    """Return what `summarize` says of each kind of rows, for the model in a folder, in fp32."""
-    with engine(folder, dtype="float32", max_model_len=ROW_TOKENS + 1) as llm:
-        return {kind: summarize(kind, score_in_vllm(llm, part)) for kind, part in rows.items()}
-
-
-def count_and_time_in_vllm(
-    folder: str, text: list[int], batches: Sequence[int]
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Return how many requests fit by length, and the seconds by number of requests, for the model in a folder, in bf16."""
+    if rows:
+        score()
     with engine(folder, dtype="bfloat16", max_model_len=CACHE_LENGTHS[-1]) as llm:
-        requests = {length: count_requests(llm, length) for length in CACHE_LENGTHS}
-        if batches:
-            time_vllm(llm, make_prompts(text, 1))  # warm-up
-        return requests, {count: time_vllm(llm, make_prompts(text, count)) for count in batches}
+        config, requests = llm.llm_engine.vllm_config, {}
+        for length in CACHE_LENGTHS:  # the longest, which the engine has, is the last one
+            config.model_config.max_model_len = length
+            pages = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+            requests[length] = get_max_concurrency_for_kv_cache_config(config, pages)
+        options = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+        seconds = {}
+        for count in (1, *batches) if batches else ():  # the first is the warm-up
+            prompts = [{"prompt_token_ids": prompt} for prompt in make_prompts(text, count)]
+            started = time.perf_counter()
+            llm.generate(prompts, options, use_tqdm=False)
+            seconds[count] = time.perf_counter() - started
+        return scores, requests, {count: seconds[count] for count in batches}
 
 
 def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches: Sequence[int]) -> dict[str, Any]:
-    """Measure models, first in transformers, whose classes vLLM changes, and then in vLLM.
-
-    Returns "scores" by model, engine and measure, "requests" by model and length, and "speed" as rows.
-    """
+    """Measure models, first in transformers, whose classes vLLM changes, and then in vLLM. Returns "scores" by model, engine
+    and measure, "requests" by model and length, and "speed" as rows."""
     tokenizer = AutoTokenizer.from_pretrained(next(iter(folders.values())), trust_remote_code=False)
     text = tokenizer(text_file.read_text(encoding="utf-8")).input_ids
-    rows = make_rows(text, num_rows)
-    scores: dict[str, dict[str, dict[str, float]]] = {name: {"transformers": {}, "vLLM": {}} for name in folders}
+    rows: dict[str, list[list[int]]] = {}
+    if num_rows:
+        rows["perplexity"] = [text[first * ROW_TOKENS : (first + 1) * ROW_TOKENS] for first in range(num_rows)]
+        rows["recall"] = [2 * row[: ROW_TOKENS // 2] for row in rows["perplexity"]]
+    scores: dict[str, dict[str, dict[str, float]]] = {name: {} for name in folders}
     speed: list[dict[str, Any]] = []
     for name, folder in folders.items() if num_rows or batches else ():
         register_model_type(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-        for kind, part in rows.items() if num_rows else ():
-            scores[name]["transformers"][kind] = summarize(kind, score_in_transformers(model, part))
+        measured = {kind: summarize(kind, score_in_transformers(model, part)) for kind, part in rows.items()}
+        scores[name]["transformers"] = measured
         model = model.bfloat16()
         for count in batches[:2]:
-            seconds = time_generate(model, make_prompts(text, count))
+            started = time.perf_counter()
+            for prompt in make_prompts(text, count):  # one by one
+                ids = torch.tensor([prompt])
+                options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+                model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            seconds = time.perf_counter() - started
             speed.append({"model": name, "engine": "transformers", "requests": count, "seconds": seconds})
         del model
         print(name, scores[name], speed, flush=True)
     requests: dict[str, dict[int, float]] = {}
     for name, folder in folders.items():
-        if num_rows:
-            scores[name]["vLLM"] = score_rows_in_vllm(folder, rows)
-        requests[name], seconds_taken = count_and_time_in_vllm(folder, text, batches)
+        scores[name]["vLLM"], requests[name], seconds_taken = measure_in_vllm(folder, text, rows, batches)
         for count, seconds in seconds_taken.items():
             speed.append({"model": name, "engine": "vLLM", "requests": count, "seconds": seconds})
         print(name, scores[name], requests[name], speed, flush=True)
@@ -179,25 +153,24 @@ def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches:
 
 
 def render_vllm(record: Mapping[str, Any]) -> str:
-    """Render the tables of docs/serving.md."""
     names = list(record["scores"])
-    lines = ["| | " + " | ".join(names) + " |", "|---" + "|---:" * len(names) + "|"]
+    lines = []
     labels = {"perplexity": "perplexity", "recall": "recall, mean log-probability"} if record["rows"] else {}
     for kind, label in labels.items():
         for place in ("transformers", "vLLM"):
             cells = [f"{record['scores'][name][place][kind]:.4f}" for name in names]
-            lines.append(f"| {label}, {place} | {' | '.join(cells)} |")
+            lines.append([f"{label}, {place}", *cells])
     for length in CACHE_LENGTHS:
         cells = [f"{record['requests'][name][str(length)]:.1f}" for name in names]
-        lines.append(f"| requests of {length:,} tokens in 1 GiB | {' | '.join(cells)} |")
-    for place in ("transformers", "vLLM"):
-        for count in dict.fromkeys(row["requests"] for row in record["speed"] if row["engine"] == place):
-            rows = [row for row in record["speed"] if (row["engine"], row["requests"]) == (place, count)]
-            seconds = {row["model"]: row["seconds"] for row in rows}
-            cells = [f"{count * NEW_TOKENS / seconds[name]:.1f}" for name in names]
-            way = "one by one, `generate`" if place == "transformers" else "together, vLLM"
-            requests = f"{count} request{'s' if count > 1 else ''}"
-            lines.append(f"| new tokens per second, {requests}, {way} | {' | '.join(cells)} |")
+        lines.append([f"requests of {length:,} tokens in 1 GiB", *cells])
+    for place, way in (("transformers", "one by one, `generate`"), ("vLLM", "together, vLLM")):
+        seconds: dict[int, dict[str, float]] = {}  # by number of requests and model
+        for row in record["speed"]:
+            if row["engine"] == place:
+                seconds.setdefault(row["requests"], {})[row["model"]] = row["seconds"]
+        for count, by_model in seconds.items():
+            cells = [f"{count * NEW_TOKENS / by_model[name]:.1f}" for name in names]
+            lines.append([f"new tokens per second, {count} request{'s' if count > 1 else ''}, {way}", *cells])
     note = ""
     if record["rows"]:
         note += f"Perplexity over {record['rows'] * ROW_TOKENS:,} tokens, "
@@ -206,12 +179,10 @@ def render_vllm(record: Mapping[str, Any]) -> str:
         shortest, longest = PROMPT_LENGTHS
         note += f"Prompts of {shortest} to {longest:,} tokens with {NEW_TOKENS} new ones in bf16, "
         note += f"load average {record['load']:.1f}. "
-    note += f"vLLM {record['vllm']}. {describe_setup(record)}"
-    return "\n".join([*lines, "", note])
+    return f"{markdown(['', *names], lines)}\n\n{note}vLLM {record['vllm']}. {describe_setup(record)}"
 
 
 def main() -> None:
-    """Run the script."""
     parser = make_parser(__doc__)
     parser.add_argument("base", help="folder or Hub id of the softmax model")
     parser.add_argument("converted", help="folder of its conversion")
@@ -225,7 +196,7 @@ def main() -> None:
     record = measure({"softmax": args.base, "MHLA": args.converted}, args.text, args.rows, args.requests)
     record |= {"rows": args.rows, "vllm": version("vllm"), "load": os.getloadavg()[1], "dtype": "bf16"}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(args.out, {**record, **describe_run(command, "cpu")})
+    write_record(args.out, record, command)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,19 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from mhla_hf.checkpoints.file_io import PathLike
 from mhla_hf.plots import COLORS, drawing
 
+MODEL_COLORS = ("teacher", "mhla", "linear", "control")
 
-def plot_journey(path: PathLike, results: Mapping[str, Any], measured: Mapping[str, Any], bin_size: int) -> None:
-    """Plot perplexity by position, a map of the heads, and cache and decoding time by length, of a real model.
 
-    Args:
-        path: PNG to write.
-        results: Content of the demo's results.json.
-        measured: `config.mhla_measured` of the converted model.
-        bin_size: Positions per mean of the losses.
-    """
-    colors = dict(
-        zip(results["models"], (COLORS[name] for name in ("teacher", "mhla", "linear", "control")), strict=True)
-    )
+def plot_journey(path: Path, results: Mapping[str, Any], measured: Mapping[str, Any], bin_size: int) -> None:
+    """Plot perplexity by position, a map of the heads, and cache and decoding time by length, of a real model. `results` is
+    the content of the demo's results.json, `measured` that of the converted model's `config.mhla_measured`, and `bin_size`
+    the positions per mean of the losses."""
+    colors = dict(zip(results["models"], map(COLORS.__getitem__, MODEL_COLORS), strict=True))
     with drawing(path, 2, 2, figsize=(12, 7.6)) as (_, ((quality, heads), (cache, time))):
         for name, scores in results["models"].items():
             ends = [min(bin_size * (index + 1), results["length"]) for index in range(len(scores["loss"]))]
@@ -40,7 +35,6 @@ def plot_journey(path: PathLike, results: Mapping[str, Any], measured: Mapping[s
 
 
 def _draw_gates(axes: Any, measured: Mapping[str, Any]) -> None:
-    """Draw the gates of the KV heads by layer, and mark the heads that keep softmax."""
     layers = sorted(measured["gates"], key=int)  # JSON sorts them as strings
     gates = [measured["gates"][layer] for layer in layers]
     num_heads = max(map(len, gates))
@@ -56,28 +50,14 @@ def _draw_gates(axes: Any, measured: Mapping[str, Any]) -> None:
 
 
 def plot_gains(
-    path: PathLike,
-    time: Mapping[int, Sequence[float]],
-    cache: Mapping[int, Sequence[float]],
-    quality: Mapping[str, Mapping[str, float]],
-    titles: Sequence[str],
-) -> None:
-    """Plot what a conversion gains with length, and what it keeps of quality.
-
-    Args:
-        path: PNG to write.
-        time: Milliseconds of the next token, (softmax, MHLA), by the number of tokens in the context.
-        cache: Bytes of the cache, (softmax, MHLA), by the number of tokens in the context.
-        quality: For each model, perplexity by the range of positions. The first model is softmax, and the second MHLA.
-        titles: Titles of the three panels.
-    """
+    path: Path, time: Mapping[int, Sequence[float]], cache: Mapping[int, Sequence[float]],
+    quality: Mapping[str, Mapping[str, float]], titles: Sequence[str],
+) -> None:  # fmt: skip
+    """Plot milliseconds of a token and bytes of the cache, (softmax, MHLA) by length, and perplexity by position. `quality`
+    has the perplexities of each model, of softmax and MHLA first; `titles` are those of the three panels."""
     with drawing(path, 1, 3, figsize=(11.5, 3.8), width_ratios=(1, 1, 1.15)) as (_, ((left, middle, right),)):
         mebibytes = {length: [value / 2**20 for value in pair] for length, pair in cache.items()}
-        panels: tuple[tuple[Any, Mapping[int, Sequence[float]], str, str], ...] = (
-            (left, time, titles[0], "ms"),
-            (middle, mebibytes, titles[1], "MiB"),
-        )
-        for axes, values, title, unit in panels:
+        for axes, values, title, unit in ((left, time, titles[0], "ms"), (middle, mebibytes, titles[1], "MiB")):
             for index, (name, label) in enumerate((("teacher", "softmax"), ("mhla", "MHLA"))):
                 y = [pair[index] for pair in values.values()]
                 axes.plot(list(values), y, color=COLORS[name], marker="o", label=label)
@@ -87,8 +67,7 @@ def plot_gains(
                 )  # fmt: skip
             _label_lengths(axes, values, title, unit)
         left.legend(loc="upper left")
-        names = ("teacher", "mhla", "linear", "control")
-        for name, (label, perplexities) in zip(names, quality.items(), strict=True):
+        for name, (label, perplexities) in zip(MODEL_COLORS, quality.items(), strict=True):
             x, y = list(perplexities), list(perplexities.values())
             right.plot(x, y, color=COLORS[name], marker="o", label=label)
         right.grid(True)
@@ -97,20 +76,15 @@ def plot_gains(
 
 
 def _label_lengths(axes: Any, lengths: Iterable[int], title: str, unit: str) -> None:
-    """Set scales, ticks, and labels of a panel with curves over the number of tokens in the context."""
+    """Set scales, ticks (1, 2, and 5 times the powers of ten), and labels of a panel with curves over context lengths."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(list(lengths), [f"{length:,}" for length in lengths])
     axes.minorticks_off()
-    plain_ticks(axes.yaxis)
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     axes.grid(True)
     axes.set(title=title, xlabel="tokens in the context", ylabel=f"{unit}, lower is better")
-
-
-def plain_ticks(axis: Any) -> None:
-    """Set the ticks of an axis to 1, 2, and 5 times the powers of ten, written as plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))

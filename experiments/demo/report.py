@@ -15,17 +15,12 @@ from mhla_hf.evaluation.records import Results
 from mhla_hf.plots import render_rows
 from mhla_hf.training.run_folder import RECORD
 
-from ..rows import over_seeds
+from ..rows import format_mean, over_seeds
 
-LABELS = {
-    "teacher": "softmax teacher",
-    "control": "teacher, trained on",
-    "linear": "plain linear",
-    "mhla": "MHLA",
-    "hybrid": "hybrid 1 in 4",
-}
+LABELS = {"teacher": "softmax teacher", "control": "teacher, trained on", "linear": "plain linear", "mhla": "MHLA"}
+LABELS["hybrid"] = "hybrid 1 in 4"
 NEAR = 64  # tokens that a window of two blocks holds
-BACK = "recall_back_"
+ACC = "acc_back_"  # beginning of the metrics
 COLUMNS = (  # measure, title, format
     ("bits_per_byte", "bits per byte ↓", "{:.4f}"),
     ("over_teacher_percent", "over teacher, % ↓", "{:+.2f}"),
@@ -35,31 +30,20 @@ COLUMNS = (  # measure, title, format
     ("million_tokens_to_linear", "M tokens to linear's KL ↓", "{:.2f}"),
 )
 
-Curve = Sequence[Mapping[str, Any]]  # see `learning_curve`
+Curve = Sequence[Mapping[str, Any]]  # the history in a train.json
 
 
 def collect(
-    folders: Mapping[int, Mapping[str, Path]],
-    bits: Mapping[int, Mapping[str, float]],
-    description: Mapping[str, Any],
+    folders: Mapping[int, Mapping[str, Path]], bits: Mapping[int, Mapping[str, float]], description: Mapping[str, Any],
     command: str | None = None,
-) -> dict[str, Any]:
-    """Compute the content of results.json.
-
-    Args:
-        folders: For each seed, the folders of the models by name, the teacher's first, with results.json and train.json.
-        bits: For each seed, the bits per byte of the held-out text by name of the model.
-        description: Entries that say which model was trained on which text.
-        command: Shell command, for the record.
-    """
+) -> dict[str, Any]:  # fmt: skip
+    """Compute the content of results.json from the folders of the models, the teacher's first, and bits per byte, by seed.
+    `description` has further entries, which say which model was trained on which text."""
     by_seed = {seed: _measure(models, bits[seed]) for seed, models in folders.items()}
-    models = {
-        model: {
-            measure: over_seeds([measures[model].get(measure) for measures in by_seed.values()])
-            for measure in first_measures
-        }
-        for model, first_measures in next(iter(by_seed.values())).items()
-    }
+    models: dict[str, dict[str, Any]] = {}
+    for model, measures in next(iter(by_seed.values())).items():
+        values = {key: [measured[model].get(key) for measured in by_seed.values()] for key in measures}
+        models[model] = {key: over_seeds(of_seeds) for key, of_seeds in values.items()}
     return {
         "seeds": list(folders),
         "models": models,
@@ -77,44 +61,30 @@ def collect(
 
 
 def _measure(folders: Mapping[str, Path], bits: Mapping[str, float]) -> dict[str, dict[str, Any]]:
-    """Return the measures of each model of one seed, by name of the model and of the measure."""
     models: dict[str, dict[str, Any]] = {}
+    curves: dict[str, list[dict[str, Any]]] = {}
     for model, folder in folders.items():
-        models[model] = {"bits_per_byte": bits[model], **_recall(Results.read(folder))}
+        scores = [x for x in Results.read(folder) if x.task.startswith("lookups_recall") and x.metric.startswith(ACC)]
+        by_distance: dict[int, Any] = {int(x.metric.removeprefix(ACC)): x.value for x in scores}
+        far = statistics.fmean(value for distance, value in by_distance.items() if distance > NEAR)
+        recall = {f"recall_back_{distance}": by_distance[distance] for distance in sorted(by_distance)}
+        models[model] = {"bits_per_byte": bits[model], "recall_far": far, **recall}
         record = Path(folder) / RECORD
         if record.exists():
             train = json.loads(record.read_text(encoding="utf-8"))
             models[model].update({key: train[key] for key in ("steps", "tokens", "seconds")})
-    linear_loss = final_loss(learning_curve(folders["linear"]))
+            curves[model] = train["history"]
     teacher = next(iter(models.values()))["bits_per_byte"]
     for model, measures in models.items():
         measures["over_teacher_percent"] = 100 * (measures["bits_per_byte"] / teacher - 1)
         if model in ("teacher", "control"):
             continue
-        curve = learning_curve(folders[model])
-        measures["transfer_loss"] = final_loss(curve, 0) / curve[0]["layers"]
-        measures["kl"] = final_loss(curve)
-        tokens = tokens_to_loss(curve, linear_loss)
+        config = json.loads((Path(folders[model]) / "config.json").read_text(encoding="utf-8"))
+        measures["transfer_loss"] = final_loss(curves[model], 0) / len(config["mhla"]["layers"])
+        measures["kl"] = final_loss(curves[model])
+        tokens = tokens_to_loss(curves[model], final_loss(curves["linear"]))
         measures["million_tokens_to_linear"] = None if tokens is None else tokens / 1e6
     return models
-
-
-def _recall(scores: Results) -> dict[str, float]:
-    """Return the accuracy of lookups by distance, and the mean over the distances beyond `NEAR`."""
-    by_distance: dict[int, Any] = {}
-    for record in scores:
-        if record.task.startswith("lookups_recall") and record.metric.startswith("acc_back_"):
-            by_distance[int(record.metric.removeprefix("acc_back_"))] = record.value
-    far = statistics.fmean(accuracy for distance, accuracy in by_distance.items() if distance > NEAR)
-    return {"recall_far": far, **{f"{BACK}{distance}": by_distance[distance] for distance in sorted(by_distance)}}
-
-
-def learning_curve(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the history in a folder's train.json, with the number of converted layers as "layers" in each entry."""
-    train = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    num_layers = len(config["mhla"]["layers"])
-    return [{**entry, "layers": num_layers} for entry in train["history"]]
 
 
 def final_loss(curve: Curve, stage: int = -1) -> float:
@@ -135,24 +105,15 @@ def tokens_to_loss(curve: Curve, goal: float) -> int | None:
 
 
 def render_report(results: Mapping[str, Any]) -> str:
-    """Render the table of results.json for a terminal."""
-    rows = [
-        [LABELS[model], *(_cell(measures.get(key), spec) for key, _, spec in COLUMNS)]
-        for model, measures in results["models"].items()
-    ]
+    """Render the table of results.json for a terminal; "never" stands for a mean that does not exist."""
+    rows = []
+    for model, measures in results["models"].items():
+        cells = [LABELS[model]]
+        for key, _, spec in COLUMNS:
+            values = measures[key]["values"] if key in measures else None
+            cells.append("" if values is None else "never" if None in values else format_mean(values, spec))
+        rows.append(cells)
     table = render_rows(["", *(title for _, title, _ in COLUMNS)], rows, left=1)
     num_seeds = len(results["seeds"])
     note = f"mean ± standard error over {num_seeds} seeds" if num_seeds > 1 else "one seed"
     return f"{table}\n\n{note}"
-
-
-def _cell(measure: Mapping[str, Any] | None, spec: str) -> str:
-    """Format a mean and its standard error: "never" if there is no mean, "" if the model does not have the measure."""
-    if measure is None:
-        return ""
-    if measure["mean"] is None:
-        return "never"
-    mean = spec.format(measure["mean"])
-    if measure["stderr"] is None:
-        return mean
-    return f"{mean} ± {spec.replace('+', '').format(measure['stderr'])}"

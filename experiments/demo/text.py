@@ -17,18 +17,8 @@ PARAGRAPH = re.compile(r"\n\s*\n")
 
 
 def read_text(text: str | Path | None = None) -> tuple[str, str]:
-    """Read a text, at most its first five million characters.
-
-    Args:
-        text: A text file, a folder of text files, or the id of a dataset on the Hub with a column "text"; None: the
-            Python language reference (`pydoc_data.topics`).
-
-    Returns:
-        The text, and its name.
-
-    Raises:
-        ValueError: The text cannot be read, or is too short for training and held-out tasks.
-    """
+    """Read a text file, a folder of them, or the column "text" of a dataset, at most its first five million characters. None
+    is the Python language reference (`pydoc_data.topics`). Returns the text, and its name."""
     if text is None:
         from pydoc_data.topics import topics
 
@@ -40,7 +30,17 @@ def read_text(text: str | Path | None = None) -> tuple[str, str]:
         files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in TEXT_ENDINGS)
         content = "\n\n".join(read_text_file(file, "text") for file in files)
     else:
-        content = _read_dataset(str(text))
+        texts, num_characters = [], 0
+        for row in load_split(str(text), streaming=True):
+            if not isinstance(row.get("text"), str):
+                raise ValueError(
+                    f"text: got {text!r} without texts in a column 'text', expected a dataset that has them."
+                )
+            texts.append(row["text"])
+            num_characters += len(row["text"])
+            if num_characters >= MAX_TEXT:
+                break
+        content = "\n\n".join(texts)
     if len(content) < MIN_TEXT:
         raise ValueError(
             f"text: got {str(text)!r} with {len(content):,} characters, expected at least {MIN_TEXT:,} characters."
@@ -48,70 +48,30 @@ def read_text(text: str | Path | None = None) -> tuple[str, str]:
     return content[:MAX_TEXT], path.name if path.exists() else str(text)
 
 
-def _read_dataset(name: str) -> str:
-    """Join the texts of a dataset on the Hub until they have `MAX_TEXT` characters."""
-    texts = []
-    num_characters = 0
-    for row in load_split(name, streaming=True):
-        if not isinstance(row.get("text"), str):
-            raise ValueError(f"text: got {name!r} without texts in a column 'text', expected a dataset that has them.")
-        texts.append(row["text"])
-        num_characters += len(row["text"])
-        if num_characters >= MAX_TEXT:
-            break
-    return "\n\n".join(texts)
-
-
 def hold_out(text: str) -> tuple[str, str]:
-    """Split a text into a part to train on, and a held-out part.
-
-    The held-out part is the last 7 %, at most 40,000 characters, and begins after the end of a paragraph. Paragraphs that
-    are in the training part as well, whatever their line breaks, are removed from it. The language reference repeats
-    some (12 % of its end), and a model must not be judged on what it was trained on.
-
-    Returns:
-        The training part, and the held-out part.
-    """
+    """Split a text into a part to train on, and a held-out part: the last 7 %, at most 40,000 characters. Paragraphs that
+    are in the training part as well, whatever their line breaks, are removed from it. The language reference repeats some
+    (12 % of its end), and a model must not be judged on what it was trained on."""
     cut = max(int(len(text) * (1 - HELD_OUT_SHARE)), len(text) - MAX_HELD_OUT)
     paragraph_end = text.find("\n\n", cut, cut + 2_000)
     cut = paragraph_end + 2 if paragraph_end >= 0 else cut
     train, rest = text[:cut], text[cut:]
-    known = {_words(paragraph) for paragraph in PARAGRAPH.split(train)}
+    known = {tuple(paragraph.split()) for paragraph in PARAGRAPH.split(train)}
     pieces = re.split(f"({PARAGRAPH.pattern})", rest)  # paragraphs at even indices, and what separates them
-    new = [index for index in range(0, len(pieces), 2) if _words(pieces[index]) not in known]
+    new = [index for index in range(0, len(pieces), 2) if tuple(pieces[index].split()) not in known]
     return train, "".join("".join(pieces[index : index + 2]) for index in new)
 
 
-def _words(paragraph: str) -> str:
-    """Return a paragraph with single spaces between its words."""
-    return " ".join(paragraph.split())
-
-
 def make_tokenizer(text: str, vocab_size: int, length: int) -> Any:
-    """Train a byte-level BPE tokenizer of transformers.
-
-    Args:
-        text: Text to train on.
-        vocab_size: Maximum number of tokens in the vocabulary.
-        length: Maximum number of tokens that a model reads at once.
-    """
+    """Train a byte-level BPE tokenizer of transformers for a model that reads at most `length` tokens at once."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[END_OF_TEXT],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([text], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        model_max_length=length,
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options: dict[str, Any] = {"initial_alphabet": alphabet, "special_tokens": [END_OF_TEXT], "show_progress": False}
+    tokenizer.train_from_iterator([text], trainers.BpeTrainer(vocab_size=vocab_size, **options))
+    special_tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length, **special_tokens)

@@ -39,17 +39,10 @@ def test_a_name_comes_back_with_its_last_value_and_the_text_is_kept(monkeypatch)
 def test_the_heads_find_the_name_before_any_training():
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=600,
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        attention_bias=True,
-        tie_word_embeddings=True,
+        vocab_size=600, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=256, attention_bias=True, tie_word_embeddings=True, attn_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": 1e8},
-        attn_implementation="eager",
-    )
+    )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     start_lookups(model)
     found = []

@@ -41,12 +41,6 @@ def test_attention_over_tiles_is_masked_softmax(monkeypatch):
     torch.testing.assert_close(TiledCore(None, similar_tiles)(q, k, v, grid=grid, rotate=rotate), expected)
 
 
-def test_a_sparse_tile_reads_itself_and_the_tiles_that_fit():
-    q = torch.eye(6).repeat_interleave(32, 0)[None, None]  # [1, 1, 192, 6]: each tile has a direction of its own
-    chosen = similar_tiles(q, q.roll(64, 2), (1, 2, 3))[0, 0]  # of 6 // 8 tiles, but at least one
-    assert torch.equal(chosen, torch.eye(6).bool() | torch.eye(6).roll(2, 1).bool())
-
-
 def test_a_small_run(tmp_path, monkeypatch):
     small = {"steps": 1, "frame_steps": 0, "batch": 1, "sizes": ((4, 16, 16),)}
     monkeypatch.setitem(TASKS, "wan", TASKS["wan"]._replace(**small))

@@ -26,9 +26,3 @@ def test_digits_in_small_and_again(tmp_path, capsys):
     for folder, accuracy in {"teacher": record["teacher"], **accuracies}.items():
         (score,) = Results.read(tmp_path / "out" / folder)
         assert (score.task, score.metric, score.value) == ("digits", "acc", accuracy), folder
-
-
-def test_digits_without_seeds(tmp_path):
-    with pytest.raises(SystemExit):
-        digits_vit.main(["--seeds", "0", "--out", str(tmp_path / "new")])
-    assert not (tmp_path / "new").exists()

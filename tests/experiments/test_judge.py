@@ -41,12 +41,10 @@ def test_questions_behind_a_text_are_scored_as_in_one_pass(model):
     choices = [[], [6, 11], []]
     found = judge.answer_scores(model, prefix, [(*row, few) for row, few in zip(rows, choices, strict=True)])
     for (asked, answer), few, (score, right) in zip(rows, choices, found, strict=True):
-        log_p = (
-            model(input_ids=torch.tensor([prefix + asked + answer])).logits[0].log_softmax(-1)[-len(answer) - 1 : -1]
-        )
-        assert score == pytest.approx(
-            sum(float(row[token]) for row, token in zip(log_p, answer, strict=True)), rel=1e-5
-        )
+        ids = torch.tensor([prefix + asked + answer])
+        log_p = model(input_ids=ids).logits[0].log_softmax(-1)[-len(answer) - 1 : -1]
+        expected = sum(float(row[token]) for row, token in zip(log_p, answer, strict=True))
+        assert score == pytest.approx(expected, rel=1e-5)
         likeliest = [few[int(row[few].argmax())] if few else int(row.argmax()) for row in log_p]
         assert right == (likeliest == answer)
 

@@ -106,8 +106,7 @@ def test_counted_multiply_adds_are_the_formula():
 
 
 @pytest.mark.parametrize(
-    ("preset", "billions", "padded"),
-    [("deit-t", 1.1, True), pytest.param("vlt-t", 2.4, False, marks=pytest.mark.slow)],
+    ("preset", "billions", "padded"), [("deit-t", 1.1, True), pytest.param("vlt-t", 2.4, False, marks=pytest.mark.slow)]
 )
 def test_multiply_adds_of_table_2(preset, billions, padded):
     (row,) = (row for row in count_classifiers((preset,)) if row["attention"] == "mhla")

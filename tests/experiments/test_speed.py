@@ -24,21 +24,8 @@ def test_measured_and_rendered(quick, tmp_path):
     options = {"lengths": (96, 1600), "batches": (1, 2), "prefill": (96,), "threads": 1, "out": tmp_path / "speed.json"}
     record = speed.run(argparse.Namespace(**options), "", TINY, **settings)
     assert json.loads((tmp_path / "speed.json").read_text())["rows"] == record["rows"]
+    assert record["rows"][3]["MHLA"]["bytes"] < record["rows"][3]["softmax"]["bytes"] / 2
     assert [(row["length"], row["batch"]) for row in record["rows"]] == [(96, 1), (1600, 1), (96, 2), (1600, 2)]
     assert all(row[name]["next token"] > 0 for row in record["rows"] for name in ("MHLA", "softmax"))
     tables = speed.render_speed(record)
     assert "| 1,600 | 2 | " in tables and tables.endswith("bf16.")
-
-
-def test_a_step_reads_weights_and_a_full_cache(quick):
-    models = speed.make_models(TINY, 1600, softmax_heads={"1": [2]}, block_size=8)
-    cache = speed.fill_cache(models["MHLA"], 1600, 2, 1)
-    assert [int(layer.get_seq_length()) for layer in cache.layers] == [1600, 1600]
-    assert int(cache.layers[1].softmax.get_seq_length()) == 1600
-    assert cache.layers[1].softmax.keys.shape == (2, 1, 1601, 16)
-    rows = speed.measure_decoding(models, 1600, 2)
-    token = 2 * 2 * 16 * 4  # bytes: keys and values of one head of two rows, fp32
-    weights = sum(x.numel() for x in models["softmax"].parameters()) * 4
-    room = speed.STEPS * (speed.ROUNDS + 1)
-    assert 0 <= rows["softmax"]["bytes"] - weights - 6 * token * (1600 + room) < 100
-    assert rows["MHLA"]["bytes"] < rows["softmax"]["bytes"] / 2
