@@ -1,7 +1,6 @@
 """Converted models of transformers: `MHLALlamaForCausalLM`, `MHLABertModel`, `MHLAViTModel`, ..., made on first use.
 
-A checkpoint's source has one of the functions `*_class` as its `__getattr__`, with what that function uses
-(`AttentionKind.sources`): a model needs the core of its mixing form only.
+A checkpoint's source has one of the functions `*_class` as its `__getattr__`, with only what that one uses.
 """
 
 from dataclasses import replace
@@ -25,30 +24,25 @@ DECAY_ENCODER_SWAP = replace(ENCODER_SWAP, decay_core=TwoWayMHLA)
 
 
 def matrix_class(name: str) -> Any:
-    """Return a class of a language model that mixes by matrices."""
     return find_derived_class(name, (LANGUAGE, MATRIX_SWAP))
 
 
 def decay_class(name: str) -> Any:
-    """Return a class of a language model that mixes by decays."""
     return find_derived_class(name, (LANGUAGE, DECAY_SWAP))
 
 
 def matrix_encoder_class(name: str) -> Any:
-    """Return a class of a text encoder that mixes by matrices."""
     return find_derived_class(name, (ENCODERS, MATRIX_ENCODER_SWAP))
 
 
 def decay_encoder_class(name: str) -> Any:
-    """Return a class of a text encoder that mixes by decays."""
     return find_derived_class(name, (ENCODERS, DECAY_ENCODER_SWAP))
 
 
 def vision_class(name: str) -> Any:
-    """Return a class of a vision tower or classifier."""
     return find_derived_class(name, (VISION, GRID_SWAP))
 
 
 def __getattr__(name: str) -> Any:
-    """Return any of these classes, with the cores of both mixing forms; raise AttributeError for other names."""
+    """Return any of these classes, with the cores of both mixing forms."""
     return find_derived_class(name, (LANGUAGE, LANGUAGE_SWAP), (ENCODERS, TEXT_SWAP), (VISION, GRID_SWAP))

@@ -105,18 +105,10 @@ def mhla_layers(model):
     return [i for i, attn in enumerate(find_self_attentions(model)) if holds_mhla(attn.processor)]
 
 
-@pytest.mark.parametrize(
-    "family, when",
-    [
-        ("wan", "before"),
-        ("wan", "after"),
-        ("pixart", "after"),
-        ("hunyuan-dit", "after"),
-        ("ltx", "before"),
-        ("flux", "after"),
-        ("sd3", "before"),
-    ],
-)
+FUSED = {"wan": "before", "pixart": "after", "hunyuan-dit": "after", "ltx": "before", "flux": "after", "sd3": "before"}
+
+
+@pytest.mark.parametrize(("family", "when"), [("wan", "after"), *FUSED.items()])
 def test_projections_fused_and_separate_again(family, when, tmp_path):
     """Before the conversion or after it: MHLA stays, and separate projections are read when they are there again."""
     plain, model = mhla_hf.convert(tiny_transformer(family)), tiny_transformer(family)
@@ -176,43 +168,33 @@ def test_a_processor_put_in_by_hand_is_noticed(family, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.filterwarnings("ignore:.Quanto(Config|Quantizer). is deprecated:FutureWarning")
-def test_int8_weights_quantize_the_gate_and_not_the_mixing(tmp_path):
-    quanto = pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
-    model = converted()
-    before = run(model)
-    model.save_pretrained(tmp_path)
-    loaded = MHLAWanTransformer3DModel.from_pretrained(tmp_path, quantization_config=QuantoConfig(weights_dtype="int8"))
-    quanto.quantize(model, weights=quanto.qint8)
-    quanto.freeze(model)
-    for one in (model, loaded):
-        core = find_self_attentions(one)[1].processor.mhla
-        assert type(core.gate).__name__ == "QLinear" and type(core.mixing.weight) is torch.nn.Parameter
-        assert 0 < distance(run(one), before) < 0.05
-
-
-def test_torchao_quantizes_the_gate_and_not_the_mixing(tmp_path):
+def by_torchao():
     torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    model = converted()
-    before = run(model)
+    return TorchAoConfig(torchao.Int8WeightOnlyConfig(version=2))
+
+
+def by_quanto():
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    return QuantoConfig(weights_dtype="int8")
+
+
+@pytest.mark.filterwarnings("ignore:.Quanto(Config|Quantizer). is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", [by_torchao, by_quanto])
+def test_int8_weights_quantize_the_gate_and_not_the_mixing(kind, tmp_path):
+    model, config = converted(), kind()
     model.save_pretrained(tmp_path)
-    config = TorchAoConfig(torchao.Int8WeightOnlyConfig(version=2))
     loaded = MHLAWanTransformer3DModel.from_pretrained(tmp_path, quantization_config=config, torch_dtype=torch.float32)
     core = find_self_attentions(loaded)[1].processor.mhla
-    assert type(core.gate.weight.data) is not torch.Tensor and type(core.mixing.weight.data) is torch.Tensor
-    assert 0 < distance(run(loaded), before) < 0.05
+    gate = core.gate.weight.data if kind is by_torchao else core.gate.weight
+    assert type(gate) not in (torch.Tensor, torch.nn.Parameter) and type(core.mixing.weight.data) is torch.Tensor
+    assert 0 < distance(run(loaded), run(model)) < 0.05
 
 
-@pytest.mark.parametrize(
-    "kind, family",
-    [("block_level", "wan"), ("leaf_level", "sana"), ("sequential", "pixart"), ("model", "wan")]
-    + [
-        (kind, family)
-        for kind in ("block_level", "leaf_level")
-        for family in [*SIZES, *JOINT_SIZES]
-        if family != "hunyuan-dit"
-    ],
-)
+OFFLOADED = [family for family in [*SIZES, *JOINT_SIZES] if family != "hunyuan-dit"]
+OTHERS = [("block_level", "wan"), ("leaf_level", "sana"), ("sequential", "pixart"), ("model", "wan")]
+
+
+@pytest.mark.parametrize(("kind", "family"), [*OTHERS, *itertools.product(("block_level", "leaf_level"), OFFLOADED)])
 def test_offloading_gives_the_same_numbers(kind, family):
     model = converted(family, cpe=3)
     before = run(model, family)
@@ -237,9 +219,7 @@ def test_conversion_of_a_model_with_hooks():
     assert torch.equal(run(model), run(plain))
 
 
-@pytest.mark.parametrize(
-    "family", ["wan", "sana-video", "dit", *(one for one in [*SIZES, *JOINT_SIZES] if one != "hunyuan-dit")]
-)
+@pytest.mark.parametrize("family", ["wan", "sana-video", "dit", *OFFLOADED])
 def test_copies_have_a_grid_of_their_own(family):
     model = converted(family)
     model.enable_gradient_checkpointing()

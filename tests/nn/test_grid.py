@@ -78,16 +78,6 @@ def test_the_convolution_of_video_has_the_right_gradient_in_bf16():
     assert distance(*grads[::-1]) <= 1.5e-2
 
 
-def test_uniform_mixing_is_plain_linear_attention_on_every_grid():
-    settings = MHLASettings(layout=[2, 3], feature_map="relu", mixing_start="uniform")
-    core = GridMHLA(settings, num_heads=2, key_dim=4, value_dim=4, hidden_size=8)
-    for grid in ((2, 3), (5, 8), (1, 7), (4, 2)):
-        q, k, v = torch.randn(3, 1, grid[0] * grid[1], 2, 4)
-        weight = torch.einsum("bthk,bshk->bhts", q.relu() + 1e-6, k.relu() + 1e-6)
-        expected = torch.einsum("bhts,bshv->bthv", weight / weight.sum(-1, keepdim=True), v)
-        torch.testing.assert_close(core(q, k, v, grid=grid), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_fewer_blocks_average_the_matrix():
     mixing = GridMixing((4,), form="direct")
     with torch.no_grad():

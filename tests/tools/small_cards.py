@@ -19,18 +19,10 @@ STAGES = [
     {"name": "match", "loss": "logits", "trainable": "all", "lr": 0.001, "lr_mhla": 0.003, "steps": 300, **SIZES},
 ]
 TRAIN = {
-    "format_version": 1,
-    "teacher": "teacher",
-    "seed": 3,
-    "stages": STAGES,
-    "tokens": 1843200,
-    "seconds": 250.5,
-    "data": {"kind": "tokens", "name": "/somewhere/private/topics.txt"},
-    "mixed_precision": "no",
-    "processes": 1,
-    "command": "mhla-hf distill student --teacher teacher",
-    **MADE_ON,
-}
+    "format_version": 1, "teacher": "teacher", "seed": 3, "stages": STAGES, "tokens": 1843200, "seconds": 250.5,
+    "data": {"kind": "tokens", "name": "/somewhere/private/topics.txt"}, "mixed_precision": "no", "processes": 1,
+    "command": "mhla-hf distill student --teacher teacher", **MADE_ON,
+}  # fmt: skip
 SPEED = {  # metric: (teacher, model)
     "forward_ms_2048": (90.0, 30.0),
     "forward_ms_512": (8.0, 10.0),

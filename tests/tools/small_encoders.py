@@ -36,13 +36,7 @@ SLIDING_SIZES = {"layer_types": ["full_attention", "sliding_attention", "full_at
 
 
 def softmax_encoder(model_type: str, head: str = "Model", **overrides):
-    """Return a softmax encoder in eval mode, without or with a head.
-
-    Args:
-        model_type: Model type of transformers.
-        head: How the name of the class ends, such as "Model" or "ForMaskedLM".
-        **overrides: Fields of the configuration.
-    """
+    """Return a softmax encoder in eval mode, without or with a head."""
     config_class = CONFIG_MAPPING[model_type]
     known = {*inspect.signature(config_class.__init__).parameters, *(config_class.attribute_map or {}), "num_labels"}
     family = family_of_type(model_type)

@@ -67,12 +67,7 @@ def forge(folder):
 
 
 def spoil(value, name="model.norm.weight"):
-    """Return a function that damages the model in a folder.
-
-    Args:
-        value: Value to put into the weight `name`; None removes the weight.
-        name: Name of the weight.
-    """
+    """Return a function that damages the model in a folder."""
 
     def change_weights(folder):
         tensors = load_file(folder / "model.safetensors")

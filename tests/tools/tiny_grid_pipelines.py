@@ -147,12 +147,7 @@ EDIT = {
     **{"prompt_embeds": embedding(1, 6, 32), "pooled_prompt_embeds": embedding(1, 8)},
 }
 GRID_PIPELINES = {
-    "ltx": ltx_pipeline,
-    "ltx2": ltx2_pipeline,
-    "kandinsky5": kandinsky5_pipeline,
-    "allegro": allegro_pipeline,
-    "latte": latte_pipeline,
-    "hunyuan-dit": hunyuan_dit_pipeline,
-    "flux": flux_pipeline,
+    "ltx": ltx_pipeline, "ltx2": ltx2_pipeline, "kandinsky5": kandinsky5_pipeline, "allegro": allegro_pipeline,
+    "latte": latte_pipeline, "hunyuan-dit": hunyuan_dit_pipeline, "flux": flux_pipeline,
     "aura-flow": aura_flow_pipeline,
-}
+}  # fmt: skip

@@ -45,63 +45,27 @@ from tools.tiny_joint import JOINT_ARGUMENTS, JOINT_SIZES, image_sequence, joint
 PROMPT = "a cat walks"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WAN = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "num_layers": 3,
-    "ffn_dim": 32,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 32,
-    "freq_dim": 64,
-    "rope_max_seq_len": 32,
-}
+    "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 3, "ffn_dim": 32,
+    "in_channels": 16, "out_channels": 16, "text_dim": 32, "freq_dim": 64, "rope_max_seq_len": 32,
+}  # fmt: skip
 ANIMATE = {
-    **WAN,
-    "in_channels": 36,
-    "image_dim": None,
-    "motion_encoder_size": 8,
-    "motion_style_dim": 8,
-    "motion_dim": 4,
-    "motion_encoder_dim": 8,
-    "face_encoder_hidden_dim": 8,
-    "face_encoder_num_heads": 2,
-    "inject_face_latents_blocks": 3,
+    **WAN, "in_channels": 36, "image_dim": None, "motion_encoder_size": 8, "motion_style_dim": 8, "motion_dim": 4,
+    "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2, "inject_face_latents_blocks": 3,
     "motion_encoder_channel_sizes": {"4": 8, "8": 8},
-}
+}  # fmt: skip
 SANA = {
-    "patch_size": 1,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "caption_channels": 8,
-    "sample_size": 32,
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "cross_attention_dim": 16,
-    "num_cross_attention_heads": 2,
+    "patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 2, "caption_channels": 8, "sample_size": 32,
+    "num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16, "num_cross_attention_heads": 2,
     "cross_attention_head_dim": 8,
-}
+}  # fmt: skip
 SANA_VIDEO = {
-    **SANA,
-    "patch_size": (1, 2, 2),
-    "in_channels": 16,
-    "out_channels": 16,
-    "attention_head_dim": 12,
-    "cross_attention_head_dim": 12,
-    "cross_attention_dim": 24,
-    "rope_max_seq_len": 32,
-    "sample_size": 8,
-}
+    **SANA, "patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16, "attention_head_dim": 12,
+    "cross_attention_head_dim": 12, "cross_attention_dim": 24, "rope_max_seq_len": 32, "sample_size": 8,
+}  # fmt: skip
 DIT = {
-    "sample_size": 16,
-    "num_layers": 2,
-    "patch_size": 2,
-    "attention_head_dim": 8,
-    "num_attention_heads": 2,
-    "in_channels": 4,
-    "out_channels": 8,
-}
+    "sample_size": 16, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2,
+    "in_channels": 4, "out_channels": 8,
+}  # fmt: skip
 PIXART = {**DIT, "caption_channels": 32, "cross_attention_dim": 16}
 TRANSFORMERS = {
     "wan": (WanTransformer3DModel, WAN),
@@ -132,14 +96,7 @@ def tiny_transformer(family: str, **overrides):
 
 
 def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
-    """Return random arguments of a transformer.
-
-    Args:
-        family: A key of `TRANSFORMERS`.
-        size: Size of the latents without channels; of several images, a list.
-        batch: Batch size.
-        seed: Seed of the values.
-    """
+    """Return random arguments of a transformer."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
@@ -251,12 +208,9 @@ def pixart_pipeline() -> PixArtSigmaPipeline:
 
 
 PIPELINES = {
-    "wan": wan_pipeline,
-    "sana": sana_pipeline,
-    "sana-video": sana_video_pipeline,
-    "dit": dit_pipeline,
+    "wan": wan_pipeline, "sana": sana_pipeline, "sana-video": sana_video_pipeline, "dit": dit_pipeline,
     "pixart": pixart_pipeline,
-}
+}  # fmt: skip
 
 
 EMBEDDINGS = torch.Generator().manual_seed(6)

@@ -82,22 +82,12 @@ def text_image_to_video() -> WanImageToVideoPipeline:
 
 
 WAN_PIPELINES = {
-    "i2v": image_to_video,
-    "flf2v": first_last_frame,
-    "vace": vace,
-    "a14b": experts,
-    "i2v-a14b": image_experts,
-    "v2v": video_to_video,
-    "ti2v": text_image_to_video,
-}
+    "i2v": image_to_video, "flf2v": first_last_frame, "vace": vace, "a14b": experts, "i2v-a14b": image_experts,
+    "v2v": video_to_video, "ti2v": text_image_to_video,
+}  # fmt: skip
 IMAGES = [{"prompt": prompt, "image": picture(seed)} for seed, prompt in enumerate(PROMPTS)]
 VIDEOS = [{"prompt": prompt, "video": [picture(seed)] * SIZE[0]} for seed, prompt in enumerate(PROMPTS)]
 WAN_DATA = {
-    "i2v": IMAGES,
-    "flf2v": [{**row, "last_image": picture(2)} for row in IMAGES],
-    "vace": VIDEOS,
-    "a14b": list(PROMPTS),
-    "i2v-a14b": IMAGES,
-    "v2v": VIDEOS,
-    "ti2v": IMAGES,
-}
+    "i2v": IMAGES, "flf2v": [{**row, "last_image": picture(2)} for row in IMAGES], "vace": VIDEOS,
+    "a14b": list(PROMPTS), "i2v-a14b": IMAGES, "v2v": VIDEOS, "ti2v": IMAGES,
+}  # fmt: skip

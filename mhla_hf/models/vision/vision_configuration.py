@@ -1,8 +1,7 @@
 """The configuration of image classifiers from scratch: plain (the paper's DeiT) and in stages (its MHLA-VLT).
 
-One class serves both. Without `stages` the model is one stage of `num_hidden_layers` equal layers. With `stages`,
-`hidden_size` and `num_attention_heads` are those of the last stage, and `num_hidden_layers` is the sum over all stages.
-For comparison with MHLA, `attention` can select plain linear or softmax attention, with everything else unchanged.
+Without `stages` the model is one stage of `num_hidden_layers` equal layers. With `stages`, `hidden_size` and
+`num_attention_heads` are those of the last stage, and `num_hidden_layers` is the sum over all stages.
 """
 
 import math
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from ...nn.settings import MHLASettings, check_settings, is_layout
+from ...nn.settings import MHLASettings, check_grid_settings, is_layout
 
 STAGE_KEYS = ("hidden_size", "depth", "num_heads", "layout")
 
@@ -133,7 +132,6 @@ class MHLAVisionConfig(PreTrainedConfig):
     mhla: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill in fields that depend on others, and check `stages` and `mhla`."""
         if self.stages is not None:
             for stage in self.stages:
                 layout = stage.get("layout") or [1, 1]
@@ -153,7 +151,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         if self.image_std is None:
             self.image_std = [0.229, 0.224, 0.225] if self.num_channels == 3 else gray
         settings = MHLASettings.from_dict({**PAPER_VISION_SETTINGS, **(self.mhla or {})})
-        check_settings(settings, "an image classifier", axes=2)
+        check_grid_settings(settings, "an image classifier", 2)
         settings.layers = settings.resolve_layers(self.num_hidden_layers)
         self.mhla = settings.to_dict()
         super().__post_init__(**kwargs)
@@ -171,14 +169,13 @@ class MHLAVisionConfig(PreTrainedConfig):
                 raise ValueError(f"num_attention_heads: got {heads}, expected {expected}.")
 
     def image_sides(self) -> tuple[int, int]:
-        """Return the height and the width of `image_size`, in pixels."""
         if isinstance(self.image_size, int):
             return self.image_size, self.image_size
         height, width = self.image_size
         return height, width
 
     def padded_sides(self, height: int, width: int) -> tuple[int, ...]:
-        """Return the height and the width, in pixels, to which the model pads an image of this height and width."""
+        """Return the height and the width, in pixels, to which the model pads an image of these."""
         if not self.pad_to_blocks:
             return height, width
         units = [self.patch_size * count for count in self.stage_list()[0]["layout"]]
@@ -211,14 +208,9 @@ class MHLAVisionConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "MHLAVisionConfig":
-        """Return a named configuration.
+        """Return the configuration "deit-t", "deit-s", "deit-b", "vlt-t", "vlt-s" (table 2), or "digits" (tiny, gray).
 
-        Args:
-            name: "deit-t", "deit-s", "deit-b", "vlt-t", "vlt-s" (table 2), or "digits" (32 pixels, one channel).
-            **overrides: Arguments that replace those of the preset; `mhla` is merged into the preset's.
-
-        Raises:
-            ValueError: There is no preset of this name.
+        `overrides` replace its arguments; `mhla` is merged into the preset's. Raise ValueError for other names.
         """
         if name not in MHLA_VISION_PRESETS:
             raise ValueError(f"name: got {name!r}, expected one of {sorted(MHLA_VISION_PRESETS)}.")
