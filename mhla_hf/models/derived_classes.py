@@ -194,10 +194,9 @@ def calls_interface(attention_class: Any) -> bool:
     return any(forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS for name in forward.__code__.co_names)
 
 
-def attention_modules(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that are MHLA, or that call an attention function, in order."""
-    modules: list[Any] = list(model.modules())
-    return [module for module in modules if hasattr(module, "mhla") or calls_interface(type(module))]
+def is_attention(module: Any) -> bool:
+    """Return whether a module is MHLA or calls an attention function."""
+    return hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
 
 
 def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:

@@ -86,17 +86,13 @@ WINDOWED_DECAYS: dict[str, Any] = {
     "local": "softmax",
     "feature_map": "softmax",
 }
+HEAD_TASKS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
+AUTO_CLASSES = ("AutoModel", *(f"AutoModelFor{task}" for task in HEAD_TASKS))
 CAUSAL = AttentionKind(
     noun="a causal model",
     entry="models.converted",
     defaults={**WINDOWED_DECAYS, "rope": "near", "window": 6, "length_power": True},
-    auto_classes=(
-        "AutoModelForCausalLM",
-        "AutoModel",
-        "AutoModelForSequenceClassification",
-        "AutoModelForTokenClassification",
-        "AutoModelForQuestionAnswering",
-    ),
+    auto_classes=("AutoModelForCausalLM", *AUTO_CLASSES),
     sources={"decay": "models.converted:decay_class", "matrix": "models.converted:matrix_class"},
 )
 ENCODER = AttentionKind(
@@ -104,14 +100,7 @@ ENCODER = AttentionKind(
     entry="models.converted",
     sources={"decay": "models.converted:decay_encoder_class", "matrix": "models.converted:matrix_encoder_class"},
     defaults={**WINDOWED_DECAYS, "window": 1, "sinks": 0},
-    auto_classes=(
-        "AutoModel",
-        "AutoModelForSequenceClassification",
-        "AutoModelForTokenClassification",
-        "AutoModelForQuestionAnswering",
-        "AutoModelForMaskedLM",
-        "AutoModelForMultipleChoice",
-    ),
+    auto_classes=(*AUTO_CLASSES, "AutoModelForMaskedLM", "AutoModelForMultipleChoice"),
 )
 TOWER = AttentionKind(
     noun="a vision tower",

@@ -208,13 +208,15 @@ class MHLA(MHLACore):
         """Apply causal attention: each token attends to itself and to all earlier tokens.
 
         Args:
-            q, k, v: [B, T, H, K], [B, T, G, K], and [B, T, G, V]. hidden_states: [B, T, hidden_size], the input of the
-            layer, which the gate reads. rotate: Rotary embedding of q and k or, with `rope="after"`, of their features.
-            starts: int64 [B], first real token of each row of a left-padded batch; ignored if there is a key_mask. key_mask:
-            bool [B, T], False for padding, which does not count as a position, wherever it is in a row. Not allowed along
-            with cu_seqlens. cu_seqlens: Int [N + 1], borders of N packed sequences (B = 1). Ignored if there is a cache.
-            cache: This layer's `MHLACacheLayer`, read and changed in place; None to attend without one. scale: Ignored: a
-            constant factor cancels in the normalized form, and the other form always takes K**-0.5.
+            q, k, v: [B, T, H, K], [B, T, G, K], and [B, T, G, V].
+            hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
+            rotate: Rotary embedding of q and k or, with `rope="after"`, of their features.
+            starts: int64 [B], first real token of each row of a left-padded batch; ignored if there is a key_mask.
+            key_mask: bool [B, T], False for padding, which does not count as a position, wherever it is in a row. Not
+                allowed along with cu_seqlens.
+            cu_seqlens: Int [N + 1], borders of N packed sequences (B = 1). Ignored if there is a cache.
+            cache: This layer's `MHLACacheLayer`, read and changed in place; None to attend without one.
+            scale: Ignored: a constant factor cancels in the normalized form, and the other form always takes K**-0.5.
 
         Returns:
             [B, T, H, V] in v's dtype.

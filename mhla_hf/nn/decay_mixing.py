@@ -18,9 +18,11 @@ class DecayMixing(nn.Module):
     """Learns the weights and rates of `Decays`, and the balance of the far part relative to a local softmax.
 
     Attributes:
-        weight: [H, R], logits; their softmax over R gives the weights of the decays. rate: [G, R - 1], logits of the factors
-        of all decays but the first, which is fixed at 1; or [G, R] with `free_decay`. balance: [H], see `WindowedInputs`;
-        trained even without `learn`. Absent without an initial balance. power: [H], see `Decays`; only with `length_power`.
+        weight: [H, R], logits; their softmax over R gives the weights of the decays.
+        rate: [G, R - 1], logits of the factors of all decays but the first, which is fixed at 1; or [G, R] with
+            `free_decay`.
+        balance: [H], see `WindowedInputs`; trained even without `learn`. Absent without an initial balance.
+        power: [H], see `Decays`; only with `length_power`.
     """
 
     by_head = True  # see `FeatureMap.by_head`

@@ -156,11 +156,12 @@ class GridMHLA(MHLACore):
 
         Args:
             q, k, v: [B, T, H, K] and [B, T, H, V]; the T tokens are the `prefix` tokens, then the grid's in row-major order.
-            grid: Number of tokens along each axis, with as many axes as `settings.layout`. hidden_states: [B, T,
-            hidden_size], the input of the layer, which the gate reads. rotate: Rotary embedding of q and k or, with
-            `rope="after"`, of their features; None if there is none. key_mask: bool [B, T], False for padding. shard: If
-            tokens are spread over processes, the arguments `rank`, `edges`, and `add_up` of `sharded_mhla`; q, k, v, and
-            hidden_states are then those of this process.
+            grid: Number of tokens along each axis, with as many axes as `settings.layout`.
+            hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
+            rotate: Rotary embedding of q and k or, with `rope="after"`, of their features; None if there is none.
+            key_mask: bool [B, T], False for padding.
+            shard: If tokens are spread over processes, the arguments `rank`, `edges`, and `add_up` of `sharded_mhla`; q, k,
+                v, and hidden_states are then those of this process.
 
         Returns:
             [B, T, H, V] in v's dtype.

@@ -160,10 +160,11 @@ class JointMHLA(MHLACore):
 
         Args:
             q, k, v: [B, T, H, K] and [B, T, H, V], the T tokens of the grid in row-major order; several grids after each
-            other. text: The tokens of the text, of which there may be none. grid: Number of tokens along each axis, with as
-            many axes as `settings.layout`; of several grids, a tuple each. hidden_states: [B, T, hidden_size], the input of
-            the layer for the tokens of the grid, which the gate reads. rotate: Rotary embedding of q and k; None if there is
-            none. With `rope="near"`, only the softmax part has it.
+                other.
+            text: The tokens of the text, of which there may be none.
+            grid: Number of tokens along each axis, with as many axes as `settings.layout`; of several grids, a tuple each.
+            hidden_states: [B, T, hidden_size], the input of the layer for the tokens of the grid, which the gate reads.
+            rotate: Rotary embedding of q and k; None if there is none. With `rope="near"`, only the softmax part has it.
 
         Returns:
             The outputs of the grid [B, T, H, V] and of the text [B, S, H, V], in v's dtype.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from ...ops.blocks import Blocks
 
@@ -27,23 +28,11 @@ class ReduceScatter(torch.autograd.Function):
         return part
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return AllGather.apply(grad, ctx.group), None
-
-
-class AllGather(torch.autograd.Function):
-    """Concatenates x [N, ..] of P processes, in the order of their ranks, to [P * N, ..]: `AllGather.apply(x, group)`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        gathered = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ReduceScatter.apply(grad, ctx.group), None
+        gathered = grad.new_empty(len(grad) * dist.get_world_size(ctx.group), *grad.shape[1:])
+        dist.all_gather_into_tensor(gathered, grad.contiguous(), group=ctx.group)
+        return gathered, None
 
 
 def shard_of_grid(config: Any, grid: Any) -> dict[str, Any]:

@@ -79,10 +79,11 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
     Args:
         dig_block: Whether all blocks are those of DiG, for training from scratch (`from_preset("DiG-S/2")`).
         shared_embeddings: Whether all blocks share one embedding of time and class, as in DiT and DiG. In diffusers' class
-        every block has its own; files always have one per block. input_norm: Whether MHLA layers have a LayerNorm before the
-        projections, as the authors' checkpoints need. timestep_freq_shift: 0 for the timestep frequencies of the original
-        DiT, which the authors' checkpoints need; 1 for those of diffusers, which differ a little. mhla, **kwargs: As in
-        `MHLATransformerMixin`.
+            every block has its own; files always have one per block.
+        input_norm: Whether MHLA layers have a LayerNorm before the projections, as the authors' checkpoints need.
+        timestep_freq_shift: 0 for the timestep frequencies of the original DiT, which the authors' checkpoints need; 1 for
+            those of diffusers, which differ a little.
+        mhla, **kwargs: As in `MHLATransformerMixin`.
     """
 
     family = DIT

@@ -135,33 +135,26 @@ def read_axes(rotary: Any, num_heads: int) -> RotaryAngles:
 def read_matrices(rotary: Any, num_heads: int) -> RotaryAngles:
     """Read matrices [.., T, 1, K / 2 or 1, 2, 2] that rotate pairs of neighboring channels; one may turn all (Kandinsky)."""
     cos, sin = rotary[..., 0, 0], rotary[..., 1, 0]
-    if cos.shape[-1] > 1:
-        cos, sin = (x.repeat_interleave(2, dim=-1) for x in (cos, sin))
-    return cos, sin, 1
+    return (cos, sin, 1) if cos.shape[-1] == 1 else read_half_heads((cos, sin), num_heads)
 
 
 def read_complex(rotary: Any, num_heads: int) -> RotaryAngles:
     """Read complex numbers [1, 1, T, K / 2], the same for q and k, for pairs of neighboring channels (AnyFlow)."""
     angles = rotary["query"].transpose(1, 2)  # [1, T, 1, K / 2]
-    return angles.real.repeat_interleave(2, dim=-1), angles.imag.repeat_interleave(2, dim=-1), 1
+    return read_half_heads((angles.real, angles.imag), num_heads)
 
 
 def read_complex_streams(rotary: Any, num_heads: int) -> RotaryAngles:
     """Read complex numbers of image [T, K / 2] and text [S, K / 2] for pairs of channels; the text comes first."""
     angles = torch.cat([rotary[1], rotary[0]])[:, None]  # [S + T, 1, K / 2]
-    return angles.real.repeat_interleave(2, dim=-1), angles.imag.repeat_interleave(2, dim=-1), 1
+    return read_half_heads((angles.real, angles.imag), num_heads)
 
 
 ROTARY_FORMS = {
-    "pairs": read_pairs,
-    "halves": read_halves,
-    "joined heads": read_joined_heads,
-    "axes": read_axes,
-    "matrices": read_matrices,
-    "complex": read_complex,
-    "half heads": read_half_heads,
+    "pairs": read_pairs, "halves": read_halves, "joined heads": read_joined_heads, "axes": read_axes,
+    "matrices": read_matrices, "complex": read_complex, "half heads": read_half_heads,
     "complex streams": read_complex_streams,
-}
+}  # fmt: skip
 
 
 def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ...]:
@@ -187,17 +180,14 @@ def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[Any, ...]:
     return grids if len(grids) > 1 else grids[0]
 
 
-POSITION_FORMS = {"img_ids": grid_of_positions, "img_shapes": grid_of_shapes}
-
-
 def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the number of tokens along each axis of the grid; of several images, a tuple for each.
 
     `latents` have the axes that `kind.latents` names, `arguments` are the others of the transformer's forward.
     """
     if kind.positions:
-        form: Any = POSITION_FORMS[kind.positions]
-        return form(arguments[kind.positions], latents.shape[1])
+        read: Any = grid_of_positions if kind.positions == "img_ids" else grid_of_shapes
+        return read(arguments[kind.positions], latents.shape[1])
     names, channels = kind.latents.split(), config.get("in_channels")
     sizes = dict(zip(names, latents.shape[1:], strict=False))
     if arguments.get("condition_mask") is not None:  # Cosmos appends it to the channels

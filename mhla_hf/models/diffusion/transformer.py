@@ -19,12 +19,12 @@ from ...nn.core import CORE_LOG
 from ...nn.grid import GridMHLA
 from ...nn.joint import JointMHLA
 from ...nn.settings import MHLASettings, check_grid_settings
-from ..families import AttentionKind, Family
+from ..families import Family
 from ..saving import check_loaded_weights, source_name, write_source
 from .context_parallel import TokenShards
 from .inputs import core_sizes, find_self_attentions, read_grid
 from .joint_processor import FusedJointAttnProcessor, JointAttnProcessor
-from .processor import GridAttnProcessor, GridCheckpoint, GridState, MHLAAttnProcessor, holds_mhla
+from .processor import GridCheckpoint, GridState, MHLAAttnProcessor, holds_mhla
 
 # In the state dict of a model that PEFT has adapted, names contain one of these.
 ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")
@@ -38,7 +38,7 @@ class MHLATransformerMixin:
 
     Attributes:
         mhla_arguments: Further arguments of the constructor, and their defaults. "mhla_measured" is the report of a
-        conversion with samples, which is only stored.
+            conversion with samples, which is only stored.
     """
 
     family: Family
@@ -68,8 +68,7 @@ class MHLATransformerMixin:
     @classmethod
     def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Call the base without the config's `auto_map`, which is not an argument and would cause a warning."""
-        init_dict = {k: v for k, v in config_dict.items() if k != "auto_map"}
-        return super().extract_init_dict(init_dict, **kwargs)  # type: ignore[misc]
+        return super().extract_init_dict({k: v for k, v in config_dict.items() if k != "auto_map"}, **kwargs)  # type: ignore[misc]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
         """Set MHLA processors in the layers that `settings.layers` lists, and record the settings in the config."""
@@ -79,11 +78,11 @@ class MHLATransformerMixin:
         kind = self.family.kind
         core_class: Any = JointMHLA if kind.joint else GridMHLA
         for attn in (attentions[index] for index in layers):
+            joint_class = FusedJointAttnProcessor if hasattr(attn, "to_qkv_mlp_proj") else JointAttnProcessor
             core = core_class(settings, **core_sizes(attn))
+            processor_class: Any = joint_class if kind.joint else MHLAAttnProcessor
             # Mochi's attention has no `set_processor`.
-            attn.processor = processor_class(attn, kind)(core, self.mhla_state, kind, attn.processor).train(
-                attn.training
-            )
+            attn.processor = processor_class(core, self.mhla_state, kind, attn.processor).train(attn.training)
         values = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
         values["mhla"] = settings.to_dict()
         # `from_config` skips the values that this list names as defaults.
@@ -110,7 +109,7 @@ class MHLATransformerMixin:
 
         Raises:
             ValueError: `cp_plan` is given, the base is not of Wan, or the model has softmax layers and `ulysses_degree` does
-            not divide their number of heads.
+                not divide their number of heads.
         """
         if cp_plan is not None:
             raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
@@ -172,7 +171,7 @@ class MHLATransformerMixin:
 
         Raises:
             ValueError: A weight is missing, belongs to an MHLA layer that the config does not list, or is not valid (NaN,
-            negative mixing). diffusers alone would warn, and give missing weights random values.
+                negative mixing). diffusers alone would warn, and give missing weights random values.
         """
         path = pretrained_model_name_or_path
         returns_info = kwargs.pop("output_loading_info", False)
@@ -200,9 +199,8 @@ class MHLAProcessorsMixin:
         mhla_processors = {name: current for name, current in self.attn_processors.items() if holds_mhla(current)}
         processors = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
         if any(processors.get(name, current) is not current for name, current in mhla_processors.items()):
-            CORE_LOG.warning(
-                "set_attn_processor: %d MHLA layers keep their processors, which hold weights.", len(mhla_processors)
-            )
+            message = "set_attn_processor: %d MHLA layers keep their processors, which hold weights."
+            CORE_LOG.warning(message, len(mhla_processors))
         for name, current in mhla_processors.items():
             if not isinstance(processors.get(name, current), nn.Module):
                 current.set_base_processor(processors[name])
@@ -215,13 +213,6 @@ class MHLAProcessorsMixin:
             attn.fused_projections = False
 
 
-def processor_class(attn: Any, kind: AttentionKind) -> type[GridAttnProcessor]:
-    """Return the class of the processor of an attention module in an MHLA layer."""
-    if not kind.joint:
-        return MHLAAttnProcessor
-    return FusedJointAttnProcessor if hasattr(attn, "to_qkv_mlp_proj") else JointAttnProcessor
-
-
 def make_constructor(base: Any, further: dict[str, Any]) -> Any:
     """Make a constructor that calls that of `base` and installs MHLA, with a signature that lists all arguments."""
 
@@ -230,12 +221,12 @@ def make_constructor(base: Any, further: dict[str, Any]) -> Any:
         settings = MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})})
         self.install_mhla(resolve_settings(type(self), self, settings))
 
-    constructor: Any = __init__
     signature = inspect.signature(base.__init__)
-    kind, added = inspect.Parameter.KEYWORD_ONLY, {**further, "mhla": None}
-    parameters = [inspect.Parameter(name, kind, default=default) for name, default in added.items()]
-    constructor.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *parameters])
-    return constructor
+    parameters = list(signature.parameters.values())
+    for name, default in {**further, "mhla": None}.items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
+    vars(__init__)["__signature__"] = signature.replace(parameters=parameters)
+    return __init__
 
 
 def make_forward(base: Any) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from ...ops.namespace import NAMESPACE
-from ..derived_classes import AttentionSwap, attention_modules, attention_sizes
+from ..derived_classes import AttentionSwap, attention_sizes, is_attention
 
 ENCODER_ATTENTION_NAME = f"mhla_encoder_{NAMESPACE}"
 
@@ -54,7 +54,7 @@ class MHLAEncoderMixer:
 
 def find_encoder_attentions(model: nn.Module) -> dict[int, Any]:
     """Return the attention modules of an encoder by layer index."""
-    return dict(enumerate(attention_modules(model)))
+    return dict(enumerate(filter(is_attention, model.modules())))
 
 
 def pass_rows(

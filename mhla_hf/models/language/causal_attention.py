@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ...nn.heads import HeadSplit
 from ...nn.settings import MHLASettings
 from ...ops.namespace import NAMESPACE
-from ..derived_classes import AttentionSwap, attention_modules, attention_sizes, calls_interface
+from ..derived_classes import AttentionSwap, attention_sizes, calls_interface, is_attention
 from ..transformers_api import check_cache_arrived, find_cache, refuse_paged_cache
 from .cache import mhla_cache_layer
 from .rotation import rotation_cos_sin, rotation_layout, unrotate
@@ -156,9 +156,9 @@ class MHLAMixer:
 
 
 def find_causal_attentions(model: nn.Module) -> dict[int, Any]:
-    """Return the attention modules of a decoder by layer index: MHLA modules, and those that call an attention function."""
-    modules: list[Any] = [module for module in attention_modules(model) if not isinstance(module, SoftmaxHeads)]
-    return {module.layer_idx: module for module in modules if isinstance(getattr(module, "layer_idx", None), int)}
+    """Return the attention modules of a decoder by layer index."""
+    modules: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    return {one.layer_idx: one for one in modules if not isinstance(one, SoftmaxHeads) and is_attention(one)}
 
 
 def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:

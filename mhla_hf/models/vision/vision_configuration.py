@@ -25,19 +25,10 @@ def staged(*columns: list[Any]) -> list[dict[str, Any]]:
 # linear. With the published last projection, 1024 wide, the models have 14.9 M and 25.6 M parameters. Table 2 has 16 M and
 # 27 M and does not say where the others are. A projection as wide as the last MLP, 1792, gives both within 1 %.
 VLT_ARCHITECTURE: dict[str, Any] = {
-    "num_labels": 1000,
-    "stem": "conv",
-    "patch_size": 4,
-    "positions": "rope",
-    "position_conv": 3,
-    "mlp_conv": 3,
-    "mlp_ratio": 3.5,
-    "qk_norm": False,
-    "output_product": True,
-    "layer_scale": 1.0,
-    "feature_size": 1792,
+    "num_labels": 1000, "stem": "conv", "patch_size": 4, "positions": "rope", "position_conv": 3, "mlp_conv": 3,
+    "mlp_ratio": 3.5, "qk_norm": False, "output_product": True, "layer_scale": 1.0, "feature_size": 1792,
     "pad_to_blocks": False,
-}
+}  # fmt: skip
 VLT_LAYOUTS = [[7, 7], [4, 4], [4, 4], [4, 4]]
 VLT_MHLA = {"feature_map": "elu", "rope": "after", "cpe": 5}
 MHLA_VISION_PRESETS: dict[str, dict[str, Any]] = {

@@ -87,8 +87,9 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
 
         Args:
             pixel_values: [B, channels, height, width]. With the "patch" stem and without `pad_to_blocks`, height and width
-            are multiples of the patch size; otherwise they may have any value. interpolate_pos_encoding: Whether to resize
-            learned positions to other grids. If not, other grids raise an error. **kwargs: Further arguments of the blocks.
+                are multiples of the patch size; otherwise they may have any value.
+            interpolate_pos_encoding: Whether to resize learned positions to other grids. If not, other grids raise an error.
+            **kwargs: Further arguments of the blocks.
 
         Raises:
             ValueError: The images do not have this shape, or learned positions do not fit their grid.
