@@ -86,8 +86,10 @@ WINDOWED_DECAYS: dict[str, Any] = {
     "local": "softmax",
     "feature_map": "softmax",
 }
-HEAD_TASKS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
-AUTO_CLASSES = ("AutoModel", *(f"AutoModelFor{task}" for task in HEAD_TASKS))
+# Ends of the names of classes with a head; those that all text models have, and others.
+TEXT_ENDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+HEAD_ENDS = (*TEXT_ENDS, "ForCausalLM", "ForMaskedLM", "ForMultipleChoice", "ForImageClassification")
+AUTO_CLASSES = ("AutoModel", *(f"AutoModel{end}" for end in TEXT_ENDS))
 CAUSAL = AttentionKind(
     noun="a causal model",
     entry="models.converted",
@@ -233,6 +235,5 @@ def auto_class_of(name: str) -> str:
     """Return the name of the Auto class that loads a model class of transformers, by the end of its name."""
     if name.endswith("LMHeadModel"):
         return "AutoModelForCausalLM"
-    autos = {*CAUSAL.auto_classes, *ENCODER.auto_classes, "AutoModelForImageClassification"} - {"AutoModel"}
     head = name.removesuffix("WithTeacher")
-    return next((auto for auto in autos if head.endswith(auto.removeprefix("AutoModel"))), "AutoModel")
+    return next((f"AutoModel{end}" for end in HEAD_ENDS if head.endswith(end)), "AutoModel")

@@ -116,13 +116,6 @@ def find_cache(kwargs: dict[str, Any]) -> str | None:
     return next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
 
 
-def refuse_paged_cache(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if there is a paged cache of transformers' continuous batching, which cannot hold MHLA states."""
-    if not isinstance(pages := kwargs.get("cache"), Cache | None):
-        expected = "a Cache of transformers: MHLA layers have no pages"
-        raise ValueError(f"cache: got {type(pages).__name__}, expected {expected}.")
-
-
 def check_cache_arrived(query_length: int, key_length: int, kwargs: dict[str, Any]) -> None:
     """Raise ValueError if the base passed keys of the past or a KV cache to an MHLA attention function.
 

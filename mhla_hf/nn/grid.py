@@ -31,6 +31,11 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, distance
     return (x * cos.float() + turned * sin.float()).to(x.dtype)
 
 
+def rotate_both(x: torch.Tensor, y: torch.Tensor, angles: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply `rotate_pairs` with the same angles to queries and keys."""
+    return rotate_pairs(x, *angles), rotate_pairs(y, *angles)
+
+
 def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
     """Return what fraction of each of `num_new` equal parts of an axis lies in each of `num_old`; rows sum to one."""
     starts = torch.arange(num_new, dtype=torch.float32) / num_new

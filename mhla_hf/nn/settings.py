@@ -51,10 +51,10 @@ def is_choice_of_heads(heads: object) -> bool:
     """Return whether `heads` is None, or a dict from layer indices (strings of digits) to nonempty lists of KV heads."""
     if not isinstance(heads, dict):
         return heads is None
-    for layer, kv_heads in heads.items():
-        if not (isinstance(layer, str) and layer.isdecimal() and isinstance(kv_heads, list)):
-            return False
-    return all(kv_heads and all(is_whole(head, 0) for head in kv_heads) for kv_heads in heads.values())
+    are_layers = all(isinstance(layer, str) and layer.isdecimal() for layer in heads)
+    return are_layers and all(
+        isinstance(x, list) and x and all(is_whole(head, 0) for head in x) for x in heads.values()
+    )
 
 
 SettingCheck = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what the error says was expected

@@ -53,12 +53,8 @@ def scratch_model(*, block_size=8, num_blocks=4, **settings):
     """Return a from-scratch model whose MHLA parameters are not at their initial values."""
     torch.manual_seed(7)
     mhla = {
-        **mhla_hf.MHLAConfig().mhla,
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "layers": "all",
-        **settings,
-    }
+        **mhla_hf.MHLAConfig().mhla, "block_size": block_size, "num_blocks": num_blocks, "layers": "all", **settings,
+    }  # fmt: skip
     config = mhla_hf.MHLAConfig(
         vocab_size=SIZES["vocab_size"],
         hidden_size=SIZES["hidden_size"],

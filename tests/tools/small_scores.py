@@ -25,18 +25,10 @@ def small_llama(seed=0, **changes):
     """Return a softmax model with random weights, large enough that its scores differ."""
     torch.manual_seed(seed)
     values = {
-        "vocab_size": 400,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "max_position_embeddings": WINDOW,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "initializer_range": 0.15,
-        **changes,
-    }
+        "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "max_position_embeddings": WINDOW, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0,
+        "initializer_range": 0.15, **changes,
+    }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**values)).eval()
 
 
@@ -69,25 +61,10 @@ def color_judge():
 def make_result(**changes):
     """Return a record with plausible values."""
     values = {
-        "task": "copa",
-        "metric": "acc",
-        "value": 0.5,
-        "stderr": 0.05,
-        "higher_is_better": True,
-        "shots": 0,
-        "samples": 100,
-        "limit": None,
-        "task_version": "1.0",
-        "task_hash": "aa",
-        "model": "out/mhla",
-        "revision": None,
-        "fingerprint": "files:1",
-        "versions": {"torch": "2.13.0"},
-        "commit": "abc",
-        "dtype": "float32",
-        "hardware": "a CPU, 2 cores, 1 thread",
-        "seed": 0,
-        "command": "mhla-hf evaluate out/mhla --tasks copa",
+        "task": "copa", "metric": "acc", "value": 0.5, "stderr": 0.05, "higher_is_better": True, "shots": 0,
+        "samples": 100, "limit": None, "task_version": "1.0", "task_hash": "aa", "model": "out/mhla", "revision": None,
+        "fingerprint": "files:1", "versions": {"torch": "2.13.0"}, "commit": "abc", "dtype": "float32",
+        "hardware": "a CPU, 2 cores, 1 thread", "seed": 0, "command": "mhla-hf evaluate out/mhla --tasks copa",
         "date": "2026-01-01T00:00:00+00:00",
-    }
+    }  # fmt: skip
     return dataclasses.replace(Result(**values), **changes)

@@ -4,18 +4,8 @@
 its forward.
 """
 
+import diffusers
 import torch
-from diffusers import (
-    AllegroTransformer3DModel,
-    AnyFlowTransformer3DModel,
-    CosmosTransformer3DModel,
-    HunyuanDiT2DModel,
-    Kandinsky5Transformer3DModel,
-    Kandinsky6Transformer3DModel,
-    LatteTransformer3DModel,
-    LTX2VideoTransformer3DModel,
-    LTXVideoTransformer3DModel,
-)
 from diffusers.models.embeddings import get_2d_rotary_pos_embed, get_3d_rotary_pos_embed_allegro
 
 HEADS = {"num_attention_heads": 2, "num_layers": 3}
@@ -60,17 +50,20 @@ HUNYUAN_DIT = {
     "pooled_projection_dim": 8, "text_len": 5, "text_len_t5": 6,
 }  # fmt: skip
 SIZES = {
-    "ltx": (LTXVideoTransformer3DModel, {**LTX, "caption_channels": 32}),
-    "ltx2": (LTX2VideoTransformer3DModel, LTX2),
-    "ltx2.3": (LTX2VideoTransformer3DModel, LTX23),
-    "cosmos": (CosmosTransformer3DModel, COSMOS),
-    "cosmos-video2world": (CosmosTransformer3DModel, {**COSMOS, "in_channels": 17, "extra_pos_embed_type": None}),
-    "allegro": (AllegroTransformer3DModel, ALLEGRO),
-    "latte": (LatteTransformer3DModel, LATTE),
-    "anyflow": (AnyFlowTransformer3DModel, {**ANYFLOW, "freq_dim": 64, "rope_max_seq_len": 32}),
-    "kandinsky5": (Kandinsky5Transformer3DModel, KANDINSKY),
-    "kandinsky6": (Kandinsky6Transformer3DModel, KANDINSKY6),
-    "hunyuan-dit": (HunyuanDiT2DModel, HUNYUAN_DIT),
+    "ltx": (diffusers.LTXVideoTransformer3DModel, {**LTX, "caption_channels": 32}),
+    "ltx2": (diffusers.LTX2VideoTransformer3DModel, LTX2),
+    "ltx2.3": (diffusers.LTX2VideoTransformer3DModel, LTX23),
+    "cosmos": (diffusers.CosmosTransformer3DModel, COSMOS),
+    "cosmos-video2world": (
+        diffusers.CosmosTransformer3DModel,
+        {**COSMOS, "in_channels": 17, "extra_pos_embed_type": None},
+    ),
+    "allegro": (diffusers.AllegroTransformer3DModel, ALLEGRO),
+    "latte": (diffusers.LatteTransformer3DModel, LATTE),
+    "anyflow": (diffusers.AnyFlowTransformer3DModel, {**ANYFLOW, "freq_dim": 64, "rope_max_seq_len": 32}),
+    "kandinsky5": (diffusers.Kandinsky5Transformer3DModel, KANDINSKY),
+    "kandinsky6": (diffusers.Kandinsky6Transformer3DModel, KANDINSKY6),
+    "hunyuan-dit": (diffusers.HunyuanDiT2DModel, HUNYUAN_DIT),
 }
 
 

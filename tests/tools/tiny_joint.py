@@ -1,19 +1,8 @@
 """Sizes and inputs of tiny transformers of diffusers in which text and grid share one attention, as `tiny_grids.py` has them
 of others."""
 
+import diffusers
 import torch
-from diffusers import (
-    AuraFlowTransformer2DModel,
-    ChromaTransformer2DModel,
-    CogVideoXTransformer3DModel,
-    Flux2Transformer2DModel,
-    FluxTransformer2DModel,
-    HunyuanVideo15Transformer3DModel,
-    HunyuanVideoTransformer3DModel,
-    MochiTransformer3DModel,
-    QwenImageTransformer2DModel,
-    SD3Transformer2DModel,
-)
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from tools.tiny_grids import text_mask
@@ -52,17 +41,17 @@ MOCHI = {
     "max_sequence_length": 6,
 }  # fmt: skip
 JOINT_SIZES = {
-    "flux": (FluxTransformer2DModel, {**FLUX, "pooled_projection_dim": 8}),
-    "flux2": (Flux2Transformer2DModel, FLUX2),
-    "chroma": (ChromaTransformer2DModel, CHROMA),
-    "qwen-image": (QwenImageTransformer2DModel, QWEN),
-    "sd3": (SD3Transformer2DModel, SD3),
-    "sd3.5": (SD3Transformer2DModel, {**SD3, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}),
-    "aura-flow": (AuraFlowTransformer2DModel, AURA),
-    "hunyuan-video": (HunyuanVideoTransformer3DModel, HUNYUAN_VIDEO),
-    "hunyuan-video1.5": (HunyuanVideo15Transformer3DModel, HUNYUAN_VIDEO15),
-    "cogvideox": (CogVideoXTransformer3DModel, COGVIDEOX),
-    "mochi": (MochiTransformer3DModel, MOCHI),
+    "flux": (diffusers.FluxTransformer2DModel, {**FLUX, "pooled_projection_dim": 8}),
+    "flux2": (diffusers.Flux2Transformer2DModel, FLUX2),
+    "chroma": (diffusers.ChromaTransformer2DModel, CHROMA),
+    "qwen-image": (diffusers.QwenImageTransformer2DModel, QWEN),
+    "sd3": (diffusers.SD3Transformer2DModel, SD3),
+    "sd3.5": (diffusers.SD3Transformer2DModel, {**SD3, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}),
+    "aura-flow": (diffusers.AuraFlowTransformer2DModel, AURA),
+    "hunyuan-video": (diffusers.HunyuanVideoTransformer3DModel, HUNYUAN_VIDEO),
+    "hunyuan-video1.5": (diffusers.HunyuanVideo15Transformer3DModel, HUNYUAN_VIDEO15),
+    "cogvideox": (diffusers.CogVideoXTransformer3DModel, COGVIDEOX),
+    "mochi": (diffusers.MochiTransformer3DModel, MOCHI),
 }
 # Families whose stock code puts the text after the grid
 TEXT_LAST = ("sd3", "sd3.5", "hunyuan-video", "hunyuan-video1.5", "mochi")

@@ -88,12 +88,9 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
 
     family = DIT
     mhla_arguments = {
-        **MHLATransformerMixin.mhla_arguments,
-        "input_norm": False,
-        "timestep_freq_shift": 1,
-        "dig_block": False,
+        **MHLATransformerMixin.mhla_arguments, "input_norm": False, "timestep_freq_shift": 1, "dig_block": False,
         "shared_embeddings": False,
-    }
+    }  # fmt: skip
     _repeated_blocks = ["BasicTransformerBlock", "DiGBlock"]
     _no_split_modules = ["BasicTransformerBlock", "DiGBlock"]
 

@@ -1,11 +1,12 @@
 """The attention processor of MHLA layers in which tokens of text and of a grid share one attention, as in Flux."""
 
+import functools
 import math
 from typing import Any
 
 import torch
 
-from ...nn.grid import rotate_pairs
+from ...nn.grid import rotate_both
 from ...nn.joint import TextTokens, split_grids
 from .inputs import ROTARY_FORMS, attention_parts, project_heads
 from .processor import GridAttnProcessor
@@ -37,19 +38,13 @@ class TextGridAttnProcessor(GridAttnProcessor):
         `mask` has a form that `text_masks` reads. `rotary_emb` is that of the text and then the grid, or of the grid alone.
         """
         text_q, text_k, text_v = text_heads
-        num_grid, num_text = hidden_states.shape[1], text_q.shape[1]
-        rotation: Any = None if rotary_emb is None else ROTARY_FORMS[self.rotary](rotary_emb, text_q.shape[2])
-
-        def rotate_both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            cos, sin, distance = rotation
-            angles = cos[-num_grid:], sin[-num_grid:], distance
-            return rotate_pairs(x, *angles), rotate_pairs(y, *angles)
-
-        if rotation is not None and len(rotation[0]) > num_grid:
-            angles = rotation[0][:num_text], rotation[1][:num_text], rotation[2]
-            text_q, text_k = rotate_pairs(text_q, *angles), rotate_pairs(text_k, *angles)
+        num_grid, num_text, rotate = hidden_states.shape[1], text_q.shape[1], None
+        if rotary_emb is not None:
+            cos, sin, distance = ROTARY_FORMS[self.rotary](rotary_emb, text_q.shape[2])
+            rotate = functools.partial(rotate_both, angles=(cos[-num_grid:], sin[-num_grid:], distance))
+            if len(cos) > num_grid:
+                text_q, text_k = rotate_both(text_q, text_k, (cos[:num_text], sin[:num_text], distance))
         text = TextTokens(text_q, text_k, text_v, *text_masks(mask, num_text, num_grid, self.text_last))
-        rotate = None if rotation is None else rotate_both
         grid = self.state.current_grid()
         o, text_o = self.mhla(*heads, text, grid=grid, hidden_states=hidden_states, rotate=rotate)
         return o.flatten(2), text_o.flatten(2)

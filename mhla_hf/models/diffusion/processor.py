@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...nn.grid import rotate_pairs
+from ...nn.grid import rotate_both
 from ..families import AttentionKind
 from .context_parallel import shard_of_grid
 from .inputs import ROTARY_FORMS, attention_parts, project_heads
@@ -148,10 +148,7 @@ class MHLAAttnProcessor(GridAttnProcessor):
         q, k, v = project_heads(attn, hidden_states, self.head_norm)
         rotation: Any = None if rotary_emb is None else ROTARY_FORMS[self.rotary](rotary_emb, q.shape[2])
 
-        def rotate_both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return rotate_pairs(x, *rotation), rotate_pairs(y, *rotation)
-
-        rotate = None if rotation is None else rotate_both
+        rotate = None if rotation is None else functools.partial(rotate_both, angles=rotation)
         shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid)
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
         if perturbation_mask is not None:

@@ -17,14 +17,7 @@ ENCODER_ATTENTION_NAME = f"mhla_encoder_{NAMESPACE}"
 
 
 def mhla_encoder_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of an MHLA layer, [B, H, T, K] -> [B, T, H, V], as an attention function of transformers.
 
@@ -35,9 +28,9 @@ def mhla_encoder_attention(
         raise ValueError(f"cu_seq_lens_q: got {got}, expected None, and rows with an attention_mask.")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, key_mask = kwargs.get("mhla_rows") or (None, None)
-    options = {"starts": starts, "key_mask": key_mask, "hidden_states": kwargs["mhla_hidden_states"], "scale": scaling}
+    options = {"starts": starts, "key_mask": key_mask, "hidden_states": kwargs["mhla_hidden_states"]}
     # Some bases call `view` on the output.
-    return module.mhla(q, k, v, **options).contiguous(), None
+    return module.mhla(q, k, v, scale=kwargs.get("scaling"), **options).contiguous(), None
 
 
 AttentionInterface.register(ENCODER_ATTENTION_NAME, mhla_encoder_attention)

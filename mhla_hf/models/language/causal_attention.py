@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -20,7 +21,7 @@ from ...nn.heads import HeadSplit
 from ...nn.settings import MHLASettings
 from ...ops.namespace import NAMESPACE
 from ..derived_classes import AttentionSwap, attention_sizes, calls_interface, is_attention
-from ..transformers_api import check_cache_arrived, find_cache, refuse_paged_cache
+from ..transformers_api import check_cache_arrived, find_cache
 from .cache import mhla_cache_layer
 from .rotation import rotation_cos_sin, rotation_layout, unrotate
 
@@ -193,7 +194,8 @@ def pass_padding(
     passes no positions, only real tokens count as positions, so that padding does not change the outputs of a row.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    refuse_paged_cache(kwargs)
+    if not isinstance(pages := kwargs.get("cache"), Cache | None):  # of transformers' continuous batching
+        raise ValueError(f"cache: got {type(pages).__name__}, expected a Cache of transformers: MHLA has no pages.")
     inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if inputs is None:
         return (), kwargs

@@ -28,8 +28,10 @@ class RotationLayout:
     last: bool = False
 
 
-HALVES, LAST_HALVES = RotationLayout(), RotationLayout(last=True)
-PAIRS, REPEATED_PAIRS = RotationLayout(pairs=True), RotationLayout(pairs=True, repeated=True)
+HALVES = RotationLayout()
+LAST_HALVES = RotationLayout(last=True)
+PAIRS = RotationLayout(pairs=True)
+REPEATED_PAIRS = RotationLayout(pairs=True, repeated=True)
 # By model type. All others have `HALVES`, or with latent attention `LAST_HALVES`.
 ROTATION_LAYOUTS = {
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), REPEATED_PAIRS),
@@ -41,7 +43,8 @@ ROTATION_LAYOUTS = {
 SCALED_AFTER = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 NEVER_ROTATED = ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "jamba", "kimi_linear", "nemotron_h")
 # Types that rotate in sliding layers only, and types that do so only if they have sliding layers.
-SLIDING_ROTATED, SLIDING_ROTATED_IF_ANY = ("afmoe", "cohere2", "cohere2_moe"), ("exaone4", "exaone_moe", "kolibri1")
+SLIDING_ROTATED = ("afmoe", "cohere2", "cohere2_moe")
+SLIDING_ROTATED_IF_ANY = ("exaone4", "exaone_moe", "kolibri1")
 
 
 def base_model_type(config: Any) -> str:

@@ -31,14 +31,7 @@ class GridCall(NamedTuple):
 
 
 def mhla_grid_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: GridCall,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: GridCall, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of an MHLA layer, [B, H, T, K] -> [B, T, H, V], as an attention function of transformers."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -79,13 +72,8 @@ def prefix_tokens(config: Any) -> int:
 
 
 def grid_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
-    return {
-        "num_heads": config.num_attention_heads,
-        "hidden_size": config.hidden_size,
-        "prefix": prefix_tokens(config),
-        "key_dim": attention.head_dim,
-        "value_dim": attention.head_dim,
-    }
+    sizes = {"num_heads": config.num_attention_heads, "hidden_size": config.hidden_size}
+    return {**sizes, "prefix": prefix_tokens(config), "key_dim": attention.head_dim, "value_dim": attention.head_dim}
 
 
 def register_grid_hook(model: Any, settings: MHLASettings) -> None:

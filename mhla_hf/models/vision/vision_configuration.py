@@ -126,21 +126,18 @@ class MHLAVisionConfig(PreTrainedConfig):
         if self.stages is not None:
             for stage in self.stages:
                 layout = stage.get("layout") or [1, 1]
-                if (
-                    not set(STAGE_KEYS[:3]) <= set(stage) <= set(STAGE_KEYS)
-                    or not is_layout(layout)
-                    or len(layout) != 2
-                ):
+                has_keys = set(STAGE_KEYS[:3]) <= set(stage) <= set(STAGE_KEYS)
+                if not (has_keys and is_layout(layout) and len(layout) == 2):
                     expected = f"the keys {list(STAGE_KEYS)}, the last with blocks per row and column"
                     raise ValueError(f"stages: got {stage!r}, expected {expected}.")
             self.hidden_size = self.stages[-1]["hidden_size"]
             self.num_attention_heads = self.stages[-1]["num_heads"]
             self.num_hidden_layers = sum(stage["depth"] for stage in self.stages)
-        gray = [0.5] * self.num_channels
+        is_rgb, gray = self.num_channels == 3, [0.5] * self.num_channels
         if self.image_mean is None:
-            self.image_mean = [0.485, 0.456, 0.406] if self.num_channels == 3 else gray
+            self.image_mean = [0.485, 0.456, 0.406] if is_rgb else gray
         if self.image_std is None:
-            self.image_std = [0.229, 0.224, 0.225] if self.num_channels == 3 else gray
+            self.image_std = [0.229, 0.224, 0.225] if is_rgb else gray
         settings = MHLASettings.from_dict({**PAPER_VISION_SETTINGS, **(self.mhla or {})})
         check_grid_settings(settings, "an image classifier", 2)
         settings.layers = settings.resolve_layers(self.num_hidden_layers)
@@ -160,9 +157,7 @@ class MHLAVisionConfig(PreTrainedConfig):
                 raise ValueError(f"num_attention_heads: got {heads}, expected {expected}.")
 
     def image_sides(self) -> tuple[int, int]:
-        if isinstance(self.image_size, int):
-            return self.image_size, self.image_size
-        height, width = self.image_size
+        height, width = [self.image_size] * 2 if isinstance(self.image_size, int) else self.image_size
         return height, width
 
     def padded_sides(self, height: int, width: int) -> tuple[int, ...]:
@@ -175,26 +170,19 @@ class MHLAVisionConfig(PreTrainedConfig):
     def stage_list(self) -> list[dict[str, Any]]:
         """Return one dictionary per stage, with all keys of `STAGE_KEYS`; a model without `stages` has one stage."""
         sizes = (self.hidden_size, self.num_hidden_layers, self.num_attention_heads)
-        stages: list[dict[str, Any]] = (
-            [dict(zip(STAGE_KEYS, sizes, strict=False))] if self.stages is None else self.stages
-        )
+        stages = self.stages or [dict(zip(STAGE_KEYS, sizes, strict=False))]
         settings: Any = self.mhla
         return [{**stage, "layout": list(stage.get("layout") or settings["layout"])} for stage in stages]
 
     def preprocessing(self) -> dict[str, Any]:
         """Return the content of `preprocessor_config.json`, with which `AutoImageProcessor` works without our code."""
         height, width = self.image_sides()
-        mean: Any = self.image_mean
-        std: Any = self.image_std
         return {
             "image_processor_type": "ViTImageProcessor",
             "do_convert_rgb": True if self.num_channels == 3 else None,
             **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True),
-            "image_mean": list(mean),
-            "image_std": list(std),
-            "resample": 3,
-            "rescale_factor": 1 / 255,
-            "size": {"height": height, "width": width},
+            **{name: list(getattr(self, name)) for name in ("image_mean", "image_std")},
+            **{"resample": 3, "rescale_factor": 1 / 255, "size": {"height": height, "width": width}},
         }
 
     @classmethod

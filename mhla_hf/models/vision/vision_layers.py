@@ -4,7 +4,8 @@ After the stem, layers take tokens [B, T, C] and their grid, so that any grid wo
 is called, since offloading and FSDP act when a module is called.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...nn.core import MHLACore
-from ...nn.grid import GridConv, GridMHLA, PositionConv, rotate_pairs
+from ...nn.core import MHLACore, Rotation
+from ...nn.grid import GridConv, GridMHLA, PositionConv, rotate_both
 from ...nn.settings import MHLASettings
 from .vision_configuration import MHLAVisionConfig
 
@@ -93,7 +94,7 @@ class GridSoftmax(MHLACore):
         *,
         grid: Sequence[int],
         hidden_states: torch.Tensor | None = None,
-        rotate: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+        rotate: Rotation | None = None,
     ) -> torch.Tensor:
         if rotate is not None:
             q, k = rotate(q, k)
@@ -140,13 +141,8 @@ class MHLAVisionMixer(nn.Module):
         q, k = self.q_norm(self.q_proj(x)).view(shape), self.k_norm(self.k_proj(x)).view(shape)
         v = self.v_proj(x).view(shape)
 
-        angles: Any = rotation
-
-        def rotate_both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return rotate_pairs(a, *angles), rotate_pairs(b, *angles)
-
         core = self.softmax if hasattr(self, "softmax") else self.mhla
-        rotate = None if rotation is None else rotate_both
+        rotate = None if rotation is None else functools.partial(rotate_both, angles=rotation)
         o = core(q, k, v, grid=grid, hidden_states=x, rotate=rotate).flatten(2)
         if self.product is not None:
             o = o * self.product(x)
