@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,7 +243,7 @@ def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_na
     attention.add_module("mhla", core)
 
 
-def find_derived_class(name: str, *kinds: tuple[tuple[Family, ...], AttentionSwap]) -> Any:
+def find_derived_class(name: str, kinds: Iterable[tuple[tuple[Family, ...], AttentionSwap]]) -> Any:
     """Find or make an MHLA class of these families by its name; the `__getattr__` of a module or a bundle."""
     base_name = name.removeprefix("MHLA")
     candidates = [(family, swap) for families, swap in kinds for family in families if name.startswith("MHLA")]

@@ -25,7 +25,7 @@ def test_a_type_that_this_release_lacks_is_not_there():
     assert config_class_of(family.base) is None and base_classes(family) == {}
     for name in ("MHLATypeOfTomorrowConfig", "MHLATypeOfTomorrowForCausalLM", "MHLATypeOfTomorrowAttention"):
         with pytest.raises(AttributeError, match=name):
-            find_derived_class(name, ((family,), CAUSAL_SWAP))
+            find_derived_class(name, [((family,), CAUSAL_SWAP)])
 
 
 @pytest.mark.parametrize("make", [converted_model, scratch_model])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tools.ops_cases import distance, generated
 
 from mhla_hf import MHLASettings
-from mhla_hf.nn.joint import JointMHLA, TextTokens, near_blocks, split_grids
+from mhla_hf.nn.joint import JointMHLA, TextTokens, split_grids
 
 HEADS, WIDTH, NUM_TEXT = 2, 4, 5
 SIZES = {"num_heads": HEADS, "key_dim": WIDTH, "value_dim": WIDTH, "hidden_size": HEADS * WIDTH}
@@ -263,12 +263,6 @@ def test_a_new_core_is_nearly_its_softmax_part():
     o, _ = core(q, k, v, TextTokens(*texts), grid=(16, 16))
     softmax = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, *texts[1:]))).transpose(1, 2)
     assert 0 < distance(o, softmax) <= 0.05
-
-
-def test_near_blocks():
-    assert near_blocks([2, 3], 1) == [[i] for i in range(6)]
-    assert near_blocks([1, 4], 2) == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]
-    assert near_blocks([2, 3], 2)[0] == [0, 1, 3, 4] and near_blocks([2, 3], 3) == [[*range(6)]] * 6
 
 
 @torch.no_grad()
