@@ -12,7 +12,7 @@ from ..checkpoints.load import register_family, strip_code_references
 from ..models.derived_classes import attention_sizes, base_classes
 from ..models.families import ENCODER, TOWER, Family, family_of_type
 from ..models.language.rotation import rotation_layout
-from ..nn.settings import MHLASettings, check_settings
+from ..nn.settings import MHLASettings, check_grid_settings, check_settings
 from .model_family import mhla_class
 from .steps import choose_settings, match_device_and_dtype
 
@@ -68,7 +68,10 @@ def checked_settings(
     if settings.rope == "after":
         raise ValueError('rope: got "after", expected "before": the base model rotates q and k before the feature map.')
     kind, is_encoder = family.kind, family.kind is ENCODER
-    check_settings(settings, kind.noun, both_ways=is_encoder, axes=kind.axes, has_prefix=kind is TOWER)
+    if kind is TOWER:
+        check_grid_settings(settings, kind.noun, kind.axes, has_prefix=True)
+    else:
+        check_settings(settings, kind.noun, both_ways=is_encoder)
     config = model.config
     attentions = mhla_class(family, type(model)).swap.find_attentions(model)
     mhla_layers = choose_convertible(settings, config, attentions, is_encoder)

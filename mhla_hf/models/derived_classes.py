@@ -1,8 +1,7 @@
 """Derives the classes of converted models of transformers from those of their bases, and swaps their attention modules.
 
-No class is written out: `MHLALlamaForCausalLM`, `MHLALlamaConfig`, and `MHLALlamaAttention` are made from
-`LlamaForCausalLM`, `LlamaConfig`, and `LlamaAttention` when they are first used, and so are those of every other family in
-`families.py`. Weights have the names of the base, plus `mhla.*` in each attention module.
+No class is written out: `MHLALlamaForCausalLM`, `MHLALlamaConfig`, and `MHLALlamaAttention` are made from Llama's when they
+are first used. Weights have the names of the base, plus `mhla.*` in each attention module.
 """
 
 import copy
@@ -11,7 +10,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +35,14 @@ class AttentionSwap:
     """Describes how the attention modules of one kind of model are replaced by MHLA.
 
     Attributes:
-        function_name: Name under which the attention function of MHLA is registered in transformers.
+        function_name: Name of MHLA's attention function in transformers.
         mixin: First base of the MHLA attention classes.
         find_attentions: Returns the attention modules of a model, by layer index.
-        core_sizes: Returns the arguments of the core except `settings`, for an attention module and the model's
-            configuration.
-        matrix_core: Core that mixes blocks by a matrix; None if the module has none.
-        decay_core: Core that mixes them by decays; None if the module has none.
-        prepare: Called before each forward pass of the model without its head (see `prepare_inner_body`), or None.
+        core_sizes: Returns the core's arguments except `settings`, from an attention module and the configuration.
+        matrix_core, decay_core: The core that mixes blocks by a matrix or by decays; None where a module has none.
+        prepare: Changes the arguments of each forward pass of the model without its head, or None.
         finish: Called with the model and its settings when all layers are swapped, or None.
-        replaces_masks: Whether to select the attention function of MHLA for the whole model if every attention layer is
-            MHLA, so that transformers builds no T x T mask.
+        replaces_masks: Whether to select MHLA for the whole model if it has no softmax, so that no T x T mask is built.
     """
 
     function_name: str
@@ -59,15 +55,6 @@ class AttentionSwap:
     finish: Callable[[Any, MHLASettings], None] | None = None
     replaces_masks: bool = True
 
-    def core_class(self, settings: MHLASettings) -> Any:
-        """Return the class of the core for `settings.mixing_form`. Raise ValueError if there is none."""
-        core_class = self.decay_core if settings.mixing_form == "decay" else self.matrix_core
-        if core_class is None:
-            raise ValueError(
-                f"mixing_form: got {settings.mixing_form!r}, expected another one for this model's source."
-            )
-        return core_class
-
 
 class MHLAConfigMixin:
     """Adds the settings, `mhla`, to a configuration class of transformers; must come first among the bases of a class.
@@ -77,7 +64,6 @@ class MHLAConfigMixin:
     """
 
     def __post_init__(self: Any, **kwargs: Any) -> None:
-        """Call the base's `__post_init__`, check `mhla`, and resolve its layers to indices."""
         values = kwargs.pop("mhla", None)
         if values is not None:
             for name in FOREIGN_ENTRIES:
@@ -89,13 +75,12 @@ class MHLAConfigMixin:
             self.mhla = settings.to_dict()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as a dictionary, with `FOREIGN_ENTRIES` added if `mhla` is set."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         return {**values, **FOREIGN_ENTRIES} if values.get("mhla") is not None else values
 
 
 class MHLAHeadMixin(MHLAPreTrainedMixin):
-    """Builds the base model, then replaces the layers that `config.mhla` lists by MHLA; must come first among the bases."""
+    """Builds the base model, then replaces the layers that `config.mhla` lists; must come first among the bases."""
 
     family: Family
     swap: AttentionSwap
@@ -116,35 +101,34 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         self.install_mhla(MHLASettings.from_dict(config.mhla))
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Turn the attention modules of the layers in `settings.layers` (indices) into MHLA, in place.
-
-        May also select the attention function of MHLA in `self.config` (see `AttentionSwap.replaces_masks`).
-        """
+        """Turn the attention modules of the layers in `settings.layers` (indices) into MHLA, in place."""
         swap, config = self.swap, self.config
         attentions = swap.find_attentions(self)
-        core_class = swap.core_class(settings)
-        layers: Any = settings.layers
-        for index in layers:
-            attention = attentions[index]
-            core = core_class(settings, **swap.core_sizes(attention, config))
-            swap_attention(
-                attention, derived_class(type(attention), swap.mixin, self.family.entry), core, swap.function_name
+        core_class = swap.decay_core if settings.mixing_form == "decay" else swap.matrix_core
+        if core_class is None:
+            raise ValueError(
+                f"mixing_form: got {settings.mixing_form!r}, expected another one for this model's source."
             )
+        layers: Any = settings.layers
+        for attention in (attentions[index] for index in layers):
+            core = core_class(settings, **swap.core_sizes(attention, config))
+            mhla_class = derived_class(type(attention), swap.mixin, self.family.entry)
+            swap_attention(attention, mhla_class, core, swap.function_name)
         if swap.finish is not None:
             swap.finish(self, settings)
         # Compared with all attention modules rather than all layers: a base may have layers without attention.
         if swap.replaces_masks and set(layers) == set(attentions) and not settings.softmax_heads:
             set_attention_function(config, swap.function_name)
-        if swap.prepare is not None:
-            prepare_inner_body(self, swap.prepare)
+        if swap.prepare is not None and (body := self.base_model) is not self:
+            # For arguments that come by position.
+            names = tuple(inspect.signature(type(body).forward).parameters)[1:]
+            body.register_forward_pre_hook(functools.partial(swap.prepare, names=names), with_kwargs=True)
         self._can_compile_fullgraph = core_class.compiles_fullgraph
 
     def entry_to_save(self: Any) -> str:
-        """Return the name of the module to save with the weights (see `AttentionKind.sources`)."""
         return self.family.kind.sources["decay" if self.config.mhla["mixing_form"] == "decay" else "matrix"]
 
     def class_names(self: Any) -> list[str]:
-        """Return the names of the family's MHLA model classes, with and without heads."""
         return [f"MHLA{name}" for name in base_classes(self.family)]
 
 
@@ -155,10 +139,7 @@ _DERIVED: dict[type, Any] = {}
 
 
 def derived_class(base: type, mixin: type, entry: str, **namespace: Any) -> Any:
-    """Return the one MHLA class of a base, such as `MHLALlamaAttention(mixin, LlamaAttention)`.
-
-    Pickle finds it by its name in the module `entry`, or in a bundle in the bundle's module.
-    """
+    """Return the one MHLA class of a base. Pickle finds it by name in the module `entry`, or in that of a bundle."""
     if base not in _DERIVED:
         namespace["__module__"] = __name__.replace("models.derived_classes", entry)
         _DERIVED[base] = type(f"MHLA{base.__name__}", (mixin, base), namespace)
@@ -171,7 +152,7 @@ def model_name(family: Family) -> str:
 
 
 def base_classes(family: Family) -> dict[str, Any]:
-    """Return the softmax model classes of a family in this release of transformers, as a dict from name to class."""
+    """Return the softmax model classes of a family in this release of transformers, by name."""
     classes = {name: getattr(transformers, name, None) for name in class_names(family)}
     config = config_class_of(family.base)
     return {
@@ -180,15 +161,12 @@ def base_classes(family: Family) -> dict[str, Any]:
 
 
 def derived_config_class(family: Family) -> Any:
-    """Return the configuration class of a converted family: `MHLALlamaConfig(LlamaConfig)` for "llama"."""
     base: Any = config_class_of(family.base)
-    model_types = {"model_type": f"mhla_{family.base}", "base_model_type": family.base}
-    doc = f"`{base.__name__}` with `mhla`, the settings of its MHLA layers."
-    return derived_class(base, MHLAConfigMixin, family.entry, __doc__=doc, **model_types)
+    types = {"model_type": f"mhla_{family.base}", "base_model_type": family.base}
+    return derived_class(base, MHLAConfigMixin, family.entry, __doc__=f"`{base.__name__}` with `mhla`.", **types)
 
 
 def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
-    """Return a model class of a converted family, such as `MHLALlamaForCausalLM(MHLAHeadMixin, LlamaForCausalLM)`."""
     config = derived_config_class(family)
     copy_weight_renames(family.base, config.model_type)
     cores = [core for core in (swap.matrix_core, swap.decay_core) if core is not None]
@@ -216,13 +194,17 @@ def calls_interface(attention_class: Any) -> bool:
     return any(forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS for name in forward.__code__.co_names)
 
 
+def is_attention(module: Any) -> bool:
+    """Return whether a module is MHLA or calls an attention function."""
+    return hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
+
+
 def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
-    """Return the sizes of the MHLA core of an attention module: its arguments except `settings` and `norm_eps`."""
+    """Return the arguments of an attention module's MHLA core, except `settings` and `norm_eps`."""
     num_heads, num_groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if isinstance(num_groups, int) and num_heads % num_groups:
-        raise ValueError(
-            f"num_key_value_heads: got {num_groups}, expected a divisor of the {num_heads} attention heads."
-        )
+        expected = f"a divisor of the {num_heads} attention heads"
+        raise ValueError(f"num_key_value_heads: got {num_groups}, expected {expected}.")
     width = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return {
         "num_heads": num_heads,
@@ -250,21 +232,8 @@ def wrap_forward(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Ca
     return prepared_forward
 
 
-def prepare_inner_body(model: Any, prepare: Callable[..., Any]) -> None:
-    """Register `prepare` as a pre-forward hook on the base model of a model with a head.
-
-    `names` are those of the parameters of the base model's forward, for arguments that come by position.
-    """
-    if (body := model.base_model) is not model:
-        names = tuple(inspect.signature(type(body).forward).parameters)[1:]
-        body.register_forward_pre_hook(functools.partial(prepare, names=names), with_kwargs=True)
-
-
 def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_name: str) -> None:
-    """Turn an attention module of transformers into MHLA, in place.
-
-    It gets its own copy of the configuration, in which the attention function is selected.
-    """
+    """Turn an attention module into MHLA, in place, with a configuration of its own that selects `function_name`."""
     core.train(attention.training)
     attention.__class__ = mhla_class
     if "_old_forward" in attention.__dict__:  # the forward that accelerate's hooks wrap
@@ -274,8 +243,8 @@ def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_na
     attention.add_module("mhla", core)
 
 
-def find_derived_class(name: str, *kinds: tuple[tuple[Family, ...], AttentionSwap]) -> Any:
-    """Find an MHLA class of these families by name, and create it if necessary; `__getattr__` of a module or a bundle."""
+def find_derived_class(name: str, kinds: Iterable[tuple[tuple[Family, ...], AttentionSwap]]) -> Any:
+    """Find or make an MHLA class of these families by its name; the `__getattr__` of a module or a bundle."""
     base_name = name.removeprefix("MHLA")
     candidates = [(family, swap) for families, swap in kinds for family in families if name.startswith("MHLA")]
     for family, swap in candidates:
@@ -287,6 +256,5 @@ def find_derived_class(name: str, *kinds: tuple[tuple[Family, ...], AttentionSwa
             for base in base_classes(family).values():
                 if hasattr(module := sys.modules[base.__module__], base_name):
                     return derived_class(getattr(module, base_name), swap.mixin, family.entry)
-    raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}, expected an MHLA class of one of its families."
-    )
+    expected = "an MHLA class of one of its families"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}, expected {expected}.")

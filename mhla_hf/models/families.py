@@ -1,7 +1,6 @@
-"""The families of base models: one record per family, with all that the package has to know of it.
+"""The families of base models: one record per family, plain data, so that reading it imports no model.
 
-Conversion, training, sharing, and the bundler read these records. They are plain data, so that reading them does not import
-any model. `class_names` in `transformers_api.py` adds the names that transformers knows.
+`class_names` in `transformers_api.py` adds the names that transformers knows.
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,26 +14,19 @@ class AttentionKind:
     """Describes a kind of attention that MHLA replaces, for all families that have it.
 
     Attributes:
-        entry: Name of the module that creates the MHLA classes of these families. Classes for transformers have an attribute
-            `swap` with the attention class and the cores that they install (`AttentionSwap`).
+        entry: Module that creates the MHLA classes of these families.
         defaults: Default settings of a conversion (`MHLASettings`).
-        auto_classes: Auto classes of transformers whose models can be converted. Their mappings name the classes of each
-            model type.
-        sources: For transformers, what the bundler starts from, by the mixing form of a model ("decay" or "matrix"): a
-            module and the function in it that becomes the `__getattr__` of the bundle.
+        auto_classes: Auto classes of transformers, whose mappings name the classes that can be converted.
+        sources: For transformers, the `module:function` that the bundler starts from, by mixing form ("decay", "matrix").
         noun: Name of a model of this kind in errors; models of diffusers are named by their class.
         axes: Number of axes of the grid of tokens; 0 for sequences.
         linear: Whether the attention is linear already, so that converting it loses nothing.
-        latents: Axes of the input of a transformer of diffusers, after the batch. Axes of the grid that are not among them
-            are arguments of the model's forward.
-        rotary: Form of the rotary embedding that a transformer of diffusers gives to its attention (`ROTARY_FORMS`).
-        head_norm: Whether the norms of q and k in a transformer of diffusers apply to each head, not to all channels at
-            once.
+        latents: Axes of a diffusion model's input after the batch; further axes of the grid are arguments of its forward.
+        rotary: Form of the rotary embedding that a diffusion model gives to its attention (`ROTARY_FORMS`).
+        head_norm: Whether the norms of q and k in a diffusion model apply to each head, not to all channels at once.
         joint: Whether tokens of a text share one attention with those of the grid.
         text_last: Whether the text comes after the grid where both are in one sequence.
-        positions: Argument of the forward of a transformer of diffusers whose latents are tokens that tells the grid: the
-            positions of the tokens ("img_ids") or the sizes of the images ("img_shapes"). Empty if the grid has arguments
-            of its own.
+        positions: Argument that tells the grid where latents are tokens: positions ("img_ids") or sizes ("img_shapes").
     """
 
     entry: str
@@ -60,11 +52,10 @@ class Family:
         base: Model type in transformers, or name of the first class in diffusers.
         kind: Kind of attention of its models.
         task: Task (`pipeline_tag`) on the Hub.
-        classes: Names of classes that `convert` takes, in addition to those of `kind.auto_classes`. The MHLA class of each
-            has the same name after "MHLA".
+        classes: Names of classes that `convert` takes, in addition to those of `kind.auto_classes`.
         overrides: Default settings that differ from those of `kind`.
         conditions: Arguments of a diffusion model besides the latents and the time, in the order of the training data.
-            Diffusion families without conditions are trained from calls of their pipelines, not from latents.
+            Families without conditions are trained from calls of their pipelines.
         prefix: Number of tokens before the grid of a vision tower, not counting register tokens.
         fixed_size: Whether a diffusion model takes square latents of its `sample_size` only.
     """
@@ -80,12 +71,10 @@ class Family:
 
     @property
     def entry(self) -> str:
-        """Name of the module that creates the MHLA classes."""
         return self.kind.entry
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Default settings of a conversion (`MHLASettings`)."""
         return {**self.kind.defaults, **self.overrides}
 
 
@@ -97,17 +86,15 @@ WINDOWED_DECAYS: dict[str, Any] = {
     "windowed": True,
     "feature_map": "softmax",
 }
+# Ends of the names of classes with a head; those that all text models have, and others.
+TEXT_ENDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+HEAD_ENDS = (*TEXT_ENDS, "ForCausalLM", "ForMaskedLM", "ForMultipleChoice", "ForImageClassification")
+AUTO_CLASSES = ("AutoModel", *(f"AutoModel{end}" for end in TEXT_ENDS))
 CAUSAL = AttentionKind(
     noun="a causal model",
     entry="models.converted",
     defaults={**WINDOWED_DECAYS, "rope": "near", "window": 6, "length_power": True},
-    auto_classes=(
-        "AutoModelForCausalLM",
-        "AutoModel",
-        "AutoModelForSequenceClassification",
-        "AutoModelForTokenClassification",
-        "AutoModelForQuestionAnswering",
-    ),
+    auto_classes=("AutoModelForCausalLM", *AUTO_CLASSES),
     sources={"decay": "models.converted:decay_class", "matrix": "models.converted:matrix_class"},
 )
 ENCODER = AttentionKind(
@@ -115,14 +102,7 @@ ENCODER = AttentionKind(
     entry="models.converted",
     sources={"decay": "models.converted:decay_encoder_class", "matrix": "models.converted:matrix_encoder_class"},
     defaults={**WINDOWED_DECAYS, "window": 1, "sinks": 0},
-    auto_classes=(
-        "AutoModel",
-        "AutoModelForSequenceClassification",
-        "AutoModelForTokenClassification",
-        "AutoModelForQuestionAnswering",
-        "AutoModelForMaskedLM",
-        "AutoModelForMultipleChoice",
-    ),
+    auto_classes=(*AUTO_CLASSES, "AutoModelForMaskedLM", "AutoModelForMultipleChoice"),
 )
 TOWER = AttentionKind(
     noun="a vision tower",
@@ -138,24 +118,10 @@ PIXART_IMAGES = AttentionKind(
 )
 DIT_IMAGES = replace(PIXART_IMAGES, entry="models.diffusion.dit_transformer")
 SANA_IMAGES = replace(PIXART_IMAGES, defaults=SANA_DEFAULTS, linear=True)
-SANA_VIDEO = AttentionKind(
-    entry="models.diffusion.converted_transformer",
-    defaults={**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"},
-    axes=3,
-    linear=True,
-)
-WAN_VIDEO = AttentionKind(
-    entry="models.diffusion.converted_transformer",
-    defaults={
-        "layout": [3, 5, 10],
-        "feature_map": "relu",
-        "normalize": False,
-        "output_norm": True,
-        "rope": "after",
-        "layers": "2/3",
-    },
-    axes=3,
-)
+VIDEO = AttentionKind("models.diffusion.converted_transformer", {}, axes=3)
+SANA_VIDEO = replace(VIDEO, defaults={**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"}, linear=True)
+WAN_DEFAULTS: dict[str, Any] = {"layout": [3, 5, 10], "feature_map": "relu", "normalize": False, "output_norm": True}
+WAN_VIDEO = replace(VIDEO, defaults={**WAN_DEFAULTS, "rope": "after", "layers": "2/3"})
 LTX_VIDEO = replace(WAN_VIDEO, latents="tokens channels", rotary="joined heads")
 COSMOS_VIDEO = replace(WAN_VIDEO, rotary="halves", head_norm=True)
 ALLEGRO_VIDEO = replace(WAN_VIDEO, rotary="axes")
@@ -175,41 +141,21 @@ JOINT_DEFAULTS: dict[str, Any] = {
     "sinks": 0,
     "layers": "2/3",
 }
-SD3_IMAGES = AttentionKind(
-    entry="models.diffusion.converted_transformer",
-    defaults=JOINT_DEFAULTS,
-    axes=2,
-    latents="channels height width",
-    head_norm=True,
-    joint=True,
-)
+SD3_IMAGES = replace(PIXART_IMAGES, defaults=JOINT_DEFAULTS, head_norm=True, joint=True)
 FLUX_IMAGES = replace(SD3_IMAGES, latents="tokens channels", positions="img_ids")
 QWEN_IMAGES = replace(SD3_IMAGES, latents="tokens channels", positions="img_shapes", rotary="complex streams")
 HUNYUAN_VIDEO = replace(
-    SD3_IMAGES,
-    defaults={**JOINT_DEFAULTS, "layout": [3, 5, 10]},
-    axes=3,
-    latents="channels frames height width",
-    text_last=True,
+    VIDEO, defaults={**JOINT_DEFAULTS, "layout": [3, 5, 10]}, head_norm=True, joint=True, text_last=True
 )
 COGVIDEOX_VIDEO = replace(HUNYUAN_VIDEO, latents="frames channels height width")
 MOCHI_VIDEO = replace(HUNYUAN_VIDEO, rotary="half heads")
 
 
-def language_family(base: str) -> Family:
-    """Create the record of a family of causal language models of transformers."""
-    # `SCALED_AFTER` in models/language/rotation.py says why.
-    overrides = {"rope": "before"} if base.startswith("hunyuan") else {}
-    return Family(base, CAUSAL, "text-generation", overrides=overrides)
-
-
 def vision_family(base: str, *classes: str, prefix: int = 1) -> Family:
-    """Create the record of a family of vision towers of transformers."""
     return Family(base, TOWER, "image-feature-extraction", classes, prefix=prefix)
 
 
 def diffusion_family(kind: AttentionKind, task: str, *classes: str, **fields: Any) -> Family:
-    """Create the record of a family of transformers of diffusers from the names of its classes and fields of `Family`."""
     return Family(classes[0], kind, task, classes, **fields)
 
 
@@ -225,7 +171,11 @@ LANGUAGE_TYPES = (
     "qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 "
     "vaultgemma youtu"
 )
-LANGUAGE = tuple(language_family(base) for base in LANGUAGE_TYPES.split())
+# `SCALED_AFTER` in models/language/rotation.py says why.
+NOT_UNROTATED = {base: {"rope": "before"} for base in ("hunyuan_v1_dense", "hunyuan_v1_moe")}
+LANGUAGE = tuple(
+    Family(base, CAUSAL, "text-generation", overrides=NOT_UNROTATED.get(base, {})) for base in LANGUAGE_TYPES.split()
+)
 
 ENCODER_TYPES = (
     "albert bert camembert data2vec-text distilbert electra ernie eurobert gte jina_embeddings_v3 modernbert nomic_bert "
@@ -282,11 +232,8 @@ def family_of_type(model_type: str | None) -> Family | None:
 
 
 def auto_class_of(name: str) -> str:
-    """Return the name of the Auto class of transformers that loads a model class, by the end of the class's name."""
+    """Return the name of the Auto class that loads a model class of transformers, by the end of its name."""
     if name.endswith("LMHeadModel"):
         return "AutoModelForCausalLM"
-    heads = (*CAUSAL.auto_classes, *ENCODER.auto_classes, "AutoModelForImageClassification")
     head = name.removesuffix("WithTeacher")
-    return next(
-        (auto for auto in heads if auto != "AutoModel" and head.endswith(auto.removeprefix("AutoModel"))), "AutoModel"
-    )
+    return next((f"AutoModel{end}" for end in HEAD_ENDS if head.endswith(end)), "AutoModel")

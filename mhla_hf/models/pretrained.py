@@ -13,12 +13,9 @@ from .transformers_api import with_layer_wildcard
 
 
 class MHLAPreTrainedMixin:
-    """Initializes, saves, loads and checks MHLA weights; must come before `PreTrainedModel` in the bases of a class.
+    """Initializes, saves, loads and checks MHLA weights; must come before `PreTrainedModel` in the bases of a class."""
 
-    `source_entry` names the module that defines the model.
-    """
-
-    source_entry = ""
+    source_entry = ""  # the module that defines the model
     _keep_in_fp32_modules_strict = ["mixing"]
     # With a mixing matrix, a decode step reads the length of the cache on the host: it compiles, but not as one graph.
     _can_compile_fullgraph = False
@@ -32,10 +29,7 @@ class MHLAPreTrainedMixin:
         return []
 
     def initialize_weights(self: Any) -> None:
-        """Initialize the base's parameters as transformers does, and those of MHLA modules from their `initial_values`.
-
-        Parameters that were loaded from a checkpoint are not overwritten.
-        """
+        """Initialize as transformers does, and MHLA modules from their `initial_values`; loaded parameters stay."""
         super().initialize_weights()  # type: ignore[misc]
         for module in self.modules():
             if hasattr(module, "initial_values"):
@@ -46,14 +40,6 @@ class MHLAPreTrainedMixin:
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Load a model as transformers does, and check its MHLA weights.
 
-        If `learn_mixing` is false in `config.mhla`, the parameters of the mixing are frozen, except `balance`.
-
-        Args:
-            *args, **kwargs: As in transformers.
-
-        Returns:
-            The model, or with `output_loading_info=True` the model and the loading info.
-
         Raises:
             ValueError: A file in a local folder is damaged, or an MHLA weight is not valid (NaN, negative mixing).
             SafetensorError: A file from the Hub is damaged.
@@ -61,7 +47,7 @@ class MHLAPreTrainedMixin:
         try:
             loaded = super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
         except SafetensorError:
-            # Raises an error that names the file, unless all files are whole.
+            # Its error names the file.
             check_whole_files(args[0] if args else kwargs["pretrained_model_name_or_path"])
             raise
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -75,10 +61,7 @@ class MHLAPreTrainedMixin:
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
-        """Distribute as transformers does. Where projections are split by head, split the parameters of `mhla` by head, too.
-
-        With tensor parallelism, the plan of the model is extended, and its `HeadSplit`s become those of this process.
-        """
+        """Distribute as transformers does; with projections split by head, split the parameters of `mhla`, too."""
         if distributed_config is not None and distributed_config.tp_size > 1:
             size, rank = distributed_config.tp_size, mesh_manager.get_mesh("tp").get_local_rank()
             model._tp_plan.update(split_heads_plan(model, size))
@@ -87,7 +70,6 @@ class MHLAPreTrainedMixin:
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ValueError: the caches of transformers' continuous batching are paged."""
         expected = "generate(), or vLLM for requests that come and go"
         raise ValueError(f"cache: got continuous batching with paged caches, expected {expected}.")
 
@@ -96,20 +78,13 @@ class MHLAPreTrainedMixin:
     ) -> None:
         """Save as transformers does, and write `modeling_mhla.py` to the same folder, for `trust_remote_code=True`.
 
-        Also sets `config.auto_map`.
-
-        Args:
-            save_directory: Folder to write to.
-            push_to_hub: Whether to push the model afterwards. The arguments that `HUB_ARGUMENTS` names are then for pushing.
-            *args, **kwargs: As in transformers.
+        Also sets `config.auto_map`. With `push_to_hub`, the arguments that `HUB_ARGUMENTS` names are for pushing.
         """
         if kwargs.get("is_main_process", True):
             write_source(self.entry_to_save(), save_directory)
-        module = SOURCE_FILE.removesuffix(".py")
-        self.config.auto_map = {
-            "AutoConfig": f"{module}.{type(self.config).__name__}",
-            **{auto_class_of(name): f"{module}.{name}" for name in (*self.class_names(), type(self).__name__)},
-        }
+        names = {auto_class_of(name): name for name in (*self.class_names(), type(self).__name__)}
+        names = {"AutoConfig": type(self.config).__name__, **names}
+        self.config.auto_map = {auto: f"{SOURCE_FILE.removesuffix('.py')}.{name}" for auto, name in names.items()}
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if push_to_hub:
@@ -122,8 +97,7 @@ HUB_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "revision", "c
 def split_heads_plan(model: Any, size: int) -> dict[str, str]:
     """Return the tensor-parallel plan for the `mhla` modules of layers whose projections are split by head.
 
-    Parameters per head (feature maps, decays, matrices) are split on their first axis. Parameters that all heads share are
-    replicated, and their gradients summed.
+    Parameters per head are split on their first axis; those that all heads share are replicated, and their gradients summed.
     """
     plan = {}
     for name, module in model.named_modules():

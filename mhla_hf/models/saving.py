@@ -1,7 +1,7 @@
 """Saves a model with its source, so that it loads where mhla_hf is not installed, and checks weights when loading.
 
-The models do not know how their one-file source is made; they call a function that the installed package registers with
-`set_source_maker`. A model that was loaded from such a file saves a copy of that file.
+The installed package registers the function that makes the source; a model that was loaded from a source file saves a copy
+of that file.
 """
 
 import functools
@@ -43,7 +43,6 @@ def write_source(entry: str, folder: str | os.PathLike[str], name: str = SOURCE_
 
 
 def check_whole_files(folder: str | os.PathLike[str]) -> None:
-    """Raise ValueError if a file `*.safetensors` in a folder or its subfolders is truncated or has another format."""
     for file in sorted(Path(folder).rglob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -53,10 +52,7 @@ def check_whole_files(folder: str | os.PathLike[str]) -> None:
 
 
 def check_loaded_weights(model: torch.nn.Module) -> None:
-    """Raise ValueError if an MHLA weight is NaN or infinite, or a mixing weight is negative (except in the form "free").
-
-    Quantized weights and weights on the meta device are not checked.
-    """
+    """Raise ValueError if an MHLA weight is not finite, or a mixing weight negative; quantized and meta weights pass."""
     modules: list[tuple[str, Any]] = list(model.named_modules())
     for name, module in modules:
         for parameter in module.initial_values() if hasattr(module, "initial_values") else ():

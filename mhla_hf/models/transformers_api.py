@@ -1,7 +1,4 @@
-"""Everything that this package uses of transformers that is private or differs between releases.
-
-A model type that a release of transformers lacks is absent here, too; it does not break the import.
-"""
+"""All that is private in transformers or differs between its releases, which may lack model types."""
 
 import contextlib
 import functools
@@ -17,16 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_MAPPING_NAMES,
-)
 
 from .families import FAMILIES, Family
 
@@ -34,23 +23,21 @@ from .families import FAMILIES, Family
 TESTED_TRANSFORMERS = ("5.19.0", "5.24.0")
 # Auto class -> {model type: class name}
 AUTO_CLASS_NAMES = {
-    "AutoModel": MODEL_MAPPING_NAMES,
-    "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "AutoModelForMaskedLM": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    "AutoModelForMultipleChoice": MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
-    "AutoModelForQuestionAnswering": MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    "AutoModelForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "AutoModelForMultipleChoice": modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 }
 
 
 def config_class_name(model_type: str) -> str | None:
-    """Return the name of the configuration class of a model type, or None if this release of transformers lacks it."""
     return CONFIG_MAPPING_NAMES.get(model_type)
 
 
 def config_class_of(model_type: str) -> type | None:
-    """Return the configuration class of a model type, or None if this release of transformers lacks the type."""
     try:
         # Not `get`: this is a lazy mapping, whose `get` finds only types that were registered by users.
         return CONFIG_MAPPING[model_type]
@@ -59,18 +46,17 @@ def config_class_of(model_type: str) -> type | None:
 
 
 def class_names(family: Family) -> list[str]:
-    """Return the names of a family's softmax model classes, with and without heads, in this release of transformers."""
+    """Return the names of a family's softmax model classes in this release of transformers."""
     auto_mappings = [AUTO_CLASS_NAMES[auto_class] for auto_class in family.kind.auto_classes]
     return [mapping[family.base] for mapping in auto_mappings if family.base in mapping] + list(family.classes)
 
 
 def family_of_class(name: str) -> Family | None:
-    """Return the family of a model class, named with or without "MHLA" at its start; None if it belongs to none."""
+    """Return the family of a model class, named with or without "MHLA" at its start."""
     return next((family for family in FAMILIES if name.removeprefix("MHLA") in class_names(family)), None)
 
 
 def copy_weight_renames(base_type: str, model_type: str) -> None:
-    """Register the weight renames of `base_type` in transformers for `model_type`, too, unless it has some already."""
     renames = get_checkpoint_conversion_mapping(base_type)
     if renames is not None and get_checkpoint_conversion_mapping(model_type) is None:
         register_checkpoint_conversion_mapping(model_type, renames)
@@ -87,7 +73,6 @@ def set_attention_function(config: Any, name: str) -> None:
 
 
 def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
-    """Enable or disable gradient checkpointing."""
     # transformers renamed it in 5.23.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     if enabled:
@@ -120,24 +105,15 @@ def cache_argument(model: nn.Module) -> str:
 def forward_cached(
     model: nn.Module, input_ids: torch.Tensor, cache: Cache | None = None, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """Run one forward pass with a KV cache, None to start one; return the model's output and the cache after it."""
+    """Run one forward pass with a KV cache, None to start one; return the output and the cache after it."""
     name = cache_argument(model)
     output = model(input_ids=input_ids, **{name: cache}, use_cache=True, **kwargs)
     return output, getattr(output, name)
 
 
 def find_cache(kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the argument that is a KV cache, found by its type, because names differ; or None."""
+    """Return the name of the argument that is a KV cache, found by its type, because names differ."""
     return next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
-
-
-def refuse_paged_cache(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if there is a paged cache of transformers' continuous batching, which cannot hold MHLA states."""
-    pages = kwargs.get("cache")
-    if pages is not None and not isinstance(pages, Cache):
-        raise ValueError(
-            f"cache: got {type(pages).__name__}, expected a Cache of transformers: MHLA layers have no pages."
-        )
 
 
 def check_cache_arrived(query_length: int, key_length: int, kwargs: dict[str, Any]) -> None:

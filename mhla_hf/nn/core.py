@@ -1,12 +1,9 @@
 """The MHLA core: all that an attention module gains when it stops being softmax attention.
 
-It takes the q, k, and v that softmax attention would take and returns what softmax attention would return. Feature maps,
-mixing, output norm, and gate live here, so a converted layer holds all of its new parameters under one name, `mhla`.
-`MHLACore` is what sequences and grids share, `MHLA` the causal core of language models, and `GridMHLA` (`grid.py`) the core
-of image and video models.
-
-Every parameter belongs to a module that is called, and is not read from outside of it: offloading moves weights when
-modules are called.
+It takes the q, k, and v of softmax attention and returns what that would return. A converted layer holds all of its new
+parameters under one name, `mhla`. `MHLACore` is what sequences and grids share, `MHLA` the causal core of language models,
+and `GridMHLA` (`grid.py`) that of image and video models. Every parameter belongs to a module that is called, because
+offloading moves weights when modules are called.
 """
 
 import logging
@@ -60,7 +57,6 @@ class OutputGate(nn.Linear):
     """
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         return {"weight": torch.zeros(self.weight.shape), "bias": torch.full(self.bias.shape, OPEN_GATE_BIAS)}
 
     def reset_parameters(self) -> None:
@@ -69,10 +65,7 @@ class OutputGate(nn.Linear):
 
 
 def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return each tensor [B, T, H, K] with zeros where key_mask [B, T] is False; without a key_mask, return it unchanged.
-
-    This keeps NaN in padding out of sums, because NaN times a weight of 0 is NaN.
-    """
+    """Return each tensor [B, T, H, K] with zeros where key_mask [B, T] is False: NaN in padding stays out of sums."""
     if key_mask is None:
         return tensors
     return tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
@@ -91,7 +84,6 @@ def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
 
 
 def move_tokens(x: torch.Tensor, source: torch.Tensor | None, inverse: torch.Tensor | None) -> torch.Tensor:
-    """Apply `MoveTokens` to x [B, T, H, K] with the result of `padding_first`."""
     return x if source is None else MoveTokens.apply(x, source, inverse)
 
 
@@ -106,7 +98,6 @@ def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
 
 
 def mixing_options(settings: MHLASettings, num_heads: int) -> dict[str, Any]:
-    """Return the keyword arguments of `Mixing` and `GridMixing` that follow from the settings."""
     return {
         "num_heads": num_heads if settings.per_head else None,
         "start": settings.mixing_start,
@@ -189,13 +180,7 @@ class MHLACore(nn.Module):
 
 
 class MHLA(MHLACore):
-    """Causal multi-head linear attention (paper sections 4.1 and 4.2, appendix C).
-
-    Args:
-        settings: The settings, from which the core makes its own `Mixing`.
-        num_heads: Number of query heads, H.
-        **widths: The other arguments of `MHLACore`.
-    """
+    """Causal multi-head linear attention (paper sections 4.1 and 4.2, appendix C); see `MHLACore` for arguments."""
 
     causal = True
     # With a mixing matrix, a decode step reads the length of the cache on the host: it compiles, but not as one graph.
@@ -223,9 +208,7 @@ class MHLA(MHLACore):
         """Apply causal attention: each token attends to itself and to all earlier tokens.
 
         Args:
-            q: [B, T, H, K].
-            k: [B, T, G, K].
-            v: [B, T, G, V].
+            q, k, v: [B, T, H, K], [B, T, G, K], and [B, T, G, V].
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
             rotate: Rotary embedding of q and k or, with `rope="after"`, of their features.
             starts: int64 [B], first real token of each row of a left-padded batch; ignored if there is a key_mask.
@@ -233,8 +216,7 @@ class MHLA(MHLACore):
                 allowed along with cu_seqlens.
             cu_seqlens: Int [N + 1], borders of N packed sequences (B = 1). Ignored if there is a cache.
             cache: This layer's `MHLACacheLayer`, read and changed in place; None to attend without one.
-            scale: The scale of the base model's softmax. Ignored: a constant factor cancels in the normalized form, and the
-                other form always takes K**-0.5.
+            scale: Ignored: a constant factor cancels in the normalized form, and the other form always takes K**-0.5.
 
         Returns:
             [B, T, H, V] in v's dtype.

@@ -19,8 +19,8 @@ class DecayMixing(nn.Module):
 
     Attributes:
         weight: [H, R], logits; their softmax over R gives the weights of the decays.
-        rate: [G, R - 1], logits of the decay factors lambda = sigmoid(rate) of all decays but the first, whose lambda is
-            fixed at 1. With `free_decay`, [G, R], for all decays. Absent if it would be empty.
+        rate: [G, R - 1], logits of the factors of all decays but the first, which is fixed at 1; or [G, R] with
+            `free_decay`.
         balance: [H], see `WindowedInputs`; trained even without `learn`. Absent without an initial balance.
         power: [H], see `Decays`; only with `length_power`.
     """
@@ -58,7 +58,6 @@ class DecayMixing(nn.Module):
             self.get_parameter(name).data.copy_(value)
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial values of the parameters by name, for models built on the meta device and filled later."""
         num_others = self.num_decays - 1
         other_weight = INITIAL_DECAY_WEIGHT if self.learn else FROZEN_DECAY_WEIGHT
         weight = torch.tensor([1.0 - other_weight * num_others, *[other_weight] * num_others], dtype=torch.float32)
@@ -103,7 +102,6 @@ class DecayMixing(nn.Module):
         return torch.cat([decays.weight, log_rate, *columns], 1).detach()
 
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
-        """Undo `pack`: return the decays and the balance (None without a softmax)."""
         count = self.num_decays
         queries_per_kv = self.num_heads // self.num_kv_heads
         weight = packed[:, :count]

@@ -1,7 +1,7 @@
 """Feature maps: what is applied to q and k before the products that replace softmax(q k^T).
 
-The learned one follows Hedgehog (arXiv 2402.04347): two softmaxes over the width, of x W and of -x W. W starts at the
-identity, so a converted model begins with attention that peaks about where softmax attention does.
+The learned one follows Hedgehog (arXiv 2402.04347). Its weights start at the identity, so a converted model begins with
+attention that peaks about where softmax attention does.
 """
 
 import torch
@@ -35,11 +35,9 @@ class FeatureMap(nn.Module):
 
     @property
     def num_features(self) -> int:
-        """Width of the output, F."""
         return 2 * self.head_dim if self.kind == "hedgehog" else self.head_dim
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial values of the parameters by name, for models built on the meta device and filled later."""
         values = {}
         if self.kind in INITIAL_WEIGHT_SCALE:
             identity = torch.eye(self.head_dim).expand(self.weight.shape)

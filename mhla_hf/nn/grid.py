@@ -24,11 +24,16 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, distance
     """Apply a rotary embedding to pairs of channels of x [B, T, H, K], in fp32.
 
     `cos` and `sin` are [.., T, 1 or H, K], with every number once per channel of its pair, or [.., T, 1, 1]. `distance` is
-    that of the two channels of a pair: 1 for neighbors, K / 2 for the halves of a head.
+    that of the two channels: 1 for neighbors, K / 2 for the halves of a head.
     """
     first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)  # [B, T, H, K / (2 * distance), distance]
     turned = torch.stack([-second, first], dim=-2).flatten(-3)
     return (x * cos.float() + turned * sin.float()).to(x.dtype)
+
+
+def rotate_both(x: torch.Tensor, y: torch.Tensor, angles: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply `rotate_pairs` with the same angles to queries and keys."""
+    return rotate_pairs(x, *angles), rotate_pairs(y, *angles)
 
 
 def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
@@ -52,8 +57,7 @@ def grid_distances(layout: Sequence[int]) -> torch.Tensor:
 class GridMixing(Mixing):
     """A learned mixing matrix over the blocks of a grid, computed in fp32 whatever the model's dtype (paper section 4.2).
 
-    M is the number of blocks, plus one if there are prefix tokens, which have a block of their own; initially, its weights
-    are those of an average block.
+    Prefix tokens have a block of their own; initially, its weights are those of an average block.
     """
 
     def __init__(self, layout: Sequence[int], num_heads: int | None = None, *, prefix: bool = False, **choices: Any):
@@ -62,7 +66,6 @@ class GridMixing(Mixing):
         super().__init__(prod(self.layout) + prefix, num_heads, **choices)
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return {"weight": its initial value}, for models that are built on the meta device and filled later."""
         count = prod(self.layout)
         start = torch.ones(count, count, dtype=torch.float32)
         if self.start == "locality" and count > 1:
@@ -111,7 +114,7 @@ class GridConv(nn.Module):
 
 
 class PositionConv(GridConv):
-    """The paper's CPE (appendix F.2): a depthwise convolution of v, initialized to zero. See `GridConv` for arguments."""
+    """The paper's CPE (appendix F.2): a depthwise convolution of v, initialized to zero."""
 
     def __init__(self, channels: int, kernel: int, axes: int):
         super().__init__(channels, kernel, axes)
@@ -119,7 +122,6 @@ class PositionConv(GridConv):
             value.data.zero_()
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial values of the parameters by name, for models built on the meta device and filled later."""
         return {f"conv.{name}": torch.zeros(value.shape) for name, value in self.conv.named_parameters()}
 
 
@@ -128,10 +130,8 @@ class GridMHLA(MHLACore):
 
     Args:
         settings: The settings; `layout` is required.
-        num_heads: Number of heads H of q, k, and v.
-        value_dim: Width V of v.
         prefix: Number of class or register tokens before the grid.
-        **widths: The other arguments of `MHLACore`.
+        num_heads, value_dim, **widths: As in `MHLACore`.
     """
 
     mixing: GridMixing
@@ -160,9 +160,7 @@ class GridMHLA(MHLACore):
         """Attend to all tokens of the grid.
 
         Args:
-            q: [B, T, H, K]; the T tokens are the `prefix` tokens, then those of the grid in row-major order.
-            k: [B, T, H, K].
-            v: [B, T, H, V].
+            q, k, v: [B, T, H, K] and [B, T, H, V]; the T tokens are the `prefix` tokens, then the grid's in row-major order.
             grid: Number of tokens along each axis, with as many axes as `settings.layout`.
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
             rotate: Rotary embedding of q and k or, with `rope="after"`, of their features; None if there is none.
@@ -174,8 +172,7 @@ class GridMHLA(MHLACore):
             [B, T, H, V] in v's dtype.
 
         Raises:
-            ValueError: If grid and prefix do not make T tokens, or `shard` is given along with prefix tokens, a key_mask, or
-                cpe.
+            ValueError: If grid and prefix do not make T tokens, or `shard` comes with prefix tokens, a key_mask, or cpe.
         """
         blocks = Blocks.grid(tuple(grid), self.mixing.layout, prefix=self.prefix)
         if shard is not None and (self.prefix or self.settings.cpe or key_mask is not None):

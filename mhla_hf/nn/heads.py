@@ -9,12 +9,8 @@ class HeadSplit:
     """Splits tensors into the KV heads of a layer that keep softmax and those that are MHLA, and joins them again.
 
     Query heads go with the KV head that they read. Tensors are sliced rather than indexed: no index has to be moved to a
-    device, and a single run of heads is a view.
-
-    Attributes:
-        counts: The number of KV heads that keep softmax (key True) and that are MHLA (key False).
-        runs: Runs of consecutive KV heads that all keep softmax or are all MHLA, each as (first KV head, one past the last,
-            whether they keep softmax).
+    device, and a single run of heads is a view. `counts` are the numbers of KV heads that keep softmax (key True) and that
+    are MHLA (key False).
     """
 
     def __init__(self, softmax_heads: Sequence[int], num_kv_heads: int):

@@ -1,15 +1,13 @@
 """The MHLA core of layers in which tokens of text and of a grid attend in one sequence, as in Flux or HunyuanVideo.
 
-Texts are short, so softmax over their tokens is cheap. A query t of the grid reads text, and optionally the blocks of the
-grid around its own, by softmax, and all other blocks by MHLA, under one normalizer and on one scale. With scores
-z_ts = <q_t, k_s> / sqrt(K), features phi, and a learned balance b per head:
+A query t of the grid reads text, and optionally the blocks of the grid around its own, by softmax, and all other blocks by
+MHLA, under one normalizer and on one scale. With scores z_ts = <q_t, k_s> / sqrt(K), features phi, and a learned balance b
+per head:
 
     o_t = (sum_near e^z_ts v_s + e^b sum_far m[b(t), b(s)] <phi(q_t), phi(k_s)> v_s) / (the same with 1 for v_s)
 
-A query of the text reads all tokens by softmax.
-
-There may be several grids, such as an image and those that it is an edit of. Each is cut into the same number of blocks, and
-block m has the tokens of block m of every grid, so a query's own block has the same place in all images.
+A query of the text reads all tokens by softmax. There may be several grids, such as an image and those that it is an edit
+of. Each is cut into the same number of blocks, and block m has the tokens of block m of every grid.
 """
 
 import math
@@ -53,11 +51,10 @@ def softmax_beside_key(
     """Compute softmax attention over keys [B, S, H, K] and one more key, with a score z' for each query [B, T, H, K + 1].
 
     The last channel of q is z' * sqrt(K). The mask is [B, 1, 1, at most S]. With weights e^z / (sum e^z + e^z'), this
-    returns the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the additional key's weight.
-
-    That weight relates the scale of the softmax to that of other weights, which is what the log-sum-exp is otherwise
-    needed for. It comes out of the same fused kernel, with gradients, as two further columns of v. With the log of the sum
-    of the other weights as z', the results lose only what is small beside the others, also in fp16.
+    returns the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the additional key's weight. That
+    weight relates the softmax to other weights, as a log-sum-exp would, but comes out of the fused kernel, with gradients,
+    as two further columns of v. With the log of the sum of the other weights as z', only what is small beside the others is
+    lost, also in fp16.
     """
     num_keys, key_width, value_width = k.shape[1], k.shape[3], v.shape[3]
     width = -(-max(key_width + 1, value_width + 2) // WIDTH_STEP) * WIDTH_STEP
@@ -98,7 +95,7 @@ def near_blocks(counts: Sequence[int], window: int) -> list[list[int]]:
 
 
 def far_block_mask(counts: Sequence[int], window: int, device: torch.device) -> torch.Tensor:
-    """Compute which blocks are not in the lists of `near_blocks`: fp32 [M, M], 1 where they are not and 0 where they are."""
+    """Return fp32 [M, M], 0 for the blocks in the lists of `near_blocks`, and 1 elsewhere."""
     near = torch.ones(1, 1, dtype=torch.float32, device=device)
     for count in counts:
         position = torch.arange(count, device=device)
@@ -115,7 +112,6 @@ class JointMixing(GridMixing):
         self.balance = torch.nn.Parameter(self.initial_values()["balance"])
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial values of the parameters by name, for models built on the meta device and filled later."""
         return {
             **super().initial_values(),
             "balance": torch.full((self.all_heads,), self.initial_balance, dtype=torch.float32),
@@ -129,15 +125,8 @@ class JointMixing(GridMixing):
 class JointMHLA(MHLACore):
     """Attention of the tokens of a text and of a grid, with MHLA among those of the grid.
 
-    The initial balance is so small that a converted layer starts as its softmax part.
-
-    Args:
-        settings: The settings; `layout` is required. With `windowed=True`, queries of the grid read by softmax all blocks
-            that are fewer than `window` blocks from their own along every axis.
-        num_heads: Number of heads H.
-        key_dim: Width K of q and k.
-        value_dim: Width V of v.
-        **widths: The other arguments of `MHLACore`.
+    The initial balance is so small that a converted layer starts as its softmax part. `settings.layout` is required; see
+    `MHLACore` for the arguments.
     """
 
     mixing: JointMixing
@@ -170,9 +159,8 @@ class JointMHLA(MHLACore):
         """Attend over the text and the grid.
 
         Args:
-            q: [B, T, H, K], the T tokens of the grid in row-major order; of several grids, one after the other.
-            k: [B, T, H, K].
-            v: [B, T, H, V].
+            q, k, v: [B, T, H, K] and [B, T, H, V], the T tokens of the grid in row-major order; several grids after each
+                other.
             text: The tokens of the text, of which there may be none.
             grid: Number of tokens along each axis, with as many axes as `settings.layout`; of several grids, a tuple each.
             hidden_states: [B, T, hidden_size], the input of the layer for the tokens of the grid, which the gate reads.

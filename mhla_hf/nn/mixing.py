@@ -1,8 +1,8 @@
 """The mixing matrix: the weights with which every query block reads the summary of every key block (paper section 4.2).
 
-It extends to more blocks than it has rows. The first M rows are the learned matrix, unchanged. A row i >= M reads the last
-learned row by distance, and continues it beyond that distance with a geometric tail fitted to its oldest entries. So the
-outputs for the beginning of a prompt do not depend on its length, and uniform mixing stays uniform at any length.
+It extends to more blocks than it has rows: a further row reads the last learned row by distance, and continues it with a
+geometric tail fitted to its oldest entries. So the outputs for the beginning of a prompt do not depend on its length, and
+uniform mixing stays uniform at any length.
 """
 
 import torch
@@ -12,18 +12,12 @@ MIN_INITIAL_WEIGHT = 1e-3
 
 
 def locality_weights(distances: torch.Tensor, max_distance: torch.Tensor | float) -> torch.Tensor:
-    """Return initial weights [M, M] that fall linearly with distance, 1 - distance / max_distance (paper section 4.2).
-
-    Rows do not sum to one. A weight of exactly zero could not learn, so all are at least `MIN_INITIAL_WEIGHT`.
-    """
+    """Return initial weights [M, M] that fall linearly with distance (section 4.2); none is zero, which could not learn."""
     return (1.0 - distances / max_distance).clamp_min(MIN_INITIAL_WEIGHT)
 
 
 def extend_causal(core: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Extend or cut a lower-triangular matrix [.., M, M] to `num_blocks` rows and columns.
-
-    Further rows repeat the last one by distance, and continue it with a geometric tail.
-    """
+    """Extend or cut a lower-triangular matrix [.., M, M] to `num_blocks` rows and columns."""
     size = core.shape[-1]
     if num_blocks <= size:
         return core[..., :num_blocks, :num_blocks]
@@ -73,7 +67,6 @@ class Mixing(nn.Module):
         self.weight.data.copy_(self.initial_values()["weight"])
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return {"weight": its initial value}, for models that are built on the meta device and filled later."""
         if self.start == "uniform":
             start = torch.ones(self.num_blocks, self.num_blocks, dtype=torch.float32)
         else:

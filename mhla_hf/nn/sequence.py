@@ -17,10 +17,7 @@ from .settings import MHLASettings, check_settings
 
 
 class SequenceMHLA(MHLACore):
-    """Bidirectional multi-head linear attention over sequences (paper sections 4.1 and 4.2).
-
-    It mixes `settings.num_blocks` blocks along one axis by a `GridMixing`.
-    """
+    """Bidirectional MHLA over sequences, which mixes `settings.num_blocks` blocks along one axis (sections 4.1 and 4.2)."""
 
     mixing: GridMixing
 

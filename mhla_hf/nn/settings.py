@@ -51,10 +51,10 @@ def is_choice_of_heads(heads: object) -> bool:
     """Return whether `heads` is None, or a dict from layer indices (strings of digits) to nonempty lists of KV heads."""
     if not isinstance(heads, dict):
         return heads is None
-    for layer, kv_heads in heads.items():
-        if not (isinstance(layer, str) and layer.isdecimal() and isinstance(kv_heads, list)):
-            return False
-    return all(kv_heads and all(is_whole(head, 0) for head in kv_heads) for kv_heads in heads.values())
+    are_layers = all(isinstance(layer, str) and layer.isdecimal() for layer in heads)
+    return are_layers and all(
+        isinstance(x, list) and x and all(is_whole(head, 0) for head in x) for x in heads.values()
+    )
 
 
 SettingCheck = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what the error says was expected
@@ -205,7 +205,6 @@ class MHLASettings:
         self.check_combinations()
 
     def check_combinations(self) -> None:
-        """Raise ValueError if the settings contradict each other."""
         decay = self.mixing_form == "decay"
         if decay and self.layout is not None:
             expected = '"softmax", "direct" or "free" for grids'
@@ -231,11 +230,7 @@ class MHLASettings:
             raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
 
     def resolve_layers(self, num_layers: int) -> list[int]:
-        """Return the indices of the MHLA layers in a model of `num_layers` layers, in order.
-
-        Raises:
-            ValueError: If "2/3" leaves no MHLA layer, or an index is too large.
-        """
+        """Return the indices of the MHLA layers; raise ValueError if there are none, or an index is too large."""
         if self.layers == "all":
             return list(range(num_layers))
         if isinstance(self.layers, str):  # "2/3"
@@ -258,15 +253,14 @@ class MHLASettings:
         """Create settings from a dictionary as `to_dict` returns it; settings that it lacks have their defaults.
 
         Raises:
-            ValueError: If `values` is not a mapping, its format version is not one that this code reads, or a setting is
-                unknown or invalid.
+            ValueError: `values` is not a mapping, has another format version, or a setting that is unknown or invalid.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"mhla: got {type(values).__name__}, expected a dictionary of settings.")
         values = dict(values)
         version = values.pop("format_version", FORMAT_VERSION)
-        if not is_whole(version, 1, FORMAT_VERSION):
-            expected = f"1 to {FORMAT_VERSION}; update mhla_hf to load a newer checkpoint"
+        if type(version) is not int or version != FORMAT_VERSION:
+            expected = f"{FORMAT_VERSION}; update mhla_hf to load a newer checkpoint"
             raise ValueError(f"format_version: got {version!r}, expected {expected}.")
         unknown = sorted(set(values) - set(SETTING_CHECKS))
         if unknown:
@@ -274,28 +268,13 @@ class MHLASettings:
         return cls(**values)
 
 
-def check_settings(
-    settings: MHLASettings,
-    model: str,
-    *,
-    both_ways: bool = False,
-    axes: int = 0,
-    has_prefix: bool = False,
-    joint: bool = False,
-) -> None:
-    """Raise ValueError if settings, valid by themselves, do not suit a kind of model, which the error calls `model`.
+def check_settings(settings: MHLASettings, model: str, *, both_ways: bool = False) -> None:
+    """Raise ValueError if settings, valid by themselves, do not suit a model of sequences, which the error calls `model`.
 
-    `both_ways` is for sequences in which every token sees all others, `axes` the number of axes of a grid (0 for sequences),
-    `has_prefix` for tokens before the grid, `joint` for a text that shares one attention with the grid.
+    `both_ways` is for sequences in which every token sees all others.
     """
-    if settings.normalize == "official" and (not axes or has_prefix):
-        reason = ", whose denominator has no class tokens" if axes else ""
-        raise ValueError(f'normalize: got "official"{reason}, expected true or false for {model}.')
-    if axes:
-        if settings.layout is None or len(settings.layout) != axes:
-            raise ValueError(f"layout: got {settings.layout!r}, expected {axes} counts of blocks for {model}.")
-        check_grid_settings(settings, model, joint)
-        return
+    if settings.normalize == "official":
+        raise ValueError(f'normalize: got "official", expected true or false for {model}.')
     for name in ("layout", "cpe"):
         if getattr(settings, name):
             raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for {model}.")
@@ -310,8 +289,18 @@ def check_settings(
             raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected {value!r} for {model}.")
 
 
-def check_grid_settings(settings: MHLASettings, model: str, joint: bool) -> None:
-    """Raise ValueError if settings do not suit a model of a grid of tokens; see `check_settings`."""
+def check_grid_settings(
+    settings: MHLASettings, model: str, axes: int, *, has_prefix: bool = False, joint: bool = False
+) -> None:
+    """Do the same as `check_settings` for a grid of tokens with this number of axes.
+
+    `has_prefix` is for tokens before the grid, `joint` for a text that shares one attention with the grid.
+    """
+    if settings.normalize == "official" and has_prefix:
+        reason = "whose denominator has no class tokens"
+        raise ValueError(f'normalize: got "official", {reason}, expected true or false for {model}.')
+    if settings.layout is None or len(settings.layout) != axes:
+        raise ValueError(f"layout: got {settings.layout!r}, expected {axes} counts of blocks for {model}.")
     values: dict[str, Any] = JOINT_VALUES if joint else {"windowed": False}
     for name, value in values.items():
         if getattr(settings, name) != value:

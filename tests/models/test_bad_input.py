@@ -14,11 +14,9 @@ from mhla_hf import MHLAConfig
 from mhla_hf.models.pretrained import split_heads_plan
 
 
-@pytest.mark.parametrize(("name", "value"), [("layers", [0]), ("format_version", 99), ("normalise", True)])
-def test_config(name, value):
-    with pytest.raises(Exception) as error:
-        MHLAConfig.preset("tiny", mhla={name: value})
-    assert name in str(error.value)
+def test_config():
+    with pytest.raises(Exception, match="layers"):
+        MHLAConfig.preset("tiny", mhla={"layers": [0]})
 
 
 @pytest.mark.parametrize("form", ["decay", "softmax"])
@@ -87,13 +85,6 @@ CALLS = [
 def test_calls(make, arguments, word):
     with refused(word):
         make()(tokens(2, 9), **arguments)
-
-
-def test_crop_past_a_block():
-    cache = converted_model()(tokens(1, 30), use_cache=True)[CACHE]
-    for count in (-9, 4):
-        with refused(f"tokens_to_remove: got {count}, expected -8 to 0"):
-            cache.crop(count)
 
 
 @torch.no_grad()

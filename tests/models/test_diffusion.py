@@ -4,17 +4,9 @@ import copy
 import json
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
-from diffusers import (
-    AutoModel,
-    DiffusionPipeline,
-    Kandinsky5I2VPipeline,
-    LTX2ImageToVideoPipeline,
-    LTXImageToVideoPipeline,
-    WanPipeline,
-    WanVideoToVideoPipeline,
-)
 from safetensors.torch import load_file, save_file
 from tools.elsewhere import run_elsewhere
 from tools.small_models import shaken
@@ -74,12 +66,13 @@ def test_base_weights_are_carried_over_exactly_and_the_object_stays(family):
     names |= {"norm.weight"} if model.config.mhla["output_norm"] else set()
     names |= {"mixing.balance", "q_map.weight", "k_map.weight"} if kind.joint else set()
     assert all(".processor.mhla." in name for name in added)
-    assert {name.split(".mhla.")[1] for name in added} == names and len(added) == len(names) * len(
-        model.config.mhla["layers"]
-    )
+    assert {name.split(".mhla.")[1] for name in added} == names
+    assert len(added) == len(names) * len(model.config.mhla["layers"])
     with torch.no_grad():
         output = model(**inputs(family)).sample
     assert torch.isfinite(output).all() and model.mhla_state.grid is None
+    for name in ("attn_processors", "set_attn_processor", "fuse_qkv_projections", "unfuse_qkv_projections"):
+        assert hasattr(model, name) == hasattr(TRANSFORMERS[family][0], name), name
 
 
 def test_two_resolutions_in_one_training_step_with_checkpointing():
@@ -174,13 +167,13 @@ def test_saved_transformers_are_the_same_elsewhere(tmp_path):
 def test_a_transformer_converted_alone_stays_mhla_in_every_pipeline_that_holds_it(tmp_path):
     """The pipelines are not given to convert, and each notes the class of its transformers for model_index.json."""
     pipe = PIPELINES["wan"]()
-    shared, last = WanPipeline(**pipe.components), tiny_transformer("wan", num_layers=2)
-    both = WanPipeline(**{**PIPELINES["wan"]().components, "transformer_2": last, "boundary_ratio": 0.9})
+    shared, last = diffusers.WanPipeline(**pipe.components), tiny_transformer("wan", num_layers=2)
+    both = diffusers.WanPipeline(**{**PIPELINES["wan"]().components, "transformer_2": last, "boundary_ratio": 0.9})
     for transformer in (pipe.transformer, both.transformer_2):
         shaken(mhla_hf.convert(transformer, layers="all"))
     for name, one in {"both": both, "pipe": pipe, "shared": shared}.items():
         one.save_pretrained(tmp_path / name)
-        again = DiffusionPipeline.from_pretrained(tmp_path / name, trust_remote_code=True)
+        again = diffusers.DiffusionPipeline.from_pretrained(tmp_path / name, trust_remote_code=True)
         assert torch.equal(generate(at_fresh_addresses(again)), generate(one)), name
     index = json.loads((tmp_path / "both" / "model_index.json").read_text())
     assert index["transformer"] == ["diffusers", "WanTransformer3DModel"]
@@ -191,21 +184,21 @@ def test_other_ways_to_load(tmp_path):
     mhla_hf.convert(PIPELINES["wan"]()).save_pretrained(tmp_path / "mhla")
     PIPELINES["wan"]().save_pretrained(tmp_path / "stock")
     own = mhla_hf.MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla" / "transformer")
-    auto = AutoModel.from_pretrained(str(tmp_path / "mhla" / "transformer"), trust_remote_code=True)
+    auto = diffusers.AutoModel.from_pretrained(str(tmp_path / "mhla" / "transformer"), trust_remote_code=True)
     for name in ("stock", "mhla"):
-        pipe = WanPipeline.from_pretrained(tmp_path / name, transformer=own, trust_remote_code=True)
+        pipe = diffusers.WanPipeline.from_pretrained(tmp_path / name, transformer=own, trust_remote_code=True)
         assert pipe.transformer is own
     with torch.no_grad():
         assert torch.equal(own(**inputs("wan")).sample, auto(**inputs("wan")).sample)
     with pytest.raises(ValueError, match="trust_remote_code=True"):
-        DiffusionPipeline.from_pretrained(tmp_path / "mhla")
+        diffusers.DiffusionPipeline.from_pretrained(tmp_path / "mhla")
 
 
 OTHERS = {
-    "wan": WanVideoToVideoPipeline,
-    "ltx": LTXImageToVideoPipeline,
-    "ltx2": LTX2ImageToVideoPipeline,
-    "kandinsky5": Kandinsky5I2VPipeline,
+    "wan": diffusers.WanVideoToVideoPipeline,
+    "ltx": diffusers.LTXImageToVideoPipeline,
+    "ltx2": diffusers.LTX2ImageToVideoPipeline,
+    "kandinsky5": diffusers.Kandinsky5I2VPipeline,
 }
 
 
@@ -219,7 +212,9 @@ def test_another_pipeline_from_the_parts_of_one(family, kind):
 def test_a_second_load_leaves_the_first_as_it_was(family, tmp_path):
     """diffusers runs the file of a checkpoint anew for each load, in the same module: every class is another one then."""
     shaken(mhla_hf.convert(tiny_transformer(family))).save_pretrained(tmp_path / "saved")
-    first, second = (AutoModel.from_pretrained(str(tmp_path / "saved"), trust_remote_code=True) for _ in range(2))
+    first, second = (
+        diffusers.AutoModel.from_pretrained(str(tmp_path / "saved"), trust_remote_code=True) for _ in range(2)
+    )
     assert type(first) is not type(second)
     first.enable_gradient_checkpointing()
     copied = copy.deepcopy(first)

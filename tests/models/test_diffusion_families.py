@@ -10,12 +10,14 @@ from diffusers.models.transformers import transformer_kandinsky
 from tools.ops_cases import distance
 from tools.small_models import shaken
 from tools.tiny_grids import SIZES
+from tools.tiny_joint import JOINT_SIZES
 from tools.tiny_pipelines import inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf.models.diffusion.inputs import ROTARY_FORMS, find_self_attentions
 from mhla_hf.nn.grid import rotate_pairs
 
+ALL = {**SIZES, **JOINT_SIZES}
 SOFTMAX = F.scaled_dot_product_attention
 PAPER = {"rope": "after", "normalize": False, "output_norm": True}
 
@@ -54,27 +56,6 @@ def latents_of(family, frames=3, rows=5, columns=7):
         return frames, rows, columns
     size = (frames, 2 * rows, 2 * columns)
     return size[1:] if family == "hunyuan-dit" else size
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", SIZES)
-def test_one_block_is_linear_attention(family):
-    """In O(T): phi(q) (sum phi(k) v^T) / phi(q) (sum phi(k)), on q and k that the base has normalized and rotated."""
-
-    def attend(_, q, k, v):
-        q, k = q.relu() + 1e-6, k.relu() + 1e-6
-        return q @ (k.mT @ v) / (q @ k.sum(-2, keepdim=True).mT)
-
-    model, stock = tiny_transformer(family), tiny_transformer(family)
-    axes = 2 if family in ("latte", "hunyuan-dit") else 3
-    settings = {"rope": "before", "normalize": True, "output_norm": False}
-    mhla_hf.convert(model, layers="all", mixing_start="uniform", layout=[1] * axes, **settings)
-    arguments = inputs(family, latents_of(family), batch=2)
-    softmax = stock(**arguments).sample
-    with attention_inside(stock, range(len(find_self_attentions(stock))), attend):
-        converted, expected = model(**arguments).sample, stock(**arguments).sample
-    assert distance(converted, expected) <= 1e-5
-    assert distance(converted, softmax) > 1e-3
 
 
 @pytest.mark.parametrize("pairs", [2, 1])
@@ -131,7 +112,7 @@ def test_the_paper_s_form_is_its_definition(family, frames):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", ALL)
 def test_a_batch_is_its_samples_and_softmax_layers_are_stock(family):
     """As in classifier-free guidance: two texts and noises at once."""
     model, stock = tiny_transformer(family), tiny_transformer(family)
@@ -143,24 +124,31 @@ def test_a_batch_is_its_samples_and_softmax_layers_are_stock(family):
             attention.register_forward_hook(lambda *args, key=(name, index): seen.__setitem__(key, args[-1]))
     arguments = inputs(family, batch=2)
     both, softmax = model(**arguments).sample, stock(**arguments).sample
-    assert all(torch.equal(seen["mhla", index], seen["stock", index]) for index in range(2))
+    for index in range(2):
+        outputs = [seen[name, index] for name in ("mhla", "stock")]
+        assert all(
+            torch.equal(*pair) for pair in zip(*(o if isinstance(o, tuple) else [o] for o in outputs), strict=True)
+        )
     assert distance(both, softmax) > 1e-3
     for row in range(2):
         rows = {
-            name: value[row : row + 1] if isinstance(value, torch.Tensor) and len(value) == 2 else value
+            name: value[row : row + 1] if isinstance(value, torch.Tensor | list) and len(value) == 2 else value
             for name, value in arguments.items()
         }
         assert distance(model(**rows).sample, both[row : row + 1]) <= 1e-5
 
 
-@pytest.mark.parametrize("family", [family for family in SIZES if SIZES[family][0]._supports_gradient_checkpointing])
+@pytest.mark.parametrize("family", [family for family in ALL if ALL[family][0]._supports_gradient_checkpointing])
 def test_checkpointing_changes_no_gradient(family):
     gradients = []
     for checkpointed in (False, True):
         model = shaken(mhla_hf.convert(tiny_transformer(family), layers="all", gate=True, cpe=3)).train()
         if checkpointed:
             model.enable_gradient_checkpointing()
-        model(**inputs(family, batch=2)).sample.square().mean().backward()
+        arguments = inputs(family, batch=2)
+        if family == "chroma":  # diffusers drops it from single blocks that are checkpointed
+            del arguments["attention_mask"]
+        model(**arguments).sample.square().mean().backward()
         gradients.append({name: value.grad for name, value in model.named_parameters()})
     for name, value in gradients[0].items():
         assert value is None or distance(gradients[1][name], value) <= 1e-5, name
@@ -168,15 +156,16 @@ def test_checkpointing_changes_no_gradient(family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", ALL)
 def test_bf16_is_near(family, tmp_path):
     model = shaken(mhla_hf.convert(tiny_transformer(family), layers="all"))
     arguments = inputs(family)
     expected = model(**arguments).sample
     model.save_pretrained(tmp_path)
     half = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
-    kinds = {name.split(".mhla.")[1]: value.dtype for name, value in half.named_parameters() if ".mhla." in name}
-    assert kinds.pop("mixing.weight") == torch.float32 and {*kinds.values()} <= {torch.bfloat16}
+    for name, value in half.named_parameters():
+        if ".mhla." in name:
+            assert value.dtype == (torch.float32 if ".mixing." in name else torch.bfloat16), name
     floats = {
         name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in arguments.items()

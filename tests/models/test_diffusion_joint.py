@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import FluxPipeline, StableDiffusion3Pipeline
 from tools.ops_cases import distance
-from tools.small_models import refused, shaken
+from tools.small_models import refused
 from tools.tiny_bare_pipelines import bare
 from tools.tiny_grid_pipelines import EDIT, kontext_pipeline
 from tools.tiny_joint import JOINT_SIZES, PACKED, TEXT_LAST, VIDEOS, joint_size
@@ -121,72 +121,6 @@ def test_one_block_is_linear_attention_beside_the_text(family, frames):
     converted = model(**arguments).sample
     assert distance(converted, expected) <= 1e-5
     assert distance(converted, softmax) > 1e-3
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", JOINT_SIZES)
-def test_a_batch_is_its_samples_and_softmax_layers_are_stock(family):
-    """As in classifier-free guidance: two texts and noises at once."""
-    model, stock = tiny_transformer(family), tiny_transformer(family)
-    shaken(mhla_hf.convert(model, layers=[2]))
-    seen = {}
-    for name, one in (("mhla", model), ("stock", stock)):
-        for index in range(2):
-            attention = find_self_attentions(one)[index]
-            attention.register_forward_hook(lambda *args, key=(name, index): seen.__setitem__(key, args[-1]))
-    arguments = inputs(family, batch=2)
-    both, softmax = model(**arguments).sample, stock(**arguments).sample
-    for index in range(2):
-        outputs = [seen[name, index] for name in ("mhla", "stock")]
-        outputs = [output if isinstance(output, tuple) else (output,) for output in outputs]
-        assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
-    assert distance(both, softmax) > 1e-3
-    for row in range(2):
-        rows = {
-            name: value[row : row + 1]
-            if isinstance(value, torch.Tensor) and len(value) == 2
-            else value[:1]
-            if isinstance(value, list)
-            else value
-            for name, value in arguments.items()
-        }
-        assert distance(model(**rows).sample, both[row : row + 1]) <= 1e-5
-
-
-@pytest.mark.parametrize("family", JOINT_SIZES)
-def test_checkpointing_changes_no_gradient(family):
-    gradients = []
-    for checkpointed in (False, True):
-        model = mhla_hf.convert(tiny_transformer(family), layers="all", gate=True, cpe=3)
-        shaken(model).train()
-        if checkpointed:
-            model.enable_gradient_checkpointing()
-        arguments = inputs(family, batch=2)
-        arguments.pop("attention_mask", None)  # diffusers' Chroma drops it from single blocks that are checkpointed
-        model(**arguments).sample.square().mean().backward()
-        gradients.append({name: value.grad for name, value in model.named_parameters()})
-    for name, value in gradients[0].items():
-        assert value is None or distance(gradients[1][name], value) <= 1e-5, name
-        assert ".mhla." not in name or value.abs().max() > 0, name
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", JOINT_SIZES)
-def test_bf16_is_near(family, tmp_path):
-    model = shaken(mhla_hf.convert(tiny_transformer(family), layers="all"))
-    arguments = inputs(family)
-    expected = model(**arguments).sample
-    model.save_pretrained(tmp_path)
-    half = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
-    kinds = {name.split(".mhla.")[1]: value.dtype for name, value in half.named_parameters() if ".mhla." in name}
-    assert {kinds.pop("mixing.weight"), kinds.pop("mixing.balance")} == {torch.float32}
-    assert {*kinds.values()} <= {torch.bfloat16}
-    floats = {
-        name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
-    }
-    output = half(**floats).sample
-    assert output.dtype == torch.bfloat16 and distance(output.float(), expected) <= 0.1
 
 
 @pytest.mark.parametrize(

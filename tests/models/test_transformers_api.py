@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import mhla_hf
 from mhla_hf.checkpoints.bundle import LANGUAGE_ENTRIES, build_bundle
 from mhla_hf.models.derived_classes import base_classes, find_derived_class
-from mhla_hf.models.families import language_family
+from mhla_hf.models.families import CAUSAL, Family
 from mhla_hf.models.language import causal_attention, language_model
 from mhla_hf.models.language.causal_attention import CAUSAL_SWAP
 from mhla_hf.models.transformers_api import TESTED_TRANSFORMERS, config_class_of, with_layer_wildcard
@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_type_that_this_release_lacks_is_not_there():
-    family = language_family("type_of_tomorrow")
+    family = Family("type_of_tomorrow", CAUSAL, "text-generation")
     assert config_class_of(family.base) is None and base_classes(family) == {}
     for name in ("MHLATypeOfTomorrowConfig", "MHLATypeOfTomorrowForCausalLM", "MHLATypeOfTomorrowAttention"):
         with pytest.raises(AttributeError, match=name):
-            find_derived_class(name, ((family,), CAUSAL_SWAP))
+            find_derived_class(name, [((family,), CAUSAL_SWAP)])
 
 
 @pytest.mark.parametrize("make", [converted_model, scratch_model])

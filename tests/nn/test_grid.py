@@ -9,7 +9,7 @@ from tools.ops_cases import check_that_padding_may_hold_anything, core_by_hand, 
 from tools.small_models import refused
 
 from mhla_hf import Blocks, MHLASettings
-from mhla_hf.nn.grid import GridMHLA, GridMixing, PositionConv, block_overlap, grid_distances
+from mhla_hf.nn.grid import GridMHLA, GridMixing, PositionConv, block_overlap
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.grid_shards import sharded_mhla
 
@@ -78,16 +78,6 @@ def test_the_convolution_of_video_has_the_right_gradient_in_bf16():
     assert distance(*grads[::-1]) <= 1.5e-2
 
 
-def test_uniform_mixing_is_plain_linear_attention_on_every_grid():
-    settings = MHLASettings(layout=[2, 3], feature_map="relu", mixing_start="uniform")
-    core = GridMHLA(settings, num_heads=2, key_dim=4, value_dim=4, hidden_size=8)
-    for grid in ((2, 3), (5, 8), (1, 7), (4, 2)):
-        q, k, v = torch.randn(3, 1, grid[0] * grid[1], 2, 4)
-        weight = torch.einsum("bthk,bshk->bhts", q.relu() + 1e-6, k.relu() + 1e-6)
-        expected = torch.einsum("bhts,bshv->bthv", weight / weight.sum(-1, keepdim=True), v)
-        torch.testing.assert_close(core(q, k, v, grid=grid), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_fewer_blocks_average_the_matrix():
     mixing = GridMixing((4,), form="direct")
     with torch.no_grad():
@@ -96,12 +86,6 @@ def test_fewer_blocks_average_the_matrix():
     assert torch.equal(mixing((2,)), halves)
     assert torch.equal(block_overlap(3, 3), torch.eye(3))
     assert torch.allclose(block_overlap(2, 3), torch.tensor([[2 / 3, 1 / 3, 0], [0, 1 / 3, 2 / 3]]))
-
-
-def test_distances_are_euclidean_between_blocks():
-    expected = [[((i // 3 - j // 3) ** 2 + (i % 3 - j % 3) ** 2) ** 0.5 for j in range(6)] for i in range(6)]
-    torch.testing.assert_close(grid_distances((2, 1, 3)), torch.tensor(expected))
-    assert grid_distances((4,)).tolist() == [[abs(i - j) for j in range(4)] for i in range(4)]
 
 
 def test_start_is_local_and_rows_sum_to_one():

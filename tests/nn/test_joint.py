@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tools.ops_cases import distance, generated
 
 from mhla_hf import MHLASettings
-from mhla_hf.nn.joint import JointMHLA, TextTokens, near_blocks, split_grids
+from mhla_hf.nn.joint import JointMHLA, TextTokens, split_grids
 
 HEADS, WIDTH, NUM_TEXT = 2, 4, 5
 SIZES = {"num_heads": HEADS, "key_dim": WIDTH, "value_dim": WIDTH, "hidden_size": HEADS * WIDTH}
@@ -55,20 +55,7 @@ def held(exact, value):
 
 
 def weights_by_definition(core, q, k, text, grid, text_bias, dtype=torch.float64, rotate=turn):
-    """Softmax weights, and MHLA weights between far blocks, of all tokens, those of the text first.
-
-    Args:
-        core: The core.
-        q, k: Of the grid, fp64 [B, T, H, K], not rotated.
-        text: q, k, and v of the text, fp64 [B, S, H, K].
-        grid: Number of tokens along each axis; of several grids, a tuple each.
-        text_bias: [B, S], what is added to the scores of the text.
-        dtype: The dtype of the model, to which rotated heads and features are rounded.
-        rotate: The rotary embedding.
-
-    Returns:
-        The weights, fp64 [B, H, S + T, S + T], and which of them are MHLA weights, bool [S + T, S + T].
-    """
+    """Softmax weights, and MHLA weights between far blocks, of all tokens, those of the text first."""
     settings, num_text = core.settings, text_bias.shape[1]
     places = block_places(grid, settings.layout)
     counts = [min(sizes) for sizes in zip(settings.layout, *split_grids(grid), strict=True)]
@@ -204,14 +191,7 @@ def build_joint(case):
 
 
 def terms_of_gradients(core, heads, text, weight, is_far, direction, rotate, least_share):
-    """Return the norms of the sums of the absolute terms of all gradients: of `heads`, the text, mixing, and balance.
-
-    Args:
-        core, heads, text, rotate: The case, in fp64.
-        weight, is_far: From `weights_by_definition`.
-        direction: The gradient of the outputs, those of the text first.
-        least_share: What is added to the share of a weight, and of all MHLA weights, in a query's sum of weights.
-    """
+    """Return the norms of the sums of the absolute terms of all gradients: of `heads`, the text, mixing, and balance."""
     num_text, scale = text[0].shape[1], heads[0].shape[3] ** -0.5
     rotated = rotate(heads[0]), rotate(heads[1]), heads[2]
     q, k, v = (torch.cat(pair, 1).abs() for pair in zip(text, rotated, strict=True))  # [B, S + T, H, ..]
@@ -275,30 +255,6 @@ def test_generated_cases(case):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("scale", [0.1, 1.0, 6.0])
-def test_all_blocks_near_is_softmax(scale):
-    """In fp32, and with scores far from that of the additional key."""
-    core = core_of([2, 3], torch.float32, windowed=True, window=3, rope="before")
-    torch.manual_seed(2)
-    (q, k, v), texts = heads(35, dtype=torch.float32, scale=scale), heads(NUM_TEXT, dtype=torch.float32, scale=scale)
-    o, text_o = core(q, k, v, TextTokens(*texts), grid=(5, 7))
-    both = [torch.cat([text, x], 1).transpose(1, 2) for text, x in zip(texts, (q, k, v), strict=True)]
-    expected = F.scaled_dot_product_attention(*both).transpose(1, 2)
-    assert distance(torch.cat([text_o, o], 1), expected) <= 1e-5
-
-
-@torch.no_grad()
-def test_without_a_text_one_block_is_linear_attention():
-    core = core_of([1, 1], torch.float32, feature_map="relu", mixing_start="uniform")
-    q, k, v = heads(35, dtype=torch.float32)
-    empty = TextTokens(*(x[:, :0] for x in (q, k, v)))
-    o, text_o = core(q, k, v, empty, grid=(5, 7))
-    q, k, v = (x.transpose(1, 2) for x in (q.relu() + 1e-6, k.relu() + 1e-6, v))
-    expected = q @ (k.mT @ v) / (q @ k.sum(-2, keepdim=True).mT)
-    assert distance(o, expected.transpose(1, 2)) <= 1e-5 and text_o.shape[1] == 0
-
-
-@torch.no_grad()
 def test_a_new_core_is_nearly_its_softmax_part():
     """Text of random keys: what MHLA adds is a small part of the output."""
     torch.manual_seed(0)
@@ -307,12 +263,6 @@ def test_a_new_core_is_nearly_its_softmax_part():
     o, _ = core(q, k, v, TextTokens(*texts), grid=(16, 16))
     softmax = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, *texts[1:]))).transpose(1, 2)
     assert 0 < distance(o, softmax) <= 0.05
-
-
-def test_near_blocks():
-    assert near_blocks([2, 3], 1) == [[i] for i in range(6)]
-    assert near_blocks([1, 4], 2) == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]
-    assert near_blocks([2, 3], 2)[0] == [0, 1, 3, 4] and near_blocks([2, 3], 3) == [[*range(6)]] * 6
 
 
 @torch.no_grad()

@@ -28,13 +28,7 @@ def by_definition(model):
 
 
 def checkpointing_changes_nothing(model, loss, close=(1e-4, 1e-6)):
-    """Check that gradient checkpointing does not change gradients, and return the gradients by name.
-
-    Args:
-        model: The model.
-        loss: Function that returns the loss of a model.
-        close: Relative and absolute tolerance.
-    """
+    """Check that gradient checkpointing does not change gradients, and return the gradients by name."""
     checkpointed = copy.deepcopy(model)
     set_gradient_checkpointing(checkpointed, True)
     gradients = []
@@ -49,14 +43,7 @@ def checkpointing_changes_nothing(model, loss, close=(1e-4, 1e-6)):
 
 @torch.no_grad()
 def one_graph(model, run, *calls, bound=1e-6):
-    """Check that `run(model, call)` compiles to one graph, and gives the same output as without compilation.
-
-    Args:
-        model: The model.
-        run: Function of a model and a call that returns a tensor.
-        *calls: What `run` is called with.
-        bound: Largest allowed relative error.
-    """
+    """Check that `run(model, call)` compiles to one graph, and gives the same output as without compilation."""
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for call in calls:

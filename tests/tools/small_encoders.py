@@ -12,37 +12,18 @@ from tools.small_models import shaken
 
 PAD = 1
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": PAD,
-    "num_key_value_heads": 2,
-    "dim": 32,
-    "hidden_dim": 48,
-    "n_layers": 3,
-    "n_heads": 4,
-    "embedding_size": 32,
-    "default_language": "en_XX",
-    "num_labels": 2,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": PAD, "num_key_value_heads": 2, "dim": 32,
+    "hidden_dim": 48, "n_layers": 3, "n_heads": 4, "embedding_size": 32, "default_language": "en_XX", "num_labels": 2,
     **{f"{name}_token_id": 2 for name in ("bos", "eos", "cls", "sep", "mask")},
-}
+}  # fmt: skip
 ENCODER_TYPES = [family.base for family in ENCODERS if base_classes(family)]  # of this release
 SLIDING = [name for name in ("modernbert", "ultrabert") if name in ENCODER_TYPES]  # a sliding window in layer 1
 SLIDING_SIZES = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 4}
 
 
 def softmax_encoder(model_type: str, head: str = "Model", **overrides):
-    """Return a softmax encoder in eval mode, without or with a head.
-
-    Args:
-        model_type: Model type of transformers.
-        head: How the name of the class ends, such as "Model" or "ForMaskedLM".
-        **overrides: Fields of the configuration.
-    """
+    """Return a softmax encoder in eval mode, without or with a head."""
     config_class = CONFIG_MAPPING[model_type]
     known = {*inspect.signature(config_class.__init__).parameters, *(config_class.attribute_map or {}), "num_labels"}
     family = family_of_type(model_type)

@@ -13,19 +13,10 @@ from mhla_hf.models.transformers_api import cache_argument
 CACHE = cache_argument(transformers.LlamaForCausalLM)  # name of the KV cache in calls and outputs
 VOCAB = 64
 SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "head_dim": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 FAMILIES = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -51,12 +42,6 @@ def converted_model(
     """Return a converted model whose new parameters are not at their initial values, so that each of them matters.
 
     It has a dense mixing matrix unless `settings` differ.
-
-    Args:
-        family: A key of `FAMILIES`.
-        layers, block_size, num_blocks, **settings: Settings of `convert`.
-        heads: Numbers of query heads and KV heads.
-        num_layers: Number of layers.
     """
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "num_hidden_layers": num_layers}
     model = softmax_model(family, **sizes)
@@ -68,12 +53,8 @@ def scratch_model(*, block_size=8, num_blocks=4, **settings):
     """Return a from-scratch model whose MHLA parameters are not at their initial values."""
     torch.manual_seed(7)
     mhla = {
-        **mhla_hf.MHLAConfig().mhla,
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "layers": "all",
-        **settings,
-    }
+        **mhla_hf.MHLAConfig().mhla, "block_size": block_size, "num_blocks": num_blocks, "layers": "all", **settings,
+    }  # fmt: skip
     config = mhla_hf.MHLAConfig(
         vocab_size=SIZES["vocab_size"],
         hidden_size=SIZES["hidden_size"],
@@ -99,15 +80,7 @@ def shaken(model):
 
 
 def twenty_steps(model, step) -> dict[str, torch.Tensor]:
-    """Take 20 steps of AdamW.
-
-    Args:
-        model: The model, sharded or not.
-        step: Function of the step's number that computes gradients and returns the loss.
-
-    Returns:
-        "losses", and the final weights by name, gathered from all processes.
-    """
+    """Take 20 steps of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, foreach=False)
     losses = []
     for number in range(20):

@@ -57,7 +57,7 @@ def forge(folder):
 
 
 def spoil(value, name="model.norm.weight"):
-    """Return a function that puts a value into a weight of the model in a folder."""
+    """Return a function that damages the model in a folder."""
 
     def change_weights(folder):
         tensors = load_file(folder / "model.safetensors")

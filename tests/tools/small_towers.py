@@ -8,15 +8,9 @@ from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
 from tools.small_models import shaken
 
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 4,
-    "num_channels": 3,
-    "initializer_range": 0.2,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
+    "patch_size": 4, "num_channels": 3, "initializer_range": 0.2,
+}  # fmt: skip
 TOWERS = {
     "ViTForImageClassification": ("ViTConfig", {"num_labels": 5}),
     "ViTModel": ("ViTConfig", {}),

@@ -9,37 +9,14 @@ from mhla_hf.models.derived_classes import base_classes
 from mhla_hf.models.families import LANGUAGE, family_of_type
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "sliding_window": None,
-    "n_embd": 32,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_positions": 128,
-    "n_inner": 48,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "dff": 48,
-    "embedding_size": 32,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 64,
-    "linear_head_dim": 8,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "sliding_window": None, "n_embd": 32, "n_layer": 4,
+    "n_head": 4, "n_positions": 128, "n_inner": 48, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "dff": 48,
+    "embedding_size": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "linear_head_dim": 8,
     "linear_num_heads": 4,
-}
+}  # fmt: skip
 WINDOW = {"sliding_window": 16}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, **WINDOW}
 LATENT = {

@@ -6,23 +6,13 @@
 import inspect
 from functools import partial
 
+import diffusers
 import torch
-from diffusers import (
-    ChromaPipeline,
-    CogVideoXDDIMScheduler,
-    CogVideoXPipeline,
-    FlowMatchEulerDiscreteScheduler,
-    Flux2Pipeline,
-    HunyuanVideoPipeline,
-    MochiPipeline,
-    QwenImagePipeline,
-    StableDiffusion3Pipeline,
-)
 
 from tools.tiny_pipelines import embedding, flow, tiny_transformer
 
-MOCHI = FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
-COGVIDEOX = CogVideoXDDIMScheduler(prediction_type="v_prediction")
+MOCHI = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+COGVIDEOX = diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction")
 
 
 def bare(pipeline_class, family, scheduler=None, **sizes):
@@ -40,15 +30,15 @@ def texts(name="", *shape):
 
 
 BARE_PIPELINES = {
-    "sd3": partial(bare, StableDiffusion3Pipeline, "sd3"),
-    "qwen-image": partial(bare, QwenImagePipeline, "qwen-image"),
-    "chroma": partial(bare, ChromaPipeline, "chroma"),
-    "flux2": partial(bare, Flux2Pipeline, "flux2"),
+    "sd3": partial(bare, diffusers.StableDiffusion3Pipeline, "sd3"),
+    "qwen-image": partial(bare, diffusers.QwenImagePipeline, "qwen-image"),
+    "chroma": partial(bare, diffusers.ChromaPipeline, "chroma"),
+    "flux2": partial(bare, diffusers.Flux2Pipeline, "flux2"),
     "cogvideox": partial(
-        bare, CogVideoXPipeline, "cogvideox", COGVIDEOX, sample_height=8, sample_width=10, sample_frames=9
+        bare, diffusers.CogVideoXPipeline, "cogvideox", COGVIDEOX, sample_height=8, sample_width=10, sample_frames=9
     ),
-    "mochi": partial(bare, MochiPipeline, "mochi", MOCHI),
-    "hunyuan-video": partial(bare, HunyuanVideoPipeline, "hunyuan-video", guidance_embeds=True),
+    "mochi": partial(bare, diffusers.MochiPipeline, "mochi", MOCHI),
+    "hunyuan-video": partial(bare, diffusers.HunyuanVideoPipeline, "hunyuan-video", guidance_embeds=True),
 }
 EMBEDS = texts("prompt_embeds", 6, 32)
 MASKS = texts("prompt_attention_mask")

@@ -3,24 +3,8 @@
 `GRID_PIPELINES[family]()` returns a softmax pipeline.
 """
 
+import diffusers
 import torch
-from diffusers import (
-    AllegroPipeline,
-    AuraFlowPipeline,
-    AutoencoderKLAllegro,
-    AutoencoderKLHunyuanVideo,
-    AutoencoderKLLTX2Audio,
-    AutoencoderKLLTX2Video,
-    AutoencoderKLLTXVideo,
-    DDIMScheduler,
-    FluxKontextPipeline,
-    FluxPipeline,
-    HunyuanDiTPipeline,
-    Kandinsky5T2VPipeline,
-    LattePipeline,
-    LTX2Pipeline,
-    LTXPipeline,
-)
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from PIL import Image
@@ -40,47 +24,44 @@ def ltx_vae():
     widths = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5, "spatio_temporal_scaling": (1, 1, 1, 0)}
     widths |= {f"decoder_{name}": value for name, value in widths.items()}
     patches = {"patch_size": 1, "patch_size_t": 1, "latent_channels": 8}
-    return AutoencoderKLLTXVideo(**widths, **patches, decoder_inject_noise=(False,) * 5).eval()
+    return diffusers.AutoencoderKLLTXVideo(**widths, **patches, decoder_inject_noise=(False,) * 5).eval()
 
 
 def allegro_vae():
     """Return an autoencoder with an eighth of the width and a quarter of the frames."""
     torch.manual_seed(2)
     kind = {
-        "block_out_channels": (4,) * 4,
-        "layers_per_block": 1,
-        "norm_num_groups": 2,
-        "temporal_compression_ratio": 4,
-    }
+        "block_out_channels": (4,) * 4, "layers_per_block": 1, "norm_num_groups": 2, "temporal_compression_ratio": 4,
+    }  # fmt: skip
     blocks = {"down_block_types": ("AllegroDownBlock3D",) * 4, "up_block_types": ("AllegroUpBlock3D",) * 4}
-    return AutoencoderKLAllegro(**kind, **blocks).eval()
+    return diffusers.AutoencoderKLAllegro(**kind, **blocks).eval()
 
 
-def ltx_pipeline() -> LTXPipeline:
-    return LTXPipeline(**text(), vae=ltx_vae(), scheduler=flow(), transformer=tiny_transformer("ltx"))
+def ltx_pipeline() -> diffusers.LTXPipeline:
+    return diffusers.LTXPipeline(**text(), vae=ltx_vae(), scheduler=flow(), transformer=tiny_transformer("ltx"))
 
 
-def allegro_pipeline() -> AllegroPipeline:
-    parts = {"vae": allegro_vae(), "scheduler": DDIMScheduler(), "transformer": tiny_transformer("allegro")}
-    return AllegroPipeline(**text(), **parts)
+def allegro_pipeline() -> diffusers.AllegroPipeline:
+    parts = {"vae": allegro_vae(), "scheduler": diffusers.DDIMScheduler(), "transformer": tiny_transformer("allegro")}
+    return diffusers.AllegroPipeline(**text(), **parts)
 
 
-def latte_pipeline() -> LattePipeline:
-    parts = {"vae": image_vae(), "scheduler": DDIMScheduler(), "transformer": tiny_transformer("latte")}
-    return LattePipeline(**text(), **parts)
+def latte_pipeline() -> diffusers.LattePipeline:
+    parts = {"vae": image_vae(), "scheduler": diffusers.DDIMScheduler(), "transformer": tiny_transformer("latte")}
+    return diffusers.LattePipeline(**text(), **parts)
 
 
-def hunyuan_dit_pipeline() -> HunyuanDiTPipeline:
+def hunyuan_dit_pipeline() -> diffusers.HunyuanDiTPipeline:
     torch.manual_seed(1)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     second = {f"{name}_2": part for name, part in text().items()}
-    return HunyuanDiTPipeline(
+    return diffusers.HunyuanDiTPipeline(
         vae=image_vae(4),
         text_encoder=BertModel(BertConfig(vocab_size=64, **sizes)).eval(),
         tokenizer=BertTokenizer(vocab={word: number for number, word in enumerate(words)}),
         transformer=tiny_transformer("hunyuan-dit", text_len=77, text_len_t5=256),
-        scheduler=DDIMScheduler(),
+        scheduler=diffusers.DDIMScheduler(),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -88,21 +69,21 @@ def hunyuan_dit_pipeline() -> HunyuanDiTPipeline:
     )
 
 
-def ltx2_pipeline() -> LTX2Pipeline:
+def ltx2_pipeline() -> diffusers.LTX2Pipeline:
     """Return a pipeline with a text encoder of another kind, whose hidden states are as many numbers."""
     torch.manual_seed(2)
     widths = {"block_out_channels": (8,), "spatio_temporal_scaling": (True,), "layers_per_block": (1,)}
     widths |= {f"decoder_{name}": value for name, value in widths.items()} | {"decoder_layers_per_block": (1, 1)}
     plain = {"decoder_inject_noise": (False, False), "upsample_residual": (False,), "upsample_factor": (1,)}
     patches = {"patch_size": 1, "patch_size_t": 1, "latent_channels": 8, "downsample_type": ("spatial",)}
-    video = AutoencoderKLLTX2Video(**widths, **plain, **patches)
+    video = diffusers.AutoencoderKLLTX2Video(**widths, **plain, **patches)
     small = {"base_channels": 4, "ch_mult": (1,), "num_res_blocks": 1, "attn_resolutions": None, "resolution": 32}
-    audio = AutoencoderKLLTX2Audio(**small, latent_channels=2, mel_bins=8, mid_block_add_attention=False)
+    audio = diffusers.AutoencoderKLLTX2Audio(**small, latent_channels=2, mel_bins=8, mid_block_add_attention=False)
     steps = {"upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2], "resnet_kernel_sizes": [3]}
     vocoder = LTX2Vocoder(in_channels=16, hidden_channels=8, resnet_dilations=[[1, 3, 5]], **steps)
     heads = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": None}
     connectors = {f"{stream}_connector_{name}": value for stream in ("video", "audio") for name, value in heads.items()}
-    return LTX2Pipeline(
+    return diffusers.LTX2Pipeline(
         scheduler=flow(),
         vae=video.eval(),
         audio_vae=audio.eval(),
@@ -113,32 +94,36 @@ def ltx2_pipeline() -> LTX2Pipeline:
     )
 
 
-def kandinsky5_pipeline() -> Kandinsky5T2VPipeline:
+def kandinsky5_pipeline() -> diffusers.Kandinsky5T2VPipeline:
     """Return a pipeline that is called with embeddings of prompts (`CALLS`), and has text encoders of another kind."""
     torch.manual_seed(2)
     blocks = {"down_block_types": ("HunyuanVideoDownBlock3D",) * 4, "up_block_types": ("HunyuanVideoUpBlock3D",) * 4}
     widths = {"block_out_channels": (4,) * 4, "norm_num_groups": 2, "latent_channels": 4, "layers_per_block": 1}
-    vae = AutoencoderKLHunyuanVideo(**blocks, **widths, mid_block_add_attention=False).eval()
+    vae = diffusers.AutoencoderKLHunyuanVideo(**blocks, **widths, mid_block_add_attention=False).eval()
     texts = {**text(), **{f"{name}_2": part for name, part in text().items()}}
-    return Kandinsky5T2VPipeline(**texts, vae=vae, scheduler=flow(), transformer=tiny_transformer("kandinsky5"))
+    return diffusers.Kandinsky5T2VPipeline(
+        **texts, vae=vae, scheduler=flow(), transformer=tiny_transformer("kandinsky5")
+    )
 
 
-def flux_pipeline() -> FluxPipeline:
+def flux_pipeline() -> diffusers.FluxPipeline:
     """Return a pipeline that is called with embeddings of prompts (`CALLS`), and has text encoders of another kind."""
     texts = {**text(), **{f"{name}_2": part for name, part in text().items()}}
     vae = image_vae()
     vae.register_to_config(shift_factor=0.0)
-    return FluxPipeline(**texts, vae=vae, scheduler=flow(), transformer=tiny_transformer("flux", in_channels=16))
+    return diffusers.FluxPipeline(
+        **texts, vae=vae, scheduler=flow(), transformer=tiny_transformer("flux", in_channels=16)
+    )
 
 
-def kontext_pipeline() -> FluxKontextPipeline:
+def kontext_pipeline() -> diffusers.FluxKontextPipeline:
     """Return a pipeline that edits an image, and is called with `EDIT`."""
-    return FluxKontextPipeline(**flux_pipeline().components)
+    return diffusers.FluxKontextPipeline(**flux_pipeline().components)
 
 
-def aura_flow_pipeline() -> AuraFlowPipeline:
+def aura_flow_pipeline() -> diffusers.AuraFlowPipeline:
     parts = {"vae": image_vae(), "scheduler": flow(), "transformer": tiny_transformer("aura-flow")}
-    return AuraFlowPipeline(**text(), **parts)
+    return diffusers.AuraFlowPipeline(**text(), **parts)
 
 
 EDIT = {
@@ -147,12 +132,7 @@ EDIT = {
     **{"prompt_embeds": embedding(1, 6, 32), "pooled_prompt_embeds": embedding(1, 8)},
 }
 GRID_PIPELINES = {
-    "ltx": ltx_pipeline,
-    "ltx2": ltx2_pipeline,
-    "kandinsky5": kandinsky5_pipeline,
-    "allegro": allegro_pipeline,
-    "latte": latte_pipeline,
-    "hunyuan-dit": hunyuan_dit_pipeline,
-    "flux": flux_pipeline,
+    "ltx": ltx_pipeline, "ltx2": ltx2_pipeline, "kandinsky5": kandinsky5_pipeline, "allegro": allegro_pipeline,
+    "latte": latte_pipeline, "hunyuan-dit": hunyuan_dit_pipeline, "flux": flux_pipeline,
     "aura-flow": aura_flow_pipeline,
-}
+}  # fmt: skip

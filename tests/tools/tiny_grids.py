@@ -4,44 +4,22 @@
 its forward.
 """
 
+import diffusers
 import torch
-from diffusers import (
-    AllegroTransformer3DModel,
-    AnyFlowTransformer3DModel,
-    CosmosTransformer3DModel,
-    HunyuanDiT2DModel,
-    Kandinsky5Transformer3DModel,
-    Kandinsky6Transformer3DModel,
-    LatteTransformer3DModel,
-    LTX2VideoTransformer3DModel,
-    LTXVideoTransformer3DModel,
-)
 from diffusers.models.embeddings import get_2d_rotary_pos_embed, get_3d_rotary_pos_embed_allegro
 
 HEADS = {"num_attention_heads": 2, "num_layers": 3}
 # The width of 20 channels leaves two that LTX does not rotate.
 LTX = {**HEADS, "in_channels": 8, "out_channels": 8, "attention_head_dim": 10, "cross_attention_dim": 20}
 LTX2 = {
-    **LTX,
-    "audio_in_channels": 4,
-    "audio_out_channels": 4,
-    "audio_num_attention_heads": 2,
-    "audio_attention_head_dim": 6,
-    "audio_cross_attention_dim": 12,
-    "caption_channels": 32,
-}
+    **LTX, "audio_in_channels": 4, "audio_out_channels": 4, "audio_num_attention_heads": 2,
+    "audio_attention_head_dim": 6, "audio_cross_attention_dim": 12, "caption_channels": 32,
+}  # fmt: skip
 # As in LTX-2.3
 LTX23 = {
-    **LTX2,
-    "attention_head_dim": 12,
-    "cross_attention_dim": 24,
-    "rope_type": "split",
-    "gated_attn": True,
-    "audio_gated_attn": True,
-    "cross_attn_mod": True,
-    "audio_cross_attn_mod": True,
-    "perturbed_attn": True,
-}
+    **LTX2, "attention_head_dim": 12, "cross_attention_dim": 24, "rope_type": "split", "gated_attn": True,
+    "audio_gated_attn": True, "cross_attn_mod": True, "audio_cross_attn_mod": True, "perturbed_attn": True,
+}  # fmt: skip
 COSMOS = {
     **HEADS,
     "in_channels": 16,
@@ -55,61 +33,37 @@ COSMOS = {
 }
 ALLEGRO = {**HEADS, "attention_head_dim": 12, "cross_attention_dim": 24, "caption_channels": 32}
 LATTE = {
-    **HEADS,
-    "attention_head_dim": 8,
-    "in_channels": 4,
-    "out_channels": 8,
-    "cross_attention_dim": 16,
-    "caption_channels": 32,
-    "sample_size": 8,
-    "patch_size": 2,
-    "norm_type": "ada_norm_single",
-    "num_embeds_ada_norm": 1000,
-    "norm_elementwise_affine": False,
-    "video_length": 3,
-}
+    **HEADS, "attention_head_dim": 8, "in_channels": 4, "out_channels": 8, "cross_attention_dim": 16,
+    "caption_channels": 32, "sample_size": 8, "patch_size": 2, "norm_type": "ada_norm_single",
+    "num_embeds_ada_norm": 1000, "norm_elementwise_affine": False, "video_length": 3,
+}  # fmt: skip
 KANDINSKY = {
-    "in_visual_dim": 4,
-    "out_visual_dim": 4,
-    "in_text_dim": 32,
-    "in_text_dim2": 8,
-    "time_dim": 16,
-    "model_dim": 24,
-    "ff_dim": 32,
-    "num_text_blocks": 1,
-    "num_visual_blocks": 3,
-    "axes_dims": (4, 4, 4),
-}
+    "in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 32, "in_text_dim2": 8, "time_dim": 16, "model_dim": 24,
+    "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 3, "axes_dims": (4, 4, 4),
+}  # fmt: skip
 KANDINSKY6 = {**KANDINSKY, "visual_cond": False, "in_audio_dim": 4, "out_audio_dim": 4, "ca_rope": True}
 ANYFLOW = {**HEADS, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 32, "ffn_dim": 32}
 # The blocks after the third have skip connections.
 HUNYUAN_DIT = {
-    **HEADS,
-    "num_layers": 4,
-    "attention_head_dim": 8,
-    "in_channels": 4,
-    "patch_size": 2,
-    "sample_size": 16,
-    "hidden_size": 16,
-    "mlp_ratio": 2.0,
-    "cross_attention_dim": 32,
-    "cross_attention_dim_t5": 32,
-    "pooled_projection_dim": 8,
-    "text_len": 5,
-    "text_len_t5": 6,
-}
+    **HEADS, "num_layers": 4, "attention_head_dim": 8, "in_channels": 4, "patch_size": 2, "sample_size": 16,
+    "hidden_size": 16, "mlp_ratio": 2.0, "cross_attention_dim": 32, "cross_attention_dim_t5": 32,
+    "pooled_projection_dim": 8, "text_len": 5, "text_len_t5": 6,
+}  # fmt: skip
 SIZES = {
-    "ltx": (LTXVideoTransformer3DModel, {**LTX, "caption_channels": 32}),
-    "ltx2": (LTX2VideoTransformer3DModel, LTX2),
-    "ltx2.3": (LTX2VideoTransformer3DModel, LTX23),
-    "cosmos": (CosmosTransformer3DModel, COSMOS),
-    "cosmos-video2world": (CosmosTransformer3DModel, {**COSMOS, "in_channels": 17, "extra_pos_embed_type": None}),
-    "allegro": (AllegroTransformer3DModel, ALLEGRO),
-    "latte": (LatteTransformer3DModel, LATTE),
-    "anyflow": (AnyFlowTransformer3DModel, {**ANYFLOW, "freq_dim": 64, "rope_max_seq_len": 32}),
-    "kandinsky5": (Kandinsky5Transformer3DModel, KANDINSKY),
-    "kandinsky6": (Kandinsky6Transformer3DModel, KANDINSKY6),
-    "hunyuan-dit": (HunyuanDiT2DModel, HUNYUAN_DIT),
+    "ltx": (diffusers.LTXVideoTransformer3DModel, {**LTX, "caption_channels": 32}),
+    "ltx2": (diffusers.LTX2VideoTransformer3DModel, LTX2),
+    "ltx2.3": (diffusers.LTX2VideoTransformer3DModel, LTX23),
+    "cosmos": (diffusers.CosmosTransformer3DModel, COSMOS),
+    "cosmos-video2world": (
+        diffusers.CosmosTransformer3DModel,
+        {**COSMOS, "in_channels": 17, "extra_pos_embed_type": None},
+    ),
+    "allegro": (diffusers.AllegroTransformer3DModel, ALLEGRO),
+    "latte": (diffusers.LatteTransformer3DModel, LATTE),
+    "anyflow": (diffusers.AnyFlowTransformer3DModel, {**ANYFLOW, "freq_dim": 64, "rope_max_seq_len": 32}),
+    "kandinsky5": (diffusers.Kandinsky5Transformer3DModel, KANDINSKY),
+    "kandinsky6": (diffusers.Kandinsky6Transformer3DModel, KANDINSKY6),
+    "hunyuan-dit": (diffusers.HunyuanDiT2DModel, HUNYUAN_DIT),
 }
 
 
@@ -127,7 +81,6 @@ def packed(size, noise):
 
 
 def packed_with_audio(size, noise):
-    """Arguments of LTX-2."""
     audio = {"audio_hidden_states": noise(5, 4), "audio_encoder_hidden_states": noise(6, 32), "audio_num_frames": 5}
     return {**packed(size, noise), **audio, "audio_encoder_attention_mask": text_mask(noise)}
 
@@ -145,12 +98,10 @@ def text_mask(noise):
 
 
 def cosmos(size, noise):
-    """Arguments of Cosmos."""
     return {"hidden_states": noise(16, *size), "encoder_hidden_states": noise(6, 32), "fps": 16}
 
 
 def cosmos_video2world(size, noise):
-    """Arguments of Cosmos with one frame that is given."""
     condition = (torch.arange(size[0]) < 1).float()[:, None, None].expand(*size)
     return {**cosmos(size, noise), "condition_mask": condition.expand(len(noise()), 1, *size)}
 
@@ -166,7 +117,6 @@ def allegro(size, noise):
 
 
 def latte(size, noise):
-    """Arguments of Latte."""
     return {"hidden_states": noise(4, *size), "encoder_hidden_states": noise(6, 32)}
 
 
@@ -178,7 +128,6 @@ def kandinsky5(size, noise):
 
 
 def kandinsky6(size, noise):
-    """Arguments of Kandinsky 6."""
     texts = {"encoder_hidden_states": noise(6, 32), "pooled_projections": noise(8)}
     mask = text_mask(noise).bool()[:, None, None]
     return {
@@ -207,15 +156,7 @@ def hunyuan_dit(size, noise):
 
 
 ARGUMENTS = {
-    "ltx": packed,
-    "ltx2": packed_with_audio,
-    "ltx2.3": packed_with_guidance,
-    "cosmos": cosmos,
-    "cosmos-video2world": cosmos_video2world,
-    "allegro": allegro,
-    "latte": latte,
-    "anyflow": anyflow,
-    "kandinsky5": kandinsky5,
-    "kandinsky6": kandinsky6,
-    "hunyuan-dit": hunyuan_dit,
-}
+    "ltx": packed, "ltx2": packed_with_audio, "ltx2.3": packed_with_guidance, "cosmos": cosmos,
+    "cosmos-video2world": cosmos_video2world, "allegro": allegro, "latte": latte, "anyflow": anyflow,
+    "kandinsky5": kandinsky5, "kandinsky6": kandinsky6, "hunyuan-dit": hunyuan_dit,
+}  # fmt: skip

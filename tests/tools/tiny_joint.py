@@ -1,105 +1,57 @@
 """Sizes and inputs of tiny transformers of diffusers in which text and grid share one attention, as `tiny_grids.py` has them
 of others."""
 
+import diffusers
 import torch
-from diffusers import (
-    AuraFlowTransformer2DModel,
-    ChromaTransformer2DModel,
-    CogVideoXTransformer3DModel,
-    Flux2Transformer2DModel,
-    FluxTransformer2DModel,
-    HunyuanVideo15Transformer3DModel,
-    HunyuanVideoTransformer3DModel,
-    MochiTransformer3DModel,
-    QwenImageTransformer2DModel,
-    SD3Transformer2DModel,
-)
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from tools.tiny_grids import text_mask
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 12}
 FLUX = {
-    **HEADS,
-    "in_channels": 8,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "joint_attention_dim": 32,
+    **HEADS, "in_channels": 8, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 32,
     "axes_dims_rope": (4, 4, 4),
-}
+}  # fmt: skip
 FLUX2 = {**FLUX, "axes_dims_rope": (2, 4, 4, 2), "mlp_ratio": 2.0, "timestep_guidance_channels": 8}
 CHROMA = {**FLUX, "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1}
 QWEN = {
-    **HEADS,
-    "in_channels": 8,
-    "out_channels": 2,
-    "num_layers": 3,
-    "joint_attention_dim": 32,
+    **HEADS, "in_channels": 8, "out_channels": 2, "num_layers": 3, "joint_attention_dim": 32,
     "axes_dims_rope": (4, 4, 4),
-}
+}  # fmt: skip
 SD3 = {
-    **HEADS,
-    "sample_size": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 3,
-    "joint_attention_dim": 32,
-    "caption_projection_dim": 24,
-    "pooled_projection_dim": 8,
-    "pos_embed_max_size": 16,
-}
+    **HEADS, "sample_size": 16, "in_channels": 4, "out_channels": 4, "num_layers": 3, "joint_attention_dim": 32,
+    "caption_projection_dim": 24, "pooled_projection_dim": 8, "pos_embed_max_size": 16,
+}  # fmt: skip
 AURA = {
-    **HEADS,
-    "sample_size": 16,
-    "num_mmdit_layers": 2,
-    "num_single_dit_layers": 2,
-    "joint_attention_dim": 32,
-    "caption_projection_dim": 24,
-    "pos_embed_max_size": 256,
-}
+    **HEADS, "sample_size": 16, "num_mmdit_layers": 2, "num_single_dit_layers": 2, "joint_attention_dim": 32,
+    "caption_projection_dim": 24, "pos_embed_max_size": 256,
+}  # fmt: skip
 HUNYUAN = {
-    **HEADS,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_refiner_layers": 1,
-    "mlp_ratio": 2.0,
-    "text_embed_dim": 32,
+    **HEADS, "in_channels": 4, "out_channels": 4, "num_refiner_layers": 1, "mlp_ratio": 2.0, "text_embed_dim": 32,
     "rope_axes_dim": (4, 4, 4),
-}
+}  # fmt: skip
 HUNYUAN_VIDEO = {**HUNYUAN, "num_layers": 2, "num_single_layers": 2, "pooled_projection_dim": 8}
 HUNYUAN_VIDEO15 = {**HUNYUAN, "num_layers": 3, "text_embed_2_dim": 16, "image_embed_dim": 8, "patch_size": 2}
 COGVIDEOX = {
-    **HEADS,
-    "attention_head_dim": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "time_embed_dim": 8,
-    "text_embed_dim": 32,
-    "num_layers": 3,
-    "max_text_seq_length": 6,
-    "use_rotary_positional_embeddings": True,
-}
+    **HEADS, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 32,
+    "num_layers": 3, "max_text_seq_length": 6, "use_rotary_positional_embeddings": True,
+}  # fmt: skip
 MOCHI = {
-    **HEADS,
-    "in_channels": 4,
-    "num_layers": 3,
-    "pooled_projection_dim": 16,
-    "text_embed_dim": 32,
-    "time_embed_dim": 8,
+    **HEADS, "in_channels": 4, "num_layers": 3, "pooled_projection_dim": 16, "text_embed_dim": 32, "time_embed_dim": 8,
     "max_sequence_length": 6,
-}
+}  # fmt: skip
 JOINT_SIZES = {
-    "flux": (FluxTransformer2DModel, {**FLUX, "pooled_projection_dim": 8}),
-    "flux2": (Flux2Transformer2DModel, FLUX2),
-    "chroma": (ChromaTransformer2DModel, CHROMA),
-    "qwen-image": (QwenImageTransformer2DModel, QWEN),
-    "sd3": (SD3Transformer2DModel, SD3),
-    "sd3.5": (SD3Transformer2DModel, {**SD3, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}),
-    "aura-flow": (AuraFlowTransformer2DModel, AURA),
-    "hunyuan-video": (HunyuanVideoTransformer3DModel, HUNYUAN_VIDEO),
-    "hunyuan-video1.5": (HunyuanVideo15Transformer3DModel, HUNYUAN_VIDEO15),
-    "cogvideox": (CogVideoXTransformer3DModel, COGVIDEOX),
-    "mochi": (MochiTransformer3DModel, MOCHI),
+    "flux": (diffusers.FluxTransformer2DModel, {**FLUX, "pooled_projection_dim": 8}),
+    "flux2": (diffusers.Flux2Transformer2DModel, FLUX2),
+    "chroma": (diffusers.ChromaTransformer2DModel, CHROMA),
+    "qwen-image": (diffusers.QwenImageTransformer2DModel, QWEN),
+    "sd3": (diffusers.SD3Transformer2DModel, SD3),
+    "sd3.5": (diffusers.SD3Transformer2DModel, {**SD3, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}),
+    "aura-flow": (diffusers.AuraFlowTransformer2DModel, AURA),
+    "hunyuan-video": (diffusers.HunyuanVideoTransformer3DModel, HUNYUAN_VIDEO),
+    "hunyuan-video1.5": (diffusers.HunyuanVideo15Transformer3DModel, HUNYUAN_VIDEO15),
+    "cogvideox": (diffusers.CogVideoXTransformer3DModel, COGVIDEOX),
+    "mochi": (diffusers.MochiTransformer3DModel, MOCHI),
 }
 # Families whose stock code puts the text after the grid
 TEXT_LAST = ("sd3", "sd3.5", "hunyuan-video", "hunyuan-video1.5", "mochi")
@@ -146,7 +98,6 @@ def chroma(size, noise):
 
 
 def flux(size, noise):
-    """Arguments of Flux."""
     arguments = chroma(size, noise)
     del arguments["attention_mask"]
     return {**arguments, "pooled_projections": noise(8)}
@@ -161,29 +112,24 @@ def flux2(size, noise):
 
 
 def qwen_image(size, noise):
-    """Arguments of Qwen-Image."""
     tokens = {"hidden_states": noise(size[0] * size[1], 8), "encoder_hidden_states": noise(6, 32)}
     mask = text_mask(noise).bool()
     return {**tokens, "encoder_hidden_states_mask": mask, "img_shapes": [[(1, *size)]] * len(mask)}
 
 
 def sd3(size, noise):
-    """Arguments of SD3."""
     return {**aura_flow(size, noise), "pooled_projections": noise(8)}
 
 
 def aura_flow(size, noise):
-    """Arguments of AuraFlow."""
     return {"hidden_states": noise(4, *size), "encoder_hidden_states": noise(6, 32)}
 
 
 def mochi(size, noise):
-    """Arguments of Mochi."""
     return {**aura_flow(size, noise), "encoder_attention_mask": text_mask(noise).bool()}
 
 
 def hunyuan_video(size, noise):
-    """Arguments of HunyuanVideo."""
     guidance = torch.full((len(noise()),), 512.0)
     return {**mochi(size, noise), "pooled_projections": noise(8), "guidance": guidance}
 
@@ -204,15 +150,7 @@ def cogvideox(size, noise):
 
 
 JOINT_ARGUMENTS = {
-    "flux": flux,
-    "flux2": flux2,
-    "chroma": chroma,
-    "qwen-image": qwen_image,
-    "sd3": sd3,
-    "sd3.5": sd3,
-    "aura-flow": aura_flow,
-    "hunyuan-video": hunyuan_video,
-    "hunyuan-video1.5": hunyuan_video15,
-    "cogvideox": cogvideox,
+    "flux": flux, "flux2": flux2, "chroma": chroma, "qwen-image": qwen_image, "sd3": sd3, "sd3.5": sd3,
+    "aura-flow": aura_flow, "hunyuan-video": hunyuan_video, "hunyuan-video1.5": hunyuan_video15, "cogvideox": cogvideox,
     "mochi": mochi,
-}
+}  # fmt: skip

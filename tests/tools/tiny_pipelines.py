@@ -6,38 +6,9 @@ arguments of its transformer.
 
 import functools
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderDC,
-    AutoencoderKL,
-    AutoencoderKLWan,
-    ChronoEditTransformer3DModel,
-    DDIMScheduler,
-    DiTPipeline,
-    DiTTransformer2DModel,
-    FlowMatchEulerDiscreteScheduler,
-    PixArtSigmaPipeline,
-    PixArtTransformer2DModel,
-    SanaPipeline,
-    SanaTransformer2DModel,
-    SanaVideoPipeline,
-    SanaVideoTransformer3DModel,
-    SkyReelsV2Transformer3DModel,
-    WanAnimateTransformer3DModel,
-    WanPipeline,
-    WanTransformer3DModel,
-    WanVACETransformer3DModel,
-)
-from transformers import (
-    Gemma2Config,
-    Gemma2Model,
-    GemmaTokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-    UMT5Config,
-    UMT5EncoderModel,
-)
+import transformers
 
 from tools.tiny_grids import ARGUMENTS, SIZES
 from tools.tiny_joint import JOINT_ARGUMENTS, JOINT_SIZES, image_sequence, joint_size
@@ -45,75 +16,39 @@ from tools.tiny_joint import JOINT_ARGUMENTS, JOINT_SIZES, image_sequence, joint
 PROMPT = "a cat walks"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WAN = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "num_layers": 3,
-    "ffn_dim": 32,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 32,
-    "freq_dim": 64,
-    "rope_max_seq_len": 32,
-}
+    "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 3, "ffn_dim": 32,
+    "in_channels": 16, "out_channels": 16, "text_dim": 32, "freq_dim": 64, "rope_max_seq_len": 32,
+}  # fmt: skip
 ANIMATE = {
-    **WAN,
-    "in_channels": 36,
-    "image_dim": None,
-    "motion_encoder_size": 8,
-    "motion_style_dim": 8,
-    "motion_dim": 4,
-    "motion_encoder_dim": 8,
-    "face_encoder_hidden_dim": 8,
-    "face_encoder_num_heads": 2,
-    "inject_face_latents_blocks": 3,
+    **WAN, "in_channels": 36, "image_dim": None, "motion_encoder_size": 8, "motion_style_dim": 8, "motion_dim": 4,
+    "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2, "inject_face_latents_blocks": 3,
     "motion_encoder_channel_sizes": {"4": 8, "8": 8},
-}
+}  # fmt: skip
 SANA = {
-    "patch_size": 1,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "caption_channels": 8,
-    "sample_size": 32,
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "cross_attention_dim": 16,
-    "num_cross_attention_heads": 2,
+    "patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 2, "caption_channels": 8, "sample_size": 32,
+    "num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16, "num_cross_attention_heads": 2,
     "cross_attention_head_dim": 8,
-}
+}  # fmt: skip
 SANA_VIDEO = {
-    **SANA,
-    "patch_size": (1, 2, 2),
-    "in_channels": 16,
-    "out_channels": 16,
-    "attention_head_dim": 12,
-    "cross_attention_head_dim": 12,
-    "cross_attention_dim": 24,
-    "rope_max_seq_len": 32,
-    "sample_size": 8,
-}
+    **SANA, "patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16, "attention_head_dim": 12,
+    "cross_attention_head_dim": 12, "cross_attention_dim": 24, "rope_max_seq_len": 32, "sample_size": 8,
+}  # fmt: skip
 DIT = {
-    "sample_size": 16,
-    "num_layers": 2,
-    "patch_size": 2,
-    "attention_head_dim": 8,
-    "num_attention_heads": 2,
-    "in_channels": 4,
-    "out_channels": 8,
-}
+    "sample_size": 16, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2,
+    "in_channels": 4, "out_channels": 8,
+}  # fmt: skip
 PIXART = {**DIT, "caption_channels": 32, "cross_attention_dim": 16}
 TRANSFORMERS = {
-    "wan": (WanTransformer3DModel, WAN),
-    "wan-i2v": (WanTransformer3DModel, {**WAN, "in_channels": 36, "image_dim": 16, "added_kv_proj_dim": 24}),
-    "wan-vace": (WanVACETransformer3DModel, {**WAN, "vace_layers": [0, 2], "vace_in_channels": 8}),
-    "wan-chrono-edit": (ChronoEditTransformer3DModel, WAN),
-    "wan-animate": (WanAnimateTransformer3DModel, ANIMATE),
-    "skyreels": (SkyReelsV2Transformer3DModel, WAN),
-    "sana": (SanaTransformer2DModel, SANA),
-    "sana-video": (SanaVideoTransformer3DModel, SANA_VIDEO),
-    "dit": (DiTTransformer2DModel, DIT),
-    "pixart": (PixArtTransformer2DModel, PIXART),
+    "wan": (diffusers.WanTransformer3DModel, WAN),
+    "wan-i2v": (diffusers.WanTransformer3DModel, {**WAN, "in_channels": 36, "image_dim": 16, "added_kv_proj_dim": 24}),
+    "wan-vace": (diffusers.WanVACETransformer3DModel, {**WAN, "vace_layers": [0, 2], "vace_in_channels": 8}),
+    "wan-chrono-edit": (diffusers.ChronoEditTransformer3DModel, WAN),
+    "wan-animate": (diffusers.WanAnimateTransformer3DModel, ANIMATE),
+    "skyreels": (diffusers.SkyReelsV2Transformer3DModel, WAN),
+    "sana": (diffusers.SanaTransformer2DModel, SANA),
+    "sana-video": (diffusers.SanaVideoTransformer3DModel, SANA_VIDEO),
+    "dit": (diffusers.DiTTransformer2DModel, DIT),
+    "pixart": (diffusers.PixArtTransformer2DModel, PIXART),
     **SIZES,
     **JOINT_SIZES,
 }
@@ -132,14 +67,7 @@ def tiny_transformer(family: str, **overrides):
 
 
 def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
-    """Return random arguments of a transformer.
-
-    Args:
-        family: A key of `TRANSFORMERS`.
-        size: Size of the latents without channels; of several images, a list.
-        batch: Batch size.
-        seed: Seed of the values.
-    """
+    """Return random arguments of a transformer."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
@@ -174,9 +102,9 @@ def gemma():
     torch.manual_seed(1)
     words = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", *LETTERS]
     sizes = {"head_dim": 4, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 64, "initializer_range": 0.5}
-    config = Gemma2Config(num_attention_heads=2, num_hidden_layers=1, num_key_value_heads=2, **sizes)
-    tokenizer = GemmaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
-    return {"tokenizer": tokenizer, "text_encoder": Gemma2Model(config).eval()}
+    config = transformers.Gemma2Config(num_attention_heads=2, num_hidden_layers=1, num_key_value_heads=2, **sizes)
+    tokenizer = transformers.GemmaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
+    return {"tokenizer": tokenizer, "text_encoder": transformers.Gemma2Model(config).eval()}
 
 
 def t5(model_class, config_class):
@@ -184,7 +112,7 @@ def t5(model_class, config_class):
     torch.manual_seed(1)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
-    tokenizer = T5Tokenizer(vocab=pieces, extra_ids=0)
+    tokenizer = transformers.T5Tokenizer(vocab=pieces, extra_ids=0)
     return {"tokenizer": tokenizer, "text_encoder": model_class(config_class(**sizes)).eval()}
 
 
@@ -192,7 +120,7 @@ def wan_vae():
     """Return a video autoencoder with 16 latent channels."""
     torch.manual_seed(2)
     kind = {"dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
-    return AutoencoderKLWan(base_dim=3, z_dim=16, **kind).eval()
+    return diffusers.AutoencoderKLWan(base_dim=3, z_dim=16, **kind).eval()
 
 
 def image_vae(levels: int = 2):
@@ -200,7 +128,9 @@ def image_vae(levels: int = 2):
     torch.manual_seed(2)
     kind = {"block_out_channels": (4,) * levels, "norm_num_groups": 2, "latent_channels": 4, "layers_per_block": 1}
     down, up = ("DownEncoderBlock2D",) * levels, ("UpDecoderBlock2D",) * levels
-    return AutoencoderKL(down_block_types=down, up_block_types=up, mid_block_add_attention=False, **kind).eval()
+    return diffusers.AutoencoderKL(
+        down_block_types=down, up_block_types=up, mid_block_add_attention=False, **kind
+    ).eval()
 
 
 def sana_vae():
@@ -214,49 +144,46 @@ def sana_vae():
     }
     blocks = {f"{side}_{name}": value for name, value in half.items() for side in ("encoder", "decoder")}
     samples = {
-        "downsample_block_type": "conv",
-        "upsample_block_type": "interpolate",
-        "decoder_norm_types": "rms_norm",
-        "decoder_act_fns": "silu",
-        "scaling_factor": 0.41407,
-    }
-    return AutoencoderDC(latent_channels=4, attention_head_dim=2, **blocks, **samples).eval()
+        "downsample_block_type": "conv", "upsample_block_type": "interpolate", "decoder_norm_types": "rms_norm",
+        "decoder_act_fns": "silu", "scaling_factor": 0.41407,
+    }  # fmt: skip
+    return diffusers.AutoencoderDC(latent_channels=4, attention_head_dim=2, **blocks, **samples).eval()
 
 
 def flow():
-    """Return a flow-matching scheduler."""
-    return FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
 
 
-def wan_pipeline() -> WanPipeline:
-    text = t5(UMT5EncoderModel, UMT5Config)
-    return WanPipeline(**text, vae=wan_vae(), scheduler=flow(), transformer=tiny_transformer("wan"))
+def wan_pipeline() -> diffusers.WanPipeline:
+    text = t5(transformers.UMT5EncoderModel, transformers.UMT5Config)
+    return diffusers.WanPipeline(**text, vae=wan_vae(), scheduler=flow(), transformer=tiny_transformer("wan"))
 
 
-def sana_pipeline() -> SanaPipeline:
-    return SanaPipeline(**gemma(), vae=sana_vae(), scheduler=flow(), transformer=tiny_transformer("sana"))
+def sana_pipeline() -> diffusers.SanaPipeline:
+    return diffusers.SanaPipeline(**gemma(), vae=sana_vae(), scheduler=flow(), transformer=tiny_transformer("sana"))
 
 
-def sana_video_pipeline() -> SanaVideoPipeline:
-    return SanaVideoPipeline(**gemma(), vae=wan_vae(), scheduler=flow(), transformer=tiny_transformer("sana-video"))
+def sana_video_pipeline() -> diffusers.SanaVideoPipeline:
+    return diffusers.SanaVideoPipeline(
+        **gemma(), vae=wan_vae(), scheduler=flow(), transformer=tiny_transformer("sana-video")
+    )
 
 
-def dit_pipeline() -> DiTPipeline:
-    return DiTPipeline(transformer=tiny_transformer("dit"), vae=image_vae(), scheduler=DDIMScheduler())
+def dit_pipeline() -> diffusers.DiTPipeline:
+    return diffusers.DiTPipeline(
+        transformer=tiny_transformer("dit"), vae=image_vae(), scheduler=diffusers.DDIMScheduler()
+    )
 
 
-def pixart_pipeline() -> PixArtSigmaPipeline:
-    parts = {"vae": image_vae(), "scheduler": DDIMScheduler(), "transformer": tiny_transformer("pixart")}
-    return PixArtSigmaPipeline(**t5(T5EncoderModel, T5Config), **parts)
+def pixart_pipeline() -> diffusers.PixArtSigmaPipeline:
+    parts = {"vae": image_vae(), "scheduler": diffusers.DDIMScheduler(), "transformer": tiny_transformer("pixart")}
+    return diffusers.PixArtSigmaPipeline(**t5(transformers.T5EncoderModel, transformers.T5Config), **parts)
 
 
 PIPELINES = {
-    "wan": wan_pipeline,
-    "sana": sana_pipeline,
-    "sana-video": sana_video_pipeline,
-    "dit": dit_pipeline,
+    "wan": wan_pipeline, "sana": sana_pipeline, "sana-video": sana_video_pipeline, "dit": dit_pipeline,
     "pixart": pixart_pipeline,
-}
+}  # fmt: skip
 
 
 EMBEDDINGS = torch.Generator().manual_seed(6)
@@ -267,65 +194,32 @@ def embedding(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=EMBEDDINGS)
 
 
+PROMPTED = {"max_sequence_length": 16, "use_resolution_binning": False}
 CALLS = {
     "WanPipeline": {"height": 64, "width": 80, "num_frames": 9, "max_sequence_length": 16},
-    "SanaPipeline": {
-        "height": 32,
-        "width": 32,
-        "max_sequence_length": 16,
-        "use_resolution_binning": False,
-        "complex_human_instruction": None,
-    },
-    "SanaVideoPipeline": {
-        "height": 64,
-        "width": 96,
-        "frames": 9,
-        "max_sequence_length": 16,
-        "use_resolution_binning": False,
-        "complex_human_instruction": [],
-    },
+    "SanaPipeline": {"height": 32, "width": 32, **PROMPTED, "complex_human_instruction": None},
+    "SanaVideoPipeline": {"height": 64, "width": 96, "frames": 9, **PROMPTED, "complex_human_instruction": []},
     "DiTPipeline": {},
-    "PixArtSigmaPipeline": {
-        "height": 32,
-        "width": 32,
-        "max_sequence_length": 16,
-        "use_resolution_binning": False,
-        "clean_caption": False,
-    },
+    "PixArtSigmaPipeline": {"height": 32, "width": 32, **PROMPTED, "clean_caption": False},
     "LTXPipeline": {"height": 32, "width": 64, "num_frames": 9, "max_sequence_length": 16},
     "AllegroPipeline": {  # its VAE decodes tiles of 320 pixels
-        "height": 64,
-        "width": 80,
-        "num_frames": 12,
-        "max_sequence_length": 16,
-        "clean_caption": False,
-        "output_type": "latent",
+        **{"height": 64, "width": 80, "num_frames": 12, "max_sequence_length": 16},
+        **{"clean_caption": False, "output_type": "latent"},
     },
     "LattePipeline": {"height": 16, "width": 24, "video_length": 3, "clean_caption": False},
     "HunyuanDiTPipeline": {"height": 64, "width": 96, "use_resolution_binning": False},
     "LTX2Pipeline": {
-        "height": 32,
-        "width": 64,
-        "num_frames": 9,
+        **{"height": 32, "width": 64, "num_frames": 9, "max_sequence_length": 16},
         "spatio_temporal_guidance_blocks": [1],
-        "max_sequence_length": 16,
     },
     "FluxPipeline": {
-        "height": 32,
-        "width": 48,
-        "prompt": None,
-        "negative_prompt_embeds": embedding(1, 6, 32),
-        "negative_pooled_prompt_embeds": embedding(1, 8),
-        "prompt_embeds": embedding(1, 6, 32),
-        "pooled_prompt_embeds": embedding(1, 8),
-        "true_cfg_scale": 3.0,
+        **{"height": 32, "width": 48, "prompt": None, "true_cfg_scale": 3.0},
+        **{f"{name}prompt_embeds": embedding(1, 6, 32) for name in ("negative_", "")},
+        **{f"{name}pooled_prompt_embeds": embedding(1, 8) for name in ("negative_", "")},
     },
     "AuraFlowPipeline": {"height": 32, "width": 48, "max_sequence_length": 16},
     "Kandinsky5T2VPipeline": {
-        "height": 64,
-        "width": 96,
-        "num_frames": 9,
-        "prompt": None,
+        **{"height": 64, "width": 96, "num_frames": 9, "prompt": None},
         **{f"{name}prompt_embeds_qwen": embedding(1, 6, 32) for name in ("", "negative_")},
         **{f"{name}prompt_embeds_clip": embedding(1, 8) for name in ("", "negative_")},
         **{f"{name}prompt_cu_seqlens": torch.tensor([0, 6], dtype=torch.int32) for name in ("", "negative_")},
@@ -347,19 +241,13 @@ def at_fresh_addresses(pipe):
 
 @torch.no_grad()
 def generate(pipe, **overrides) -> torch.Tensor:
-    """Sample by two steps with classifier-free guidance and a fixed seed, and return the images or videos `[N,
-    ...]`."""
+    """Sample by two steps with classifier-free guidance and a fixed seed, to images or videos `[N, ...]`."""
     class_name = type(pipe).__name__
     condition = {"class_labels": [3]} if class_name == "DiTPipeline" else {"prompt": PROMPT}
     call = {
-        "num_inference_steps": 2,
-        "guidance_scale": 3.0,
-        "output_type": "np",
-        "generator": torch.Generator().manual_seed(5),
-        **condition,
-        **CALLS[class_name],
-        **overrides,
-    }
+        "num_inference_steps": 2, "guidance_scale": 3.0, "output_type": "np",
+        "generator": torch.Generator().manual_seed(5), **condition, **CALLS[class_name], **overrides,
+    }  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     result = pipe(**call)
     return torch.as_tensor(result.frames if hasattr(result, "frames") else result.images)

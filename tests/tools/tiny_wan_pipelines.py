@@ -6,7 +6,8 @@
 from types import SimpleNamespace
 
 import torch
-from diffusers import WanImageToVideoPipeline, WanPipeline, WanVACEPipeline, WanVideoToVideoPipeline
+from diffusers import WanImageToVideoPipeline as ImageToVideo
+from diffusers import WanPipeline, WanVACEPipeline, WanVideoToVideoPipeline
 from diffusers.pipelines.wan import pipeline_wan_i2v, pipeline_wan_vace, pipeline_wan_video2video
 from diffusers.utils import is_ftfy_available
 from PIL import Image
@@ -41,22 +42,6 @@ def clip() -> dict:
     return {"image_encoder": CLIPVisionModel(config).eval(), "image_processor": processor}
 
 
-def image_to_video() -> WanImageToVideoPipeline:
-    """Return a pipeline as Wan 2.1's, whose transformer reads embeddings of the image, too."""
-    return WanImageToVideoPipeline(**parts(), **clip(), transformer=tiny_transformer("wan-i2v"))
-
-
-def first_last_frame() -> WanImageToVideoPipeline:
-    """Return a pipeline whose transformer reads embeddings of two images."""
-    transformer = tiny_transformer("wan-i2v", pos_embed_seq_len=10)
-    return WanImageToVideoPipeline(**parts(), **clip(), transformer=transformer)
-
-
-def vace() -> WanVACEPipeline:
-    """Return a pipeline whose transformer reads a video to follow."""
-    return WanVACEPipeline(**parts(), transformer=tiny_transformer("wan-vace", vace_in_channels=96))
-
-
 def experts(pipeline_class: type = WanPipeline, **sizes) -> WanPipeline:
     """Return a pipeline of two transformers, for much noise and for little, as Wan 2.2 A14B."""
     pair = {name: tiny_transformer("wan", **sizes) for name in ("transformer", "transformer_2")}
@@ -66,38 +51,23 @@ def experts(pipeline_class: type = WanPipeline, **sizes) -> WanPipeline:
     return pipeline_class(**parts(), **pair, boundary_ratio=0.8)
 
 
-def image_experts() -> WanImageToVideoPipeline:
-    """Return a pipeline as Wan 2.2 I2V A14B."""
-    return experts(WanImageToVideoPipeline, in_channels=36)
-
-
-def video_to_video() -> WanVideoToVideoPipeline:
-    """Return a pipeline that changes a video; its transformer is that of text to video."""
-    return WanVideoToVideoPipeline(**parts(), transformer=tiny_transformer("wan"))
-
-
-def text_image_to_video() -> WanImageToVideoPipeline:
-    """Return a pipeline as Wan 2.2 5B, in which the first frame is a part of the latents without noise."""
-    return WanImageToVideoPipeline(**parts(), transformer=tiny_transformer("wan"), expand_timesteps=True)
+def single(pipeline_class: type, family: str = "wan", sizes=None, **options):
+    """Return a pipeline of one transformer."""
+    return pipeline_class(**parts(), transformer=tiny_transformer(family, **(sizes or {})), **options)
 
 
 WAN_PIPELINES = {
-    "i2v": image_to_video,
-    "flf2v": first_last_frame,
-    "vace": vace,
+    "i2v": lambda: single(ImageToVideo, "wan-i2v", **clip()),  # Wan 2.1: the transformer reads the image, too
+    "flf2v": lambda: single(ImageToVideo, "wan-i2v", {"pos_embed_seq_len": 10}, **clip()),  # of two images
+    "vace": lambda: single(WanVACEPipeline, "wan-vace", {"vace_in_channels": 96}),
     "a14b": experts,
-    "i2v-a14b": image_experts,
-    "v2v": video_to_video,
-    "ti2v": text_image_to_video,
+    "i2v-a14b": lambda: experts(ImageToVideo, in_channels=36),
+    "v2v": lambda: single(WanVideoToVideoPipeline),
+    "ti2v": lambda: single(ImageToVideo, expand_timesteps=True),  # Wan 2.2 5B: the first frame has no noise
 }
 IMAGES = [{"prompt": prompt, "image": picture(seed)} for seed, prompt in enumerate(PROMPTS)]
 VIDEOS = [{"prompt": prompt, "video": [picture(seed)] * SIZE[0]} for seed, prompt in enumerate(PROMPTS)]
 WAN_DATA = {
-    "i2v": IMAGES,
-    "flf2v": [{**row, "last_image": picture(2)} for row in IMAGES],
-    "vace": VIDEOS,
-    "a14b": list(PROMPTS),
-    "i2v-a14b": IMAGES,
-    "v2v": VIDEOS,
-    "ti2v": IMAGES,
-}
+    "i2v": IMAGES, "flf2v": [{**row, "last_image": picture(2)} for row in IMAGES], "vace": VIDEOS,
+    "a14b": list(PROMPTS), "i2v-a14b": IMAGES, "v2v": VIDEOS, "ti2v": IMAGES,
+}  # fmt: skip

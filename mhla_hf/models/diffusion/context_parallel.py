@@ -1,8 +1,7 @@
 """Spreads the tokens of a video over processes, by diffusers' context parallelism (Wan).
 
-diffusers cuts the tokens row by row, so that nearly every process would have tokens of nearly every block. Here the tokens
-are brought into the order of their blocks first. An MHLA layer then exchanges sums per block instead of tokens, and fewer of
-them if a process has fewer tokens.
+diffusers cuts the tokens row by row, so that nearly every process would have tokens of nearly every block. Here they are in
+the order of their blocks, so that an MHLA layer exchanges sums per block, of fewer blocks if a process has fewer tokens.
 """
 
 import inspect
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from ...ops.blocks import Blocks
 
@@ -28,23 +28,11 @@ class ReduceScatter(torch.autograd.Function):
         return part
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return AllGather.apply(grad, ctx.group), None
-
-
-class AllGather(torch.autograd.Function):
-    """Concatenates x [N, ..] of P processes, in the order of their ranks, to [P * N, ..]: `AllGather.apply(x, group)`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        gathered = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ReduceScatter.apply(grad, ctx.group), None
+        gathered = grad.new_empty(len(grad) * dist.get_world_size(ctx.group), *grad.shape[1:])
+        dist.all_gather_into_tensor(gathered, grad.contiguous(), group=ctx.group)
+        return gathered, None
 
 
 def shard_of_grid(config: Any, grid: Any) -> dict[str, Any]:
@@ -76,7 +64,6 @@ class TokenShards:
         self.state, self.layout, self.config = model.mhla_state, model.config.mhla["layout"], model._parallel_config
 
     def hook(self, model: Any) -> None:
-        """Register the hooks on a model and its modules."""
         model.register_forward_pre_hook(self.before_model, with_kwargs=True)
         model.rope.register_forward_hook(self.after_rope)
         model.blocks[0].register_forward_pre_hook(self.before_blocks)
@@ -93,7 +80,7 @@ class TokenShards:
         return x.index_select(1, self.order(grid, x.device)[first:end])
 
     def before_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Select this process's timesteps if they are [B, T], one per token, as in some Wan models; a pre-forward hook."""
+        """Select this process's timesteps if there is one per token, [B, T], as in some Wan models."""
         bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
         if bound.arguments["timestep"].ndim == 2:
             grid = model.token_grid(bound.arguments["hidden_states"])
@@ -101,13 +88,11 @@ class TokenShards:
         return bound.args[1:], bound.kwargs
 
     def after_rope(self, _module: nn.Module, _args: Any, rotations: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Select the rotations of this process's tokens; a forward hook of `model.rope`."""
         return tuple(self.local_tokens(x, self.state.grid) for x in rotations)
 
     def before_blocks(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Select this process's tokens; a pre-forward hook of the first block."""
         return self.local_tokens(args[0], self.state.grid), *args[1:]
 
     def after_output(self, _module: nn.Module, _args: Any, tokens: torch.Tensor) -> torch.Tensor:
-        """Restore the order of all tokens [B, T, ..], which diffusers has gathered; a forward hook of `model.proj_out`."""
+        """Restore the order of all tokens, which diffusers has gathered."""
         return tokens.index_select(1, self.order(self.state.grid, tokens.device).argsort())

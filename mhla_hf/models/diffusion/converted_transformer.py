@@ -1,14 +1,10 @@
-"""Converted transformers of diffusers that need no code of their own: `MHLAWanTransformer3DModel` and the like.
-
-No class is written out. Each is made on first use from the class that diffusers has under the name in the family's record.
-Families with code of their own have a module of their own (`dit_transformer.py`).
+"""Transformers of diffusers that need no code of their own, such as `MHLAWanTransformer3DModel`; made on first use.
 
 In Wan and other video models (section 5.3), the rotary embedding rotates the features, after the map, and an RMSNorm per
-head replaces the denominator (section 4.1). The paper's 150 blocks are the layout (3, 5, 10). It does not say how its 105
-are laid out; (7, 3, 5) has as many. The control blocks of VACE stay softmax. SkyReels-V2 takes whole videos only; its
-blockwise causal mask is an error. In LTX-2 and Kandinsky 6, the self-attention of the video stream becomes MHLA. In Latte,
-the attention within frames does, and that between frames, over as many tokens as there are frames, stays softmax. Sana and
-Sana Video have linear attention already, and compute the same with uniform mixing.
+head replaces the denominator (section 4.1). The paper's 150 blocks are the layout (3, 5, 10). The control blocks of VACE,
+and Latte's attention between frames, stay softmax. SkyReels-V2 takes whole videos only. In LTX-2 and Kandinsky 6, the
+self-attention of the video stream becomes MHLA. Sana has linear attention already, and computes the same with uniform
+mixing.
 """
 
 import functools
@@ -23,7 +19,7 @@ from .transformer import MHLAProcessorsMixin, MHLATransformerMixin
 
 @functools.cache
 def derived_transformer(name: str) -> Any:
-    """Return the MHLA class of a transformer of diffusers, such as "MHLAWanTransformer3DModel", created on first use."""
+    """Return the MHLA class of a transformer of diffusers by its name."""
     family = next((family for family in DIFFUSION if name in [f"MHLA{base}" for base in family.classes]), None)
     if family is None or family.entry != "models.diffusion.converted_transformer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")

@@ -1,8 +1,8 @@
 """DiT with MHLA in its self-attention (section 5.2): converted, or from scratch in the sizes S, B, L, and XL.
 
 DiG (table 3, arXiv 2405.18428) is DiT with other blocks: narrow q and k, gate, norm per head, SwiGLU, and a local
-convolution. The paper replaces its gated linear attention and keeps the rest. DiG changes the order of the tokens from block
-to block, because gated linear attention is causal. MHLA sees the whole grid and does not need that.
+convolution. Its gated linear attention is causal, so that it changes the order of tokens from block to block; MHLA sees the
+whole grid.
 """
 
 import re
@@ -32,17 +32,15 @@ class LocalConv(GridConv):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weights to the identity."""
         nn.init.dirac_(self.conv.weight, groups=self.conv.groups)
         bias: Any = self.conv.bias
         nn.init.zeros_(bias)
 
 
 class DiGBlock(BasicTransformerBlock):
-    """A block of DiG: a block of DiT, changed by `become_dig_block`, followed by a local convolution."""
+    """A block of DiT, changed by `become_dig_block`, followed by a local convolution."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the block of the base and then the local convolution: [B, T, C] -> [B, T, C]. See the base for arguments."""
         return self.local(super().forward(*args, **kwargs), self.grid_state.grid)
 
 
@@ -76,34 +74,27 @@ def dit_preset(name: str) -> dict[str, Any]:
 
 
 class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
-    """`DiTTransformer2DModel` with MHLA in the layers that `mhla` lists.
-
-    The paper's CPE and gate are the settings `cpe=3` and `gate=True`.
+    """`DiTTransformer2DModel` with MHLA in some layers; the paper's CPE and gate are `cpe=3` and `gate=True`.
 
     Args:
         dig_block: Whether all blocks are those of DiG, for training from scratch (`from_preset("DiG-S/2")`).
-        shared_embeddings: Whether all blocks share one embedding of time and class, as in DiT and DiG, and as table 1 of the
-            DiT paper counts parameters. In diffusers' class every block has its own. Files always have one per block, which
-            are equal copies if the blocks share one.
+        shared_embeddings: Whether all blocks share one embedding of time and class, as in DiT and DiG. In diffusers' class
+            every block has its own; files always have one per block.
         input_norm: Whether MHLA layers have a LayerNorm before the projections, as the authors' checkpoints need.
         timestep_freq_shift: 0 for the timestep frequencies of the original DiT, which the authors' checkpoints need; 1 for
-            the frequencies of diffusers, which differ a little.
+            those of diffusers, which differ a little.
         mhla, **kwargs: As in `MHLATransformerMixin`.
     """
 
     family = DIT
     mhla_arguments = {
-        **MHLATransformerMixin.mhla_arguments,
-        "input_norm": False,
-        "timestep_freq_shift": 1,
-        "dig_block": False,
+        **MHLATransformerMixin.mhla_arguments, "input_norm": False, "timestep_freq_shift": 1, "dig_block": False,
         "shared_embeddings": False,
-    }
+    }  # fmt: skip
     _repeated_blocks = ["BasicTransformerBlock", "DiGBlock"]
     _no_split_modules = ["BasicTransformerBlock", "DiGBlock"]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Set MHLA processors as the base does, and apply this model's additional constructor arguments, in place."""
         for block in self.transformer_blocks if self.config.get("dig_block", False) else ():
             become_dig_block(block)
         if self.config.get("shared_embeddings", False):
@@ -133,12 +124,8 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
             preset: Name such as "DiT-S/2", of size S, B, L, or XL and patch size 2, 4, or 8; "DiG-S/2" for blocks of DiG.
             input_size: Side of the square latents; 32 for images of 256 pixels.
             num_classes: Number of labels. The model has one more, for no label.
-            mhla: Settings, such as {"cpe": 3, "gate": True}; the others have the defaults of the family. For DiG, a gate and
-                a norm per head in place of the normalizer are the default.
+            mhla: Settings that differ from the family's, such as {"cpe": 3, "gate": True}, or for DiG, from `DIG_SETTINGS`.
             **kwargs: Further arguments of `DiTTransformer2DModel`; `out_channels` defaults to twice `in_channels`.
-
-        Returns:
-            The model.
 
         Raises:
             ValueError: There is no such preset, or the settings do not fit.
@@ -153,10 +140,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
 
     @torch.no_grad()
     def initialize_weights(self: Any) -> None:
-        """Set the initial weights of DiT (arXiv 2212.09748, section 3.2), in place, except for those of MHLA.
-
-        Linear layers are Xavier uniform; every block is the identity, and the output is zero.
-        """
+        """Set the initial weights of DiT (arXiv 2212.09748, section 3.2), in place, except for those of MHLA."""
         for name, module in self.named_modules():
             if ".mhla." in name:
                 continue
@@ -186,10 +170,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
 
 
 def _copy_embeddings(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Give every block of a state dict a copy of the shared embedding: safetensors cannot save shared memory.
-
-    This is a post-hook of `state_dict`. With `keep_vars=True` the values are parameters, which stay shared.
-    """
+    """Copy the shared embedding for every block, a post-hook of `state_dict`: safetensors cannot save shared memory."""
     for name in [name for name in state if name.startswith(f"{prefix}transformer_blocks.") and ".norm1.emb." in name]:
         if not name.startswith(f"{prefix}transformer_blocks.0.") and not isinstance(state[name], nn.Parameter):
             state[name] = state[name].clone()

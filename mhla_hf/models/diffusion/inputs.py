@@ -1,7 +1,4 @@
-"""Reads what the transformers of diffusers pass in different forms: projections, rotary embeddings, and grid sizes.
-
-The forms of a family are named by its `AttentionKind`.
-"""
+"""Reads what the transformers of diffusers pass in different forms, which an `AttentionKind` names."""
 
 import math
 from collections.abc import Mapping
@@ -23,9 +20,7 @@ BLOCK_LISTS = ("joint_transformer_blocks", "transformer_blocks", "blocks", "sing
 class AttentionParts(NamedTuple):
     """The modules of a self-attention, whose names differ among the transformers of diffusers.
 
-    Attributes:
-        outputs: Modules that the output of the attention goes through, in order.
-        fused: Name of the projection that diffusers uses instead of the three after `fuse_qkv_projections`.
+    `outputs` come after the attention, in order; `fused` names the projection that replaces three in `fuse_qkv_projections`.
     """
 
     to_q: nn.Linear
@@ -53,7 +48,7 @@ def attention_parts(attn: Any, text: bool = False) -> AttentionParts:
 
 
 def core_sizes(attn: Any) -> dict[str, int]:
-    """Return the keyword arguments of the MHLA core of a self-attention, except for `settings`."""
+    """Return the arguments of the MHLA core of a self-attention, except `settings`."""
     if hasattr(attn, "to_qkv_mlp_proj"):  # single blocks of Flux 2
         width = attn.head_dim
         return {"num_heads": attn.heads, "hidden_size": attn.query_dim, "key_dim": width, "value_dim": width}
@@ -67,10 +62,7 @@ def core_sizes(attn: Any) -> dict[str, int]:
 
 
 def find_self_attentions(model: Any) -> list[Any]:
-    """Return the self-attention over the grid of each block of a transformer, in order.
-
-    Some blocks of SD3 have two, one of text and image and one of the image.
-    """
+    """Return the self-attentions over the grid, in order; some blocks of SD3 have two."""
     if hasattr(model, "visual_transformer_blocks"):  # Kandinsky 5; Kandinsky 6 has a part for video in each block
         return [getattr(block, "video_dec_block", block).self_attention for block in model.visual_transformer_blocks]
     attentions: list[Any] = []
@@ -112,10 +104,9 @@ def read_halves(rotary: Any, num_heads: int) -> RotaryAngles:
 
 
 def read_joined_heads(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read the embeddings of LTX, whose angles differ from head to head.
+    """Read the embeddings of LTX, whose angles differ from head to head: cosines and sines [B, T, H * K] for neighbors.
 
-    Cosines and sines are [B, T, H * K] for pairs of neighboring channels, or, as in LTX-2 with `rope_type="split"`,
-    [B, H, T, K / 2] for pairs across the halves of a head.
+    LTX-2 with `rope_type="split"` has [B, H, T, K / 2] for pairs across the halves of a head.
     """
     cos, sin = rotary
     if cos.ndim == 4:
@@ -132,10 +123,7 @@ def read_half_heads(rotary: Any, num_heads: int) -> RotaryAngles:
 
 
 def read_axes(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read the embeddings of Allegro: cosines and sines [positions, K / 3] of each axis, and the tokens' positions [1, T].
-
-    Each third of a head is rotated by the position along one axis.
-    """
+    """Read cosines and sines [positions, K / 3] of each third of a head, and the tokens' positions [1, T] (Allegro)."""
     tables, positions = rotary
     cos, sin = (
         torch.cat([F.embedding(position, table[i]) for position, table in zip(positions, tables, strict=True)], dim=-1)
@@ -147,40 +135,30 @@ def read_axes(rotary: Any, num_heads: int) -> RotaryAngles:
 def read_matrices(rotary: Any, num_heads: int) -> RotaryAngles:
     """Read matrices [.., T, 1, K / 2 or 1, 2, 2] that rotate pairs of neighboring channels; one may turn all (Kandinsky)."""
     cos, sin = rotary[..., 0, 0], rotary[..., 1, 0]
-    if cos.shape[-1] > 1:
-        cos, sin = (x.repeat_interleave(2, dim=-1) for x in (cos, sin))
-    return cos, sin, 1
+    return (cos, sin, 1) if cos.shape[-1] == 1 else read_half_heads((cos, sin), num_heads)
 
 
 def read_complex(rotary: Any, num_heads: int) -> RotaryAngles:
     """Read complex numbers [1, 1, T, K / 2], the same for q and k, for pairs of neighboring channels (AnyFlow)."""
     angles = rotary["query"].transpose(1, 2)  # [1, T, 1, K / 2]
-    return angles.real.repeat_interleave(2, dim=-1), angles.imag.repeat_interleave(2, dim=-1), 1
+    return read_half_heads((angles.real, angles.imag), num_heads)
 
 
 def read_complex_streams(rotary: Any, num_heads: int) -> RotaryAngles:
     """Read complex numbers of image [T, K / 2] and text [S, K / 2] for pairs of channels; the text comes first."""
     angles = torch.cat([rotary[1], rotary[0]])[:, None]  # [S + T, 1, K / 2]
-    return angles.real.repeat_interleave(2, dim=-1), angles.imag.repeat_interleave(2, dim=-1), 1
+    return read_half_heads((angles.real, angles.imag), num_heads)
 
 
 ROTARY_FORMS = {
-    "pairs": read_pairs,
-    "halves": read_halves,
-    "joined heads": read_joined_heads,
-    "axes": read_axes,
-    "matrices": read_matrices,
-    "complex": read_complex,
-    "half heads": read_half_heads,
+    "pairs": read_pairs, "halves": read_halves, "joined heads": read_joined_heads, "axes": read_axes,
+    "matrices": read_matrices, "complex": read_complex, "half heads": read_half_heads,
     "complex streams": read_complex_streams,
-}
+}  # fmt: skip
 
 
 def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ...]:
-    """Return rows and columns of an image from the positions [T or B, T, 3 or 4] of its tokens (Flux); column 1 has the row.
-
-    Of several images, as for editing, a tuple for each. They are in row-major order, each from (0, 0) on.
-    """
+    """Return rows and columns from the positions [T or B, T, 3 or 4] of tokens (Flux), of several images a tuple each."""
     places = positions.reshape(-1, num_tokens, positions.shape[-1])[0, :, 1:3].long().cpu()
     first_tokens = (places == 0).all(-1).nonzero().flatten().tolist()
     images = places.tensor_split(first_tokens[1:])
@@ -193,10 +171,7 @@ def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ..
 
 
 def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[Any, ...]:
-    """Return the grid as `grid_of_positions` does, from Qwen-Image's (frames, rows, columns); frames count as rows.
-
-    There is a list for each row of the batch if a row may have several images.
-    """
+    """Return the grid from Qwen-Image's (frames, rows, columns), a list per row if there are several; frames are rows."""
     first = shapes[0] if isinstance(shapes[0], list) else [shapes[0]]
     grids = tuple((frames * height, width) for frames, height, width in first)
     if sum(map(math.prod, grids)) != num_tokens or any(shape != shapes[0] for shape in shapes):
@@ -205,17 +180,14 @@ def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[Any, ...]:
     return grids if len(grids) > 1 else grids[0]
 
 
-POSITION_FORMS = {"img_ids": grid_of_positions, "img_shapes": grid_of_shapes}
-
-
 def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the number of tokens along each axis of the grid; of several images, a tuple for each.
 
     `latents` have the axes that `kind.latents` names, `arguments` are the others of the transformer's forward.
     """
     if kind.positions:
-        form: Any = POSITION_FORMS[kind.positions]
-        return form(arguments[kind.positions], latents.shape[1])
+        read: Any = grid_of_positions if kind.positions == "img_ids" else grid_of_shapes
+        return read(arguments[kind.positions], latents.shape[1])
     names, channels = kind.latents.split(), config.get("in_channels")
     sizes = dict(zip(names, latents.shape[1:], strict=False))
     if arguments.get("condition_mask") is not None:  # Cosmos appends it to the channels

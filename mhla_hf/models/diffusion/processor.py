@@ -1,8 +1,7 @@
 """The attention processor of MHLA layers in transformers of diffusers, and the grid of tokens that it reads.
 
-The attention modules of diffusers do not know the grid of their tokens. The model's `forward` writes it to a `GridState`,
-which the processors read. The state is kept per thread and restored after the call. Gradient checkpointing runs a block
-again later, when the state may hold the grid of another call, so `GridCheckpoint` binds the grid to the block.
+Attention modules of diffusers do not know the grid of their tokens: the model's `forward` writes it to a `GridState`, for
+its processors.
 """
 
 import functools
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...nn.grid import rotate_pairs
+from ...nn.grid import rotate_both
 from ..families import AttentionKind
 from .context_parallel import shard_of_grid
 from .inputs import ROTARY_FORMS, attention_parts, project_heads
@@ -37,7 +36,6 @@ class GridState(threading.local):
         return type(self), ()
 
     def current_grid(self) -> tuple[Any, ...]:
-        """Return the grid; raise ValueError if no forward pass of the whole transformer is running."""
         if self.grid is None:
             expected = "a call of the whole transformer; to run blocks again, use its enable_gradient_checkpointing"
             raise ValueError(f"grid: got none, expected {expected}.")
@@ -71,11 +69,15 @@ class GridCheckpoint:
 class GridAttnProcessor(nn.Module):
     """Base class of attention processors with an MHLA core.
 
-    All parameters are in its one child, `mhla`, and none in the processor itself, so that offloading, which hooks the calls
-    of modules, moves every weight. `base_processor` attends instead while `state.uses_base` is set.
+    All parameters are in its one child, `mhla`, so that offloading, which hooks the calls of modules, moves every weight.
+    `base_processor` attends instead while `state.uses_base` is set.
     """
 
     _parallel_config: Any = None  # diffusers writes its context-parallel configuration here
+
+    def __init_subclass__(cls) -> None:
+        if "forward" in vars(cls):
+            cls.__call__ = make_call(cls.forward)  # type: ignore[method-assign]
 
     def __init__(self, core: nn.Module, state: GridState, kind: AttentionKind, base_processor: Any):
         super().__init__()
@@ -90,26 +92,26 @@ class GridAttnProcessor(nn.Module):
         self.base_arguments = frozenset(inspect.signature(processor.__call__).parameters)
 
 
-def allow_base_attention(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the `__call__` of a `GridAttnProcessor` so that the base's processor runs while `state.uses_base` is set.
+def make_call(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the `__call__` of a `GridAttnProcessor`, which runs the base's processor while `state.uses_base` is set.
 
-    Positional arguments are the same for both. Of the named ones, the base gets those that it has.
+    It has the signature of `forward`, because diffusers passes only the arguments that it finds there. Positional ones are
+    the same for both processors; of the named ones, the base gets those that it has.
     """
 
-    @functools.wraps(call)
-    def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(forward)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.state.uses_base:
-            return call(self, *args, **kwargs)
+            return nn.Module.__call__(self, *args, **kwargs)
         return self.base_processor(*args, **{k: v for k, v in kwargs.items() if k in self.base_arguments})
 
-    return choose
+    return __call__
 
 
 class MHLAAttnProcessor(GridAttnProcessor):
     """Processor that computes self-attention by MHLA over the model's grid, for all families without a text in it."""
 
-    @allow_base_attention
-    def __call__(
+    def forward(
         self,
         attn: Any,
         hidden_states: torch.Tensor,
@@ -125,51 +127,28 @@ class MHLAAttnProcessor(GridAttnProcessor):
         rotary_emb_kv: Any = None,
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Call `forward`. The signature is spelled out because diffusers passes only the arguments that it finds here.
-
-        In self-attention, `key_rotary_emb` is None, and `rotary_emb_kv` is the same as `rotary_emb`. `all_perturbed` only
-        tells whether `perturbation_mask` is zero everywhere.
-        """
-        rotary_emb = image_rotary_emb if rotary_emb is None else rotary_emb
-        attention_mask = attn_mask if attention_mask is None else attention_mask
-        options = (attention_mask, rotary_emb, sparse_params, perturbation_mask)
-        return super().__call__(attn, hidden_states, encoder_hidden_states, *options)
-
-    def forward(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        rotary_emb: Any = None,
-        sparse_params: dict[str, Any] | None = None,
-        perturbation_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
         """Attend over the whole grid: [B, T, C] -> [B, T, C]; fp16 outputs are clipped to the finite range of fp16.
 
         With context parallelism, the tokens are those of this process. `input_norm` of the module is applied first (the
         authors' DiT), `to_gate_logits` gates the heads (LTX-2). `perturbation_mask` [B, 1, 1] is the fraction of attention
-        in the output, which is v where this is 0; LTX-2 uses it for guidance.
+        in the output, which is v where this is 0 (LTX-2); `all_perturbed` tells whether all of it is. In self-attention,
+        `key_rotary_emb` is None, and `rotary_emb_kv` is `rotary_emb`.
         """
+        rotary_emb = image_rotary_emb if rotary_emb is None else rotary_emb
         if encoder_hidden_states is not None:
             raise ValueError("encoder_hidden_states: got a tensor, expected None: an MHLA layer is self-attention.")
-        if attention_mask is not None:
+        if attention_mask is not None or attn_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None: MHLA layers see the whole grid.")
         if sparse_params is not None:
-            expected = (
-                'None: set attention_type to "regular" in the config, because MHLA layers need tokens in grid order'
-            )
-            raise ValueError(f"sparse_params: got a dictionary, expected {expected}.")
+            reason = 'set attention_type to "regular" in the config, because MHLA layers need tokens in grid order'
+            raise ValueError(f"sparse_params: got a dictionary, expected None: {reason}.")
         grid = self.state.current_grid()
         if hasattr(attn, "input_norm"):
             hidden_states = attn.input_norm(hidden_states)
         q, k, v = project_heads(attn, hidden_states, self.head_norm)
         rotation: Any = None if rotary_emb is None else ROTARY_FORMS[self.rotary](rotary_emb, q.shape[2])
 
-        def rotate_both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return rotate_pairs(x, *rotation), rotate_pairs(y, *rotation)
-
-        rotate = None if rotation is None else rotate_both
+        rotate = None if rotation is None else functools.partial(rotate_both, angles=rotation)
         shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid)
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
         if perturbation_mask is not None:
@@ -184,7 +163,7 @@ class MHLAAttnProcessor(GridAttnProcessor):
 
 
 def holds_mhla(processor: Any) -> bool:
-    """Return whether an attention processor is an MHLA processor, which has a child `mhla`.
+    """Return whether an attention processor is an MHLA processor.
 
     The class is not compared: diffusers runs the source file of a checkpoint at each load, and each run defines a new class.
     """

@@ -1,8 +1,4 @@
-"""MHLA in the transformers of diffusers: the mixins of all families.
-
-A family's class is little more than its record: `MHLATransformerMixin.__init_subclass__` makes its constructor and forward
-from those of the base. `processor.py` has the attention processors that own the new modules.
-"""
+"""MHLA in the transformers of diffusers: the mixins of all families."""
 
 import functools
 import inspect
@@ -22,13 +18,13 @@ from torch import nn
 from ...nn.core import CORE_LOG
 from ...nn.grid import GridMHLA
 from ...nn.joint import JointMHLA
-from ...nn.settings import MHLASettings, check_settings
-from ..families import AttentionKind, Family
+from ...nn.settings import MHLASettings, check_grid_settings
+from ..families import Family
 from ..saving import check_loaded_weights, source_name, write_source
 from .context_parallel import TokenShards
 from .inputs import core_sizes, find_self_attentions, read_grid
 from .joint_processor import FusedJointAttnProcessor, JointAttnProcessor
-from .processor import GridAttnProcessor, GridCheckpoint, GridState, MHLAAttnProcessor, holds_mhla
+from .processor import GridCheckpoint, GridState, MHLAAttnProcessor, holds_mhla
 
 # In the state dict of a model that PEFT has adapted, names contain one of these.
 ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")
@@ -38,11 +34,11 @@ class MHLATransformerMixin:
     """Turns a transformer of diffusers into an MHLA model; must come first among its bases.
 
     For `class MHLAX(MHLATransformerMixin, X)`, the constructor takes the arguments of X as keywords, and `mhla`: a
-    dictionary of settings, as from `MHLASettings.to_dict`. Settings that are missing have the defaults of the family.
+    dictionary of settings. Settings that are missing have the defaults of the family.
 
     Attributes:
-        mhla_arguments: Further arguments of the constructor and their defaults. `install_mhla` reads their values from the
-            config. "mhla_measured" is the report of a conversion with samples, which is only stored.
+        mhla_arguments: Further arguments of the constructor, and their defaults. "mhla_measured" is the report of a
+            conversion with samples, which is only stored.
     """
 
     family: Family
@@ -72,8 +68,7 @@ class MHLATransformerMixin:
     @classmethod
     def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Call the base without the config's `auto_map`, which is not an argument and would cause a warning."""
-        init_dict = {k: v for k, v in config_dict.items() if k != "auto_map"}
-        return super().extract_init_dict(init_dict, **kwargs)  # type: ignore[misc]
+        return super().extract_init_dict({k: v for k, v in config_dict.items() if k != "auto_map"}, **kwargs)  # type: ignore[misc]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
         """Set MHLA processors in the layers that `settings.layers` lists, and record the settings in the config."""
@@ -83,11 +78,11 @@ class MHLATransformerMixin:
         kind = self.family.kind
         core_class: Any = JointMHLA if kind.joint else GridMHLA
         for attn in (attentions[index] for index in layers):
+            joint_class = FusedJointAttnProcessor if hasattr(attn, "to_qkv_mlp_proj") else JointAttnProcessor
             core = core_class(settings, **core_sizes(attn))
+            processor_class: Any = joint_class if kind.joint else MHLAAttnProcessor
             # Mochi's attention has no `set_processor`.
-            attn.processor = processor_class(attn, kind)(core, self.mhla_state, kind, attn.processor).train(
-                attn.training
-            )
+            attn.processor = processor_class(core, self.mhla_state, kind, attn.processor).train(attn.training)
         values = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
         values["mhla"] = settings.to_dict()
         # `from_config` skips the values that this list names as defaults.
@@ -99,27 +94,22 @@ class MHLATransformerMixin:
         return read_grid(self.family.kind, self.config, hidden_states, arguments)
 
     def use_base_attention(self: Any, enabled: bool = True) -> None:
-        """Let MHLA layers attend as the base does, with their projections and without their MHLA cores.
+        """Let MHLA layers attend as the base does, without their MHLA cores; False returns to MHLA.
 
         This holds for forward passes of the current thread. `mhla_hf.use_mhla_in_steps` switches between steps of sampling.
-
-        Args:
-            enabled: False returns to MHLA.
         """
         self.mhla_state.uses_base = enabled
 
     def enable_parallelism(self: Any, *, config: Any, cp_plan: None = None) -> None:
         """Enable context parallelism as diffusers does, with tokens split in the order of their blocks.
 
-        Registers the hooks of `TokenShards` on the model.
-
         Args:
             config: `ParallelConfig` or `ContextParallelConfig` of diffusers.
             cp_plan: Must be None: MHLA defines the plan.
 
         Raises:
-            ValueError: `cp_plan` is given, the base has no plan for context parallelism or is not of Wan, or the model has
-                softmax layers and `ulysses_degree` does not divide their number of heads.
+            ValueError: `cp_plan` is given, the base is not of Wan, or the model has softmax layers and `ulysses_degree` does
+                not divide their number of heads.
         """
         if cp_plan is not None:
             raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
@@ -142,7 +132,6 @@ class MHLATransformerMixin:
     def _set_gradient_checkpointing(
         self: Any, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] | None = None
     ) -> None:
-        """Enable or disable gradient checkpointing, with the checkpointing function wrapped in a `GridCheckpoint`."""
         function = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
         if enable and not isinstance(function, GridCheckpoint):
             function = GridCheckpoint(self.mhla_state, function)
@@ -154,11 +143,6 @@ class MHLATransformerMixin:
         self: Any, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
     ) -> None:
         """Save as diffusers does, and write the model's source to the same folder, for `trust_remote_code=True`.
-
-        Args:
-            save_directory: Folder to write to.
-            is_main_process: Whether this process writes the source.
-            *args, **kwargs: As in diffusers.
 
         Raises:
             ValueError: A layer has lost its MHLA processor, or the model has LoRA weights that are not fused.
@@ -185,13 +169,6 @@ class MHLATransformerMixin:
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         """Load as diffusers does, and check that the weights are complete and valid.
 
-        Args:
-            pretrained_model_name_or_path: Folder or repository.
-            **kwargs: As in diffusers.
-
-        Returns:
-            The model, or with `output_loading_info=True` the model and the loading info.
-
         Raises:
             ValueError: A weight is missing, belongs to an MHLA layer that the config does not list, or is not valid (NaN,
                 negative mixing). diffusers alone would warn, and give missing weights random values.
@@ -209,22 +186,12 @@ class MHLATransformerMixin:
 
 
 class MHLAProcessorsMixin:
-    """Keeps MHLA processors when attention processors are replaced; for classes with diffusers' `AttentionMixin`.
-
-    It must follow `MHLATransformerMixin` in the bases of a class.
-    """
+    """Keeps MHLA processors when attention processors are replaced; for classes with diffusers' `AttentionMixin`."""
 
     def set_attn_processor(self: Any, processor: Any) -> None:
-        """Set processors as the base does, except in MHLA layers, whose processors hold their weights.
+        """Set processors as the base does, except in MHLA layers, whose processors hold their weights; a warning says so.
 
-        A processor for an MHLA layer is used only while `use_base_attention` is enabled, and only if it has no weights. A
-        warning says so.
-
-        Args:
-            processor: One processor for all layers, or a dictionary of them by name.
-
-        Raises:
-            ValueError, KeyError: The dictionary does not have the names of the model's processors.
+        A processor for an MHLA layer is used only while `use_base_attention` is enabled, and only if it has no weights.
         """
         if isinstance(processor, dict) and processor.keys() != self.attn_processors.keys():
             # Raises the error of diffusers.
@@ -232,9 +199,8 @@ class MHLAProcessorsMixin:
         mhla_processors = {name: current for name, current in self.attn_processors.items() if holds_mhla(current)}
         processors = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
         if any(processors.get(name, current) is not current for name, current in mhla_processors.items()):
-            CORE_LOG.warning(
-                "set_attn_processor: %d MHLA layers keep their processors, which hold weights.", len(mhla_processors)
-            )
+            message = "set_attn_processor: %d MHLA layers keep their processors, which hold weights."
+            CORE_LOG.warning(message, len(mhla_processors))
         for name, current in mhla_processors.items():
             if not isinstance(processors.get(name, current), nn.Module):
                 current.set_base_processor(processors[name])
@@ -247,13 +213,6 @@ class MHLAProcessorsMixin:
             attn.fused_projections = False
 
 
-def processor_class(attn: Any, kind: AttentionKind) -> type[GridAttnProcessor]:
-    """Return the class of the processor of an attention module in an MHLA layer."""
-    if not kind.joint:
-        return MHLAAttnProcessor
-    return FusedJointAttnProcessor if hasattr(attn, "to_qkv_mlp_proj") else JointAttnProcessor
-
-
 def make_constructor(base: Any, further: dict[str, Any]) -> Any:
     """Make a constructor that calls that of `base` and installs MHLA, with a signature that lists all arguments."""
 
@@ -262,12 +221,12 @@ def make_constructor(base: Any, further: dict[str, Any]) -> Any:
         settings = MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})})
         self.install_mhla(resolve_settings(type(self), self, settings))
 
-    constructor: Any = __init__
     signature = inspect.signature(base.__init__)
-    kind, added = inspect.Parameter.KEYWORD_ONLY, {**further, "mhla": None}
-    parameters = [inspect.Parameter(name, kind, default=default) for name, default in added.items()]
-    constructor.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *parameters])
-    return constructor
+    parameters = list(signature.parameters.values())
+    for name, default in {**further, "mhla": None}.items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
+    vars(__init__)["__signature__"] = signature.replace(parameters=parameters)
+    return __init__
 
 
 def make_forward(base: Any) -> Callable[..., Any]:
@@ -293,5 +252,5 @@ def refuse_ip_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
 def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
     """Check settings for a conversion of `model` to `model_class`; return a copy with layers as indices."""
     kind = model_class.family.kind
-    check_settings(settings, model_class.__name__, axes=kind.axes, joint=kind.joint)
+    check_grid_settings(settings, model_class.__name__, kind.axes, joint=kind.joint)
     return replace(settings, layers=settings.resolve_layers(len(find_self_attentions(model))))

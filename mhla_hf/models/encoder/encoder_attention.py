@@ -1,8 +1,7 @@
 """Replaces softmax attention with an MHLA core in the attention modules of transformers' text encoders.
 
-As in language models, the base's attention module keeps its projections and RoPE and calls the attention function of
-transformers' `AttentionInterface`; only converted modules call that of MHLA. The model without its head passes the padding
-of the batch to the layers as a keyword argument (`pass_rows`).
+As in language models, the base keeps its projections and RoPE and calls the attention function, which is ours in converted
+modules. The model without its head passes the padding on to them (`pass_rows`).
 """
 
 from typing import Any
@@ -12,34 +11,26 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from ...ops.namespace import NAMESPACE
-from ..derived_classes import AttentionSwap, attention_sizes, calls_interface
+from ..derived_classes import AttentionSwap, attention_sizes, is_attention
 
 ENCODER_ATTENTION_NAME = f"mhla_encoder_{NAMESPACE}"
 
 
 def mhla_encoder_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of an MHLA layer; transformers calls this as an attention function.
+    """Compute the attention of an MHLA layer, [B, H, T, K] -> [B, T, H, V], as an attention function of transformers.
 
-    query and key are [B, H, T, K], value [B, H, T, V], the output [B, T, H, V]. The mask is ignored: `mhla_rows` (see
-    `pass_rows`) has the padding without a T x T mask.
+    The mask is ignored: `mhla_rows` (see `pass_rows`) has the padding without a T x T mask.
     """
     if kwargs.get("cu_seq_lens_q") is not None:
         got = "packed sequences for an MHLA layer of an encoder"
         raise ValueError(f"cu_seq_lens_q: got {got}, expected None, and rows with an attention_mask.")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, key_mask = kwargs.get("mhla_rows") or (None, None)
-    options = {"starts": starts, "key_mask": key_mask, "hidden_states": kwargs["mhla_hidden_states"], "scale": scaling}
+    options = {"starts": starts, "key_mask": key_mask, "hidden_states": kwargs["mhla_hidden_states"]}
     # Some bases call `view` on the output.
-    return module.mhla(q, k, v, **options).contiguous(), None
+    return module.mhla(q, k, v, scale=kwargs.get("scaling"), **options).contiguous(), None
 
 
 AttentionInterface.register(ENCODER_ATTENTION_NAME, mhla_encoder_attention)
@@ -49,31 +40,23 @@ class MHLAEncoderMixer:
     """Passes the layer's input to `mhla_encoder_attention`; a mixin for attention classes with a child `mhla`."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call the base with the layer's input [B, T, C] as a further argument of the attention function, for the gate."""
         return super().forward(  # type: ignore[misc]
             hidden_states, *args, mhla_hidden_states=hidden_states, **kwargs
         )
 
 
 def find_encoder_attentions(model: nn.Module) -> dict[int, Any]:
-    """Return the attention modules of an encoder by layer index: MHLA modules, and those that call an attention function."""
-    modules: list[Any] = list(model.modules())
-    attentions = [
-        module
-        for module in modules
-        if hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
-    ]
-    return dict(enumerate(attentions))
+    """Return the attention modules of an encoder by layer index."""
+    return dict(enumerate(filter(is_attention, model.modules())))
 
 
 def pass_rows(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Add the padding to the arguments of an encoder, which passes it on to its layers as `mhla_rows`.
+    """Add `mhla_rows` to an encoder's arguments: each row's first real token, int64 [B], and which are real, bool [B, T].
 
-    That is the first real token of each row, int64 [B], or None if all rows begin with one, and which tokens are real, bool
-    [B, T]. If rows are padded on the left and the caller passes no positions, positions are counted from the first real
-    token of each row, so that padding does not change its outputs.
+    The first is None if all rows begin with a real token. If rows are padded on the left and the caller passes no positions,
+    they are counted from the first real token, so that padding does not change outputs.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask = kwargs.get("attention_mask")

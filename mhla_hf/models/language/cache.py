@@ -1,10 +1,8 @@
 """The KV cache of MHLA layers, as a layer of any `Cache` of transformers.
 
-transformers makes a cache before the model runs, from a configuration that does not mention MHLA. So at first use an MHLA
-attention module replaces its layer of the cache by this one (`mhla_cache_layer`). The layer calls itself a linear attention
-layer, so that softmax layers of a hybrid never size their masks by it, and an attention layer, so that a cache of MHLA
-layers alone still knows its length. If some heads of a layer keep softmax, their keys and values are in a layer of
-transformers' own inside this one (`softmax`).
+transformers makes a cache from a configuration that does not mention MHLA, so at first use an attention module replaces its
+layer (`mhla_cache_layer`). The layer calls itself a linear attention layer, so that softmax layers of a hybrid never size
+their masks by it, and an attention layer, so that a cache of MHLA layers alone still knows its length.
 """
 
 from typing import Any, NoReturn
@@ -18,12 +16,10 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     Attributes:
         state: The `MHLAState` or `WindowedState`; None until the first forward pass.
-        seen_tokens: Number of tokens per row, including padding, as transformers counts them; a tensor if this layer
-            replaces a static one.
+        seen_tokens: Tokens per row, including padding; a tensor if this layer replaces a static one.
         mixing: The mixing weights with which the state is read: a matrix, or packed decays; None until they are needed.
-        padded: The mask of the last call with padding, bool [B, T], and the value of `seen_tokens` after that call;
-            None if no call had padding.
-        softmax: Layer for the keys and values of the heads that keep softmax; None if there are none.
+        padded: The mask of the last call with padding, bool [B, T], and the value of `seen_tokens` after that call.
+        softmax: Layer of transformers for the keys and values of the heads that keep softmax; None if there are none.
     """
 
     # False would make transformers drop the mask that a hybrid's static softmax layers need.
@@ -43,7 +39,6 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.padded: Any = None
 
     def count(self, hidden_states: torch.Tensor) -> None:
-        """Add T to `seen_tokens`, in place, for hidden states [B, T, ..]."""
         if not isinstance(self.seen_tokens, torch.Tensor):
             self.seen_tokens += hidden_states.shape[1]
             return
@@ -54,8 +49,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def mixing_for(self, mixing: Any, new_tokens: int, block_size: int) -> torch.Tensor:
         """Return mixing weights [n, n] or [H, n, n] for all blocks of the sequence after `new_tokens` more tokens.
 
-        The matrix is kept, and computed anew for the next power of two of blocks when it becomes too small. One that needs a
-        gradient is not kept, and n is exactly the number of blocks.
+        Without gradient they are kept, for a power of two of blocks; with one, n is exact.
         """
         needed = -(-(int(self.seen_tokens) + new_tokens) // block_size)
         if torch.is_grad_enabled() and mixing.weight.requires_grad:
@@ -66,30 +60,24 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return self.mixing
 
     def note_padding(self, key_mask: torch.Tensor) -> None:
-        """Store the mask of a call with padding, bool [B, T], True for real tokens, for `crop`; not under torch.compile."""
+        """Store the mask of a call with padding, bool [B, T], for `crop`; not under torch.compile."""
         if not torch.compiler.is_compiling():
             self.padded = key_mask, self.seen_tokens + key_mask.shape[1]
 
     def get_seq_length(self) -> Any:
-        """Return the number of tokens per row, padding included: an integer, or a tensor in a static cache."""
         return self.seen_tokens
 
     def get_max_length(self) -> int:
-        """Return -1: the length is not limited."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
-        """Return the length and the offset of the keys that a mask covers, as the softmax layer that this one replaces does.
-
-        transformers may size the masks of other layers by this one.
-        """
+        """Return what the replaced softmax layer would: transformers may size the masks of other layers by it."""
         return (self.seen_tokens + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing, since the first forward pass creates the state."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ValueError: only layers without MHLA call this."""
         raise ValueError("past_key_values: a layer without MHLA wrote to an MHLA cache; expected one model's layers.")
 
     update_conv_state = update_recurrent_state = update
@@ -100,38 +88,31 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     prefetch = offload
 
     def reset(self) -> None:
-        """Remove all tokens, in place."""
         self.state, self.mixing, self.padded = None, None, None
         self.seen_tokens *= 0
         if self.softmax is not None:
             self.softmax.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Replace row i by row `beam_idx[i]`, in place, for beam search; `beam_idx` is int64 [B]."""
         if self.state is not None:
             self.state.select(beam_idx)
         if self.softmax is not None:
             self.softmax.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, in place; copies of a row are next to each other."""
         if self.state is not None:
             self.state.repeat(repeats)
         if self.softmax is not None:
             self.softmax.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows at `indices`, in place."""
         if self.state is not None:
             self.state.select(indices)
         if self.softmax is not None:
             self.softmax.batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of every row, in place, for assisted generation: at most a block of them, and no padding.
-
-        `tokens_to_remove` is negative or 0, as transformers has it.
-        """
+        """Remove the last tokens of every row, at most a block and no padding; the number is negative."""
         if self.state is None or tokens_to_remove == 0:
             return
         if not 0 < -tokens_to_remove <= self.state.block_size:
@@ -151,10 +132,9 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
 
 class MHLADynamicCache(DynamicCache):
-    """A `DynamicCache` with MHLA layers; `mhla_cache_layer` turns a `DynamicCache` into this class."""
+    """A `DynamicCache` that crops MHLA layers first, so that an error in them leaves softmax layers unchanged."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, first from MHLA layers, so that an error in them leaves softmax layers unchanged."""
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, MHLACacheLayer)):
             layer.crop(tokens_to_remove)
 
@@ -162,10 +142,10 @@ class MHLADynamicCache(DynamicCache):
 def mhla_cache_layer(
     past_key_values: Cache | None, layer_idx: int, keeps_softmax: bool = False
 ) -> MHLACacheLayer | None:
-    """Return layer `layer_idx` of a KV cache; on first use, replace it by an MHLA layer.
+    """Return layer `layer_idx` of a KV cache; on first use, replace it by an MHLA layer, in place.
 
-    The cache changes in place: missing layers are added, and a `DynamicCache` becomes an `MHLADynamicCache`. Keys and values
-    of heads that keep softmax go into the layer that was there before, or, if that is static, into one like it.
+    Keys and values of heads that keep softmax go into the layer that was there before, or, if that is static, into one like
+    it.
     """
     if past_key_values is None:
         return None

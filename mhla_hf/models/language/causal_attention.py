@@ -1,10 +1,9 @@
 """Replaces softmax attention with an MHLA core in the attention modules of transformers' language models.
 
-The rest of the module stays: the base keeps its projections, its norms on q and k, and its RoPE, and calls "the attention
-function" as it does for any other implementation. That function is ours (`mhla_attention`), selected by a private copy of
-the configuration in the converted module alone. What the base does not pass to it (padding, KV cache, the layer's input)
-travels as keyword arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_cos_sin`, and
-`mhla_rotate` in models from scratch. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
+The base keeps its projections, norms, and RoPE, and calls "the attention function", which is ours (`mhla_attention`) in
+converted modules alone, by their own copy of the configuration. What the base does not pass to it travels as keyword
+arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_cos_sin`, and, in models from
+scratch, `mhla_rotate`. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
 """
 
 import sys
@@ -14,14 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ...nn.heads import HeadSplit
 from ...nn.settings import MHLASettings
 from ...ops.namespace import NAMESPACE
-from ..derived_classes import AttentionSwap, attention_sizes, calls_interface
-from ..transformers_api import check_cache_arrived, find_cache, refuse_paged_cache
+from ..derived_classes import AttentionSwap, attention_sizes, calls_interface, is_attention
+from ..transformers_api import check_cache_arrived, find_cache
 from .cache import mhla_cache_layer
 from .rotation import rotation_cos_sin, rotation_layout, unrotate
 
@@ -43,13 +43,13 @@ def mhla_attention(
     """Compute the attention of an MHLA layer; transformers calls this as an attention function.
 
     query is [B, H, T, K], key [B, G, T, K], value [B, G, T, V], the output [B, T, H, V]. The mask and dropout are only for
-    heads that keep softmax; MHLA reads `mhla_padding`, which needs no T x T mask. A `scaling` of None is K**-0.5.
+    heads that keep softmax; MHLA reads `mhla_padding`, which needs no T x T mask.
     """
     check_cache_arrived(query.shape[2], key.shape[2], kwargs)
     for name in SOFTMAX_ONLY:
-        if kwargs.get(name) is not None:
-            got = type(kwargs[name]).__name__
-            raise ValueError(f"{name}: got {got} in an MHLA layer, which does not support it, expected None.")
+        if (argument := kwargs.get(name)) is not None:
+            got = f"{type(argument).__name__} in an MHLA layer, which does not support it"
+            raise ValueError(f"{name}: got {got}, expected None.")
     if kwargs.get("is_causal") is False:
         raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
@@ -89,8 +89,8 @@ def mhla_attention(
 class SoftmaxHeads(nn.Module):
     """Computes the softmax heads of an MHLA layer by the attention function that the model's configuration selects.
 
-    This module is passed to the attention function in place of an attention module, and has the attributes that such
-    functions read. `config` is that of the model, which `set_attn_implementation` changes; the module's copy selects MHLA.
+    It is passed to that function in place of an attention module, and has the attributes that such functions read. `config`
+    is the model's, which `set_attn_implementation` changes; the module's own copy selects MHLA.
     """
 
     def __init__(self, attention: Any, config: Any):
@@ -116,7 +116,7 @@ class SoftmaxHeads(nn.Module):
         dropout: float,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend by softmax, to [B, T, H, V]. Keys and values [B, G, T, K or V] go into `cache.softmax`, if there is one."""
+        """Attend by softmax, to [B, T, H, V]. Keys and values go into `cache.softmax`, if there is one."""
         if cache is not None:
             key, value = cache.softmax.update(key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
@@ -144,10 +144,6 @@ class MHLAMixer:
     """
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call the base without a KV cache, and pass the layer's own cache to the attention function.
-
-        On first use, an MHLA layer is put into the KV cache (see `mhla_cache_layer`). The new tokens are counted in it.
-        """
         cache_name, keeps_softmax = find_cache(kwargs), hasattr(self, "softmax_heads")
         past = kwargs.pop(cache_name) if cache_name is not None else None
         cache = mhla_cache_layer(past, self.layer_idx, keeps_softmax=keeps_softmax)
@@ -161,26 +157,18 @@ class MHLAMixer:
 
 
 def find_causal_attentions(model: nn.Module) -> dict[int, Any]:
-    """Return the attention modules of a decoder by layer index: MHLA modules, and those that call an attention function."""
-    modules: list[Any] = [module for module in model.modules() if not isinstance(module, SoftmaxHeads)]
-    return {
-        module.layer_idx: module
-        for module in modules
-        if isinstance(getattr(module, "layer_idx", None), int)
-        and (hasattr(module, "mhla") or calls_interface(type(module)))  # type: ignore[arg-type]
-    }
+    """Return the attention modules of a decoder by layer index."""
+    modules: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    return {one.layer_idx: one for one in modules if not isinstance(one, SoftmaxHeads) and is_attention(one)}
 
 
 def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
-    """Return the keyword arguments of a language model's MHLA core, except for `settings`."""
     return {**attention_sizes(attention, config), "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
 
 
 def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
-    """Apply the settings `rope` and `softmax_heads` to the MHLA layers of a model, in place."""
     attentions = find_causal_attentions(model)
-    layers: Any = settings.layers
-    for attention in (attentions[index] for index in layers):
+    for attention in (attentions[index] for index in settings.layers):  # type: ignore[index]
         attention.reads_unrotated = settings.rope == "near"
         if attention.reads_unrotated:
             attention.mhla.unrotate = partial(unrotate, layout=rotation_layout(attention))
@@ -189,7 +177,6 @@ def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
 
 
 def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
-    """Let some KV heads of an MHLA attention module keep softmax, but not all, in place."""
     num_heads = attention.mhla.num_kv_heads
     if max(heads) >= num_heads or len(heads) >= num_heads:
         expected = f"some of 0 to {num_heads - 1}, fewer than all: a layer without MHLA heads is not in `layers`"
@@ -201,24 +188,21 @@ def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> Non
 def pass_padding(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Add the padding or the borders of packed sequences to the arguments of a model, which passes them on to its layers.
+    """Add the padding or the borders of packed sequences to the arguments of a model without its head, for its layers.
 
-    Called before each forward pass of a model without its head. `mhla_padding` is the first real token of each row, int64
-    [B], and which tokens are real, bool [B, T]. If the mask is [B, S] and the caller passes no positions, only real tokens
-    count as positions, so that padding does not change the outputs of a row.
+    `mhla_padding` is the first real token of each row, int64 [B], and which tokens are real, bool [B, T]. If the caller
+    passes no positions, only real tokens count as positions, so that padding does not change the outputs of a row.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    refuse_paged_cache(kwargs)
-    inputs = kwargs.get("input_ids")
-    inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
+    if not isinstance(pages := kwargs.get("cache"), Cache | None):  # of transformers' continuous batching
+        raise ValueError(f"cache: got {type(pages).__name__}, expected a Cache of transformers: MHLA has no pages.")
+    inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if inputs is None:
         return (), kwargs
     batch, length = inputs.shape[:2]
-    mask = kwargs.get("attention_mask")
-    cache_name = find_cache(kwargs)
-    past = None if cache_name is None else kwargs[cache_name]
+    mask, cache_name = kwargs.get("attention_mask"), find_cache(kwargs)
     # A static cache counts in a tensor.
-    seen = past.get_seq_length() if past is not None else 0
+    seen = 0 if cache_name is None else kwargs[cache_name].get_seq_length()
     borders = packed_borders(kwargs, batch, seen)
     if borders is not None:
         return (), {**kwargs, **packed_arguments(kwargs, borders, length)}
@@ -235,17 +219,13 @@ def pass_padding(
     return (), kwargs
 
 
-def first_new_column(mask: torch.Tensor, length: int, seen: Any) -> Any:
-    """Return the index of the first new token's column in a mask [B, S]: `seen`, or S - `length` if that is less."""
-    last = mask.shape[1] - length
-    return seen.clamp(max=last) if isinstance(seen, torch.Tensor) else torch.sym_min(seen, last)
-
-
 def new_columns(mask: torch.Tensor, length: int, seen: Any) -> torch.Tensor:
     """Return the columns [B, T] of a mask [B, S] that belong to the T new tokens, after `seen` in the cache."""
-    if mask.shape[1] == length:
+    last = mask.shape[1] - length
+    if last == 0:
         return mask
-    return mask[:, first_new_column(mask, length, seen) + torch.arange(length, device=mask.device)]
+    first = seen.clamp(max=last) if isinstance(seen, torch.Tensor) else torch.sym_min(seen, last)
+    return mask[:, first + torch.arange(length, device=mask.device)]
 
 
 def real_columns(mask: Any, batch: int, length: int, seen: Any) -> torch.Tensor | None:
@@ -253,11 +233,10 @@ def real_columns(mask: Any, batch: int, length: int, seen: Any) -> torch.Tensor 
 
     The mask is [B, S], a causal mask [B, 1, T, S], or a dictionary of these by the type of layer.
     """
-    if isinstance(mask, dict):
-        # Sliding layers are not converted.
-        mask = mask["full_attention"]
-        if mask is None:
-            return None
+    # Sliding layers are not converted.
+    mask = mask["full_attention"] if isinstance(mask, dict) else mask
+    if mask is None:
+        return None
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
         return mask.bool()
     if mask.ndim == 4 and (torch.compiler.is_compiling() or mask.shape[-1] >= seen + length):
@@ -282,11 +261,7 @@ def check_only_padding(allowed: torch.Tensor, seen: int) -> None:
 
 
 def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tensor | None:
-    """Return the borders, int [N + 1], of N sequences that are packed into one row; None if nothing is packed.
-
-    They are read from `cu_seq_lens_q`, else from `seq_idx`, else from `position_ids` [B, T] with T > 1 if there is no mask
-    and the cache is empty.
-    """
+    """Return the borders, int [N + 1], of N sequences that are packed into one row; None if nothing is packed."""
     if kwargs.get("cu_seq_lens_q") is not None:
         return kwargs["cu_seq_lens_q"]
     if kwargs.get("seq_idx") is not None:

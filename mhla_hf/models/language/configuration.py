@@ -57,7 +57,6 @@ class MHLAConfig(PreTrainedConfig):
     mhla: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill in widths, check `mhla`, and resolve its layers to indices."""
         for name in FOREIGN_ENTRIES:
             kwargs.pop(name, None)
         heads = self.num_attention_heads
@@ -75,20 +74,11 @@ class MHLAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as a dictionary, with `FOREIGN_ENTRIES` added (see `MHLAConfigMixin`)."""
         return {**super().to_dict(), **FOREIGN_ENTRIES}
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "MHLAConfig":
-        """Return a named configuration.
-
-        Args:
-            name: "340M" or "tiny".
-            **overrides: Arguments that replace those of the preset.
-
-        Raises:
-            ValueError: There is no preset of this name.
-        """
+        """Return the configuration "340M" or "tiny"; `overrides` replace its arguments. Raise ValueError for other names."""
         if name not in MHLA_PRESETS:
             raise ValueError(f"name: got {name!r}, expected one of {sorted(MHLA_PRESETS)}.")
         return cls(**{**MHLA_PRESETS[name], **overrides})

@@ -76,8 +76,6 @@ class MHLALanguageMixer(nn.Module):
 
 
 class MHLADecoderLayer(GradientCheckpointingLayer):
-    """A decoder layer: norm, attention, norm, SwiGLU, with residual connections."""
-
     def __init__(self, config: MHLAConfig, layer_idx: int):
         super().__init__()
         self.self_attn = MHLALanguageMixer(config, layer_idx)
@@ -86,7 +84,6 @@ class MHLADecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Run the layer: [B, T, C] -> [B, T, C]. See `MHLALanguageMixer.forward` for **kwargs."""
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -106,7 +103,6 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
         set_attention_function(config, ATTENTION_NAME)
 
     def class_names(self) -> list[str]:
-        """Return the names of the model classes from scratch, with and without heads."""
         return [cls.__name__ for cls in HEADS_FROM_SCRATCH]
 
 
@@ -114,8 +110,7 @@ class MHLAModel(MHLAPreTrainedModel, LlamaModel):
     """Maps token ids [B, T] to hidden states [B, T, C], without a head, by Llama's forward.
 
     `attention_mask` [B, S] marks padding on either side. The borders of sequences that are packed into one row (B = 1) are
-    found by `position_ids`, `seq_idx`, or `cu_seq_lens_q`. Only the last compiles to one graph, because the others are read
-    by value.
+    found by `position_ids`, `seq_idx`, or `cu_seq_lens_q`, of which only the last compiles to one graph.
     """
 
     def __init__(self, config: MHLAConfig) -> None:

@@ -1,8 +1,7 @@
 """Recovers queries and keys as they were before the rotary embedding of their base.
 
-Attention functions of transformers get q and k that are already rotated. The attention module also gets the cosines and
-sines, by which the rotation can be undone: `rotation_cos_sin` reads them, `unrotate` applies them. Only the rotation is
-undone. The factor by which ministral3, beam, and llama4 scale the queries of far positions stays in q.
+Attention functions of transformers get rotated q and k; the attention module also gets the cosines and sines, by which the
+rotation can be undone. The factor by which ministral3, beam, and llama4 scale the queries of far positions stays in q.
 """
 
 from dataclasses import dataclass
@@ -29,8 +28,10 @@ class RotationLayout:
     last: bool = False
 
 
-HALVES, LAST_HALVES = RotationLayout(), RotationLayout(last=True)
-PAIRS, REPEATED_PAIRS = RotationLayout(pairs=True), RotationLayout(pairs=True, repeated=True)
+HALVES = RotationLayout()
+LAST_HALVES = RotationLayout(last=True)
+PAIRS = RotationLayout(pairs=True)
+REPEATED_PAIRS = RotationLayout(pairs=True, repeated=True)
 # By model type. All others have `HALVES`, or with latent attention `LAST_HALVES`.
 ROTATION_LAYOUTS = {
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), REPEATED_PAIRS),
@@ -42,11 +43,11 @@ ROTATION_LAYOUTS = {
 SCALED_AFTER = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 NEVER_ROTATED = ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "jamba", "kimi_linear", "nemotron_h")
 # Types that rotate in sliding layers only, and types that do so only if they have sliding layers.
-SLIDING_ROTATED, SLIDING_ROTATED_IF_ANY = ("afmoe", "cohere2", "cohere2_moe"), ("exaone4", "exaone_moe", "kolibri1")
+SLIDING_ROTATED = ("afmoe", "cohere2", "cohere2_moe")
+SLIDING_ROTATED_IF_ANY = ("exaone4", "exaone_moe", "kolibri1")
 
 
 def base_model_type(config: Any) -> str:
-    """Return the model type of the base, from its configuration or from that of a converted model."""
     return getattr(config, "base_model_type", None) or config.model_type
 
 
@@ -60,7 +61,7 @@ def rotation_layout(attention: Any) -> RotationLayout:
 
 
 def is_rotated(attention: Any) -> bool:
-    """Return whether an attention module of transformers applies the rotary embedding that is passed to it."""
+    """Return whether an attention module applies the rotary embedding that is passed to it."""
     model_type = base_model_type(attention.config)
     if model_type in NEVER_ROTATED:
         return False
@@ -73,10 +74,10 @@ def is_rotated(attention: Any) -> bool:
 
 
 def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return R/2 cosines, then R/2 sines, [B or 1, T, 1, R], of one call of an attention module, for `unrotate`.
+    """Return R/2 cosines, then R/2 sines, [B or 1, T, 1, R], of one call of an attention module; None if it does not rotate.
 
-    None if the module does not rotate. If the base also scales by its rotation, as YaRN does, cos and sin are divided by the
-    square of the scale, so that `unrotate` undoes both.
+    If the base also scales by its rotation, as YaRN does, they are divided by the square of the scale, so that `unrotate`
+    undoes both.
     """
     if not is_rotated(attention):
         return None

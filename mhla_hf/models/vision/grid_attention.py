@@ -1,8 +1,7 @@
 """Replaces softmax attention with an MHLA core in the attention modules of transformers' vision towers.
 
-As in language models, the base keeps its projections and its positions and calls "the attention function", which is ours in
-the converted modules alone. Attention modules of these towers do not know the grid of their tokens. `pass_grid` computes it
-from the size of the images before the tower runs, and it travels to the layers as a keyword argument.
+As in language models, the base calls "the attention function", which is ours in converted modules alone. `pass_grid`
+computes the grid of their tokens from the size of the images, and it travels to the layers as a keyword argument.
 """
 
 from typing import Any, NamedTuple
@@ -32,19 +31,9 @@ class GridCall(NamedTuple):
 
 
 def mhla_grid_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: GridCall,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: GridCall, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of an MHLA layer; transformers calls this as an attention function.
-
-    query, key, and value are [B, H, T, K], the output is [B, T, H, V].
-    """
+    """Compute the attention of an MHLA layer, [B, H, T, K] -> [B, T, H, V], as an attention function of transformers."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return module.mhla(q, k, v, grid=attention_mask.grid, hidden_states=attention_mask.hidden_states), None
 
@@ -54,7 +43,7 @@ AttentionMaskInterface.register(GRID_ATTENTION_NAME, flash_attention_mask)
 
 
 class MHLAGridMixer:
-    """Passes a `GridCall` to `mhla_grid_attention`; a mixin for attention classes of vision towers with a child `mhla`."""
+    """Passes a `GridCall` in place of the mask; a mixin for attention classes with a child `mhla`."""
 
     def forward(
         self,
@@ -63,7 +52,6 @@ class MHLAGridMixer:
         mhla_grid: tuple[int, ...] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call the base with a `GridCall` in place of the mask; `mhla_grid` is from `pass_grid`."""
         if attention_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None for MHLA layers of image models.")
         if mhla_grid is None:
@@ -73,7 +61,6 @@ class MHLAGridMixer:
 
 
 def find_grid_attentions(model: nn.Module) -> dict[int, Any]:
-    """Return the attention modules of a vision tower by layer index."""
     attributes = ("q_proj", "k_proj", "v_proj", "head_dim", "config")
     return dict(enumerate(module for module in model.modules() if all(hasattr(module, name) for name in attributes)))
 
@@ -85,14 +72,8 @@ def prefix_tokens(config: Any) -> int:
 
 
 def grid_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
-    """Return the keyword arguments of a vision tower's MHLA core, except for `settings`."""
-    return {
-        "num_heads": config.num_attention_heads,
-        "hidden_size": config.hidden_size,
-        "prefix": prefix_tokens(config),
-        "key_dim": attention.head_dim,
-        "value_dim": attention.head_dim,
-    }
+    sizes = {"num_heads": config.num_attention_heads, "hidden_size": config.hidden_size}
+    return {**sizes, "prefix": prefix_tokens(config), "key_dim": attention.head_dim, "value_dim": attention.head_dim}
 
 
 def register_grid_hook(model: Any, settings: MHLASettings) -> None:
@@ -102,7 +83,7 @@ def register_grid_hook(model: Any, settings: MHLASettings) -> None:
 
 
 def pass_grid(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass the grid of tokens to the layers of a vision tower, as the keyword argument `mhla_grid`; a pre-forward hook."""
+    """Pass the grid of tokens to the layers of a vision tower, as the argument `mhla_grid`; a pre-forward hook."""
     pixels, patch = args[0] if args else kwargs.get("pixel_values"), body.config.patch_size
     if pixels is None or pixels.ndim != 4:
         got = "None" if pixels is None else f"{pixels.ndim} axes"

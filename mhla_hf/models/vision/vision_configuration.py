@@ -1,8 +1,7 @@
 """The configuration of image classifiers from scratch: plain (the paper's DeiT) and in stages (its MHLA-VLT).
 
-One class serves both. Without `stages` the model is one stage of `num_hidden_layers` equal layers. With `stages`,
-`hidden_size` and `num_attention_heads` are those of the last stage, and `num_hidden_layers` is the sum over all stages.
-For comparison with MHLA, `attention` can select plain linear or softmax attention, with everything else unchanged.
+Without `stages` the model is one stage of `num_hidden_layers` equal layers. With `stages`, `hidden_size` and
+`num_attention_heads` are those of the last stage, and `num_hidden_layers` is the sum over all stages.
 """
 
 import math
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from ...nn.settings import MHLASettings, check_settings, is_layout
+from ...nn.settings import MHLASettings, check_grid_settings, is_layout
 
 STAGE_KEYS = ("hidden_size", "depth", "num_heads", "layout")
 
@@ -26,19 +25,10 @@ def staged(*columns: list[Any]) -> list[dict[str, Any]]:
 # linear. With the published last projection, 1024 wide, the models have 14.9 M and 25.6 M parameters. Table 2 has 16 M and
 # 27 M and does not say where the others are. A projection as wide as the last MLP, 1792, gives both within 1 %.
 VLT_ARCHITECTURE: dict[str, Any] = {
-    "num_labels": 1000,
-    "stem": "conv",
-    "patch_size": 4,
-    "positions": "rope",
-    "position_conv": 3,
-    "mlp_conv": 3,
-    "mlp_ratio": 3.5,
-    "qk_norm": False,
-    "output_product": True,
-    "layer_scale": 1.0,
-    "feature_size": 1792,
+    "num_labels": 1000, "stem": "conv", "patch_size": 4, "positions": "rope", "position_conv": 3, "mlp_conv": 3,
+    "mlp_ratio": 3.5, "qk_norm": False, "output_product": True, "layer_scale": 1.0, "feature_size": 1792,
     "pad_to_blocks": False,
-}
+}  # fmt: skip
 VLT_LAYOUTS = [[7, 7], [4, 4], [4, 4], [4, 4]]
 VLT_MHLA = {"feature_map": "elu", "rope": "after", "cpe": 5}
 MHLA_VISION_PRESETS: dict[str, dict[str, Any]] = {
@@ -133,27 +123,23 @@ class MHLAVisionConfig(PreTrainedConfig):
     mhla: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill in fields that depend on others, and check `stages` and `mhla`."""
         if self.stages is not None:
             for stage in self.stages:
                 layout = stage.get("layout") or [1, 1]
-                if (
-                    not set(STAGE_KEYS[:3]) <= set(stage) <= set(STAGE_KEYS)
-                    or not is_layout(layout)
-                    or len(layout) != 2
-                ):
+                has_keys = set(STAGE_KEYS[:3]) <= set(stage) <= set(STAGE_KEYS)
+                if not (has_keys and is_layout(layout) and len(layout) == 2):
                     expected = f"the keys {list(STAGE_KEYS)}, the last with blocks per row and column"
                     raise ValueError(f"stages: got {stage!r}, expected {expected}.")
             self.hidden_size = self.stages[-1]["hidden_size"]
             self.num_attention_heads = self.stages[-1]["num_heads"]
             self.num_hidden_layers = sum(stage["depth"] for stage in self.stages)
-        gray = [0.5] * self.num_channels
+        is_rgb, gray = self.num_channels == 3, [0.5] * self.num_channels
         if self.image_mean is None:
-            self.image_mean = [0.485, 0.456, 0.406] if self.num_channels == 3 else gray
+            self.image_mean = [0.485, 0.456, 0.406] if is_rgb else gray
         if self.image_std is None:
-            self.image_std = [0.229, 0.224, 0.225] if self.num_channels == 3 else gray
+            self.image_std = [0.229, 0.224, 0.225] if is_rgb else gray
         settings = MHLASettings.from_dict({**PAPER_VISION_SETTINGS, **(self.mhla or {})})
-        check_settings(settings, "an image classifier", axes=2)
+        check_grid_settings(settings, "an image classifier", 2)
         settings.layers = settings.resolve_layers(self.num_hidden_layers)
         self.mhla = settings.to_dict()
         super().__post_init__(**kwargs)
@@ -171,14 +157,11 @@ class MHLAVisionConfig(PreTrainedConfig):
                 raise ValueError(f"num_attention_heads: got {heads}, expected {expected}.")
 
     def image_sides(self) -> tuple[int, int]:
-        """Return the height and the width of `image_size`, in pixels."""
-        if isinstance(self.image_size, int):
-            return self.image_size, self.image_size
-        height, width = self.image_size
+        height, width = [self.image_size] * 2 if isinstance(self.image_size, int) else self.image_size
         return height, width
 
     def padded_sides(self, height: int, width: int) -> tuple[int, ...]:
-        """Return the height and the width, in pixels, to which the model pads an image of this height and width."""
+        """Return the height and the width, in pixels, to which the model pads an image of these."""
         if not self.pad_to_blocks:
             return height, width
         units = [self.patch_size * count for count in self.stage_list()[0]["layout"]]
@@ -187,38 +170,26 @@ class MHLAVisionConfig(PreTrainedConfig):
     def stage_list(self) -> list[dict[str, Any]]:
         """Return one dictionary per stage, with all keys of `STAGE_KEYS`; a model without `stages` has one stage."""
         sizes = (self.hidden_size, self.num_hidden_layers, self.num_attention_heads)
-        stages: list[dict[str, Any]] = (
-            [dict(zip(STAGE_KEYS, sizes, strict=False))] if self.stages is None else self.stages
-        )
+        stages = self.stages or [dict(zip(STAGE_KEYS, sizes, strict=False))]
         settings: Any = self.mhla
         return [{**stage, "layout": list(stage.get("layout") or settings["layout"])} for stage in stages]
 
     def preprocessing(self) -> dict[str, Any]:
         """Return the content of `preprocessor_config.json`, with which `AutoImageProcessor` works without our code."""
         height, width = self.image_sides()
-        mean: Any = self.image_mean
-        std: Any = self.image_std
         return {
             "image_processor_type": "ViTImageProcessor",
             "do_convert_rgb": True if self.num_channels == 3 else None,
             **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True),
-            "image_mean": list(mean),
-            "image_std": list(std),
-            "resample": 3,
-            "rescale_factor": 1 / 255,
-            "size": {"height": height, "width": width},
+            **{name: list(getattr(self, name)) for name in ("image_mean", "image_std")},
+            **{"resample": 3, "rescale_factor": 1 / 255, "size": {"height": height, "width": width}},
         }
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "MHLAVisionConfig":
-        """Return a named configuration.
+        """Return the configuration "deit-t", "deit-s", "deit-b", "vlt-t", "vlt-s" (table 2), or "digits" (tiny, gray).
 
-        Args:
-            name: "deit-t", "deit-s", "deit-b", "vlt-t", "vlt-s" (table 2), or "digits" (32 pixels, one channel).
-            **overrides: Arguments that replace those of the preset; `mhla` is merged into the preset's.
-
-        Raises:
-            ValueError: There is no preset of this name.
+        `overrides` replace its arguments; `mhla` is merged into the preset's. Raise ValueError for other names.
         """
         if name not in MHLA_VISION_PRESETS:
             raise ValueError(f"name: got {name!r}, expected one of {sorted(MHLA_VISION_PRESETS)}.")

@@ -1,11 +1,11 @@
 """The layers of image classifiers that are trained from scratch: stems, positions, attention, MLP, block, and stage.
 
-After the stem, layers take tokens [B, T, C] and their grid, so that any grid works. MHLA, plain linear attention, and
-softmax attention are one module that differs in its core only: `attn.mhla` (`GridMHLA`), or `attn.softmax`. Every parameter
-belongs to a module that is called, since offloading and FSDP act when a module is called.
+After the stem, layers take tokens [B, T, C] and their grid, so that any grid works. Every parameter belongs to a module that
+is called, since offloading and FSDP act when a module is called.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...nn.core import MHLACore
-from ...nn.grid import GridConv, GridMHLA, PositionConv, rotate_pairs
+from ...nn.core import MHLACore, Rotation
+from ...nn.grid import GridConv, GridMHLA, PositionConv, rotate_both
 from ...nn.settings import MHLASettings
 from .vision_configuration import MHLAVisionConfig
 
@@ -25,12 +25,10 @@ QK_NORM_EPS = 2.0**-23
 
 
 def as_map(tokens: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-    """Reshape tokens [B, T, C] to a feature map [B, C, rows, columns]."""
     return tokens.mT.unflatten(2, tuple(grid))
 
 
 def as_tokens(image: torch.Tensor) -> torch.Tensor:
-    """Flatten a feature map [B, C, rows, columns] to row-major tokens [B, T, C]."""
     return image.flatten(2).mT
 
 
@@ -62,7 +60,6 @@ class GridPositions(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, width, *grid))
 
     def forward(self, grid: Sequence[int]) -> torch.Tensor:
-        """Return the embeddings of a grid, [1, T, width]."""
         if tuple(self.weight.shape[2:]) == tuple(grid):
             return as_tokens(self.weight)
         resized = F.interpolate(self.weight.float(), size=tuple(grid), mode="bicubic", align_corners=False)
@@ -97,9 +94,8 @@ class GridSoftmax(MHLACore):
         *,
         grid: Sequence[int],
         hidden_states: torch.Tensor | None = None,
-        rotate: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+        rotate: Rotation | None = None,
     ) -> torch.Tensor:
-        """Attend over the whole grid; see `GridMHLA.forward`."""
         if rotate is not None:
             q, k = rotate(q, k)
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
@@ -145,13 +141,8 @@ class MHLAVisionMixer(nn.Module):
         q, k = self.q_norm(self.q_proj(x)).view(shape), self.k_norm(self.k_proj(x)).view(shape)
         v = self.v_proj(x).view(shape)
 
-        angles: Any = rotation
-
-        def rotate_both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return rotate_pairs(a, *angles), rotate_pairs(b, *angles)
-
         core = self.softmax if hasattr(self, "softmax") else self.mhla
-        rotate = None if rotation is None else rotate_both
+        rotate = None if rotation is None else functools.partial(rotate_both, angles=rotation)
         o = core(q, k, v, grid=grid, hidden_states=x, rotate=rotate).flatten(2)
         if self.product is not None:
             o = o * self.product(x)
@@ -162,12 +153,11 @@ class VisionConv(GridConv):
     """A depthwise convolution of tokens over their grid, with a residual connection."""
 
     def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-        """Return x plus its convolution, [B, T, C]."""
         return x + super().forward(x, grid)
 
 
 class VisionMLP(nn.Module):
-    """Two linear layers with an activation in between and, if `config.mlp_conv` is set, a depthwise convolution after it."""
+    """Two linear layers with an activation and, if `config.mlp_conv` is set, a depthwise convolution in between."""
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         super().__init__()
@@ -178,7 +168,6 @@ class VisionMLP(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-        """Apply the MLP to the tokens of a grid: x [B, T, width] -> [B, T, width]."""
         x = self.act(self.fc1(x))
         return self.fc2(x if self.conv is None else self.conv(x, grid))
 
@@ -192,11 +181,9 @@ class BranchScale(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), float(start)))
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         return {"weight": torch.full(self.weight.shape, float(self.start))}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [.., width] times the weights [width]."""
         return x * self.weight
 
 
@@ -222,7 +209,6 @@ class MHLAVisionBlock(GradientCheckpointingLayer):
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Run the block: [B, T, width] -> [B, T, width]. Further arguments are ignored."""
         x = hidden_states if self.positions is None else self.positions(hidden_states, grid)
         x = x + self.draw_branch_factor(x) * self.scale1(self.attn(self.norm1(x), grid, rotation))
         return x + self.draw_branch_factor(x) * self.scale2(self.mlp(self.norm2(x), grid))
@@ -253,7 +239,7 @@ class MHLAVisionStage(nn.Module):
             self.blocks.append(MHLAVisionBlock(config, stage, kind, config.drop_path_rate * layer / last))
 
     def forward(self, x: torch.Tensor, grid: Sequence[int], **kwargs: Any) -> tuple[torch.Tensor, Sequence[int]]:
-        """Run the stage on tokens [B, T, C]; return tokens [B, T', width] and their grid, which the convolution halves."""
+        """Return tokens [B, T', width] and their grid, which the convolution halves."""
         if self.reduce is not None:
             image = self.reduce(as_map(x, grid))
             x, grid = as_tokens(image), tuple(image.shape[2:])

@@ -1,8 +1,4 @@
-"""Image classifiers from scratch (section 5.1): the paper's DeiT with average pooling, and its hierarchical MHLA-VLT.
-
-Any image size works. Images are padded to whole blocks if the configuration says so, learned positions are resized, and the
-grid of tokens follows from the pixels and is passed to every layer.
-"""
+"""Image classifiers from scratch (section 5.1): the paper's DeiT with average pooling, and its hierarchical MHLA-VLT."""
 
 import json
 import os
@@ -41,7 +37,6 @@ class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        """Initialize one module; parameters that were loaded stay as they are."""
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             trunc_normal_(module.weight, std=self.config.initializer_range)
             if module.bias is not None:
@@ -52,12 +47,7 @@ class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
             super()._init_weights(module)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save as `MHLAPreTrainedMixin` does, and write `preprocessor_config.json` unless there is one already.
-
-        Args:
-            save_directory: Folder to write to, which is created if it does not exist.
-            *args, **kwargs: As in transformers.
-        """
+        """Save as `MHLAPreTrainedMixin` does, and write `preprocessor_config.json` unless there is one already."""
         target = Path(save_directory) / PREPROCESSOR_FILE
         if kwargs.get("is_main_process", True) and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +76,6 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the stem, which embeds patches."""
         return self.stem
 
     @merge_with_config_defaults
@@ -94,16 +83,13 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
     def forward(
         self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = True, **kwargs: object
     ) -> BaseModelOutputWithPooling:
-        """Encode images.
+        """Return `last_hidden_state` [B, T, width] and `pooler_output` [B, width] of images.
 
         Args:
             pixel_values: [B, channels, height, width]. With the "patch" stem and without `pad_to_blocks`, height and width
                 are multiples of the patch size; otherwise they may have any value.
             interpolate_pos_encoding: Whether to resize learned positions to other grids. If not, other grids raise an error.
             **kwargs: Further arguments of the blocks.
-
-        Returns:
-            `last_hidden_state` [B, T, width] and `pooler_output` [B, width].
 
         Raises:
             ValueError: The images do not have this shape, or learned positions do not fit their grid.
@@ -162,16 +148,7 @@ class MHLAForImageClassification(MHLAVisionPreTrainedModel):
     def forward(
         self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: object
     ) -> ImageClassifierOutput:
-        """Classify images.
-
-        Args:
-            pixel_values: [B, channels, height, width].
-            labels: int64 [B], class indices for the loss; or None.
-            **kwargs: Further arguments of `MHLAVisionModel.forward`.
-
-        Returns:
-            `logits` [B, num_labels]; `loss` if there are labels, and `hidden_states` if requested.
-        """
+        """Return `logits` [B, num_labels] of images, a `loss` if there are labels [B], and `hidden_states` if requested."""
         outputs = self.model(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
