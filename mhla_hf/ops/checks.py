@@ -101,12 +101,7 @@ def check_implementation(impl: str) -> None:
 
 
 def check_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    blocks: Blocks,
-    key_blocks: Blocks | None,
-    causal: bool,
-    normalize: bool | str,
+    q: torch.Tensor, k: torch.Tensor, blocks: Blocks, key_blocks: Blocks | None, causal: bool, normalize: bool | str
 ) -> None:
     """Raise TypeError or ValueError unless the blocks cover the tokens and are allowed with the other options."""
     if key_blocks is None and k.shape[1] != q.shape[1]:
@@ -246,11 +241,7 @@ def check_state(
 
 
 def check_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    mixing: torch.Tensor,
-    state: MHLAState,
-    starts: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, mixing: torch.Tensor, state: MHLAState, starts: torch.Tensor | None
 ) -> None:
     """Raise TypeError or ValueError unless q, k, and `starts` agree, and `mixing` has a row for every block so far."""
     if k.shape[1] != q.shape[1]:

@@ -229,10 +229,7 @@ class KernelBlocks:
 
 
 def kernel_blocks(
-    numbers: list[int],
-    device: torch.device,
-    starts: torch.Tensor | None = None,
-    edges: torch.Tensor | None = None,
+    numbers: list[int], device: torch.device, starts: torch.Tensor | None = None, edges: torch.Tensor | None = None
 ) -> KernelBlocks:
     """Convert the result of `blocks_as_numbers` to `KernelBlocks`.
 

@@ -171,11 +171,7 @@ class KernelCall:
         self.share = q.shape[2] // self.num_state_heads
 
     def launch(
-        self,
-        kernel: TunedKernel,
-        blocks: KernelBlocks,
-        outputs: dict[str, torch.Tensor],
-        **arguments: Any,
+        self, kernel: TunedKernel, blocks: KernelBlocks, outputs: dict[str, torch.Tensor], **arguments: Any
     ) -> None:
         """Launch a kernel of `attend.py`; it writes its results to `outputs`.
 
