@@ -8,6 +8,7 @@ call, which takes about a second once Triton has the kernel in its cache. `make 
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ..blocks import Blocks
 from ..checks import is_capturing
@@ -21,18 +22,14 @@ KERNEL_FAULTS: dict[tuple[str, torch.device], str | None] = {}
 
 # Runs a small call in bf16 on a device, always with the same inputs and without changing the global random state. Returns
 # the output, and perhaps gradients, of the kernels and of PyTorch in fp64.
-SmallCall = Callable[[torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]]
+SmallCall = Callable[[torch.device], tuple[list[Tensor], list[Tensor]]]
 
 
 @torch.compiler.assume_constant_result
 def kernel_fault(small_call: SmallCall, device: torch.device) -> str | None:
-    """Return why the kernels of `small_call` cannot be trusted on a device, or None if they can.
+    """Return why the kernels of `small_call` cannot be trusted on a device, or None if they can; once for each.
 
-    The result is kept in `KERNEL_FAULTS`. Any exception of the call becomes part of it. During CUDA graph capture nothing
-    can be compared, and the kernels count as not trusted.
-
-    Raises:
-        torch.OutOfMemoryError: If there is no memory for the call, which says nothing about the kernels.
+    During CUDA graph capture nothing can be compared. Running out of memory says nothing about the kernels, and is raised.
     """
     key = small_call.__name__, device
     if key in KERNEL_FAULTS:
@@ -58,7 +55,7 @@ def kernel_fault(small_call: SmallCall, device: torch.device) -> str | None:
     return fault
 
 
-def small_dense_call(device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def small_dense_call(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """Compute output and gradients of a causal, normalized `mhla` with grouped heads and long blocks; see `SmallCall`."""
     size = CHUNK + CHUNK // 2
     blocks = Blocks.sequence(3 * size - 5, size)
