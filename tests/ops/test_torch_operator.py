@@ -5,17 +5,8 @@ import collections
 import pytest
 import torch
 from hypothesis import example, given
-from tools.ops_cases import (
-    FORMS,
-    build,
-    cases,
-    direction_for,
-    distance,
-    generated,
-    gradient_floors,
-    mhla_reference,
-    run,
-)
+from tools import ops_cases
+from tools.ops_cases import FORMS, build, distance, mhla_reference, run
 
 from mhla_hf.ops import torch_forward
 from mhla_hf.ops.api import mhla
@@ -29,8 +20,8 @@ SMALL_BESIDE_LARGE = {  # a first alive key that is tiny makes gradients that la
 }  # fmt: skip
 
 
-@generated(400)
-@given(case=cases())
+@ops_cases.generated(400)
+@given(case=ops_cases.cases())
 @example(case=SMALL_BESIDE_LARGE)
 def check_generated_case(monkeypatch, case):
     monkeypatch.setattr(torch_forward, "HEAD_BY_HEAD_SIZE", 1 if case["one_by_one"] else 10**9)
@@ -38,18 +29,16 @@ def check_generated_case(monkeypatch, case):
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         tensors, options = build(case, dtype)
         exact = {name: x.double() for name, x in tensors.items()}
-        direction = direction_for(tensors, case)
+        direction = ops_cases.direction_for(tensors, case)
         expected, expected_grads = run(mhla_reference, exact, options, direction)
         got, grads = run(mhla, tensors, {**options, "impl": "torch"}, direction)
         assert got.dtype == dtype and got.shape == expected.shape
         assert distance(got, expected) < tolerance
-        floors = gradient_floors(exact, options, direction)
+        floors = ops_cases.gradient_floors(exact, options, direction)
         for name, grad in grads.items():
             assert grad.dtype == tensors[name].dtype, name
             off = distance(grad, expected_grads[name], floors[name])
-            if (
-                off >= tolerance
-            ):  # a sum of signed terms may cancel: the definition in this precision is as far off then
+            if off >= tolerance:  # signed terms may cancel: the definition in this precision is as far off then
                 _, rounded = run(mhla_reference, tensors, options, direction)
                 assert off < 2 * distance(rounded[name], expected_grads[name], floors[name]), name
     tensors, options = build(case, torch.bfloat16)
