@@ -2,7 +2,6 @@
 
 import collections
 
-import pytest
 import torch
 from hypothesis import example, given
 from tools import ops_cases
@@ -52,31 +51,3 @@ def test_generated_cases(monkeypatch):
     check_generated_case(monkeypatch)
     assert sum(SEEN.values()) >= 300
     assert set(SEEN) == set(FORMS) and min(SEEN.values()) >= 20
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("own_den, one_by_one", [(True, False), (False, True)])
-def test_gradcheck(monkeypatch, form, own_den, one_by_one):
-    """The hand-written backward against finite differences, so that it does not lean on the reference's autograd."""
-    monkeypatch.setattr(torch_forward, "HEAD_BY_HEAD_SIZE", 1 if one_by_one else 10**9)
-    case = {
-        "form": form, "batch": 1 if form == "packed" else 2, "heads": (2, 1), "widths": (2, 3, 2), "per_head": own_den,
-        "normalize": "official" if form == "official" else own_den, "own_den": own_den, "scale": None,
-        "masked": form == "grid", "dead": False, "spare": 1, "seed": 5, "blocks": Blocks.sequence(7, 3), "key_blocks": None,
-    }  # fmt: skip
-    if form == "starts":
-        case["starts"] = [0, 4]
-    if form == "packed":
-        case["cu_seqlens"] = [0, 4, 4, 7]
-    if form in ("grid", "official"):
-        case["blocks"] = Blocks.grid((2, 4), (2, 2)) if form == "official" else Blocks.grid((3, 3), (2, 2))
-    if form == "cross":
-        case["key_blocks"] = Blocks.grid(5, 2)
-    tensors, options = build(case, torch.float64)
-    names = list(tensors)
-
-    def function(*inputs):
-        return mhla(*inputs[:4], **options, **dict(zip(names[4:], inputs[4:], strict=True)), impl="torch")
-
-    inputs = [x.requires_grad_() for x in tensors.values()]
-    assert torch.autograd.gradcheck(function, inputs, rtol=1e-5, atol=1e-8)
