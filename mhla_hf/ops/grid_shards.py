@@ -1,8 +1,7 @@
 """MHLA on a grid whose tokens are spread over several processes (context parallelism).
 
-All that a query needs of distant tokens is the mixed summary of its block. Each process mixes the summaries of its own
-tokens for the blocks of all queries; a reduce-scatter, once per layer, adds these parts up where the queries are, and
-everything else stays where it is. Tokens are in the order of their blocks, so only the blocks at shard borders are split.
+Each process mixes the summaries of its own tokens for the blocks of all queries; a reduce-scatter adds these parts up where
+the queries are. Tokens are in the order of their blocks, so only the blocks at shard borders are split.
 """
 
 from bisect import bisect_left, bisect_right

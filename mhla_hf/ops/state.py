@@ -1,10 +1,9 @@
 """The state of a decoder: `MHLAState` for dense causal mixing, and `RowState`, which all decoder states share.
 
-Every row of the batch has its own position, so left-padded rows of very different lengths share one state. `MHLAState`
-keeps three things: the summaries of closed blocks; their mixture for the open block (the prefix), which is refreshed once
-per block; and a window with the keys and values of the last two blocks. Attention inside the open block reads the window.
-Nothing is ever subtracted from a sum, so `crop` is exact for all tokens that are still in the window. States have no
-gradient.
+Every row of the batch has its own position. `MHLAState` keeps the summaries of closed blocks; their mixture for the open
+block (the prefix), which is refreshed once per block; and a window with the keys and values of the last two blocks, which
+attention inside the open block reads. Nothing is ever subtracted from a sum, so `crop` is exact for tokens that are
+in the window. States have no gradient.
 """
 
 from dataclasses import dataclass
@@ -145,13 +144,3 @@ class MHLAState(RowState):
             raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the window still holds.")
         self.length = length
         self.prefix_block = torch.where(self.prefix_block > length // self.block_size, -1, self.prefix_block)
-
-    def reserve(self, num_closed: int) -> None:
-        """Make room for `num_closed` summaries, in place; a capacity that is too small is at least doubled."""
-        capacity = self.summaries.shape[2]
-        if num_closed <= capacity:
-            return
-        extra = max(num_closed, 2 * capacity) - capacity
-        self.summaries = torch.nn.functional.pad(self.summaries, (0, 0, 0, 0, 0, extra))
-        if self.z is not None:
-            self.z = torch.nn.functional.pad(self.z, (0, 0, 0, extra))

@@ -26,7 +26,7 @@ def blocked_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Compute the gradients of q, k, v, and mixing from those of the output, and from o and den if normalized."""
     work, inputs = HeadWork(q, k, v, options), (q, k, v, mixing)
-    compute_grads = causal_grads if work.causal else full_grads
+    compute_grads = causal_grads if options.causal else full_grads
     with torch.autocast(q.device.type, enabled=False):
         grads = [  # several heads add to some of them
             torch.zeros_like(x, dtype=work.sum_dtype) if x.dim() < 4 or x.shape[2] < q.shape[2] else torch.empty_like(x)
@@ -38,15 +38,15 @@ def blocked_backward(
             if o is not None and den is not None:  # o = num / den
                 num_grad = divide_or_zero(num_grad, heads.take(den).squeeze(2))
                 den_grad = work.query_cut.split(-(num_grad * heads.take(o)).sum(2, keepdim=True)).squeeze(3)
-            m = heads.take_mixing(mixing, work.scale)
+            m = heads.take_mixing(mixing, options.scale)
             num_grad = work.query_cut.split(num_grad)
             dq, dk, dv, dm = compute_grads(*work.split(heads, q, k, v), m, num_grad, den_grad)
             heads.write(work.query_cut.merge(dq), q_grad)
             heads.write(work.key_cut.merge(dk), k_grad)
             heads.write(work.key_cut.merge(dv), v_grad)
-            heads.add_mixing_grad(dm * work.scale, mixing_grad)
-        if work.normalize:
-            grads[3] = without_row_scale(mixing_grad, mixing, work.causal)
+            heads.add_mixing_grad(dm * options.scale, mixing_grad)
+        if options.normalize:
+            grads[3] = without_row_scale(mixing_grad, mixing, options.causal)
     return [grad.to(x.dtype) for x, grad in zip(inputs, grads, strict=True)]
 
 

@@ -147,10 +147,7 @@ def attend_blocks(
 
 
 def mix_closed_blocks(state: MHLAState, mixing: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute the prefix of the query blocks i in `blocks` [R, n] of some rows: sum_{b<i} mixing[i, b] times summary b.
-
-    Returns it for the numerator, [R, H, n, K, V], and for the denominator, [R, H, n, L] or None.
-    """
+    """Compute the prefixes [R, H, n, K, V] and [R, H, n, L] (or None) of the blocks [R, n] of some rows."""
     device, queries_per_kv = state.summaries.device, state.prefix.shape[1] // state.summaries.shape[1]
     num_closed = min(int(blocks.max()), mixing.shape[-1])
     is_earlier = (torch.arange(num_closed) < blocks[..., None]).to(device)
@@ -182,7 +179,11 @@ def diagonal_weight(mixing: Tensor, blocks: Tensor, sum_dtype: torch.dtype) -> T
 
 def close_blocks(state: MHLAState, rows: Tensor, blocks: Tensor, open_tokens: list[Tensor]) -> None:
     """Store the summaries of complete blocks, whose tokens are [R, C, G, ..], at `rows` and `blocks` [R] of a state."""
-    state.reserve(int(blocks.max()) + 1)
+    capacity, num_closed = state.summaries.shape[2], int(blocks.max()) + 1
+    if num_closed > capacity:  # which is then at least doubled
+        extra = max(num_closed, 2 * capacity) - capacity
+        state.summaries = torch.nn.functional.pad(state.summaries, (0, 0, 0, 0, 0, extra))
+        state.z = None if state.z is None else torch.nn.functional.pad(state.z, (0, 0, 0, extra))
     rows, blocks = rows.to(state.summaries.device), blocks.to(state.summaries.device)
     k, v, k_den = open_tokens[0], open_tokens[1], open_tokens[-1] if len(open_tokens) == 3 else open_tokens[0]
     state.summaries[rows, :, blocks] = k.permute(0, 2, 3, 1) @ v.transpose(1, 2)  # k v^T (paper eq. 4)

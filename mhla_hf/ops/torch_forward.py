@@ -29,13 +29,13 @@ def blocked_forward(
     Returns o [B, T, H, V] and den [B, T, H, 1], or num and None if not normalized.
     """
     work = HeadWork(q, k, v, options)
-    o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.sum_dtype if work.unrounded else v.dtype)
-    den = q.new_empty(*q.shape[:3], 1, dtype=work.sum_dtype) if work.normalize else None
-    compute_sums = causal_sums if work.causal else full_sums
+    o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.sum_dtype if options.unrounded else v.dtype)
+    den = q.new_empty(*q.shape[:3], 1, dtype=work.sum_dtype) if options.normalize else None
+    compute_sums = causal_sums if options.causal else full_sums
     with torch.autocast(q.device.type, enabled=False):
         for heads in work.groups:
-            m = heads.take_mixing(mixing, work.scale)
-            head_num, head_den = compute_sums(*work.split(heads, q, k, v), m, work.normalize)
+            m = heads.take_mixing(mixing, options.scale)
+            head_num, head_den = compute_sums(*work.split(heads, q, k, v), m, bool(options.normalize))
             if head_den is not None and den is not None:
                 head_num = divide_or_zero(head_num, head_den)
                 heads.write(work.query_cut.merge(head_den[..., None]), den)
@@ -47,12 +47,10 @@ class HeadWork:
     """Divides the work of the forward or the backward pass: tokens into blocks, and heads into groups."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: MHLAOptions):
-        self.causal, self.normalize = options.causal, bool(options.normalize)
-        self.scale, self.unrounded = options.scale, options.unrounded
         self.sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-        blocks, key_blocks = options.blocks, options.key_blocks
-        self.query_cut = BlockCut(blocks, q.device)
-        self.key_cut = self.query_cut if key_blocks == blocks else BlockCut(key_blocks, q.device)
+        self.query_cut = BlockCut(options.blocks, q.device)
+        same_blocks = options.key_blocks == options.blocks
+        self.key_cut = self.query_cut if same_blocks else BlockCut(options.key_blocks, q.device)
         one_by_one = q.device.type == "cpu" and q.shape[1] * q.shape[3] >= HEAD_BY_HEAD_SIZE
         self.groups = Heads.groups(q, self.sum_dtype, one_by_one and not torch.compiler.is_compiling())
 

@@ -135,10 +135,7 @@ def shift_to_start(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute how to move packed sequences so that each begins at a block edge.
-
-    The number of blocks M is the most that N sequences with T tokens in all can need. It does not depend on the values of
-    `cu_seqlens`, so these need not be copied to the host.
+    """Compute how to move packed sequences so that each begins at a block edge, in as many blocks as they can need at most.
 
     Returns:
         source: int64 [1, M * C], for `MoveTokens`.

@@ -1,9 +1,8 @@
 """MHLA in fast PyTorch: one autograd function for all options, with a hand-written backward pass that recomputes.
 
 Only the inputs are saved for the backward pass, and in the normalized form the output and one number per token and head.
-On the CPU, heads are computed one by one as views of the caller's tensors: their summaries then stay in the cache, and
-nothing is copied. Elsewhere, for small heads, and under torch.compile, all heads are computed together. Tokens of padded or
-packed batches (`starts`, `cu_seqlens`) are first moved to block edges, and the outputs are moved back.
+On the CPU, large heads are computed one by one as views of the caller's tensors: their summaries then stay in the cache, and
+nothing is copied. Tokens of padded or packed batches are first moved to block edges, and the outputs are moved back.
 """
 
 from typing import Any

@@ -1,8 +1,7 @@
 """Compares one small call of a kernel with PyTorch in fp64 before impl="auto" trusts the kernel on a GPU.
 
-The tests run the kernels in Triton's interpreter and compile them for GPUs that are not present. A GPU, driver, or version
-of Triton that nobody has tried may still miscompile them. So the first use of a kernel on a device is preceded by one small
-call, which takes about a second once Triton has the kernel in its cache. `make gpu` compares all kinds of calls.
+A GPU, driver, or version of Triton that nobody has tried may miscompile them. The call takes about a second once Triton has
+the kernel in its cache. `make gpu` compares all kinds of calls.
 """
 
 from collections.abc import Callable
@@ -40,10 +39,8 @@ def kernel_fault(small_call: SmallCall, device: torch.device) -> str | None:
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             results, exact = small_call(device)
-        errors = [
-            float(((x.double() - y).norm() / y.norm()).nan_to_num(float("inf")))
-            for x, y in zip(results, exact, strict=True)
-        ]
+        pairs = zip(results, exact, strict=True)
+        errors = [float(((x.double() - y).norm() / y.norm()).nan_to_num(float("inf"))) for x, y in pairs]
         if max(errors) > MAX_RELATIVE_ERROR:
             name = ("o", "dq", "dk", "dv", "dmixing")[errors.index(max(errors))]
             fault = f"the Triton kernels gave {name} with a relative error of {max(errors):.1e} on {device}"

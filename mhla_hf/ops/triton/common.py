@@ -4,8 +4,7 @@ Kernels also run in Triton's interpreter, on CPU tensors. The interpreter rounds
 `dot`, and everything else is computed in fp32.
 
 A tensor [B, T, H, W] enters a kernel as a tuple (pointer, stride of the row, of the token, of the head); its last axis is
-contiguous. Offsets are int64. Letters in kernels: K and V are the widths of keys and values; BT, BK, and BV are the tile
-sizes along tokens and these widths; "lanes" are the indices of a tile along a width.
+contiguous. BT, BK, and BV are tile sizes along tokens and the widths K and V; "lanes" are indices along a width.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,7 @@
 """Products of the mixing matrix with block summaries (paper eq. 5), and the gradient of the mixing matrix.
 
-Mixing is a matrix product whose long axis is the flattened summary; it is bound by memory up to about 370 blocks. The mixing
-matrix stays in fp32: next to bf16 summaries it is split into two bf16 parts, which removes the largest single rounding error
-of the operator and costs arithmetic only.
-
-Long causal blocks have one summary per chunk of 64 tokens. A chunk then reads the mixture of earlier blocks, and m_ii times
-the sum of the chunks before it in its own block; the latter is elementwise, and left to PyTorch.
+Mixing is bound by memory up to about 370 blocks. The mixing matrix stays in fp32: next to bf16 summaries it is split into
+two bf16 parts, which removes the largest single rounding error of the operator and costs arithmetic only.
 """
 
 from typing import no_type_check

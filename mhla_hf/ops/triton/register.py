@@ -1,11 +1,7 @@
 """The Triton implementation as two `torch.library` operators, forward and backward, and `triton_mhla` on top of them.
 
-The forward pass computes summaries of keys and values, mixes them, and computes the outputs. The backward pass computes the
-first two again, so that only the inputs, the output, and the inverse of the denominator are saved, and then the gradients.
-
-Custom operators are opaque to torch.compile, which then needs only one graph for all lengths. Their namespace carries
-NAMESPACE, so that bundles of different versions never collide; a second copy of the same version uses the operators that
-the first one registered.
+The backward pass computes and mixes the summaries again, so that only the inputs, the output, and the inverse of the
+denominator are saved. Custom operators are opaque to torch.compile, which then needs only one graph for all lengths.
 """
 
 from collections.abc import Callable

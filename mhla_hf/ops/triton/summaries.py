@@ -1,10 +1,11 @@
 """The kernel that sums over the tokens of a block: S = sum k v^T and z = sum k (paper eq. 4).
 
-Each program walks the tokens of one part of a block and accumulates one tile of the sum. A part is a whole block, or a chunk
-of a causal block (`mix.py` mixes these), or, if few long blocks would leave most of a GPU idle, a fraction of a block that
-makes for enough programs. The same kernel computes the gradients of mixed summaries from q and do in place of k and v.
+Each program walks the tokens of one part of a block and accumulates one tile of the sum. A part is a whole block, a chunk
+of a causal block, or, if few long blocks would leave most of a GPU idle, a fraction of a block. The gradients of mixed
+summaries are summaries of q and do.
 """
 
+from functools import partial
 from typing import no_type_check
 
 import torch
@@ -22,13 +23,13 @@ from .common import (
     program_of,
     tokens_from,
 )
-from .tuning import CHUNK, num_tiles, summary_tiles, tl, tuned, with_strides
+from .tuning import CHUNK, num_tiles, tl, token_tiles, tuned, with_strides
 
 MIN_PART_TOKENS = 256
 ENOUGH_PROGRAMS = 384  # about three for each multiprocessor of the largest GPUs
 
 
-@tuned(summary_tiles, "K", "V", "CAUSAL", "DOT")
+@tuned(partial(token_tiles, max_lanes=64), "K", "V", "CAUSAL", "DOT")
 @no_type_check
 def summaries_kernel(
     k, v, v_factor, z_factor, key_mask, s, z, tables, num_tokens, block_size, span, num_parts, num_blocks, num_heads,
@@ -116,10 +117,7 @@ def summaries(
 
 
 def part_span(span: int, num_sums: int) -> int:
-    """Choose the number of tokens per part, a multiple of `CHUNK`, for `num_sums` blocks of up to `span` tokens.
-
-    Blocks are cut until there are `ENOUGH_PROGRAMS` parts, but not into parts of fewer than `MIN_PART_TOKENS`.
-    """
+    """Cut blocks of up to `span` tokens until there are `ENOUGH_PROGRAMS` parts, or parts of `MIN_PART_TOKENS`."""
     num_parts = max(1, min(span // MIN_PART_TOKENS, num_tiles(ENOUGH_PROGRAMS, num_sums)))
     return num_tiles(num_tiles(span, num_parts), CHUNK) * CHUNK
 

@@ -108,11 +108,6 @@ def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[st
     return [rule, {**rule, "num_warps": 12 - warps}, *double, half, {**half, "num_stages": 1}]
 
 
-def summary_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
-    """List the tile sizes to try for kernels that hold a tile of a summary, [BK, BV]."""
-    return token_tiles(constants, max_lanes=64)
-
-
 def block_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
     """List the tile sizes to try for products of mixing and summaries; the rule depends on the dtype only."""
     width = 128 if constants["DOT"] == "bf16" else 64
