@@ -7,6 +7,7 @@ only integers, which makes it hashable and cheap to rebuild on every call.
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -105,21 +106,15 @@ class Blocks:
 
     def sizes(self) -> tuple[int, ...]:
         """Return the number of tokens in each of the M blocks, in block order."""
-        grids = []
-        for shape in (self.shape, *self.others):
-            sizes: tuple[int, ...] = (1,)
-            for axis in range(len(shape)):
-                sizes = tuple(outer * inner for outer in sizes for inner in self.axis_sizes(axis, shape))
-            grids.append(sizes)
+        axes = ([self.axis_sizes(axis, shape) for axis in range(len(shape))] for shape in (self.shape, *self.others))
+        grids = (map(math.prod, product(*sizes)) for sizes in axes)
         sizes = tuple(map(sum, zip(*grids, strict=True)))
         return (self.prefix, *sizes) if self.prefix else sizes
 
     @property
     def equal(self) -> bool:
         """Whether all blocks have the same number of tokens."""
-        shapes = (self.shape, *self.others)
-        grid = all(len(set(self.axis_sizes(axis, shape))) == 1 for shape in shapes for axis in range(len(shape)))
-        return grid and self.prefix in (0, self.sizes()[-1])
+        return len(set(self.sizes())) == 1
 
     @property
     def contiguous(self) -> bool:

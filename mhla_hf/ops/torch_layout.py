@@ -20,7 +20,7 @@ class BlockCut:
         self.size = min(blocks.block_size, blocks.length) if blocks.block_size is not None else max(blocks.sizes())
         self.missing = self.count * self.size - self.length
         self.order: Tensor | None = None
-        in_place = blocks.contiguous and (blocks.equal or blocks.block_size is not None)
+        in_place = blocks.contiguous and (blocks.block_size is not None or blocks.equal)
         if not in_place:
             block = blocks.index(device)
             # Count on the device: a copy from the host could not be captured in a CUDA graph.
@@ -135,13 +135,10 @@ def shift_to_start(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute how to move packed sequences so that each begins at a block edge, in as many blocks as they can need at most.
+    """Compute how to move packed sequences so that each begins at a block edge, in the most blocks M they can need.
 
-    Returns:
-        source: int64 [1, M * C], for `MoveTokens`.
-        inverse: int64 [1, T], for `MoveTokens`.
-        block_index: int64 [M], the index of each block in its sequence.
-        sequence_id: int64 [M], the sequence of each block; unused blocks at the end have an id of their own, N.
+    Returns `source` [1, M * C] and `inverse` [1, T] of `MoveTokens`, and for each block [M] its index in its sequence and
+    its sequence; unused blocks at the end have one of their own.
     """
     borders = cu_seqlens.long()
     last_block = ((borders.diff() + block_size - 1) // block_size).cumsum(0)
@@ -157,10 +154,7 @@ def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tup
 
 
 def mixing_of_sequences(mixing: Tensor, block_index: Tensor, sequence_id: Tensor) -> Tensor:
-    """Expand the mixing matrix of one sequence to the M blocks of several packed ones, with 0 between sequences.
-
-    `block_index` and `sequence_id` are from `align_sequences`.
-    """
+    """Expand the mixing matrix of one sequence to the M blocks of `align_sequences`, with 0 between sequences."""
     rows = block_index.clamp(max=mixing.shape[-2] - 1)
     columns = block_index.clamp(max=mixing.shape[-1] - 1)
     return torch.where(sequence_id[:, None] == sequence_id, mixing[..., rows[:, None], columns], 0)
@@ -174,17 +168,10 @@ def ring_slot(position: Tensor, num_slots: int, sinks: int = 0) -> Tensor:
 class TokenLayout:
     """Lays out the old tokens of a decoder state and new tokens, M blocks per row, each row from a block edge on.
 
-    All index tensors may be on the CPU while the tokens are on `device`.
-
-    Args:
-        before: int64 [B], number of old tokens in each row. The state holds the last of them in the slots of `ring_slot`.
-        num_new: int64 [B], number of real new tokens in each row. These are the last of the `num_columns`.
-        first_block: int64 [B], the block of each row at which the layout begins.
-        num_slots: Number of slots in the state, `sinks` included; 0 if it holds no tokens.
-
-    Attributes:
-        blocks: int64 [B, M], the index of each block.
-        filled: bool [B, M * C], the places of the layout that hold a token.
+    All index tensors may be on the CPU while the tokens are on `device`. `before` [B] counts the old tokens of each row, of
+    which the state holds the last in the `num_slots` of `ring_slot`; `num_new` [B] counts the real new ones, which are the
+    last of `num_columns`. `first_block` [B] is where the layout begins. `blocks` [B, M] are the indices of its blocks, and
+    `filled` bool [B, M * C] says which places hold a token.
     """
 
     def __init__(

@@ -72,7 +72,6 @@ def test_left_padded_rows_of_very_different_lengths(first):
     x, mixing = make(batch=4, tokens=300, own_den=True)
     starts = torch.tensor([0, 131, 199, 299])
     expected = full(x, mixing, starts=starts)
-    alone = [full({n: t[row : row + 1, start:] for n, t in x.items()}, mixing) for row, start in enumerate(starts)]
     for tensor in x.values():  # padding may hold anything: it reaches neither this call nor a later one
         tensor[torch.arange(300) < starts[:, None]] = float("nan")
     o, state = prefill(cut(x, 0, first), mixing, starts=starts.clamp(max=first))
@@ -85,8 +84,6 @@ def test_left_padded_rows_of_very_different_lengths(first):
             break
     assert state.length.tolist() == [300, 169, 101, 1]
     assert distance(torch.cat(outputs, 1), expected) < 1e-12
-    for row, start in enumerate(starts):
-        assert distance(expected[row : row + 1, start:], alone[row]) < 1e-12
 
 
 def test_masked_keys_stay_positions():

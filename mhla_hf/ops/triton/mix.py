@@ -105,16 +105,6 @@ def mix(mixing: Tensor, s: Tensor, num_heads: int, *, causal: bool = False, tran
     return p
 
 
-def mix_grads(p_grad: Tensor, s: Tensor, mixing_dim: int, *, causal: bool = False) -> Tensor:
-    """Compute the gradient of the mixing matrix of `mix`, which has 2 axes if all heads share it, else 3."""
-    num_source_heads = s.shape[1]
-    # Sums in bf16 would cost the gradient two digits.
-    p_grad, s = p_grad.flatten(3).float(), s.flatten(3).float()
-    products = p_grad.unflatten(1, (num_source_heads, -1)) @ s[:, :, None].mT  # [B, G, heads // G, Mq, N]
-    mixing_grad = products.flatten(1, 2).sum(0 if mixing_dim == 3 else (0, 1))
-    return mixing_grad.tril(-1) if causal else mixing_grad
-
-
 def mix_states(
     mixing: Tensor, s: Tensor, num_heads: int, num_chunks: int | None, *, transposed: bool = False
 ) -> Tensor:
@@ -138,14 +128,23 @@ def mix_states(
 
 
 def mix_states_grads(p_grad: Tensor, s: Tensor, mixing_dim: int, num_chunks: int | None) -> Tensor:
-    """Compute the gradient of the mixing matrix of `mix_states`, fp32 [Mq, N] or [H, Mq, N]."""
-    if num_chunks is None or num_chunks == 1:
-        return mix_grads(p_grad, s, mixing_dim, causal=num_chunks is not None)
-    mixing_grad = mix_grads(sum_parts(p_grad, num_chunks), sum_parts(s, num_chunks), mixing_dim, causal=True)
+    """Compute the gradient of the mixing matrix of `mix_states`, fp32 [Mq, N] or [H, Mq, N]; it has 2 axes or 3."""
+    heads = 0 if mixing_dim == 3 else (0, 1)  # axes to sum over: all of [B, H], unless each head has its own matrix
+    p_blocks, s_blocks = p_grad, s
+    if num_chunks is not None and num_chunks > 1:
+        p_blocks, s_blocks = sum_parts(p_grad, num_chunks), sum_parts(s, num_chunks)
+    # Sums in bf16 would cost the gradient two digits.
+    p_blocks, s_blocks = p_blocks.flatten(3).float(), s_blocks.flatten(3).float()
+    products = p_blocks.unflatten(1, (s.shape[1], -1)) @ s_blocks[:, :, None].mT  # [B, G, heads // G, Mq, N]
+    mixing_grad = products.flatten(1, 2).sum(heads)
+    if num_chunks is None:
+        return mixing_grad
+    mixing_grad = mixing_grad.tril(-1)
+    if num_chunks == 1:
+        return mixing_grad
     running = running_sums(s, num_chunks).repeat_interleave(p_grad.shape[1] // s.shape[1], 1)
     diagonal_grad = (p_grad.view(running.shape) * running).flatten(3).sum(3)  # [B, heads, M]
-    diagonal_grad = diagonal_grad.sum(0) if mixing_dim == 3 else diagonal_grad.sum((0, 1))
-    return mixing_grad + torch.diag_embed(diagonal_grad)
+    return mixing_grad + torch.diag_embed(diagonal_grad.sum(heads))
 
 
 def running_sums(s: Tensor, num_chunks: int, reverse: bool = False) -> Tensor:
