@@ -75,12 +75,9 @@ def causal_sums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, with_den: bool) -> t
     """Compute the sums of `full_sums` over the keys at and before each query: [R, M, C, V], and [R, M, C] or None."""
     rows, count, size, _ = q.shape
     q, k, v = cut_chunks(q), cut_chunks(k), cut_chunks(v)
-    weight = chunk_scores(q, k, rows, count)
-    weight.mul_(diagonal_mixing(m))
-    weight = weight.view(len(q), q.shape[1], -1)
+    weight = chunk_scores(q, k, rows, count).mul_(diagonal_mixing(m)).view(len(q), q.shape[1], -1)
     prefix, _ = chunk_prefix(chunk_summaries(k, v, rows, count), m)
-    num = torch.bmm(q, prefix.view(len(q), -1, v.shape[2])).baddbmm_(weight, v)
-    num = num.view(rows, count, size, -1)
+    num = torch.bmm(q, prefix.view(len(q), -1, v.shape[2])).baddbmm_(weight, v).view(rows, count, size, -1)
     if not with_den:
         return num, None
     prefix_z, _ = chunk_prefix(k.sum(1).view(rows, count, -1, k.shape[2]), m)

@@ -15,8 +15,7 @@ class BlockCut:
     """
 
     def __init__(self, blocks: Blocks, device: torch.device):
-        self.count = blocks.num_blocks
-        self.length = blocks.length
+        self.count, self.length = blocks.num_blocks, blocks.length
         self.size = min(blocks.block_size, blocks.length) if blocks.block_size is not None else max(blocks.sizes())
         self.missing = self.count * self.size - self.length
         self.order: Tensor | None = None

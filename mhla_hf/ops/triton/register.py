@@ -272,13 +272,9 @@ def operator_schema(record: Any) -> str:
 
 
 TRITON_SCHEMA = operator_schema(TritonInputs)
+FORWARD_SCHEMA = f"({TRITON_SCHEMA}) -> (Tensor, Tensor)"
 BACKWARD_SCHEMA = f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
 TRITON_BACKWARD = register_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)
 TRITON_FORWARD = register_operator(
-    "forward",
-    f"({TRITON_SCHEMA}) -> (Tensor, Tensor)",
-    triton_forward,
-    triton_forward_fake,
-    triton_gradients,
-    save_for_triton_backward,
+    "forward", FORWARD_SCHEMA, triton_forward, triton_forward_fake, triton_gradients, save_for_triton_backward
 )

@@ -60,9 +60,7 @@ class TunedKernel:
         self.configurations = configurations
         self.tuner = None
         if triton is not None and not INTERPRETED:
-            placeholders = [
-                triton.Config({}, num_warps=warps) for warps in (4, 8)
-            ]  # pruning replaces them by `choices`
+            placeholders = [triton.Config({}, num_warps=warps) for warps in (4, 8)]  # pruned to `choices`
             prune = {"early_config_prune": lambda configs, named_args, **arguments: self.choices(arguments)}
             tune = triton.autotune(placeholders, key=list(key), prune_configs_by=prune, cache_results=True)
             self.tuner = tune(self.jitted)
