@@ -7,22 +7,14 @@ import logging
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .blocks import Blocks
-from .checks import (
-    check_blocks,
-    check_features,
-    check_implementation,
-    check_mixing,
-    check_options,
-    check_padding,
-    check_state,
-    check_step,
-)
+from .checks import check_blocks, check_features, check_mixing, check_options, check_padding, check_step
 from .inputs import MHLAInputs, MHLAOptions
 from .reference import mhla_reference
 from .state import MHLAState
-from .torch_decode import append_tokens, count_real_tokens, torch_step
+from .torch_decode import append_tokens, torch_step
 from .torch_operator import torch_mhla
 from .triton.check import SmallCall, kernel_fault, small_dense_call
 from .triton.register import triton_mhla, triton_refusal
@@ -35,17 +27,17 @@ ANNOUNCED_CHOICES: set[tuple[str, str]] = set()
 class OutputAndState(NamedTuple):
     """Outputs o [B, T, H, V], and the state from which `mhla_step` continues."""
 
-    o: torch.Tensor
+    o: Tensor
     state: MHLAState
 
 
 def mhla(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, blocks: Blocks,
     key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
-    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
+    q_den: Tensor | None = None, k_den: Tensor | None = None, key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, starts: Tensor | None = None, unrounded: bool = False,
     return_state: bool = False, impl: str = "auto",
-) -> torch.Tensor | OutputAndState:  # fmt: skip
+) -> Tensor | OutputAndState:  # fmt: skip
     """Compute multi-head linear attention (paper eq. 4 to 6; causal form: section 4.3 and appendix C).
 
     With b(t) the block of token t, o[t] = sum_s w[t, s] v[s] over all s (s <= t if causal), divided by sum_s w[t, s] if
@@ -88,8 +80,7 @@ def mhla(
         TypeError, ValueError: If an argument is invalid; the message names it.
     """
     check_features(q, k, v, q_den, k_den, normalize)
-    check_options(scale, normalize)
-    check_implementation(impl)
+    check_options(scale, normalize, impl)
     check_blocks(q, k, blocks, key_blocks, causal, normalize)
     check_padding(q, k, causal, key_mask, cu_seqlens, starts)
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
@@ -101,21 +92,16 @@ def mhla(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = MHLAOptions(blocks, key_blocks, causal, normalize, scale, unrounded)
     inputs = MHLAInputs(q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts)
-    choice = choose_implementation(impl, small_dense_call, q, k, v, k_den)
-    if choice == "triton":
-        o = triton_mhla(inputs)
-    elif choice == "torch":
-        o = torch_mhla(inputs)
-    else:
-        o = mhla_reference(inputs)
+    implementations = {"triton": triton_mhla, "torch": torch_mhla, "reference": mhla_reference}
+    o = implementations[choose_implementation(impl, small_dense_call, q, k, v, k_den)](inputs)
     return OutputAndState(o, state_after(inputs)) if return_state else o
 
 
 @torch.no_grad()
 def mhla_step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, state: MHLAState, *, normalize: bool = True,
-    scale: float | None = None, q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None, unrounded: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, state: MHLAState, *, normalize: bool = True,
+    scale: float | None = None, q_den: Tensor | None = None, k_den: Tensor | None = None,
+    starts: Tensor | None = None, unrounded: bool = False,
 ) -> OutputAndState:  # fmt: skip
     """Continue causal MHLA by T >= 1 tokens, with the outputs that `mhla` gives for them in the whole sequence (appendix C).
 
@@ -138,8 +124,7 @@ def mhla_step(
     """
     check_features(q, k, v, q_den, k_den, normalize)
     check_options(scale, normalize)
-    check_state(state, q, k, v, normalize, k_den)
-    check_step(q, k, mixing, state, starts)
+    check_step(state, q, k, v, mixing, k_den, normalize, starts)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     blocks = Blocks.sequence(q.shape[1], state.block_size)
     options = MHLAOptions(blocks, blocks, True, normalize, scale, unrounded)
@@ -154,47 +139,24 @@ def state_after(inputs: MHLAInputs) -> MHLAState:
     q, k, v, k_den = inputs.q, inputs.k, inputs.v, inputs.k_den
     block_size = inputs.options.blocks.block_size
     assert block_size is not None  # causal blocks are those of a sequence
+    batch, _, num_kv_heads, key_dim = k.shape
+    normalize, den_dim = bool(inputs.options.normalize), None if k_den is None else k_den.shape[3]
     state = MHLAState.empty(
-        batch=q.shape[0],
-        num_kv_heads=k.shape[2],
-        num_heads=q.shape[2],
-        key_dim=k.shape[3],
-        value_dim=v.shape[3],
-        block_size=block_size,
-        normalize=inputs.options.normalize is not False,
-        dtype=torch.promote_types(k.dtype, v.dtype),
-        device=k.device,
-        den_dim=None if k_den is None else k_den.shape[3],
-    )
-    if inputs.key_mask is not None:
-        is_key = inputs.key_mask[:, :, None, None]
-        k, v = torch.where(is_key, k, 0), torch.where(is_key, v, 0)
-        k_den = None if k_den is None else torch.where(is_key, k_den, 0)
+        batch, num_kv_heads, q.shape[2], key_dim, v.shape[3], block_size,
+        normalize=normalize, dtype=torch.promote_types(k.dtype, v.dtype), device=k.device, den_dim=den_dim,
+    )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):
-        append_tokens(k, v, k_den, state, count_real_tokens(state, k.shape[1], inputs.starts))
+        append_tokens(inputs.without_masked_keys(), state)
     return state
 
 
 def choose_implementation(
-    impl: str,
-    small_call: SmallCall,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_den: torch.Tensor | None = None,
+    impl: str, small_call: SmallCall, q: Tensor, k: Tensor, v: Tensor, k_den: Tensor | None = None
 ) -> str:
-    """Resolve "auto" to an implementation, and log each choice the first time it is made.
+    """Resolve "auto" to "torch" or "triton", and log each choice the first time it is made.
 
-    Args:
-        impl: The implementation that the caller asked for.
-        small_call: The call that decides whether the kernels can be trusted on the device of q; see `kernel_fault`.
-        q, k, v, k_den: The inputs, as in `mhla`.
-
-    Returns:
-        `impl` itself unless it is "auto"; then "torch" or "triton".
-
-    Raises:
-        ValueError: If `impl` is "triton" and the kernels cannot run.
+    `small_call` decides whether the kernels can be trusted on the device of q; see `kernel_fault`. Raises ValueError if
+    `impl` is "triton" and the kernels cannot run.
     """
     if impl not in ("auto", "triton"):
         return impl
@@ -205,16 +167,14 @@ def choose_implementation(
         if refusal is not None:
             raise ValueError(f"impl: got 'triton', expected another one: {refusal}.")
         return impl
-    choice = "torch"
-    reason = refusal
-    level = logging.INFO
+    reason, level = refusal, logging.INFO
     if no_kernels:
         reason = f"the fastest implementation for {device.type} tensors"
     elif refusal is None:
         reason = kernel_fault(small_call, device)
-        level = logging.WARNING if reason is not None else level
+        level = logging.INFO if reason is None else logging.WARNING
+    choice = "triton" if reason is None else "torch"
     if reason is None:
-        choice = "triton"
         reason = f"whose kernels agreed with fp64 on {device}"
     if not torch.compiler.is_compiling() and (choice, reason) not in ANNOUNCED_CHOICES:
         ANNOUNCED_CHOICES.add((choice, reason))

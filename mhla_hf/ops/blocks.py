@@ -7,8 +7,10 @@ only integers, which makes it hashable and cheap to rebuild on every call.
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,6 @@ class Blocks:
         Args:
             length: Number of tokens.
             block_size: Tokens per block; the last block holds the remainder.
-
-        Raises:
-            ValueError: If an argument is not a positive integer.
         """
         check_positive_int("length", length)
         check_positive_int("block_size", block_size)
@@ -65,9 +64,7 @@ class Blocks:
             others: Shapes of further grids after the first; see `Blocks`.
 
         Raises:
-            ValueError: If `shape` does not have 1 to 3 axes, `counts` differs from it in length, either holds anything but
-                positive integers, or `prefix` is not an integer of at least 0; or if a shape in `others` differs from
-                `shape` in length or holds anything but positive integers.
+            ValueError: If an argument is invalid; the message names it.
         """
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         counts = (counts,) if isinstance(counts, int) else tuple(counts)
@@ -99,9 +96,9 @@ class Blocks:
         """Number of blocks M, the prefix block included."""
         return math.prod(self.counts) + (self.prefix > 0)
 
-    def axis_sizes(self, axis: int, shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """Return the size of each block along one axis of a grid (default: the first), in tokens; they sum to its length."""
-        length, count = (self.shape if shape is None else shape)[axis], self.counts[axis]
+    def axis_sizes(self, axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the size of each block along one axis of a grid, in tokens; they sum to its length."""
+        length, count = shape[axis], self.counts[axis]
         if self.block_size is not None:
             return (self.block_size,) * (count - 1) + (length - self.block_size * (count - 1),)
         size, remainder = length // count, length % count
@@ -109,21 +106,15 @@ class Blocks:
 
     def sizes(self) -> tuple[int, ...]:
         """Return the number of tokens in each of the M blocks, in block order."""
-        grids = []
-        for shape in (self.shape, *self.others):
-            sizes: tuple[int, ...] = (1,)
-            for axis in range(len(shape)):
-                sizes = tuple(outer * inner for outer in sizes for inner in self.axis_sizes(axis, shape))
-            grids.append(sizes)
+        axes = ([self.axis_sizes(axis, shape) for axis in range(len(shape))] for shape in (self.shape, *self.others))
+        grids = (map(math.prod, product(*sizes)) for sizes in axes)
         sizes = tuple(map(sum, zip(*grids, strict=True)))
         return (self.prefix, *sizes) if self.prefix else sizes
 
     @property
     def equal(self) -> bool:
         """Whether all blocks have the same number of tokens."""
-        shapes = (self.shape, *self.others)
-        grid = all(len(set(self.axis_sizes(axis, shape))) == 1 for shape in shapes for axis in range(len(shape)))
-        return grid and self.prefix in (0, self.sizes()[-1])
+        return len(set(self.sizes())) == 1
 
     @property
     def contiguous(self) -> bool:
@@ -132,15 +123,12 @@ class Blocks:
             return set(self.counts) == {1}
         return all(count == 1 or self.counts[:axis] == self.shape[:axis] for axis, count in enumerate(self.counts))
 
-    def index(self, device: torch.device | str | None = None) -> torch.Tensor:
+    def index(self, device: torch.device | str | None = None) -> Tensor:
         """Return the block of each token, int64 [T]; tokens and blocks are both numbered in row-major order."""
-        if self.others:
-            block = torch.cat([self._index_grid(shape, device) for shape in (self.shape, *self.others)])
-        else:
-            block = self._index_grid(self.shape, device)
+        block = torch.cat([self._index_grid(shape, device) for shape in (self.shape, *self.others)])
         return torch.cat([block.new_zeros(self.prefix), block + 1]) if self.prefix else block
 
-    def _index_grid(self, shape: tuple[int, ...], device: torch.device | str | None) -> torch.Tensor:
+    def _index_grid(self, shape: tuple[int, ...], device: torch.device | str | None) -> Tensor:
         """Return the block of each token of one grid, int64 [tokens], without the prefix."""
         block = torch.zeros(1, dtype=torch.int64, device=device)
         for length, count in zip(shape, self.counts, strict=True):

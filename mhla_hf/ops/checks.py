@@ -2,14 +2,13 @@
 
 The checks look at shapes, dtypes, and devices. They look at values only where a wrong value would go unnoticed (`starts`
 and `cu_seqlens`), and never under `torch.compile` or during CUDA graph capture, where values cannot be read. The values of
-`mixing` are checked when weights are loaded.
-
-Every error is one sentence of the form `argument: got X, expected Y.`
+`mixing` are checked when weights are loaded. Errors are TypeError or ValueError: `argument: got X, expected Y.`
 """
 
 import math
 
 import torch
+from torch import Tensor
 
 from .blocks import Blocks
 from .state import MHLAState
@@ -18,57 +17,33 @@ IMPLEMENTATIONS = ("auto", "reference", "torch", "triton")
 
 
 def check_tensor(
-    name: str,
-    x: object,
-    q: torch.Tensor,
-    expected: str = "a floating-point tensor",
-    dtypes: tuple[torch.dtype, ...] | None = None,
+    name: str, x: object, q: Tensor, expected: str = "a floating-point tensor", *dtypes: torch.dtype
 ) -> None:
-    """Check that `x` is a tensor of an accepted dtype on the device of `q`.
-
-    Args:
-        name: Name of the argument, for the error.
-        x: The value to check.
-        q: A tensor on the expected device; `x` itself if any device will do.
-        expected: What the error says was expected.
-        dtypes: The accepted dtypes; None accepts every floating-point dtype.
-
-    Raises:
-        TypeError: If `x` is not a tensor or has another dtype.
-        ValueError: If `x` is on another device.
-    """
-    if not isinstance(x, torch.Tensor):
+    """Check that `x` is a tensor of one of the dtypes (none: any floating-point one) on the device of `q`."""
+    if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got a {type(x).__name__}, expected {expected}.")
-    accepted = x.is_floating_point() if dtypes is None else x.dtype in dtypes
-    if not accepted:
+    if x.dtype not in dtypes and (dtypes or not x.is_floating_point()):
         raise TypeError(f"{name}: got {x.dtype}, expected {expected}.")
     if x.device != q.device:
         raise ValueError(f"{name}: got a tensor on {x.device}, expected {q.device}, where q is.")
 
 
 def check_features(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_den: torch.Tensor | None,
-    k_den: torch.Tensor | None,
-    normalize: bool | str,
+    q: Tensor, k: Tensor, v: Tensor, q_den: Tensor | None, k_den: Tensor | None, normalize: bool | str
 ) -> None:
-    """Raise TypeError or ValueError unless shapes, dtypes, and devices of these arguments are as in `mhla`."""
+    """Check shapes, dtypes, and devices of features and values."""
     features = {"q": q, "k": k, "v": v}
     if q_den is not None or k_den is not None:
         if q_den is None or k_den is None:
             raise ValueError("q_den: got only one of q_den and k_den, expected both or neither.")
         if not normalize:
             raise ValueError("q_den: got features for a denominator with normalize=False, expected None.")
-        features["q_den"] = q_den
-        features["k_den"] = k_den
+        features.update(q_den=q_den, k_den=k_den)
     for name, x in features.items():
         check_tensor(name, x, q)
         if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(
-                f"{name}: got shape {list(x.shape)}, expected [batch, tokens, heads, width] with no empty axis."
-            )
+            expected = "[batch, tokens, heads, width] with no empty axis"
+            raise ValueError(f"{name}: got shape {list(x.shape)}, expected {expected}.")
     batch, _, num_heads, width = q.shape
     _, num_keys, num_kv_heads, _ = k.shape
     if k.shape[0] != batch or k.shape[3] != width:
@@ -86,33 +61,23 @@ def check_features(
         raise ValueError(f"k_den: got shape {list(k_den.shape)}, expected {[*k.shape[:3], q_den.shape[3]]}.")
 
 
-def check_options(scale: float | None, normalize: bool | str) -> None:
-    """Raise ValueError unless these options have values that `mhla` accepts."""
+def check_options(scale: float | None, normalize: bool | str, impl: str = "auto") -> None:
+    """Check the options that do not depend on the tensors."""
     if not isinstance(normalize, bool) and normalize != "official":
         raise ValueError(f"normalize: got {normalize!r}, expected True, False or 'official'.")
     if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale) or scale == 0):
         raise ValueError(f"scale: got {scale!r}, expected None or a finite number other than 0.")
-
-
-def check_implementation(impl: str) -> None:
-    """Raise ValueError unless `impl` is the name of an implementation or "auto"."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: got {impl!r}, expected one of {', '.join(map(repr, IMPLEMENTATIONS))}.")
 
 
 def check_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    blocks: Blocks,
-    key_blocks: Blocks | None,
-    causal: bool,
-    normalize: bool | str,
+    q: Tensor, k: Tensor, blocks: Blocks, key_blocks: Blocks | None, causal: bool, normalize: bool | str
 ) -> None:
-    """Raise TypeError or ValueError unless the blocks cover the tokens and are allowed with the other options."""
+    """Check that the blocks cover the tokens and are allowed with the other options."""
     if key_blocks is None and k.shape[1] != q.shape[1]:
-        raise ValueError(
-            f"key_blocks: got None with {q.shape[1]} queries and {k.shape[1]} keys, expected the blocks of the keys."
-        )
+        got = f"None with {q.shape[1]} queries and {k.shape[1]} keys"
+        raise ValueError(f"key_blocks: got {got}, expected the blocks of the keys.")
     for name, partition, x in (("blocks", blocks, q), ("key_blocks", blocks if key_blocks is None else key_blocks, k)):
         if not isinstance(partition, Blocks):
             raise TypeError(f"{name}: got {partition!r}, expected Blocks.")
@@ -120,30 +85,22 @@ def check_blocks(
             raise ValueError(f"{name}: got blocks of {partition.length} tokens, expected {x.shape[1]} tokens.")
     same = key_blocks is None or key_blocks == blocks
     if causal and (blocks.block_size is None or not same):
-        raise ValueError(
-            "causal: got True, expected Blocks.sequence as blocks and the same blocks for queries and keys."
-        )
+        expected = "Blocks.sequence as blocks and the same blocks for queries and keys"
+        raise ValueError(f"causal: got True, expected {expected}.")
     if normalize == "official" and (causal or not same or not blocks.equal):
-        raise ValueError(
-            "normalize: got 'official', expected equal blocks, the same for queries and keys, and causal=False."
-        )
+        expected = "equal blocks, the same for queries and keys, and causal=False"
+        raise ValueError(f"normalize: got 'official', expected {expected}.")
 
 
 def check_padding(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    causal: bool,
-    key_mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    starts: torch.Tensor | None,
+    q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, cu_seqlens: Tensor | None, starts: Tensor | None
 ) -> None:
-    """Raise TypeError or ValueError unless `key_mask`, `cu_seqlens`, and `starts` are valid, alone and together."""
+    """Check `key_mask`, `cu_seqlens`, and `starts`, alone and together."""
     if key_mask is not None:
-        check_tensor("key_mask", key_mask, q, "a bool tensor, True for real keys", (torch.bool,))
+        check_tensor("key_mask", key_mask, q, "a bool tensor, True for real keys", torch.bool)
         if key_mask.shape != k.shape[:2]:
-            raise ValueError(
-                f"key_mask: got shape {list(key_mask.shape)}, expected {list(k.shape[:2])}, [batch, keys]."
-            )
+            expected = f"{list(k.shape[:2])}, [batch, keys]"
+            raise ValueError(f"key_mask: got shape {list(key_mask.shape)}, expected {expected}.")
     if starts is not None:
         if not causal:
             raise ValueError("starts: got a tensor with causal=False, expected None.")
@@ -154,12 +111,18 @@ def check_padding(
         if not causal or q.shape[0] != 1:
             got = f"a tensor with causal={causal} and a batch of {q.shape[0]}"
             raise ValueError(f"cu_seqlens: got {got}, expected causal=True and a batch of 1.")
-        check_cu_seqlens(cu_seqlens, q)
+        check_tensor("cu_seqlens", cu_seqlens, q, "an int32 or int64 tensor", torch.int32, torch.int64)
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens: got shape {list(cu_seqlens.shape)}, expected one axis, [sequences + 1].")
+        if not values_can_be_read(q.device):
+            return
+        if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != q.shape[1] or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(f"cu_seqlens: got {cu_seqlens.tolist()}, expected values rising from 0 to {q.shape[1]}.")
 
 
-def check_starts(starts: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless `starts` is int64 [B] with values from 0 to T, on any device."""
-    check_tensor("starts", starts, starts, "an int64 tensor", (torch.int64,))
+def check_starts(starts: Tensor, q: Tensor) -> None:
+    """Check that `starts` is int64 [B] with values from 0 to T, on any device."""
+    check_tensor("starts", starts, starts, "an int64 tensor", torch.int64)
     if starts.shape != q.shape[:1]:
         raise ValueError(f"starts: got shape {list(starts.shape)}, expected [{q.shape[0]}], one number per sequence.")
     if values_can_be_read(q.device) and (int(starts.min()) < 0 or int(starts.max()) > q.shape[1]):
@@ -167,48 +130,26 @@ def check_starts(starts: torch.Tensor, q: torch.Tensor) -> None:
         raise ValueError(f"starts: got {got}, expected values from 0 to {q.shape[1]}.")
 
 
-def check_cu_seqlens(cu_seqlens: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless `cu_seqlens` is int32 or int64 [N + 1], nondecreasing from 0 to T."""
-    check_tensor("cu_seqlens", cu_seqlens, q, "an int32 or int64 tensor", (torch.int32, torch.int64))
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens: got shape {list(cu_seqlens.shape)}, expected one axis, [sequences + 1].")
-    if not values_can_be_read(q.device):
-        return
-    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != q.shape[1] or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens: got {cu_seqlens.tolist()}, expected values rising from 0 to {q.shape[1]}.")
-
-
 def check_mixing(
-    mixing: torch.Tensor,
-    q: torch.Tensor,
-    blocks: Blocks,
-    key_blocks: Blocks,
-    causal: bool,
-    cu_seqlens: torch.Tensor | None,
+    mixing: Tensor, q: Tensor, blocks: Blocks, key_blocks: Blocks, causal: bool, cu_seqlens: Tensor | None
 ) -> None:
-    """Raise TypeError or ValueError unless `mixing` has a row for every query block and a column for every key block.
+    """Check that `mixing` has a row for every query block and a column for every key block, or more if causal.
 
-    If causal, it may have more of them. With `cu_seqlens`, only the blocks of the longest sequence count.
+    With `cu_seqlens`, only the blocks of the longest sequence count.
     """
-    if causal:
-        num_blocks = blocks.num_blocks
-        if cu_seqlens is not None:
-            assert blocks.block_size is not None  # see `check_blocks`
-            longest = int(cu_seqlens.diff().max()) if values_can_be_read(q.device) else 1
-            num_blocks = (longest - 1) // blocks.block_size + 1
-        check_mixing_shape(mixing, q, num_blocks)
-        return
-    check_mixing_shape(mixing, q)
+    num_blocks = blocks.num_blocks if causal else 0
+    if cu_seqlens is not None:
+        assert blocks.block_size is not None  # see `check_blocks`
+        longest = int(cu_seqlens.diff().max()) if values_can_be_read(q.device) else 1
+        num_blocks = (longest - 1) // blocks.block_size + 1
+    check_mixing_shape(mixing, q, num_blocks)
     rows, columns = blocks.num_blocks, key_blocks.num_blocks
-    if mixing.shape[-2:] != (rows, columns):
+    if not causal and mixing.shape[-2:] != (rows, columns):
         raise ValueError(f"mixing: got shape {list(mixing.shape)}, expected {rows} rows and {columns} columns.")
 
 
-def check_mixing_shape(mixing: torch.Tensor, q: torch.Tensor, num_blocks: int = 0) -> None:
-    """Raise TypeError or ValueError unless `mixing` is [Mq, Mk] or [H, Mq, Mk] with Mq and Mk at least `num_blocks`.
-
-    It must be floating point, on the device of q.
-    """
+def check_mixing_shape(mixing: Tensor, q: Tensor, num_blocks: int) -> None:
+    """Check that `mixing` is [Mq, Mk] or [H, Mq, Mk] with Mq and Mk at least `num_blocks`."""
     check_tensor("mixing", mixing, q)
     if mixing.dim() not in (2, 3) or (mixing.dim() == 3 and mixing.shape[0] != q.shape[2]):
         raise ValueError(f"mixing: got shape {list(mixing.shape)}, expected [Mq, Mk] or [{q.shape[2]}, Mq, Mk].")
@@ -217,15 +158,11 @@ def check_mixing_shape(mixing: torch.Tensor, q: torch.Tensor, num_blocks: int = 
         raise ValueError(f"mixing: got shape {list(mixing.shape)}, expected {expected}.")
 
 
-def check_state(
-    state: MHLAState,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    normalize: bool | str,
-    k_den: torch.Tensor | None,
-) -> None:
-    """Raise TypeError or ValueError unless the state was made for these shapes, this device, and this normalization."""
+def check_step(
+    state: MHLAState, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, k_den: Tensor | None, normalize: bool | str,
+    starts: Tensor | None,
+) -> None:  # fmt: skip
+    """Check that features and options are those of the state, and that `mixing` has a row for every block so far."""
     if not isinstance(state, MHLAState):
         raise TypeError(f"state: got a {type(state).__name__}, expected an MHLAState.")
     if state.normalize != normalize:
@@ -238,21 +175,11 @@ def check_state(
     if state_sizes != (q.shape[0], q.shape[2], *k.shape[2:], v.shape[3], den_width):
         got = f"a state of batch {batch}, {num_heads} query heads, {num_kv_heads} key heads, key width {width}"
         got += f", value width {value_width} and k_den width {state_den_width}"
-        k_den_shape = None if k_den is None else list(k_den.shape)
-        expected = f"one for q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} and k_den {k_den_shape}"
+        q_shape, k_shape, v_shape, k_den_shape = (None if x is None else list(x.shape) for x in (q, k, v, k_den))
+        expected = f"one for q {q_shape}, k {k_shape}, v {v_shape} and k_den {k_den_shape}"
         raise ValueError(f"state: got {got}, expected {expected}.")
     if state.summaries.device != q.device:
         raise ValueError(f"state: got tensors on {state.summaries.device}, expected {q.device}, where q is.")
-
-
-def check_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    mixing: torch.Tensor,
-    state: MHLAState,
-    starts: torch.Tensor | None,
-) -> None:
-    """Raise TypeError or ValueError unless q, k, and `starts` agree, and `mixing` has a row for every block so far."""
     if k.shape[1] != q.shape[1]:
         raise ValueError(f"k: got {k.shape[1]} tokens, expected {q.shape[1]}, as in q.")
     if starts is not None:

@@ -1,8 +1,7 @@
 """MHLA on a grid whose tokens are spread over several processes (context parallelism).
 
-All that a query needs of distant tokens is the mixed summary of its block. Each process mixes the summaries of its own
-tokens for the blocks of all queries; a reduce-scatter, once per layer, adds these parts up where the queries are, and
-everything else stays where it is. Tokens are in the order of their blocks, so only the blocks at shard borders are split.
+Each process mixes the summaries of its own tokens for the blocks of all queries; a reduce-scatter adds these parts up where
+the queries are. Tokens are in the order of their blocks, so only the blocks at shard borders are split.
 """
 
 from bisect import bisect_left, bisect_right
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 
 from .blocks import Blocks
 from .reference import divide_or_zero
@@ -18,10 +18,10 @@ from .torch_layout import Heads, gather_by_block
 
 
 def sharded_mhla(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks, rank: int,
-    edges: Sequence[int], add_up: Callable[[torch.Tensor], torch.Tensor], normalize: bool | str = True,
-    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, unrounded: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, blocks: Blocks, rank: int,
+    edges: Sequence[int], add_up: Callable[[Tensor], Tensor], normalize: bool | str = True,
+    q_den: Tensor | None = None, k_den: Tensor | None = None, unrounded: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute the outputs of `mhla` for this process's tokens: `edges[rank]` to `edges[rank + 1]` in block order.
 
     If `add_up` is a collective, every process must call this function.
@@ -32,8 +32,7 @@ def sharded_mhla(
         blocks: The blocks of all tokens.
         rank: Index of this process among P processes.
         edges: The index in block order of the first token of every process, then the total number of tokens; P + 1 numbers.
-        add_up: A differentiable function that sums x [P * N, ..] over all processes and returns the part of this process,
-            [N, ..], such as `ReduceScatter.apply`. It is called once.
+        add_up: A differentiable reduce-scatter, x [P * N, ..] -> [N, ..], such as `ReduceScatter.apply`; called once.
 
     Returns:
         [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
@@ -60,7 +59,7 @@ def sharded_mhla(
     order, inverse = gather_by_block(torch.arange(len(own_blocks)).repeat_interleave(sizes), sizes, int(sizes.max()))
     order, inverse = order.to(q.device), inverse.to(q.device)
 
-    def by_block(x: torch.Tensor) -> torch.Tensor:
+    def by_block(x: Tensor) -> Tensor:
         """Gather all heads by block: [B, T, H or G, K] -> [B * H, M, C, K], M blocks of at most C tokens."""
         x = torch.nn.functional.pad(heads.take(x), (0, 0, 0, 1))  # a row of zeros, which fills short blocks
         return x.index_select(1, order).unflatten(1, (len(own_blocks), -1))

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .blocks import Blocks
 
@@ -24,13 +25,22 @@ class MHLAInputs(NamedTuple):
     In a step, the options' blocks are those of the new tokens, as if there were no others.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    mixing: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mixing: Tensor
     options: MHLAOptions
-    q_den: torch.Tensor | None = None
-    k_den: torch.Tensor | None = None
-    key_mask: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
+    q_den: Tensor | None = None
+    k_den: Tensor | None = None
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    starts: Tensor | None = None
+
+    def without_masked_keys(self) -> "MHLAInputs":
+        """Return the inputs with zeros for masked keys and values, which then need no `key_mask`."""
+        if self.key_mask is None:
+            return self
+        is_key = self.key_mask[:, :, None, None]
+        k, v = torch.where(is_key, self.k, 0), torch.where(is_key, self.v, 0)
+        k_den = None if self.k_den is None else torch.where(is_key, self.k_den, 0)
+        return self._replace(k=k, v=v, k_den=k_den, key_mask=None)

@@ -1,18 +1,16 @@
 """The definition of MHLA as a readable T x T computation, against which every other implementation is tested.
 
 Quadratic in time and memory on purpose. It covers all options and dtypes, and expects inputs that `mhla` has checked.
-
-Letters in shapes: B batch, T query tokens, S key tokens, H query heads, G key/value heads, K key width, V value width,
-M blocks.
 """
 
 import torch
+from torch import Tensor
 
 from .blocks import Blocks
 from .inputs import MHLAInputs
 
 
-def mhla_reference(inputs: MHLAInputs) -> torch.Tensor:
+def mhla_reference(inputs: MHLAInputs) -> Tensor:
     """Compute o[t] = sum_s w[t, s] v[s] with w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]> (paper eq. 5).
 
     b(t) is the block of token t. With `normalize` the sum is divided by sum_s w[t, s], where q_den and k_den replace q and
@@ -23,8 +21,7 @@ def mhla_reference(inputs: MHLAInputs) -> torch.Tensor:
     """
     q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    scale = options.scale
-    num_heads = q.shape[2]
+    scale, num_heads = options.scale, q.shape[2]
     with torch.autocast(q.device.type, enabled=False):
         query_block, key_block, visible = token_relations(
             q, k, options.blocks, options.key_blocks, options.causal, key_mask, cu_seqlens, starts
@@ -35,8 +32,7 @@ def mhla_reference(inputs: MHLAInputs) -> torch.Tensor:
         q = torch.where(sees_any, q, 0)
         k, v = torch.where(seen_by_any, k, 0), torch.where(seen_by_any, v, 0)
         if q_den is not None and k_den is not None:
-            q_den = torch.where(sees_any, q_den, 0)
-            k_den = torch.where(seen_by_any, k_den, 0)
+            q_den, k_den = torch.where(sees_any, q_den, 0), torch.where(seen_by_any, k_den, 0)
         mixing = mixing.to(dtype)  # once: its gradient is a sum of large terms that may cancel
         token_mixing = mixing.expand(num_heads, *mixing.shape[-2:])
         token_mixing = token_mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
@@ -54,22 +50,10 @@ def mhla_reference(inputs: MHLAInputs) -> torch.Tensor:
 
 
 def token_relations(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    blocks: Blocks,
-    key_blocks: Blocks,
-    causal: bool,
-    key_mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    starts: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the block of every token, and which query may see which key. See `mhla` for the arguments.
-
-    Returns:
-        query_block: int64 [B or 1, T].
-        key_block: int64 [B or 1, S].
-        visible: bool [B, T, S].
-    """
+    q: Tensor, k: Tensor, blocks: Blocks, key_blocks: Blocks, causal: bool, key_mask: Tensor | None,
+    cu_seqlens: Tensor | None, starts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the block of every query and key, int64 [B or 1, T or S], and which query may see which key, bool [B, T, S]."""
     query_block = blocks.index(q.device)[None]
     key_block = key_blocks.index(q.device)[None]
     token = torch.arange(q.shape[1], device=q.device)
@@ -93,30 +77,18 @@ def token_relations(
     return query_block, key_block, visible
 
 
-def inner_products(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def inner_products(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute <q[t], k[s]> of each query head with its KV head: q [B, T, H, K], k [B, S, G, K] -> `dtype` [B, H, T, S]."""
     k = k.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], 2)
     return torch.einsum("bthk,bshk->bhts", q.to(dtype), k)
 
 
-def official_denominator(
-    q: torch.Tensor, k: torch.Tensor, mixing: torch.Tensor, blocks: Blocks, scale: float
-) -> torch.Tensor:
+def official_denominator(q: Tensor, k: Tensor, mixing: Tensor, blocks: Blocks, scale: float) -> Tensor:
     """Compute the denominator of the authors' vision code: sum_b mixing[i, b] <q_b, z_b> for a token of block i.
 
     z_b is the sum of the keys of block b, and q_b the query of block b at the token's slot, its index within its block. The
     paper has the token's own query in place of q_b. Checkpoints that were trained with that code need this denominator. It
-    takes linear time, so every implementation uses it.
-
-    Args:
-        q: [B, T, H, K].
-        k: [B, T, G, K], zero where keys are masked.
-        mixing: [M, M] or [H, M, M].
-        blocks: The blocks, of equal size.
-        scale: Multiplier of the result.
-
-    Returns:
-        [B, T, H] in the dtype of `mixing`.
+    takes linear time, so every implementation uses it: q [B, T, H, K] and k [B, T, G, K], zero where masked -> [B, T, H].
     """
     num_heads = q.shape[2]
     tokens = torch.argsort(blocks.index(q.device), stable=True).view(blocks.num_blocks, -1)  # [M, C], slot by slot
@@ -126,27 +98,19 @@ def official_denominator(
     return scale * mixed[:, torch.argsort(tokens.flatten())]
 
 
-def divide_or_zero(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+def divide_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Divide [.., V] by [..], with 0 where |denominator| is below the smallest normal number; gradients stay finite."""
     vanishes = denominator.abs() < torch.finfo(denominator.dtype).tiny
     quotient = numerator / torch.where(vanishes, 1, denominator)[..., None]
     return torch.where(vanishes[..., None], 0, quotient)
 
 
-def without_row_scale(grad: torch.Tensor, mixing: torch.Tensor, causal: bool) -> torch.Tensor:
+def without_row_scale(grad: Tensor, mixing: Tensor, causal: bool) -> Tensor:
     """Remove from a gradient of `mixing` its component along each row of `mixing`, for the normalized form.
 
     The scale of a row cancels between numerator and denominator, so this component is exactly 0. What floating-point
     arithmetic leaves of it is the rounding error of two large terms, often the largest error of the whole gradient. An
     orthogonal projection removes it and cannot add to the error.
-
-    Args:
-        grad: [.., Mq, Mk], a gradient of `mixing`.
-        mixing: [.., Mq, Mk].
-        causal: Whether only the lower triangle of `mixing` is used.
-
-    Returns:
-        [.., Mq, Mk], the rest of the gradient.
     """
     mixing = (mixing.tril() if causal else mixing).to(grad.dtype)
     largest = mixing.abs().amax(-1, keepdim=True)

@@ -1,36 +1,29 @@
 """The state of a decoder: `MHLAState` for dense causal mixing, and `RowState`, which all decoder states share.
 
-Every row of the batch has its own position, so left-padded rows of very different lengths share one state. `MHLAState`
-keeps three things: the summaries of closed blocks; their mixture for the open block (the prefix), which is refreshed once
-per block; and a window with the keys and values of the last two blocks. Attention inside the open block reads the window.
-Nothing is ever subtracted from a sum, so `crop` is exact for all tokens that are still in the window. States have no
-gradient.
+Every row of the batch has its own position. `MHLAState` keeps the summaries of closed blocks; their mixture for the open
+block (the prefix), which is refreshed once per block; and a window with the keys and values of the last two blocks, which
+attention inside the open block reads. Nothing is ever subtracted from a sum, so `crop` is exact for tokens that are
+in the window. States have no gradient.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 class RowState:
-    """Base class of decoder states: dataclasses whose tensors all have the batch as their first axis.
+    """Base class of decoder states, which change in place: dataclasses whose tensors have the batch as their first axis."""
 
-    All methods that change a state work in place.
-    """
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all fields that are tensors, by name."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def nbytes(self) -> int:
         """Return the number of bytes that the tensors take."""
         return sum(value.nbytes for value in self.tensors().values())
 
     def leave_inference_mode(self) -> None:
-        """Replace tensors that were created in inference mode, which cannot be written outside of it, by ordinary copies.
-
-        Does nothing in inference mode and under torch.compile.
-        """
+        """Replace tensors that were created in inference mode, which cannot be written outside of it, by ordinary copies."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return
         for name, value in self.tensors().items():
@@ -38,21 +31,15 @@ class RowState:
                 setattr(self, name, value.clone())
 
     @torch.inference_mode(False)
-    def select(self, index: torch.Tensor) -> None:
-        """Keep the rows listed in `index`, in that order.
+    def select(self, index: Tensor) -> None:
+        """Keep the rows listed in `index` int64 [B'], in that order; a row may appear several times.
 
         As long as the number of rows stays the same, the tensors keep their addresses, which CUDA graphs rely on.
-
-        Args:
-            index: int64 [B'], the rows to keep; a row may appear several times.
         """
         self.leave_inference_mode()
         for name, value in self.tensors().items():
             selected = value.index_select(0, index.to(value.device))
-            if selected.shape == value.shape:
-                value.copy_(selected)
-            else:
-                setattr(self, name, selected)
+            setattr(self, name, value.copy_(selected) if selected.shape == value.shape else selected)
 
     def repeat(self, times: int) -> None:
         """Repeat every row `times` times; the copies of a row are next to each other."""
@@ -85,16 +72,16 @@ class MHLAState(RowState):
 
     block_size: int
     normalize: bool
-    summaries: torch.Tensor
-    z: torch.Tensor | None
-    prefix: torch.Tensor
-    prefix_z: torch.Tensor | None
-    prefix_block: torch.Tensor
-    window_k: torch.Tensor
-    window_v: torch.Tensor
-    window_k_den: torch.Tensor | None
-    length: torch.Tensor
-    oldest: torch.Tensor
+    summaries: Tensor
+    z: Tensor | None
+    prefix: Tensor
+    prefix_z: Tensor | None
+    prefix_block: Tensor
+    window_k: Tensor
+    window_v: Tensor
+    window_k_den: Tensor | None
+    length: Tensor
+    oldest: Tensor
 
     @staticmethod
     def empty(
@@ -105,15 +92,9 @@ class MHLAState(RowState):
         """Create a state that has seen no tokens.
 
         Args:
-            batch: Number of rows, B.
-            num_kv_heads: Number of key/value heads, G.
-            num_heads: Number of query heads, H.
-            key_dim: Width of keys, K.
-            value_dim: Width of values, V.
-            block_size: Tokens per block, C.
+            batch, num_kv_heads, num_heads, key_dim, value_dim, block_size: B, G, H, K, V, and C.
             normalize: Whether outputs are divided by the sum of the weights.
-            dtype: The dtype of the inputs.
-            device: The device of the inputs.
+            dtype, device: Those of the inputs.
             den_dim: Width of `k_den`; None if the denominator uses the same features as the numerator.
 
         Raises:
@@ -123,24 +104,24 @@ class MHLAState(RowState):
             raise ValueError(f"normalize: got {normalize!r}, expected True or False for decoding.")
         sum_dtype = torch.promote_types(dtype, torch.float32)
         z_dim = key_dim if den_dim is None else den_dim
-        window = (batch, 2 * block_size, num_kv_heads)
-        z = prefix_z = window_k_den = None
-        if normalize:
-            z = torch.zeros(batch, num_kv_heads, 1, z_dim, dtype=sum_dtype, device=device)
-            prefix_z = torch.zeros(batch, num_heads, z_dim, dtype=sum_dtype, device=device)
-            if den_dim is not None:
-                window_k_den = torch.zeros(*window, den_dim, dtype=dtype, device=device)
+
+        def sums(*shape: int) -> Tensor:
+            return torch.zeros(batch, *shape, dtype=sum_dtype, device=device)
+
+        def window(width: int) -> Tensor:
+            return torch.zeros(batch, 2 * block_size, num_kv_heads, width, dtype=dtype, device=device)
+
         return MHLAState(
             block_size=block_size,
             normalize=bool(normalize),
-            summaries=torch.zeros(batch, num_kv_heads, 1, key_dim, value_dim, dtype=sum_dtype, device=device),
-            z=z,
-            prefix=torch.zeros(batch, num_heads, key_dim, value_dim, dtype=sum_dtype, device=device),
-            prefix_z=prefix_z,
+            summaries=sums(num_kv_heads, 1, key_dim, value_dim),
+            z=sums(num_kv_heads, 1, z_dim) if normalize else None,
+            prefix=sums(num_heads, key_dim, value_dim),
+            prefix_z=sums(num_heads, z_dim) if normalize else None,
             prefix_block=torch.full((batch,), -1),
-            window_k=torch.zeros(*window, key_dim, dtype=dtype, device=device),
-            window_v=torch.zeros(*window, value_dim, dtype=dtype, device=device),
-            window_k_den=window_k_den,
+            window_k=window(key_dim),
+            window_v=window(value_dim),
+            window_k_den=None if den_dim is None or not normalize else window(den_dim),
             length=torch.zeros(batch, dtype=torch.int64),
             oldest=torch.zeros(batch, dtype=torch.int64),
         )
@@ -163,13 +144,3 @@ class MHLAState(RowState):
             raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the window still holds.")
         self.length = length
         self.prefix_block = torch.where(self.prefix_block > length // self.block_size, -1, self.prefix_block)
-
-    def reserve(self, num_closed: int) -> None:
-        """Make room for `num_closed` summaries, in place; a capacity that is too small is at least doubled."""
-        capacity = self.summaries.shape[2]
-        if num_closed <= capacity:
-            return
-        extra = max(num_closed, 2 * capacity) - capacity
-        self.summaries = torch.nn.functional.pad(self.summaries, (0, 0, 0, 0, 0, extra))
-        if self.z is not None:
-            self.z = torch.nn.functional.pad(self.z, (0, 0, 0, extra))

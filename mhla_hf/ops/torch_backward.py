@@ -5,6 +5,7 @@ den_grad [R, M, C] of the sum of the weights, which is None if not normalized.
 """
 
 import torch
+from torch import Tensor
 
 from .inputs import MHLAOptions
 from .reference import divide_or_zero, without_row_scale
@@ -18,69 +19,41 @@ from .torch_forward import (
     mix_blocks,
 )
 
-FourGrads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k, v, and mixing
-
 
 def blocked_backward(
-    o_grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    o: torch.Tensor | None,
-    den: torch.Tensor | None,
+    o_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, o: Tensor | None, den: Tensor | None,
     options: MHLAOptions,
-) -> list[torch.Tensor]:
-    """Compute the gradients of q, k, v, and mixing.
-
-    Args:
-        o_grad: [B, T, H, V], the gradient of the output.
-        q, k, v, mixing, options: As in `blocked_forward`.
-        o, den: Results of `blocked_forward`; None if not normalized.
-
-    Returns:
-        Four gradients, each with the shape and dtype of its input.
-    """
+) -> list[Tensor]:  # fmt: skip
+    """Compute the gradients of q, k, v, and mixing from those of the output, and from o and den if normalized."""
     work, inputs = HeadWork(q, k, v, options), (q, k, v, mixing)
-    compute_grads = causal_grads if work.causal else full_grads
+    compute_grads = causal_grads if options.causal else full_grads
     with torch.autocast(q.device.type, enabled=False):
-        grads = [empty_grad(x, q.shape[2], work.sum_dtype) for x in inputs]
+        grads = [  # several heads add to some of them
+            torch.zeros_like(x, dtype=work.sum_dtype) if x.dim() < 4 or x.shape[2] < q.shape[2] else torch.empty_like(x)
+            for x in inputs
+        ]
         q_grad, k_grad, v_grad, mixing_grad = grads
         for heads in work.groups:
             num_grad, den_grad = heads.take(o_grad), None
             if o is not None and den is not None:  # o = num / den
                 num_grad = divide_or_zero(num_grad, heads.take(den).squeeze(2))
                 den_grad = work.query_cut.split(-(num_grad * heads.take(o)).sum(2, keepdim=True)).squeeze(3)
-            m = heads.take_mixing(mixing, work.scale)
+            m = heads.take_mixing(mixing, options.scale)
             num_grad = work.query_cut.split(num_grad)
             dq, dk, dv, dm = compute_grads(*work.split(heads, q, k, v), m, num_grad, den_grad)
             heads.write(work.query_cut.merge(dq), q_grad)
             heads.write(work.key_cut.merge(dk), k_grad)
             heads.write(work.key_cut.merge(dv), v_grad)
-            heads.add_mixing_grad(dm * work.scale, mixing_grad)
-        if work.normalize:
-            grads[3] = without_row_scale(mixing_grad, mixing, work.causal)
+            heads.add_mixing_grad(dm * options.scale, mixing_grad)
+        if options.normalize:
+            grads[3] = without_row_scale(mixing_grad, mixing, options.causal)
     return [grad.to(x.dtype) for x, grad in zip(inputs, grads, strict=True)]
 
 
-def empty_grad(x: torch.Tensor, num_heads: int, sum_dtype: torch.dtype) -> torch.Tensor:
-    """Allocate the gradient of an input: zeros in `sum_dtype` if several heads add to it, else uninitialized memory."""
-    summed = x.dim() < 4 or x.shape[2] < num_heads
-    return torch.zeros_like(x, dtype=sum_dtype) if summed else torch.empty_like(x)
-
-
 def full_grads(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    m: torch.Tensor,
-    num_grad: torch.Tensor,
-    den_grad: torch.Tensor | None,
-) -> FourGrads:
-    """Compute the gradients of `full_sums` with respect to q, k, v, and m [R, M, N].
-
-    See `full_sums` for q, k, v, and m, and the top of this file for `num_grad` and `den_grad`.
-    """
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor, num_grad: Tensor, den_grad: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of `full_sums` with respect to q, k, v, and m [R, M, N]."""
     summary = k.mT @ v
     mixed_grad = q.mT @ num_grad
     dq = num_grad @ mix_blocks(m, summary).mT
@@ -97,22 +70,11 @@ def full_grads(
 
 
 def causal_grads(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    m: torch.Tensor,
-    num_grad: torch.Tensor,
-    den_grad: torch.Tensor | None,
-) -> FourGrads:
-    """Compute the gradients of `causal_sums` with respect to q, k, v, and m [R, M, M].
-
-    See `causal_sums` for q, k, v, and m, and the top of this file for `num_grad` and `den_grad`.
-    """
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor, num_grad: Tensor, den_grad: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of `causal_sums` with respect to q, k, v, and m [R, M, M]."""
     rows, count, size, _ = q.shape
-    q = cut_chunks(q)
-    k = cut_chunks(k)
-    v = cut_chunks(v)
-    num_grad = cut_chunks(num_grad)
+    q, k, v, num_grad = (cut_chunks(x) for x in (q, k, v, num_grad))
     diagonal = diagonal_mixing(m)
     summary = chunk_summaries(k, v, rows, count)
     prefix, running = chunk_prefix(summary, m)
@@ -145,14 +107,9 @@ def causal_grads(
 
 
 def chunk_prefix_grads(
-    prefix_grad: torch.Tensor, summary: torch.Tensor, running: torch.Tensor | None, m: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gradients of `chunk_prefix` with respect to the summaries, [R, M, n, X], and m, [R, M, M].
-
-    Args:
-        prefix_grad: [R, M, n, X], the gradient of the prefix.
-        summary, running, m: As in `chunk_prefix`.
-    """
+    prefix_grad: Tensor, summary: Tensor, running: Tensor | None, m: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of `chunk_prefix` with respect to the summaries, [R, M, n, X], and m, [R, M, M]."""
     if running is None:
         summary_grad, dm = mix_earlier_grads(prefix_grad.squeeze(2), summary.squeeze(2), m)
         return summary_grad[:, :, None], dm
@@ -162,11 +119,6 @@ def chunk_prefix_grads(
     return summary_grad, dm + torch.diag_embed(torch.linalg.vecdot(prefix_grad.flatten(2), running.flatten(2)))
 
 
-def mix_earlier_grads(
-    mixed_grad: torch.Tensor, summary: torch.Tensor, m: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gradients of `mix_earlier` with respect to the summaries, [R, M, X], and m, [R, M, M].
-
-    `mixed_grad` [R, M, X] is the gradient of the result.
-    """
+def mix_earlier_grads(mixed_grad: Tensor, summary: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of `mix_earlier` with respect to the summaries, [R, M, X], and m, [R, M, M]."""
     return torch.matmul(m.tril(-1).mT, mixed_grad), torch.bmm(mixed_grad, summary.mT).tril_(-1)

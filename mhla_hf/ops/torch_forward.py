@@ -10,6 +10,7 @@ of a token does not grow with the block size.
 """
 
 import torch
+from torch import Tensor
 
 from .inputs import MHLAOptions
 from .reference import divide_or_zero
@@ -21,26 +22,20 @@ HEAD_BY_HEAD_SIZE = 32768
 
 
 def blocked_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, options: MHLAOptions
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute outputs o = num / den, where num is the sum of weight * v and den is the sum of the weights.
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: MHLAOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Compute o = num / den, where num is the sum of weight * v and den that of the weights, for a boolean `normalize`.
 
-    Args:
-        q, k, v, mixing: As in `mhla`, except that a causal mixing matrix has exactly M rows and columns.
-        options: As in `mhla`; `normalize` is a bool.
-
-    Returns:
-        o: [B, T, H, V].
-        den: [B, T, H, 1], or None if not normalized; then o is num.
+    Returns o [B, T, H, V] and den [B, T, H, 1], or num and None if not normalized.
     """
     work = HeadWork(q, k, v, options)
-    o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.sum_dtype if work.unrounded else v.dtype)
-    den = q.new_empty(*q.shape[:3], 1, dtype=work.sum_dtype) if work.normalize else None
-    compute_sums = causal_sums if work.causal else full_sums
+    o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.sum_dtype if options.unrounded else v.dtype)
+    den = q.new_empty(*q.shape[:3], 1, dtype=work.sum_dtype) if options.normalize else None
+    compute_sums = causal_sums if options.causal else full_sums
     with torch.autocast(q.device.type, enabled=False):
         for heads in work.groups:
-            m = heads.take_mixing(mixing, work.scale)
-            head_num, head_den = compute_sums(*work.split(heads, q, k, v), m, work.normalize)
+            m = heads.take_mixing(mixing, options.scale)
+            head_num, head_den = compute_sums(*work.split(heads, q, k, v), m, bool(options.normalize))
             if head_den is not None and den is not None:
                 head_num = divide_or_zero(head_num, head_den)
                 heads.write(work.query_cut.merge(head_den[..., None]), den)
@@ -49,56 +44,40 @@ def blocked_forward(
 
 
 class HeadWork:
-    """Divides the work of the forward or the backward pass: tokens into blocks, and heads into groups.
+    """Divides the work of the forward or the backward pass: tokens into blocks, and heads into groups."""
 
-    Args:
-        q, k, v: As in `mhla`.
-        options: As in `blocked_forward`.
-    """
-
-    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: MHLAOptions):
-        self.causal, self.normalize = options.causal, bool(options.normalize)
-        self.scale, self.unrounded = options.scale, options.unrounded
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: MHLAOptions):
         self.sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-        blocks, key_blocks = options.blocks, options.key_blocks
-        self.query_cut = BlockCut(blocks, q.device)
-        self.key_cut = self.query_cut if key_blocks == blocks else BlockCut(key_blocks, q.device)
+        self.query_cut = BlockCut(options.blocks, q.device)
+        same_blocks = options.key_blocks == options.blocks
+        self.key_cut = self.query_cut if same_blocks else BlockCut(options.key_blocks, q.device)
         one_by_one = q.device.type == "cpu" and q.shape[1] * q.shape[3] >= HEAD_BY_HEAD_SIZE
         self.groups = Heads.groups(q, self.sum_dtype, one_by_one and not torch.compiler.is_compiling())
 
-    def split(
-        self, heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def split(self, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cut q, k, and v of some heads into blocks: [R, M, C, K], [R, N, D, K], and [R, N, D, V] (see top of file)."""
         return self.query_cut.split(heads.take(q)), self.key_cut.split(heads.take(k)), self.key_cut.split(heads.take(v))
 
 
-def full_sums(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor, with_den: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def full_sums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, with_den: bool) -> tuple[Tensor, Tensor | None]:
     """Compute two sums over all keys: of weight * v, [R, M, C, V], and of weights, [R, M, C] (None unless `with_den`)."""
     num = q @ mix_blocks(m, k.mT @ v)
     den = (q @ mix_blocks(m, k.sum(2)[..., None])).squeeze(3) if with_den else None
     return num, den
 
 
-def mix_blocks(m: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+def mix_blocks(m: Tensor, summary: Tensor) -> Tensor:
     """Mix summaries, sum_b m_ib S_b (paper eq. 5): [R or 1, M, N] and [R, N, K, V] -> [R, M, K, V]."""
     return torch.matmul(m, summary.flatten(2)).unflatten(2, summary.shape[2:])
 
 
-def causal_sums(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor, with_den: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def causal_sums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, with_den: bool) -> tuple[Tensor, Tensor | None]:
     """Compute the sums of `full_sums` over the keys at and before each query: [R, M, C, V], and [R, M, C] or None."""
     rows, count, size, _ = q.shape
     q, k, v = cut_chunks(q), cut_chunks(k), cut_chunks(v)
-    weight = chunk_scores(q, k, rows, count)
-    weight.mul_(diagonal_mixing(m))
-    weight = weight.view(len(q), q.shape[1], -1)
+    weight = chunk_scores(q, k, rows, count).mul_(diagonal_mixing(m)).view(len(q), q.shape[1], -1)
     prefix, _ = chunk_prefix(chunk_summaries(k, v, rows, count), m)
-    num = torch.bmm(q, prefix.view(len(q), -1, v.shape[2])).baddbmm_(weight, v)
-    num = num.view(rows, count, size, -1)
+    num = torch.bmm(q, prefix.view(len(q), -1, v.shape[2])).baddbmm_(weight, v).view(rows, count, size, -1)
     if not with_den:
         return num, None
     prefix_z, _ = chunk_prefix(k.sum(1).view(rows, count, -1, k.shape[2]), m)
@@ -106,48 +85,35 @@ def causal_sums(
     return num, den.view(rows, count, size)
 
 
-def cut_chunks(x: torch.Tensor) -> torch.Tensor:
-    """Cut blocks into n chunks: [R, M, C, K] -> [R * M * n, C / n, K]."""
-    return x.reshape(-1, chunk_size(x.shape[2]), x.shape[3])
+def cut_chunks(x: Tensor) -> Tensor:
+    """Cut blocks into n chunks of 64 to 128 tokens, or 32 to 63 if no such number divides C: [R * M * n, C / n, K].
 
-
-def chunk_size(size: int) -> int:
-    """Return the number of tokens per chunk for blocks of `size` tokens.
-
-    A block of up to 128 tokens is one chunk. For a longer block, it is the smallest divisor of `size` from 64 to 128, else
-    the largest from 32 to 63, else `size`.
+    A block of up to 128 tokens, or of a size without such a divisor, is one chunk.
     """
-    if size <= 128:
-        return size
-    divisors = [c for c in (*range(64, 129), *range(63, 31, -1)) if size % c == 0]
-    return divisors[0] if divisors else size
+    size = x.shape[2]
+    divisors = [c for c in (*range(64, 129), *range(63, 31, -1)) if size % c == 0] if size > 128 else []
+    return x.reshape(-1, divisors[0] if divisors else size, x.shape[3])
 
 
-def chunk_scores(q: torch.Tensor, k: torch.Tensor, rows: int, count: int) -> torch.Tensor:
+def chunk_scores(q: Tensor, k: Tensor, rows: int, count: int) -> Tensor:
     """Compute tril(q k^T) within every chunk: q, k [R * M * n, c, K] -> [R, M, n * c * c], with `rows` R and `count` M."""
     return torch.bmm(q, k.mT).tril_().view(rows, count, -1)
 
 
-def diagonal_mixing(m: torch.Tensor) -> torch.Tensor:
+def diagonal_mixing(m: Tensor) -> Tensor:
     """Return the weight m_ii of each block for itself, [R or 1, M, 1]."""
     return m.diagonal(dim1=-2, dim2=-1)[..., None]
 
 
-def chunk_summaries(k: torch.Tensor, v: torch.Tensor, rows: int, count: int) -> torch.Tensor:
+def chunk_summaries(k: Tensor, v: Tensor, rows: int, count: int) -> Tensor:
     """Compute the summary S = k^T v of every chunk (paper eq. 4): [R, M, n, K * V], with `rows` R and `count` M."""
     return torch.bmm(k.mT, v).view(rows, count, -1, k.shape[2] * v.shape[2])
 
 
-def chunk_prefix(summary: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the mixture of earlier summaries that every chunk reads.
+def chunk_prefix(summary: Tensor, m: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Compute what every chunk reads of earlier summaries [R, M, n, X]: blocks mixed by m, and m_ii times earlier chunks.
 
-    Args:
-        summary: [R, M, n, X], the flattened summary of every chunk.
-        m: [R or 1, M, M].
-
-    Returns:
-        prefix: [R, M, n, X], earlier blocks mixed by m, plus m_ii times the sum of earlier chunks of the same block.
-        running: [R, M, n, X], the sum over the earlier chunks of the same block; None if n is 1.
+    Also returns `running`, the sum over the earlier chunks of the same block; None if n is 1.
     """
     if summary.shape[2] == 1:
         return mix_earlier(m, summary.squeeze(2))[:, :, None], None
@@ -157,6 +123,6 @@ def chunk_prefix(summary: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, 
     return torch.addcmul(earlier[:, :, None], running, diagonal_mixing(m)[..., None]), running
 
 
-def mix_earlier(m: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+def mix_earlier(m: Tensor, summary: Tensor) -> Tensor:
     """Mix the summaries of earlier blocks, sum_{b<i} m_ib S_b: [R or 1, M, M] and [R, M, X] -> [R, M, X]."""
     return torch.matmul(m.tril(-1), summary)

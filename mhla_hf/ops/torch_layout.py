@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .blocks import Blocks
 
@@ -11,26 +12,21 @@ class BlockCut:
     """Cuts tokens into M blocks of C tokens, where C is the size of the largest block; smaller blocks end in zeros.
 
     Blocks that are contiguous runs of tokens are views, others are gathered.
-
-    Args:
-        blocks: The blocks of the tokens.
-        device: Device of the tokens.
     """
 
     def __init__(self, blocks: Blocks, device: torch.device):
-        self.count = blocks.num_blocks
-        self.length = blocks.length
+        self.count, self.length = blocks.num_blocks, blocks.length
         self.size = min(blocks.block_size, blocks.length) if blocks.block_size is not None else max(blocks.sizes())
         self.missing = self.count * self.size - self.length
-        self.order: torch.Tensor | None = None
-        in_place = blocks.contiguous and (blocks.equal or blocks.block_size is not None)
+        self.order: Tensor | None = None
+        in_place = blocks.contiguous and (blocks.block_size is not None or blocks.equal)
         if not in_place:
             block = blocks.index(device)
             # Count on the device: a copy from the host could not be captured in a CUDA graph.
             sizes = block.new_zeros(self.count).index_add(0, block, torch.ones_like(block))
             self.order, self.inverse = gather_by_block(block, sizes, self.size)
 
-    def split(self, x: torch.Tensor) -> torch.Tensor:
+    def split(self, x: Tensor) -> Tensor:
         """Cut tokens into blocks: [R, T, K] -> [R, M, C, K]."""
         if self.missing > 0:
             x = torch.nn.functional.pad(x, (0, 0, 0, self.missing if self.order is None else 1))
@@ -38,23 +34,16 @@ class BlockCut:
             x = x.index_select(1, self.order)
         return x.unflatten(1, (self.count, self.size))
 
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
+    def merge(self, x: Tensor) -> Tensor:
         """Undo `split`: [R, M, C, V] -> [R, T, V]."""
         x = x.flatten(1, 2)
         return x[:, : self.length] if self.order is None else x.index_select(1, self.inverse)
 
 
-def gather_by_block(block: torch.Tensor, sizes: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gather that sorts tokens by block and pads every block to `size` tokens, and its inverse.
+def gather_by_block(block: Tensor, sizes: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Compute the gather that sorts tokens by `block` [T] and pads every block to `size` tokens, and its inverse.
 
-    Args:
-        block: int64 [T], the block of each token.
-        sizes: int64 [M], the number of tokens in each block.
-        size: C, at least the size of the largest block.
-
-    Returns:
-        order: int64 [M * C], the token at each place, or T where a block has fewer than C tokens.
-        inverse: int64 [T], the place of each token.
+    Returns the token at each place, int64 [M * C], T where a block has fewer than C tokens; and the place of each token.
     """
     length = block.shape[0]
     tokens = torch.argsort(block, stable=True)
@@ -66,57 +55,38 @@ def gather_by_block(block: torch.Tensor, sizes: torch.Tensor, size: int) -> tupl
 
 
 class Heads:
-    """Selects some query heads of some batch rows, and flattens both into one axis.
+    """Selects some query heads of some batch rows, and flattens both into one axis of R.
 
-    The caller's tensors are [B, T, H or G, K]. The work tensors are [R, T, K] in `sum_dtype`, where R is the number of
-    selected heads times the number of selected rows. A single head of a single row is a view, anything else a copy.
-
-    Args:
-        rows: The selected rows of the batch.
-        heads: The selected query heads.
-        q: The queries, which give the total numbers of rows and heads.
-        sum_dtype: The dtype of the work tensors.
+    The caller's tensors are [B, T, H or G, K], the work tensors [R, T, K] in `sum_dtype`. A single head of a single row is a
+    view, anything else a copy.
     """
 
-    def __init__(self, rows: slice, heads: slice, q: torch.Tensor, sum_dtype: torch.dtype):
-        self.rows = rows
-        self.heads = heads
-        self.sum_dtype = sum_dtype
-        self.total_heads = q.shape[2]
-        self.num_heads = heads.stop - heads.start
-        self.num_rows = len(q[rows])
+    def __init__(self, rows: slice, heads: slice, q: Tensor, sum_dtype: torch.dtype):
+        self.rows, self.heads, self.sum_dtype = rows, heads, sum_dtype
+        self.total_heads, self.num_heads, self.num_rows = q.shape[2], heads.stop - heads.start, len(q[rows])
 
     @staticmethod
-    def groups(q: torch.Tensor, sum_dtype: torch.dtype, one_by_one: bool) -> list["Heads"]:
+    def groups(q: Tensor, sum_dtype: torch.dtype, one_by_one: bool) -> list["Heads"]:
         """Return selections that cover all heads of q: one for each head of each row if `one_by_one`, else a single one."""
-        batch, num_heads = q.shape[0], q.shape[2]
         if not one_by_one:
-            return [Heads(slice(None), slice(0, num_heads), q, sum_dtype)]
-        return [
-            Heads(slice(row, row + 1), slice(head, head + 1), q, sum_dtype)
-            for row in range(batch)
-            for head in range(num_heads)
-        ]
+            return [Heads(slice(None), slice(0, q.shape[2]), q, sum_dtype)]
+        rows, heads = ([slice(i, i + 1) for i in range(count)] for count in (q.shape[0], q.shape[2]))
+        return [Heads(row, head, q, sum_dtype) for row in rows for head in heads]
 
-    def select(self, x: torch.Tensor) -> torch.Tensor:
+    def select(self, x: Tensor) -> Tensor:
         """Return a view of the selected rows and heads of x [B, T, H or G, K]; of G KV heads, those that they use."""
-        share = self.total_heads // x.shape[2]
-        return x[self.rows, :, self.heads.start // share : (self.heads.stop - 1) // share + 1]
+        queries_per_kv = self.total_heads // x.shape[2]
+        return x[self.rows, :, self.heads.start // queries_per_kv : (self.heads.stop - 1) // queries_per_kv + 1]
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
+    def take(self, x: Tensor) -> Tensor:
         """Gather the selected heads: [B, T, H or G, K] -> [R, T, K]; KV heads are repeated for their query heads."""
         x = self.select(x).to(self.sum_dtype).transpose(1, 2)
         if x.shape[1] < self.num_heads:
             x = x.repeat_interleave(self.num_heads // x.shape[1], 1)
         return x.flatten(0, 1)
 
-    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write x [R, T, K] to `out` in place. If `out` has KV heads, add the sum over the query heads of each instead.
-
-        Args:
-            x: [R, T, K].
-            out: [B, T, H or G, K].
-        """
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """Write x [R, T, K] to `out` in place. If `out` has KV heads, add the sum over the query heads of each instead."""
         target = self.select(out)
         x = x.unflatten(0, (self.num_rows, self.num_heads))
         if out.shape[2] == self.total_heads:
@@ -124,12 +94,12 @@ class Heads:
         else:
             target.add_(x.unflatten(1, (target.shape[2], -1)).sum(2).transpose(1, 2))
 
-    def take_mixing(self, mixing: torch.Tensor, scale: float) -> torch.Tensor:
+    def take_mixing(self, mixing: Tensor, scale: float) -> Tensor:
         """Multiply the mixing matrix of the selected heads by `scale`: [Mq, Mk] or [H, Mq, Mk] -> [R or 1, Mq, Mk]."""
         mixing = mixing.to(self.sum_dtype) * scale
         return mixing[None] if mixing.dim() == 2 else mixing[self.heads].repeat(self.num_rows, 1, 1)
 
-    def add_mixing_grad(self, mixing_grad: torch.Tensor, out: torch.Tensor) -> None:
+    def add_mixing_grad(self, mixing_grad: Tensor, out: Tensor) -> None:
         """Add gradients [R, Mq, Mk] to `out` [Mq, Mk] or [H, Mq, Mk], in place."""
         if out.dim() == 2:
             out += mixing_grad.sum(0)
@@ -138,59 +108,36 @@ class Heads:
 
 
 class MoveTokens(torch.autograd.Function):
-    """Gathers tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` is -1.
+    """Gathers tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` [B or 1, P] is -1.
 
-    Called as `MoveTokens.apply(x, source, inverse)` with x [B, T, H, K] and source int64 [B or 1, P]; returns [B, P, H, K].
-    `inverse`, int64 [B or 1, T], is the gather in the opposite direction, with which the backward pass is a gather, too.
+    `inverse` [B or 1, T] is the gather in the opposite direction, with which the backward pass is a gather, too.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(source, inverse)
         rows = torch.arange(x.shape[0], device=x.device)[:, None]
         return torch.where((source >= 0)[..., None, None], x[rows, source.clamp(min=0)], 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         source, inverse = ctx.saved_tensors
         return MoveTokens.apply(grad, inverse, source), None, None
 
 
-def shift_to_start(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute how to move tokens so that the first real token of each row comes to place 0.
-
-    Args:
-        starts: int64 [B], index of the first real token of each row.
-        num_tokens: Number of tokens, T.
-
-    Returns:
-        source: int64 [B, T], for `MoveTokens`.
-        inverse: int64 [B, T], for `MoveTokens`.
-    """
+def shift_to_start(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Compute `source` and `inverse` of `MoveTokens` so that the first real token of each row comes to place 0."""
     place = torch.arange(num_tokens, device=starts.device)
     starts = starts[:, None]
     source, inverse = place + starts, place - starts
     return torch.where(source < num_tokens, source, -1), torch.where(inverse >= 0, inverse, -1)
 
 
-def align_sequences(
-    cu_seqlens: torch.Tensor, num_tokens: int, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute how to move packed sequences so that each begins at a block edge.
+def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute how to move packed sequences so that each begins at a block edge, in the most blocks M they can need.
 
-    The number of blocks M is the most that N sequences with T tokens in all can need. It does not depend on the values of
-    `cu_seqlens`, so these need not be copied to the host.
-
-    Args:
-        cu_seqlens: Int [N + 1], the borders of the sequences.
-        num_tokens: Number of tokens, T.
-        block_size: Tokens per block, C.
-
-    Returns:
-        source: int64 [1, M * C], for `MoveTokens`.
-        inverse: int64 [1, T], for `MoveTokens`.
-        block_index: int64 [M], the index of each block in its sequence.
-        sequence_id: int64 [M], the sequence of each block; unused blocks at the end have an id of their own, N.
+    Returns `source` [1, M * C] and `inverse` [1, T] of `MoveTokens`, and for each block [M] its index in its sequence and
+    its sequence; unused blocks at the end have one of their own.
     """
     borders = cu_seqlens.long()
     last_block = ((borders.diff() + block_size - 1) // block_size).cumsum(0)
@@ -205,76 +152,34 @@ def align_sequences(
     return source[None], inverse[None], block - first_block[sequence_id], sequence_id
 
 
-def mixing_of_sequences(mixing: torch.Tensor, block_index: torch.Tensor, sequence_id: torch.Tensor) -> torch.Tensor:
-    """Expand the mixing matrix of one sequence to the blocks of several packed ones, with 0 between sequences.
-
-    Args:
-        mixing: [.., Mq, Mk].
-        block_index: int64 [M], the index of each block in its sequence.
-        sequence_id: int64 [M], the sequence of each block.
-
-    Returns:
-        [.., M, M].
-    """
+def mixing_of_sequences(mixing: Tensor, block_index: Tensor, sequence_id: Tensor) -> Tensor:
+    """Expand the mixing matrix of one sequence to the M blocks of `align_sequences`, with 0 between sequences."""
     rows = block_index.clamp(max=mixing.shape[-2] - 1)
     columns = block_index.clamp(max=mixing.shape[-1] - 1)
     return torch.where(sequence_id[:, None] == sequence_id, mixing[..., rows[:, None], columns], 0)
 
 
-def ring_slot(position: torch.Tensor, num_slots: int, sinks: int = 0) -> torch.Tensor:
-    """Return the slot of the token at `position`: the first `sinks` slots are fixed, the others form a ring.
-
-    Args:
-        position: Int of any shape.
-        num_slots: Number of slots, sinks included.
-        sinks: Number of tokens that keep their slots.
-
-    Returns:
-        Slots in the shape of `position`.
-    """
+def ring_slot(position: Tensor, num_slots: int, sinks: int = 0) -> Tensor:
+    """Return the slot of the token at `position`: the first `sinks` of `num_slots` are fixed, the others form a ring."""
     return torch.where(position < sinks, position, sinks + position % (num_slots - sinks))
 
 
 class TokenLayout:
     """Lays out the old tokens of a decoder state and new tokens, M blocks per row, each row from a block edge on.
 
-    All index tensors may be on the CPU while the tokens are on `device`.
-
-    Args:
-        before: int64 [B], number of old tokens in each row. The state holds the last of them in the slots of `ring_slot`.
-        num_new: int64 [B], number of real new tokens in each row. These are the last ones, since padding is on the left.
-        num_columns: Number of new tokens, padding included, T.
-        first_block: int64 [B], the block of each row at which the layout begins.
-        num_blocks: Number of blocks in the layout, M.
-        block_size: Tokens per block, C.
-        num_slots: Number of slots in the state; 0 if it holds no tokens.
-        device: The device of the tokens.
-        sinks: Number of slots for sink tokens.
-
-    Attributes:
-        blocks: int64 [B, M], the index of each block.
-        filled: bool [B, M * C], the places of the layout that hold a token.
+    All index tensors may be on the CPU while the tokens are on `device`. `before` [B] counts the old tokens of each row, of
+    which the state holds the last in the `num_slots` of `ring_slot`; `num_new` [B] counts the real new ones, which are the
+    last of `num_columns`. `first_block` [B] is where the layout begins. `blocks` [B, M] are the indices of its blocks, and
+    `filled` bool [B, M * C] says which places hold a token.
     """
 
     def __init__(
-        self,
-        before: torch.Tensor,
-        num_new: torch.Tensor,
-        num_columns: int,
-        first_block: torch.Tensor,
-        num_blocks: int,
-        block_size: int,
-        num_slots: int,
-        device: torch.device,
-        sinks: int = 0,
-    ):
-        self.before = before
-        self.num_new = num_new
-        self.num_columns = num_columns
+        self, before: Tensor, num_new: Tensor, num_columns: int, first_block: Tensor, num_blocks: int, block_size: int,
+        num_slots: int, device: torch.device, sinks: int = 0,
+    ):  # fmt: skip
+        self.before, self.num_new, self.num_columns = before, num_new, num_columns
         self.first_position = first_block * block_size
-        self.num_slots = num_slots
-        self.sinks = sinks
-        self.device = device
+        self.num_slots, self.sinks, self.device = num_slots, sinks, device
         self.blocks = first_block[:, None] + torch.arange(num_blocks, device=first_block.device)
         position = self.first_position[:, None] + torch.arange(num_blocks * block_size, device=first_block.device)
         new_token = (position - before[:, None] + (num_columns - num_new)[:, None]).clamp(min=0, max=num_columns - 1)
@@ -287,24 +192,23 @@ class TokenLayout:
         self.filled = (position < (before + num_new)[:, None]).to(device)
         self.rows = torch.arange(len(before), device=device)[:, None]
 
-    def place_keys(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def place_keys(self, held: Tensor, new: Tensor) -> Tensor:
         """Lay out old and new tokens: [B, slots, ..] and [B, T, ..] -> [B, M * C, ..]; arbitrary where not `filled`."""
         return (torch.cat([held, new.to(held.dtype)], 1) if self.num_slots else new)[self.rows, self.source]
 
-    def place_queries(self, q: torch.Tensor) -> torch.Tensor:
+    def place_queries(self, q: Tensor) -> Tensor:
         """Lay out new tokens only: [B, T, ..] -> [B, M * C, ..]; arbitrary at places without a new token."""
         return q[self.rows, self.new_token]
 
-    def take_back(self, o: torch.Tensor) -> torch.Tensor:
+    def take_back(self, o: Tensor) -> Tensor:
         """Undo `place_queries`: [B, M * C, ..] -> [B, T, ..], with zeros for padding."""
-        new_index = (
-            torch.arange(self.num_columns, device=self.before.device) - (self.num_columns - self.num_new)[:, None]
-        )
+        padding = (self.num_columns - self.num_new)[:, None]
+        new_index = torch.arange(self.num_columns, device=self.before.device) - padding
         place = (new_index + (self.before - self.first_position)[:, None]).clamp(min=0).to(self.device)
         is_real = (new_index >= 0).to(self.device)
         return torch.where(is_real.view(*is_real.shape, *[1] * (o.dim() - 2)), o[self.rows, place], 0)
 
-    def keep(self, held: torch.Tensor, laid_out: torch.Tensor) -> None:
+    def keep(self, held: Tensor, laid_out: Tensor) -> None:
         """Write the newest tokens of the layout, [B, M * C, ..], into the slots of `held` [B, slots, ..], in place."""
         end = (self.before + self.num_new - 1)[:, None]
         num_slots = held.shape[1]

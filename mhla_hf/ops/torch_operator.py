@@ -1,14 +1,14 @@
 """MHLA in fast PyTorch: one autograd function for all options, with a hand-written backward pass that recomputes.
 
 Only the inputs are saved for the backward pass, and in the normalized form the output and one number per token and head.
-On the CPU, heads are computed one by one as views of the caller's tensors: their summaries then stay in the cache, and
-nothing is copied. Elsewhere, for small heads, and under torch.compile, all heads are computed together. Tokens of padded or
-packed batches (`starts`, `cu_seqlens`) are first moved to block edges, and the outputs are moved back.
+On the CPU, large heads are computed one by one as views of the caller's tensors: their summaries then stay in the cache, and
+nothing is copied. Tokens of padded or packed batches are first moved to block edges, and the outputs are moved back.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .blocks import Blocks
 from .inputs import MHLAInputs, MHLAOptions
@@ -18,18 +18,10 @@ from .torch_forward import blocked_forward
 from .torch_layout import MoveTokens, align_sequences, mixing_of_sequences, shift_to_start
 
 
-def torch_mhla(inputs: MHLAInputs) -> torch.Tensor:
-    """Compute `mhla` in PyTorch.
-
-    Returns:
-        [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
-    """
-    q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
+def torch_mhla(inputs: MHLAInputs) -> Tensor:
+    """Compute `mhla` in PyTorch: [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums."""
+    q, k, v, mixing, options, q_den, k_den, _, cu_seqlens, starts = inputs.without_masked_keys()
     blocks, normalize = options.blocks, options.normalize
-    if key_mask is not None:
-        is_key = key_mask[:, :, None, None]
-        k, v = torch.where(is_key, k, 0), torch.where(is_key, v, 0)
-        k_den = None if k_den is None else torch.where(is_key, k_den, 0)
     inverse = None
     if starts is not None:
         source, inverse = shift_to_start(starts.to(q.device), q.shape[1])
@@ -63,41 +55,35 @@ def torch_mhla(inputs: MHLAInputs) -> torch.Tensor:
 
 
 class RowScaleFree(torch.autograd.Function):
-    """Returns the mixing matrix unchanged, and removes the part of its gradient that a denominator cancels.
+    """Returns the mixing matrix unchanged, and its gradient by `without_row_scale`.
 
-    Called as `RowScaleFree.apply(mixing, causal)`, with the mixing in the dtype of the sums: the gradients of numerator and
-    denominator nearly cancel if one block outweighs the others. See `without_row_scale`.
+    Numerator and denominator must read the same copy in the dtype of the sums, because their gradients may nearly cancel.
     """
 
     @staticmethod
-    def forward(ctx: Any, mixing: torch.Tensor, causal: bool) -> torch.Tensor:
+    def forward(ctx: Any, mixing: Tensor, causal: bool) -> Tensor:
         ctx.save_for_backward(mixing)
         ctx.causal = causal
         return mixing.view_as(mixing)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (mixing,) = ctx.saved_tensors
         return without_row_scale(grad, mixing, ctx.causal), None
 
 
 class BlockedAttention(torch.autograd.Function):
-    """Computes `blocked_forward`, with gradients from `blocked_backward` that cannot be differentiated again.
-
-    Called as `BlockedAttention.apply(q, k, v, mixing, options)` with `MHLAOptions`.
-    """
+    """Computes `blocked_forward`, with gradients from `blocked_backward` that cannot be differentiated again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, options: MHLAOptions
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: MHLAOptions) -> Tensor:
         o, den = blocked_forward(q, k, v, mixing, options)
         ctx.options = options
         ctx.save_for_backward(q, k, v, mixing, None if den is None else o, den)
         return o
 
     @staticmethod
-    def backward(ctx: Any, o_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, o_grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mixing, o, den = ctx.saved_tensors
         with torch.no_grad():
             grads = blocked_backward(o_grad, q, k, v, mixing, o, den, ctx.options)
@@ -107,15 +93,12 @@ class BlockedAttention(torch.autograd.Function):
 
 
 class DifferentiableOnce(torch.autograd.Function):
-    """Returns a gradient unchanged, and raises RuntimeError when it is differentiated.
-
-    Called as `DifferentiableOnce.apply(grad, *sources)`, where `sources` are the tensors that it depends on.
-    """
+    """Returns a gradient unchanged, and raises RuntimeError when it is differentiated by the `sources` it depends on."""
 
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> None:
+    def backward(ctx: Any, grad: Tensor) -> None:
         raise RuntimeError("impl: got a second derivative of mhla, which is differentiable once, expected 'reference'.")

@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 
 @pytest.fixture
 def poisoned():
-    """New memory is filled with NaN, so an element that no kernel writes shows."""
+    """New memory is filled with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

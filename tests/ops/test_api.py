@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from tools.ops_cases import distance, mhla_reference, run
+from tools.ops_cases import distance, run
 
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
@@ -19,10 +19,9 @@ OFFICIAL = {"blocks": Blocks.sequence(300, 60), "causal": False, "normalize": "o
 
 
 def tensors(blocks, dtype=torch.float32, batch=2, heads=4, groups=2, width=8):
-    length, count = blocks.length, blocks.num_blocks
-    shapes = {"q": (heads, width), "k": (groups, width), "v": (groups, width)}
-    made = {name: torch.rand(batch, length, *shape).to(dtype) for name, shape in shapes.items()}
-    return {**made, "mixing": torch.rand(count, count)}
+    counts = {"q": heads, "k": groups, "v": groups}
+    made = {name: torch.rand(batch, blocks.length, count, width).to(dtype) for name, count in counts.items()}
+    return {**made, "mixing": torch.rand(blocks.num_blocks, blocks.num_blocks)}
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference", "triton"])
@@ -43,12 +42,8 @@ def test_dead_features_give_zero_not_nan(form, normalize, impl):
 
 
 @pytest.mark.parametrize(
-    ("impl", "dtype", "mixing_dtype"),
-    [
-        ("reference", torch.float64, torch.float32),
-        ("torch", torch.float64, torch.float32),
-        ("triton", torch.float32, torch.bfloat16),
-    ],
+    "impl, dtype, mixing_dtype",
+    [("torch", torch.float64, torch.float32), ("triton", torch.float32, torch.bfloat16)],
 )
 @pytest.mark.parametrize("form", ["causal", "own_den", "official"])
 def test_the_gradient_of_a_mixing_in_lower_precision_is_rounded_once(form, impl, dtype, mixing_dtype):
@@ -93,12 +88,7 @@ def test_nothing_of_a_masked_token_leaks(form, impl):
 @pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
 @pytest.mark.parametrize(
     "blocks, causal, normalize, dtype",
-    [
-        (Blocks.sequence(4, 2), True, False, torch.float16),
-        (Blocks.sequence(40, 32), True, True, torch.bfloat16),
-        (Blocks.grid((3, 4), (1, 2)), False, False, torch.bfloat16),
-        (Blocks.grid((3, 4), (1, 2)), False, True, torch.float16),
-    ],
+    [(Blocks.sequence(4, 2), True, False, torch.float16), (Blocks.grid((3, 4), (1, 2)), False, True, torch.bfloat16)],
 )
 def test_output_norm_is_of_the_sum_before_it_is_rounded(dtype, normalize, blocks, causal, impl):
     """Where fp16 has no such number, and in bf16 for the sake of one rounding instead of two."""
@@ -121,31 +111,17 @@ def test_output_norm_is_of_the_sum_before_it_is_rounded(dtype, normalize, blocks
         assert distance(grads[name], expected_grads[name]) < 2e-2, name
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["causal", "grid"])
 def test_autocast_changes_nothing(form):
     """Forward and backward, both inside the region."""
     options, x = dict(FORMS[form], impl="torch"), tensors(FORMS[form]["blocks"])
     direction = torch.randn(2, 300, 4, 8)
     expected, expected_grads = run(mhla, x, options, direction)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
         got, grads = run(mhla, x, options, direction)
     assert got.dtype == torch.float32 and torch.equal(got, expected)
     for name, grad in grads.items():
         assert torch.equal(grad, expected_grads[name]), name
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside, _ = run(mhla_reference, x, FORMS[form])
-    assert torch.equal(inside, run(mhla_reference, x, FORMS[form])[0])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_bf16_gradients(form):
-    options, x = dict(FORMS[form], normalize=False), tensors(FORMS[form]["blocks"], torch.bfloat16)
-    direction = torch.randn(2, 300, 4, 8).bfloat16()
-    _, grads = run(mhla, x, {**options, "impl": "torch"}, direction)
-    _, expected = run(mhla_reference, {n: t.double() for n, t in x.items()}, options, direction.double())
-    for name, grad in grads.items():
-        assert grad.dtype == x[name].dtype and distance(grad, expected[name]) < 5e-3, name
 
 
 @pytest.mark.parametrize("form", ["grid", "starts", "packed"])
@@ -164,29 +140,20 @@ def test_compiles_without_a_break(form):
     assert (grads["mixing"] - expected_grads["mixing"]).abs().max() < 1e-3 * direction.norm()
 
 
-def saved_bytes(function, *inputs):
+@pytest.mark.parametrize("normalize", [True, False])
+def test_saves_no_more_than_softmax_attention(normalize):
     """Bytes of the distinct storages that a forward pass keeps for its backward pass."""
-    kept = {}
+    q, k, v = (torch.rand(1, 2048, 4, 64, requires_grad=True) for _ in range(3))
+    mixing, kept = torch.rand(32, 32, requires_grad=True), {}
 
     def pack(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = function(*inputs)
-    assert output.requires_grad
-    return sum(kept.values())
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_saves_no_more_than_softmax_attention(normalize):
-    q, k, v = (torch.rand(1, 2048, 4, 64, requires_grad=True) for _ in range(3))
-    mixing, options = torch.rand(32, 32, requires_grad=True), {"blocks": Blocks.sequence(2048, 64), "causal": True}
-    ours = saved_bytes(lambda *x: mhla(*x, normalize=normalize, **options), q, k, v, mixing)
-    attention = torch.nn.functional.scaled_dot_product_attention
-    theirs = saved_bytes(lambda *x: attention(*(y.transpose(1, 2) for y in x), is_causal=True), q, k, v)
-    assert theirs >= 4 * q.nbytes
-    assert ours <= (1.05 if normalize else 0.77) * theirs
+        o = mhla(q, k, v, mixing, blocks=Blocks.sequence(2048, 64), causal=True, normalize=normalize)
+    softmax = 4 * q.nbytes  # SDPA keeps q, k, v, and its output
+    assert o.requires_grad and sum(kept.values()) <= (1.05 if normalize else 0.77) * softmax
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -198,12 +165,3 @@ def test_frozen_inputs_and_second_derivatives(impl):
     (grad,) = torch.autograd.grad(o.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once" if impl == "torch" else "backward"):
         grad.sum().backward()
-
-
-def test_strided_inputs_are_left_alone():
-    """q, k and v as slices of one projection, the usual case in models."""
-    joint, mixing = torch.rand(2, 300, 3, 4, 8), torch.rand(5, 5)
-    before = joint.clone()
-    o = mhla(*joint.unbind(2), mixing, **FORMS["causal"])
-    assert torch.equal(joint, before) and o.is_contiguous()
-    assert torch.equal(o, mhla(*(x.contiguous() for x in joint.unbind(2)), mixing, **FORMS["causal"]))

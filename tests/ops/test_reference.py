@@ -8,20 +8,13 @@ from mhla_hf.ops.blocks import Blocks
 
 
 def written_out(q, k, v, mixing, blocks, key_blocks, causal, normalize, scale):
-    """o for one row, one head, by loops over single numbers."""
+    """o for one row, one head, by loops over tokens."""
     query_block, key_block = blocks.index().tolist(), key_blocks.index().tolist()
     o = torch.zeros(len(q), v.shape[1], dtype=torch.float64)
     for t in range(len(q)):
-        total = 0.0
-        for s in range(len(k)):
-            if causal and s > t:
-                continue
-            product = float(sum(a * b for a, b in zip(q[t], k[s], strict=True)))
-            weight = mixing[query_block[t], key_block[s]] * scale * product
-            o[t] += weight * v[s]
-            total += weight
-        if normalize:
-            o[t] = o[t] / total
+        keys = range(t + 1 if causal else len(k))
+        weights = [mixing[query_block[t], key_block[s]] * scale * (q[t] @ k[s]) for s in keys]
+        o[t] = sum(weight * v[s] for s, weight in enumerate(weights)) / (sum(weights) if normalize else 1)
     return o
 
 

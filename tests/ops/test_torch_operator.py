@@ -2,20 +2,10 @@
 
 import collections
 
-import pytest
 import torch
 from hypothesis import example, given
-from tools.ops_cases import (
-    FORMS,
-    build,
-    cases,
-    direction_for,
-    distance,
-    generated,
-    gradient_floors,
-    mhla_reference,
-    run,
-)
+from tools import ops_cases
+from tools.ops_cases import FORMS, build, distance, mhla_reference, run
 
 from mhla_hf.ops import torch_forward
 from mhla_hf.ops.api import mhla
@@ -29,8 +19,8 @@ SMALL_BESIDE_LARGE = {  # a first alive key that is tiny makes gradients that la
 }  # fmt: skip
 
 
-@generated(400)
-@given(case=cases())
+@ops_cases.generated(400)
+@given(case=ops_cases.cases())
 @example(case=SMALL_BESIDE_LARGE)
 def check_generated_case(monkeypatch, case):
     monkeypatch.setattr(torch_forward, "HEAD_BY_HEAD_SIZE", 1 if case["one_by_one"] else 10**9)
@@ -38,18 +28,16 @@ def check_generated_case(monkeypatch, case):
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         tensors, options = build(case, dtype)
         exact = {name: x.double() for name, x in tensors.items()}
-        direction = direction_for(tensors, case)
+        direction = ops_cases.direction_for(tensors, case)
         expected, expected_grads = run(mhla_reference, exact, options, direction)
         got, grads = run(mhla, tensors, {**options, "impl": "torch"}, direction)
         assert got.dtype == dtype and got.shape == expected.shape
         assert distance(got, expected) < tolerance
-        floors = gradient_floors(exact, options, direction)
+        floors = ops_cases.gradient_floors(exact, options, direction)
         for name, grad in grads.items():
             assert grad.dtype == tensors[name].dtype, name
             off = distance(grad, expected_grads[name], floors[name])
-            if (
-                off >= tolerance
-            ):  # a sum of signed terms may cancel: the definition in this precision is as far off then
+            if off >= tolerance:  # signed terms may cancel: the definition in this precision is as far off then
                 _, rounded = run(mhla_reference, tensors, options, direction)
                 assert off < 2 * distance(rounded[name], expected_grads[name], floors[name]), name
     tensors, options = build(case, torch.bfloat16)
@@ -63,31 +51,3 @@ def test_generated_cases(monkeypatch):
     check_generated_case(monkeypatch)
     assert sum(SEEN.values()) >= 300
     assert set(SEEN) == set(FORMS) and min(SEEN.values()) >= 20
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("own_den, one_by_one", [(True, False), (False, True)])
-def test_gradcheck(monkeypatch, form, own_den, one_by_one):
-    """The hand-written backward against finite differences, so that it does not lean on the reference's autograd."""
-    monkeypatch.setattr(torch_forward, "HEAD_BY_HEAD_SIZE", 1 if one_by_one else 10**9)
-    case = {
-        "form": form, "batch": 1 if form == "packed" else 2, "heads": (2, 1), "widths": (2, 3, 2), "per_head": own_den,
-        "normalize": "official" if form == "official" else own_den, "own_den": own_den, "scale": None,
-        "masked": form == "grid", "dead": False, "spare": 1, "seed": 5, "blocks": Blocks.sequence(7, 3), "key_blocks": None,
-    }  # fmt: skip
-    if form == "starts":
-        case["starts"] = [0, 4]
-    if form == "packed":
-        case["cu_seqlens"] = [0, 4, 4, 7]
-    if form in ("grid", "official"):
-        case["blocks"] = Blocks.grid((2, 4), (2, 2)) if form == "official" else Blocks.grid((3, 3), (2, 2))
-    if form == "cross":
-        case["key_blocks"] = Blocks.grid(5, 2)
-    tensors, options = build(case, torch.float64)
-    names = list(tensors)
-
-    def function(*inputs):
-        return mhla(*inputs[:4], **options, **dict(zip(names[4:], inputs[4:], strict=True)), impl="torch")
-
-    inputs = [x.requires_grad_() for x in tensors.values()]
-    assert torch.autograd.gradcheck(function, inputs, rtol=1e-5, atol=1e-8)

@@ -1,7 +1,6 @@
-"""Generated inputs of the operator, and distances between results, for the tests of `ops` and `nn`.
+"""Generated inputs of the operator, as plain data (shapes, options, a seed), and distances between results.
 
-A case is plain data (shapes, options, a seed), so that hypothesis can shrink it, and a failing case can be built by
-hand. `MHLA_CASES=10000 pytest tests/ops tests/nn -k generated` runs 10,000 cases of each kind.
+`MHLA_CASES=10000 pytest tests/ops tests/nn -k generated` runs 10,000 cases of each kind.
 """
 
 import functools
@@ -26,20 +25,18 @@ KERNELS = [  # marks of test files that run kernels
     pytest.mark.usefixtures("poisoned"),
 ]
 FORMS = ("causal", "starts", "packed", "grid", "cross", "official")
-
-
 HEADS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]  # query heads per KV head, and KV heads
 
 
 def generated(count):
-    """Return hypothesis settings for `count` cases, or for MHLA_CASES, which are the same in every run."""
+    """Settings of hypothesis for `count` cases, or for MHLA_CASES."""
     count = int(os.environ.get("MHLA_CASES", count))
     return settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
 def cases(draw, forms=FORMS):
-    """Draw shapes and options of a call, of every form, with even or uneven blocks and all valid options."""
+    """Shapes and options of a call, of every form, with even or uneven blocks and all valid options."""
     form = draw(st.sampled_from(forms))
     group, groups = draw(st.sampled_from(HEADS))
     case = {
@@ -60,9 +57,8 @@ def cases(draw, forms=FORMS):
         "seed": draw(st.integers(0, 2**31)),
     }
     if form == "official":
-        blocks = draw(
-            st.sampled_from([Blocks.grid((4, 6), (2, 3)), Blocks.grid((2, 4, 6), (1, 2, 3)), Blocks.sequence(12, 4)])
-        )
+        even = [Blocks.grid((4, 6), (2, 3)), Blocks.grid((2, 4, 6), (1, 2, 3)), Blocks.sequence(12, 4)]
+        blocks = draw(st.sampled_from(even))
     elif form in ("causal", "starts", "packed"):
         size = draw(st.sampled_from([1, 3, 8, 16, 17, 64, 130, 192]))
         blocks = Blocks.sequence(draw(st.integers(1, 4 * size if size < 64 else size + 70)), size)
@@ -79,7 +75,7 @@ def cases(draw, forms=FORMS):
 
 @st.composite
 def grids(draw):
-    """Draw a sequence or a grid of up to three axes, with even or uneven blocks, with or without prefix tokens."""
+    """A sequence or a grid of up to three axes, with even or uneven blocks, with or without prefix tokens."""
     if draw(st.booleans()):
         return Blocks.sequence(draw(st.integers(1, 40)), draw(st.integers(1, 20)))
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
@@ -87,13 +83,7 @@ def grids(draw):
 
 
 def build(case, dtype):
-    """Build the call of a case.
-
-    The values are representable in fp32, whatever the dtype, so that results of several dtypes can be compared.
-
-    Returns:
-        The differentiable inputs by name, and the options of `mhla`.
-    """
+    """Differentiable inputs by name, representable in fp32 whatever the dtype, and options of `mhla`."""
     generator = torch.Generator().manual_seed(case["seed"])
 
     def make(*shape, low=0.0):
@@ -132,19 +122,19 @@ def build(case, dtype):
 
 
 def strided(x):
-    """Copy [B, T, H, K] to memory in which neighbors along K are not adjacent."""
+    """A copy in memory in which neighbors along K are not adjacent."""
     return x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
 
 
 @st.composite
 def plans(draw):
-    """Draw how a state is updated: pairs of how many tokens are added, and how many are then removed."""
+    """Pairs of how many tokens are added to a state, and how many are then removed."""
     return draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 3, 7, 20, 70]), st.integers(0, 20)), min_size=1))
 
 
 @st.composite
 def windowed_cases(draw):
-    """Draw options, shapes, and padding of windowed attention with up to a block of sinks, and how it is decoded."""
+    """Options, shapes, and padding of windowed attention with up to a block of sinks, and how it is decoded."""
     size = draw(st.integers(1, 9))
     softmax = draw(st.booleans())
     group, groups = draw(st.sampled_from(HEADS))
@@ -177,17 +167,11 @@ def windowed_cases(draw):
 
 
 def map_features(x):
-    """Return relu(x) + 1e-6, the features of keys and queries."""
     return x.relu() + 1e-6
 
 
 def build_windowed(case, dtype):
-    """Build the inputs of a case of `windowed_cases`.
-
-    Returns:
-        (q, k, v), decays, balance (None without softmax), options of the padding, and the factor by which large scores
-        increase rounding errors, at least 1.
-    """
+    """(q, k, v), decays, balance, padding, and the factor by which large scores increase rounding errors."""
     generator = torch.Generator().manual_seed(case["seed"])
     batch, tokens = case["shape"]
     heads, groups = case["heads"]
@@ -217,14 +201,13 @@ def build_windowed(case, dtype):
 
 
 def attend_window(q, k, v, fq, fk, decays, balance, options, function=windowed_attention, **padding):
-    """Compute windowed attention, by a function such as `windowed_reference`, with its record's fields as arguments."""
     return function(WindowedInputs(q, k, v, fq, decays, balance, options, **padding), fk)
 
 
 def run(function, tensors, options, direction=None):
-    """Return the output of a call and, for an output gradient `direction`, the gradients by name."""
+    """The output of a call and, for an output gradient `direction`, the gradients by name."""
     inputs = {name: x.detach().requires_grad_(direction is not None) for name, x in tensors.items()}
-    o = function(*(inputs[name] for name in ("q", "k", "v", "mixing")), **options, **dens(inputs))
+    o = function(**inputs, **options)
     if direction is None:
         return o, {}
     grads = torch.autograd.grad(o, list(inputs.values()), direction.to(o.dtype), allow_unused=True)
@@ -232,35 +215,24 @@ def run(function, tensors, options, direction=None):
 
 
 def features(batch, tokens, heads=2, groups=1, width=8, value_width=12, dtype=torch.float32):
-    """Return random positive q, k, and v on the device of the kernels."""
     shapes = ((heads, width), (groups, width), (groups, value_width))
     return [torch.rand(batch, tokens, *shape, device=DEVICE).to(dtype) for shape in shapes]
 
 
-def dens(tensors):
-    """Return the features of the denominator, if there are any."""
-    return {name: tensors[name] for name in ("q_den", "k_den") if name in tensors}
-
-
 def direction_for(tensors, case):
-    """Return a random output gradient in fp64."""
     generator = torch.Generator().manual_seed(case["seed"] + 1)
     return torch.randn(*tensors["q"].shape[:3], tensors["v"].shape[3], generator=generator, dtype=torch.float64)
 
 
 @torch.no_grad()
 def distance(actual, expected, floor=0.0):
-    """Return the Frobenius norm of the difference over that of `expected`, or over `floor` if this is larger."""
+    """The Frobenius norm of the difference over that of `expected`, or over `floor` if this is larger."""
     size = max(float(expected.double().norm()), float(floor), torch.finfo(torch.float64).tiny)
     return float((actual.double() - expected.double()).norm()) / size
 
 
 def gradient_floors(tensors, options, direction):
-    """Return the norms of the gradients without cancellation, as floors for `distance`.
-
-    With a denominator, the gradients of numerator and denominator cancel, completely for the mixing of a single block.
-    Then a relative error is only meaningful relative to their size.
-    """
+    """Norms of the gradients without the cancellation between numerator and denominator, as floors for `distance`."""
     if not options["normalize"]:  # terms of both signs cancel in the gradient of the mixing, a sum over all tokens
         terms = {name: x.abs() for name, x in tensors.items()}
         _, grads = run(mhla_reference, terms, options, direction.abs())
@@ -288,14 +260,7 @@ def gradient_floors(tensors, options, direction):
 
 
 def check_that_padding_may_hold_anything(core, inputs, real, **options):
-    """Check that outputs and gradients of a core do not depend on the values of padding, even if they are not finite.
-
-    Args:
-        core: An MHLA core.
-        inputs: q, k, and v.
-        real: bool [B, T], False for padding.
-        **options: Arguments of the core.
-    """
+    """Outputs and gradients of a core do not depend on q, k, and v at padding, even if they are not finite."""
     padding = ~real[:, :, None, None]
     results = []
     direction = torch.randn(*inputs[0].shape[:3], inputs[2].shape[3]).masked_fill(padding, 0)
@@ -309,15 +274,7 @@ def check_that_padding_may_hold_anything(core, inputs, real, **options):
 
 
 def core_by_hand(core, w, v, hidden, scale):
-    """Compute the output of a core in fp64 from its attention weights: sum over values, normalizer, norm, and gate.
-
-    Args:
-        core: An MHLA core.
-        w: Weights before normalization, [B, H, T, T].
-        v: Values, [B, T, H, V].
-        hidden: Input of the gate, [B, T, hidden size].
-        scale: Factor of the output without a normalizer.
-    """
+    """The output of a core in fp64 from its unnormalized attention weights `w` [B, H, T, T] and v [B, T, H, V]."""
     settings = core.settings
     o = torch.einsum("bhts,bshv->bthv", w, v.double())
     o = (o / w.sum(-1).transpose(1, 2)[..., None]).nan_to_num(0.0) if settings.normalize else o * scale  # 0/0 is 0

@@ -20,30 +20,22 @@ from .tuning import tl, token_tiles, tuned
 @no_type_check
 def forward_kernel(
     q, k, v, states, states_z, inv, o, mixing, mixing_head_stride, mixing_row_stride, key_mask, tables, num_tokens,
-    block_size, span, num_blocks, num_heads, group, share, scale,
+    block_size, span, num_blocks, num_heads, queries_per_kv, queries_per_state, scale,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
     """Compute o [B, T, H, V]: each program computes BV lanes of one tile of tokens.
 
     Without `states_z`, o is multiplied by `scale`. With it, o is divided by the sum of the weights, and the inverse of this
     sum is stored in inv [B, T, H].
-
-    Args:
-        q, k, v, key_mask: As in `mhla`.
-        states: [B, H or G, M, K, V] or, if causal, one state per chunk (see `mix_states`).
-        states_z: [B, H or G, M, K], likewise; None if not normalized.
-        mixing: fp32 [Mq, Mk] or [H, Mq, Mk].
-        tables, num_tokens, block_size, span, num_blocks: The blocks of the queries, see `KernelBlocks`.
-        group: Query heads per KV head.
-        share: Query heads per state.
+    states, states_z: [B, H or G, M, K, V] and [B, H or G, M, K] or, if causal, one for each chunk (see `mix_states`).
     """
     num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     v_tile, row, head, block, state, num_states, token, valid, real = tile_of(
         num_v_tiles, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads, BT, CAUSAL, CAUSAL
     )
-    kv_head = head // group
+    kv_head = head // queries_per_kv
     v_lanes = v_tile * BV + tl.arange(0, BV)
-    index = (row * (num_heads // share) + head // share) * num_states + state
+    index = (row * (num_heads // queries_per_state) + head // queries_per_state) * num_states + state
     total = tl.zeros((BT, BV), tl.float32)
     weight = tl.zeros((BT, BT), tl.float32)
     den = tl.zeros((BT,), tl.float32)
@@ -76,26 +68,21 @@ def forward_kernel(
 @no_type_check
 def dq_kernel(
     q, k, v, do, o, inv, states, states_z, r, diagonal_grad, dq, mixing, mixing_head_stride, mixing_row_stride, key_mask,
-    tables, num_tokens, block_size, span, num_blocks, num_heads, group, share, scale,
+    tables, num_tokens, block_size, span, num_blocks, num_heads, queries_per_kv, queries_per_state, scale,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
     """Compute dq [B, T, H, K]: each program computes BK lanes of one tile of tokens.
 
     In the normalized form this kernel also writes r [B, T, H]. If causal, it also writes diagonal_grad
-    [B, H, M * chunks, K], whose sum over K is the part of the gradient of m_ii that comes from within a chunk: the product
-    of q and dA k. See `forward_kernel` for the other arguments.
-
-    Args:
-        do: [B, T, H, V], the gradient of the output.
-        o, inv: Outputs of `forward_kernel`; None if not normalized.
+    [B, H, M * chunks, K], whose sum over K is the part of the gradient of m_ii that comes from within a chunk, q dA k.
     """
     num_k_tiles: tl.constexpr = (K + BK - 1) // BK
     k_tile, row, head, block, state, num_states, token, valid, real = tile_of(
         num_k_tiles, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads, BT, CAUSAL, CAUSAL
     )
-    kv_head = head // group
+    kv_head = head // queries_per_kv
     k_lanes = k_tile * BK + tl.arange(0, BK)
-    index = (row * (num_heads // share) + head // share) * num_states + state
+    index = (row * (num_heads // queries_per_state) + head // queries_per_state) * num_states + state
     total = tl.zeros((BT, BK), tl.float32)
     dweight = tl.zeros((BT, BT), tl.float32)
     den_grad = tl.zeros((BT,), tl.float32)
@@ -130,20 +117,14 @@ def dq_kernel(
 @no_type_check
 def dkdv_kernel(
     q, k, v, do, inv, r, dstates, dstates_z, dk, dv, mixing, mixing_head_stride, mixing_row_stride, key_mask, tables,
-    num_tokens, block_size, span, num_blocks, num_heads, group, scale,
+    num_tokens, block_size, span, num_blocks, num_heads, queries_per_kv, scale,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
     """Compute dk [B, T, G, K] and dv [B, T, G, V]: each program computes BK and BV lanes of one tile of tokens.
 
-    If causal, the parts from within a chunk are summed over the `group` query heads of the KV head. See `forward_kernel` for
-    the other arguments.
-
-    Args:
-        do, inv, r: As in `dq_kernel`.
-        dstates: [B, G, M, K, V], gradients of the summaries, one per chunk if causal.
-        dstates_z: [B, G, M, K], likewise; None if not normalized.
-        tables, num_tokens, block_size, span, num_blocks: The blocks of the keys, see `KernelBlocks`.
-        num_heads: Number of KV heads, G.
+    If causal, the parts from within a chunk are summed over the query heads of the KV head.
+    dstates, dstates_z: Gradients of the summaries, [B, G, M, K, V] and [B, G, M, K], one for each chunk if causal.
+    num_heads: Number of KV heads, G.
     """
     num_tiles_of_both: tl.constexpr = max((K + BK - 1) // BK, (V + BV - 1) // BV)
     tile, row, head, block, state, num_states, token, valid, real = tile_of(
@@ -151,7 +132,7 @@ def dkdv_kernel(
     )
     k_lanes = tile * BK + tl.arange(0, BK)
     v_lanes = tile * BV + tl.arange(0, BV)
-    num_q_heads = num_heads * group
+    num_q_heads = num_heads * queries_per_kv
     index = (row * num_heads + head) * num_states + state
     diagonal_offset = block.to(tl.int64) * (mixing_row_stride + 1)
     visible = tl.arange(0, BT)[None, :] <= tl.arange(0, BT)[:, None]  # rows are queries, columns are keys
@@ -164,7 +145,7 @@ def dkdv_kernel(
     if r is not None:
         total += tl.load(dstates_z + index * K + k_lanes, mask=k_lanes < K, other=0.0)[None, :]
     if CAUSAL:
-        for q_head in range(head * group, head * group + group):
+        for q_head in range(head * queries_per_kv, head * queries_per_kv + queries_per_kv):
             dweight = tl.zeros((BT, BT), tl.float32)
             for first in range(0, V, BV):
                 lanes = first + tl.arange(0, BV)
@@ -183,7 +164,7 @@ def dkdv_kernel(
         key = load_tile(k, row, token, head, real, lanes, K)
         total += dot(key, load_state(dstates, index, lanes, v_lanes, K, V), DOT)
     if CAUSAL:
-        for q_head in range(head * group, head * group + group):
+        for q_head in range(head * queries_per_kv, head * queries_per_kv + queries_per_kv):
             weight = tl.zeros((BT, BT), tl.float32)
             for first in range(0, K, BK):
                 lanes = first + tl.arange(0, BK)

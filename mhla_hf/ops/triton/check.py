@@ -1,13 +1,13 @@
 """Compares one small call of a kernel with PyTorch in fp64 before impl="auto" trusts the kernel on a GPU.
 
-The tests run the kernels in Triton's interpreter and compile them for GPUs that are not present. A GPU, driver, or version
-of Triton that nobody has tried may still miscompile them. So the first use of a kernel on a device is preceded by one small
-call, which takes about a second once Triton has the kernel in its cache. `make gpu` compares all kinds of calls.
+A GPU, driver, or version of Triton that nobody has tried may miscompile them. The call takes about a second once Triton has
+the kernel in its cache. `make gpu` compares all kinds of calls.
 """
 
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ..blocks import Blocks
 from ..checks import is_capturing
@@ -21,18 +21,14 @@ KERNEL_FAULTS: dict[tuple[str, torch.device], str | None] = {}
 
 # Runs a small call in bf16 on a device, always with the same inputs and without changing the global random state. Returns
 # the output, and perhaps gradients, of the kernels and of PyTorch in fp64.
-SmallCall = Callable[[torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]]
+SmallCall = Callable[[torch.device], tuple[list[Tensor], list[Tensor]]]
 
 
 @torch.compiler.assume_constant_result
 def kernel_fault(small_call: SmallCall, device: torch.device) -> str | None:
-    """Return why the kernels of `small_call` cannot be trusted on a device, or None if they can.
+    """Return why the kernels of `small_call` cannot be trusted on a device, or None if they can; once for each.
 
-    The result is kept in `KERNEL_FAULTS`. Any exception of the call becomes part of it. During CUDA graph capture nothing
-    can be compared, and the kernels count as not trusted.
-
-    Raises:
-        torch.OutOfMemoryError: If there is no memory for the call, which says nothing about the kernels.
+    During CUDA graph capture nothing can be compared. Running out of memory says nothing about the kernels, and is raised.
     """
     key = small_call.__name__, device
     if key in KERNEL_FAULTS:
@@ -43,10 +39,8 @@ def kernel_fault(small_call: SmallCall, device: torch.device) -> str | None:
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             results, exact = small_call(device)
-        errors = [
-            float(((x.double() - y).norm() / y.norm()).nan_to_num(float("inf")))
-            for x, y in zip(results, exact, strict=True)
-        ]
+        pairs = zip(results, exact, strict=True)
+        errors = [float(((x.double() - y).norm() / y.norm()).nan_to_num(float("inf"))) for x, y in pairs]
         if max(errors) > MAX_RELATIVE_ERROR:
             name = ("o", "dq", "dk", "dv", "dmixing")[errors.index(max(errors))]
             fault = f"the Triton kernels gave {name} with a relative error of {max(errors):.1e} on {device}"
@@ -58,7 +52,7 @@ def kernel_fault(small_call: SmallCall, device: torch.device) -> str | None:
     return fault
 
 
-def small_dense_call(device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def small_dense_call(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """Compute output and gradients of a causal, normalized `mhla` with grouped heads and long blocks; see `SmallCall`."""
     size = CHUNK + CHUNK // 2
     blocks = Blocks.sequence(3 * size - 5, size)

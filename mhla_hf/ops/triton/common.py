@@ -4,15 +4,15 @@ Kernels also run in Triton's interpreter, on CPU tensors. The interpreter rounds
 `dot`, and everything else is computed in fp32.
 
 A tensor [B, T, H, W] enters a kernel as a tuple (pointer, stride of the row, of the token, of the head); its last axis is
-contiguous. Offsets are int64. Letters in kernels: K and V are the widths of keys and values; BT, BK, and BV are the tile
-sizes along tokens and these widths; "lanes" are the indices of a tile along a width.
+contiguous. BT, BK, and BV are tile sizes along tokens and the widths K and V; "lanes" are indices along a width.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
+from torch import Tensor
 
 from ..blocks import Blocks
 from .tuning import INTERPRETED, kernel, tl
@@ -100,12 +100,9 @@ def block_range(block, row, tables, num_tokens, block_size):
 @kernel
 @no_type_check
 def tokens_from(low, high, tables, key_mask, row, num_tokens, BT: constexpr, AS_KEYS: constexpr):
-    """Find the tokens at the BT places from `low` on. See `KernelBlocks` for places and `tables`.
+    """Find the tokens at the BT places from `low` on, which places come before `high`, and which of these tokens are real.
 
-    Returns:
-        token: int64 [BT], the tokens.
-        valid: [BT], which places come before `high`.
-        real: [BT], which of these tokens are real: all, or with AS_KEYS those for which `key_mask` [B, T] is True.
+    With AS_KEYS, real tokens are those for which `key_mask` [B, T] is True.
     """
     order = tables[1]
     place = low + tl.arange(0, BT)
@@ -126,13 +123,7 @@ def tile_of(
     num_lane_tiles, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads,
     BT: constexpr, CAUSAL: constexpr, AS_KEYS: constexpr,
 ):  # fmt: skip
-    """Find what this program computes.
-
-    Returns:
-        tile, row, head, block: The indices of its tile of lanes, its batch row, its head, and its block.
-        state, num_states: The index of its state among the states of a head, and their number.
-        token, valid, real: Its tokens, see `tokens_from`.
-    """
+    """Find what this program computes: its tile of lanes, row, head, block, state among those of a head, and tokens."""
     num_parts = tl.cdiv(span, BT)
     tile, part, block, head, row = program_of(num_lane_tiles, num_parts, num_blocks, num_heads)
     low, high = block_range(block, row, tables, num_tokens, block_size)
@@ -202,46 +193,34 @@ def invert_or_zero(den):
     return tl.where(nonzero, 1.0 / tl.where(nonzero, den, 1.0), 0.0)
 
 
-BlockTables = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+BlockTables = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
 class KernelBlocks:
-    """Tells kernels which tokens are in which block.
+    """Tells kernels which tokens are in which block; `span` is the number of tokens of the largest block.
 
     A token's place is its index in an order in which the tokens of each block are contiguous. Block i of a row begins at
-    place starts[row] + i * block_size or, if there are `edges`, at edges[i, 0].
-
-    Args:
-        num_blocks: Number of blocks, M.
-        num_tokens: Number of tokens, T.
-        span: Number of tokens in the largest block.
-        block_size: Tokens per block; 0 for a grid whose blocks are listed in `edges`.
-        tables: The tuple (edges, order, starts). edges: int32 [M, 2], the first place of each block and the place after its
-            last one. order: int32 [T], the token at each place. starts: int64 [B], as in `mhla`. Each is None if not needed.
+    place starts[row] + i * block_size or, if there are `edges`, at edges[i, 0]. The tables are edges, int32 [M, 2], the
+    first place of each block and the place after its last one; order, int32 [T], the token at each place; and starts, as in
+    `mhla`. Each is None if not needed.
     """
 
     num_blocks: int
     num_tokens: int
     span: int
-    block_size: int
+    block_size: int  # 0 for a grid whose blocks are listed in `edges`
     tables: BlockTables
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of kernels that locate blocks."""
+        return {name: value for name, value in vars(self).items() if name != "span"}
 
 
 def kernel_blocks(
-    numbers: list[int],
-    device: torch.device,
-    starts: torch.Tensor | None = None,
-    edges: torch.Tensor | None = None,
+    numbers: list[int], device: torch.device, starts: Tensor | None = None, edges: Tensor | None = None
 ) -> KernelBlocks:
-    """Convert the result of `blocks_as_numbers` to `KernelBlocks`.
-
-    Args:
-        numbers: From `blocks_as_numbers`.
-        device: Device of the tables.
-        starts: int64 [B], as in `mhla`; None if there is no left padding.
-        edges: int32 [M, 2], the blocks of packed sequences, as in `KernelBlocks`; else None.
-    """
+    """Convert the result of `blocks_as_numbers`, with `starts` or the `edges` of packed sequences."""
     block_size, prefix, num_axes, *sizes = numbers
     counts, shape, *others = (tuple(sizes[i : i + num_axes]) for i in range(0, len(sizes), num_axes))
     blocks = Blocks(shape, counts, block_size or None, prefix, tuple(others))
@@ -258,10 +237,7 @@ def kernel_blocks(
 
 
 def blocks_as_numbers(blocks: Blocks) -> list[int]:
-    """Convert `Blocks` to integers, as operator schemas require.
-
-    These are the block size or 0, the prefix, the number of axes, the counts, and the shape of each grid.
-    """
+    """Convert to block size or 0, prefix, number of axes, counts, and shape of each grid, as operator schemas require."""
     others = [size for shape in blocks.others for size in shape]
     return [blocks.block_size or 0, blocks.prefix, len(blocks.counts), *blocks.counts, *blocks.shape, *others]
 

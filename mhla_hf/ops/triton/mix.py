@@ -1,16 +1,13 @@
 """Products of the mixing matrix with block summaries (paper eq. 5), and the gradient of the mixing matrix.
 
-Mixing is a matrix product whose long axis is the flattened summary; it is bound by memory up to about 370 blocks. The mixing
-matrix stays in fp32: next to bf16 summaries it is split into two bf16 parts, which removes the largest single rounding error
-of the operator and costs arithmetic only.
-
-Long causal blocks have one summary per chunk of 64 tokens. A chunk then reads the mixture of earlier blocks, and m_ii times
-the sum of the chunks before it in its own block; the latter is elementwise, and left to PyTorch.
+Mixing is bound by memory up to about 370 blocks. The mixing matrix stays in fp32: next to bf16 summaries it is split into
+two bf16 parts, which removes the largest single rounding error of the operator and costs arithmetic only.
 """
 
 from typing import no_type_check
 
 import torch
+from torch import Tensor
 
 from .common import cast, constexpr, dot
 from .summaries import sum_parts
@@ -22,18 +19,16 @@ ALL_BLOCKS, EARLIER_BLOCKS, LATER_BLOCKS = 0, 1, 2  # values of TRIANGLE
 @tuned(block_tiles, "X", "DOT", "TRIANGLE")
 @no_type_check
 def mix_kernel(
-    mixing, mixing_head_stride, mixing_row_stride, s, p, num_blocks, num_columns, num_heads, share, group,
+    mixing, mixing_head_stride, mixing_row_stride, s, p, num_blocks, num_columns, num_heads,
+    heads_per_source, sources_per_head,
     X: constexpr, TRANSPOSED: constexpr, TRIANGLE: constexpr, DOT: constexpr, BM: constexpr, BN: constexpr, BX: constexpr,
 ):  # fmt: skip
     """Compute p[i] = sum_j m[i, j] s[j] or, with TRANSPOSED, sum_j m[j, i] s[j]; each program computes a [BM, BX] tile.
 
-    Args:
-        mixing: m, fp32 [Mq, Mk] or [heads, Mq, Mk].
-        s: [B, heads, num_columns, X].
-        p: [B, num_heads, num_blocks, X], the result.
-        share: Number of consecutive heads of p that read the same head of s; 1 if `group` is more than 1.
-        group: Number of consecutive heads of s and m over which each head of p is a sum.
-        TRIANGLE: 0 to sum over all j, 1 over j < i, 2 over j > i.
+    p, s: [B, num_heads, num_blocks, X] and [B, heads, num_columns, X].
+    heads_per_source: Number of consecutive heads of p that read the same head of s; 1 if `sources_per_head` is more than 1.
+    sources_per_head: Number of consecutive heads of s and m over which each head of p is a sum.
+    TRIANGLE: 0 to sum over all j, 1 over j < i, 2 over j > i.
     """
     num_x_tiles: tl.constexpr = (X + BX - 1) // BX
     program = tl.program_id(0)
@@ -49,10 +44,10 @@ def mix_kernel(
     if TRIANGLE == 2:
         begin = row_tile * BM
     total = tl.zeros((BM, BX), tl.float32)
-    for member in range(group):
-        weights = mixing + (head * group + member) * mixing_head_stride
-        source_head = head // share * group + member
-        source = s + (batch * (num_heads // share * group) + source_head) * num_columns * X
+    for member in range(sources_per_head):
+        weights = mixing + (head * sources_per_head + member) * mixing_head_stride
+        source_head = head // heads_per_source * sources_per_head + member
+        source = s + (batch * (num_heads // heads_per_source * sources_per_head) + source_head) * num_columns * X
         for first in range(begin, end, BN):
             j = first + tl.arange(0, BN)
             inside = (i < num_blocks)[:, None] & (j < num_columns)[None, :]
@@ -77,20 +72,10 @@ def mix_kernel(
     tl.store(pointers, cast(total, p.dtype.element_ty), mask=(i < num_blocks)[:, None] & (x < X)[None, :])
 
 
-def mix(
-    mixing: torch.Tensor, s: torch.Tensor, num_heads: int, *, causal: bool = False, transposed: bool = False
-) -> torch.Tensor:
-    """Mix summaries: compute sum_j m_ij s_j.
+def mix(mixing: Tensor, s: Tensor, num_heads: int, *, causal: bool = False, transposed: bool = False) -> Tensor:
+    """Compute sum_j m_ij s_j or, with `transposed`, sum_j m_ji s_j: [B, G, N, ..] -> [B, num_heads, M, ..].
 
-    Args:
-        mixing: fp32 [Mq, Mk] or [H, Mq, Mk], with contiguous rows.
-        s: [B, G, N, ..], the summaries of N blocks.
-        num_heads: Number of heads of the result. If it is less than G, neighboring heads are summed.
-        causal: Whether to sum over j < i only (with `transposed`, over j > i).
-        transposed: Whether to compute sum_j m_ji s_j instead, as the backward pass needs it.
-
-    Returns:
-        [B, num_heads, M, ..] in s's dtype, with M = Mq, or Mk if `transposed`.
+    If `num_heads` is less than G, neighboring heads are summed. If causal, only j < i (with `transposed`, j > i) count.
     """
     batch, num_source_heads, num_columns = s.shape[:3]
     width = s[0, 0, 0].numel()
@@ -110,8 +95,8 @@ def mix(
         num_blocks=num_blocks,
         num_columns=num_columns,
         num_heads=num_heads,
-        share=max(1, num_heads // num_source_heads),
-        group=max(1, num_source_heads // num_heads),
+        heads_per_source=max(1, num_heads // num_source_heads),
+        sources_per_head=max(1, num_source_heads // num_heads),
         X=width,
         TRANSPOSED=transposed,
         TRIANGLE=triangle,
@@ -120,41 +105,14 @@ def mix(
     return p
 
 
-def mix_grads(p_grad: torch.Tensor, s: torch.Tensor, mixing_dim: int, *, causal: bool = False) -> torch.Tensor:
-    """Compute the gradient of the mixing matrix of `mix`.
-
-    Args:
-        p_grad: [B, heads, Mq, ..], the gradient of the result.
-        s: [B, G, N, ..], the summaries.
-        mixing_dim: Number of axes of the mixing matrix: 2 if all heads share it, 3 if each has its own.
-        causal: As in `mix`.
-
-    Returns:
-        fp32 [Mq, N] or [H, Mq, N].
-    """
-    num_source_heads = s.shape[1]
-    # Sums in bf16 would cost the gradient two digits.
-    p_grad, s = p_grad.flatten(3).float(), s.flatten(3).float()
-    products = p_grad.unflatten(1, (num_source_heads, -1)) @ s[:, :, None].mT  # [B, G, heads // G, Mq, N]
-    mixing_grad = products.flatten(1, 2).sum(0 if mixing_dim == 3 else (0, 1))
-    return mixing_grad.tril(-1) if causal else mixing_grad
-
-
 def mix_states(
-    mixing: torch.Tensor, s: torch.Tensor, num_heads: int, num_chunks: int | None, *, transposed: bool = False
-) -> torch.Tensor:
+    mixing: Tensor, s: Tensor, num_heads: int, num_chunks: int | None, *, transposed: bool = False
+) -> Tensor:
     """Compute the state that the queries of each block or, if causal, of each chunk read.
 
     A chunk reads the mixture of earlier blocks, and m_ii times the sum of the chunks before it in its own block. With
-    `transposed`, it reads later blocks and the chunks after it instead.
-
-    Args:
-        mixing, num_heads, transposed: As in `mix`.
-        s: [B, G, N, ..], the summaries of N blocks or, if causal, of all their chunks [B, G, N * num_chunks, ..].
-        num_chunks: Chunks per block; None if not causal.
-
-    Returns:
-        [B, num_heads, M, ..] or, if causal, [B, num_heads, M * num_chunks, ..].
+    `transposed`, it reads later blocks and the chunks after it instead. `num_chunks` per block is None if not causal;
+    otherwise s is [B, G, N * num_chunks, ..], and the result likewise.
     """
     if num_chunks is None or num_chunks == 1:
         return mix(mixing, s, num_heads, causal=num_chunks is not None, transposed=transposed)
@@ -169,32 +127,28 @@ def mix_states(
     return (mixed[:, :, :, None] + running).to(s.dtype).flatten(2, 3)
 
 
-def mix_states_grads(p_grad: torch.Tensor, s: torch.Tensor, mixing_dim: int, num_chunks: int | None) -> torch.Tensor:
-    """Compute the gradient of the mixing matrix of `mix_states`.
-
-    Args:
-        p_grad: [B, heads, M or M * num_chunks, ..], the gradient of the result.
-        s, num_chunks: As in `mix_states`.
-        mixing_dim: As in `mix_grads`.
-
-    Returns:
-        fp32 [Mq, N] or [H, Mq, N].
-    """
-    if num_chunks is None or num_chunks == 1:
-        return mix_grads(p_grad, s, mixing_dim, causal=num_chunks is not None)
-    mixing_grad = mix_grads(sum_parts(p_grad, num_chunks), sum_parts(s, num_chunks), mixing_dim, causal=True)
+def mix_states_grads(p_grad: Tensor, s: Tensor, mixing_dim: int, num_chunks: int | None) -> Tensor:
+    """Compute the gradient of the mixing matrix of `mix_states`, fp32 [Mq, N] or [H, Mq, N]; it has 2 axes or 3."""
+    heads = 0 if mixing_dim == 3 else (0, 1)  # axes to sum over: all of [B, H], unless each head has its own matrix
+    p_blocks, s_blocks = p_grad, s
+    if num_chunks is not None and num_chunks > 1:
+        p_blocks, s_blocks = sum_parts(p_grad, num_chunks), sum_parts(s, num_chunks)
+    # Sums in bf16 would cost the gradient two digits.
+    p_blocks, s_blocks = p_blocks.flatten(3).float(), s_blocks.flatten(3).float()
+    products = p_blocks.unflatten(1, (s.shape[1], -1)) @ s_blocks[:, :, None].mT  # [B, G, heads // G, Mq, N]
+    mixing_grad = products.flatten(1, 2).sum(heads)
+    if num_chunks is None:
+        return mixing_grad
+    mixing_grad = mixing_grad.tril(-1)
+    if num_chunks == 1:
+        return mixing_grad
     running = running_sums(s, num_chunks).repeat_interleave(p_grad.shape[1] // s.shape[1], 1)
     diagonal_grad = (p_grad.view(running.shape) * running).flatten(3).sum(3)  # [B, heads, M]
-    diagonal_grad = diagonal_grad.sum(0) if mixing_dim == 3 else diagonal_grad.sum((0, 1))
-    return mixing_grad + torch.diag_embed(diagonal_grad)
+    return mixing_grad + torch.diag_embed(diagonal_grad.sum(heads))
 
 
-def running_sums(s: torch.Tensor, num_chunks: int, reverse: bool = False) -> torch.Tensor:
-    """Compute for each chunk the sum over the chunks before it in its block or, with `reverse`, after it.
-
-    Returns:
-        fp32 [B, G, M, num_chunks, ..] from s [B, G, M * num_chunks, ..].
-    """
+def running_sums(s: Tensor, num_chunks: int, reverse: bool = False) -> Tensor:
+    """Sum over the chunks before each in its block, or after it: [B, G, M * num_chunks, ..] -> [B, G, M, num_chunks, ..]."""
     s = s.unflatten(2, (-1, num_chunks)).float()
     s = s.flip(3) if reverse else s
     # A sum that excludes the chunk itself; subtracting it from an inclusive sum would cancel small values.

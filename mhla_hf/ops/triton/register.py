@@ -1,17 +1,14 @@
 """The Triton implementation as two `torch.library` operators, forward and backward, and `triton_mhla` on top of them.
 
-The forward pass computes summaries of keys and values, mixes them, and computes the outputs. The backward pass computes the
-first two again, so that only the inputs, the output, and the inverse of the denominator are saved, and then the gradients.
-
-Custom operators are opaque to torch.compile, which then needs only one graph for all lengths. Their namespace carries
-NAMESPACE, so that bundles of different versions never collide; a second copy of the same version uses the operators that
-the first one registered.
+The backward pass computes and mixes the summaries again, so that only the inputs, the output, and the inverse of the
+denominator are saved. Custom operators are opaque to torch.compile, which then needs only one graph for all lengths.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
+from torch import Tensor
 
 from ..inputs import MHLAInputs
 from ..namespace import NAMESPACE
@@ -38,8 +35,8 @@ from .tuning import (
 
 TRITON_SPACE = f"mhla_{NAMESPACE}"
 SCHEMA_TYPES = {
-    torch.Tensor: "Tensor",
-    torch.Tensor | None: "Tensor?",
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
     list[int]: "SymInt[]",
     int: "SymInt",
     bool: "bool",
@@ -51,25 +48,16 @@ LANE_TILES = {"o": "BV", "dq": "BK", "dk": "BK", "dv": "BV"}  # the tile size al
 
 
 class TritonInputs(NamedTuple):
-    """The arguments of the custom operators `forward` and, after do, o, and inv, `backward`.
+    """The arguments of the custom operators `forward` and, after do, o, and inv, `backward`; `scale` is 1 if `normalize`."""
 
-    Args:
-        q, k, v, mixing, key_mask, starts, causal: As in `MHLAInputs` and `MHLAOptions`.
-        edges: int32 [M, 2], the first token of each block and the one after its last, for packed sequences.
-        blocks, key_blocks: From `blocks_as_numbers`.
-        normalize: Whether to divide by the sum of the weights.
-        scale: Multiplier of the outputs; must be 1 if `normalize`.
-        dtype: Dtype of the outputs.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    mixing: torch.Tensor
-    key_mask: torch.Tensor | None
-    starts: torch.Tensor | None
-    edges: torch.Tensor | None
-    blocks: list[int]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mixing: Tensor
+    key_mask: Tensor | None
+    starts: Tensor | None
+    edges: Tensor | None  # int32 [M, 2], the first token of each block of packed sequences and the one after its last
+    blocks: list[int]  # from `blocks_as_numbers`
     key_blocks: list[int]
     causal: bool
     normalize: bool
@@ -77,14 +65,11 @@ class TritonInputs(NamedTuple):
     dtype: torch.dtype
 
 
-def triton_mhla(inputs: MHLAInputs) -> torch.Tensor:
+def triton_mhla(inputs: MHLAInputs) -> Tensor:
     """Compute `mhla` by Triton kernels, on inputs that `triton_refusal` accepts.
 
     A denominator with features of its own takes a second call of the operator, with ones for values. The official
     denominator is computed in PyTorch.
-
-    Returns:
-        [B, T, H, V] in v's dtype, or in fp32 if `unrounded`.
     """
     q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
     blocks, causal, normalize = options.blocks, options.causal, options.normalize
@@ -100,22 +85,12 @@ def triton_mhla(inputs: MHLAInputs) -> torch.Tensor:
         dtype = torch.float32 if options.unrounded else v.dtype
         if normalize:
             mixing = RowScaleFree.apply(mixing.float(), causal)
-        call = TritonInputs(
-            q,
-            k,
-            v,
-            mixing,
-            None if key_mask is None else key_mask.contiguous(),
-            None if starts is None else starts.to(q.device).contiguous(),
-            edges,
-            blocks_as_numbers(blocks),
-            blocks_as_numbers(options.key_blocks),
-            causal,
-            normalize=normalize is True and q_den is None,
-            scale=1.0 if normalize else float(options.scale),
-            dtype=dtype,
-        )
-        if call.normalize or not normalize:
+        key_mask = None if key_mask is None else key_mask.contiguous()
+        starts = None if starts is None else starts.to(q.device).contiguous()
+        places = key_mask, starts, edges, blocks_as_numbers(blocks), blocks_as_numbers(options.key_blocks)
+        in_kernel, scale = normalize is True and q_den is None, 1.0 if normalize else float(options.scale)
+        call = TritonInputs(q, k, v, mixing, *places, causal, in_kernel, scale, dtype)
+        if in_kernel or not normalize:
             return TRITON_FORWARD(*call)[0]
         call = call._replace(dtype=torch.float32)
         num = TRITON_FORWARD(*call)[0]
@@ -130,7 +105,7 @@ def triton_mhla(inputs: MHLAInputs) -> torch.Tensor:
         return divide_or_zero(num, den).to(dtype)
 
 
-def triton_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None = None) -> str | None:
+def triton_refusal(q: Tensor, k: Tensor, v: Tensor, k_den: Tensor | None = None) -> str | None:
     """Return why the kernels cannot run on these tensors, as a clause without a period; None if they can."""
     if triton is None:
         return "triton is not installed"
@@ -147,44 +122,37 @@ def triton_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_den: tor
 
 
 class KernelCall:
-    """Holds what the kernels of one forward or backward pass share, and launches the kernels.
-
-    Args:
-        inputs: The arguments of the operator. The last axes of q, k, and v must be contiguous.
-    """
+    """Holds what the kernels of one forward or backward pass share, and launches those of `attend.py`."""
 
     def __init__(self, inputs: TritonInputs):
-        q, k, v, mixing = inputs[:4]
-        self.query_blocks = kernel_blocks(inputs.blocks, q.device, inputs.starts, inputs.edges)
+        self.q, self.k, self.v = (contiguous_rows(x) for x in inputs[:3])
+        self.query_blocks = kernel_blocks(inputs.blocks, self.q.device, inputs.starts, inputs.edges)
         same_blocks = inputs.key_blocks == inputs.blocks
-        self.key_blocks = self.query_blocks if same_blocks else kernel_blocks(inputs.key_blocks, q.device)
-        self.mixing = contiguous_rows(mixing.float())
-        self.key_mask = inputs.key_mask
-        self.scale = inputs.scale
+        self.key_blocks = self.query_blocks if same_blocks else kernel_blocks(inputs.key_blocks, self.q.device)
+        self.mixing = contiguous_rows(inputs.mixing.float())
         self.has_starts = inputs.starts is not None
-        self.dot_as = dot_kind(q, k, v)
-        self.constants = {"K": q.shape[3], "V": v.shape[3], "CAUSAL": inputs.causal, "DOT": self.dot_as}
-        self.group = q.shape[2] // k.shape[2]
         self.num_chunks = num_tiles(self.key_blocks.span, CHUNK) if inputs.causal else None
         # Query heads that share both a KV head and the mixing matrix read the same state.
-        self.num_state_heads = q.shape[2] if mixing.dim() == 3 else k.shape[2]
-        self.share = q.shape[2] // self.num_state_heads
+        num_heads, num_kv_heads = self.q.shape[2], self.k.shape[2]
+        self.num_state_heads = num_heads if self.mixing.dim() == 3 else num_kv_heads
+        self.queries_per_state = num_heads // self.num_state_heads
+        self.dot_as = dot_kind(self.q, self.k, self.v)
+        self.arguments = {
+            **mixing_arguments(self.mixing),
+            "q": with_strides(self.q),
+            "k": with_strides(self.k),
+            "v": with_strides(self.v),
+            "key_mask": inputs.key_mask,
+            "queries_per_kv": num_heads // num_kv_heads,
+            "scale": inputs.scale,
+            "K": self.q.shape[3],
+            "V": self.v.shape[3],
+            "CAUSAL": inputs.causal,
+            "DOT": self.dot_as,
+        }
 
-    def launch(
-        self,
-        kernel: TunedKernel,
-        blocks: KernelBlocks,
-        outputs: dict[str, torch.Tensor],
-        **arguments: Any,
-    ) -> None:
-        """Launch a kernel of `attend.py`; it writes its results to `outputs`.
-
-        Args:
-            kernel: The kernel.
-            blocks: The blocks of the tokens for which it computes outputs.
-            outputs: Output tensors [B, T, heads, width] by parameter name.
-            **arguments: The kernel's arguments that this `KernelCall` does not hold.
-        """
+    def launch(self, kernel: TunedKernel, blocks: KernelBlocks, outputs: dict[str, Tensor], **arguments: Any) -> None:
+        """Launch a kernel, which writes the outputs [B, T, heads, width], by parameter name, of the tokens of `blocks`."""
         batch, _, num_heads, _ = next(iter(outputs.values())).shape
 
         def grid(sizes: dict[str, int]) -> tuple[int]:
@@ -192,229 +160,103 @@ class KernelCall:
             return (lane_tiles * num_tiles(blocks.span, sizes["BT"]) * blocks.num_blocks * num_heads * batch,)
 
         kernel[grid](
-            **arguments,
             **{name: with_strides(x) for name, x in outputs.items()},
-            **mixing_arguments(self.mixing),
-            key_mask=self.key_mask,
-            tables=blocks.tables,
-            num_tokens=blocks.num_tokens,
-            block_size=blocks.block_size,
+            **self.arguments,
+            **arguments,
+            **blocks.arguments(),
             span=blocks.span,
-            num_blocks=blocks.num_blocks,
             num_heads=num_heads,
-            group=self.group,
-            scale=self.scale,
-            **self.constants,
         )
 
-    def allocate(self, like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Allocate an output on the device of `like`, with the shape and dtype of `like` unless others are given.
-
-        The output is zeroed if the call has `starts`, because kernels do not write tokens before them.
-        """
+    def allocate(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate an output: zeros if the call has `starts`, because kernels do not write tokens before them."""
         make = torch.zeros if self.has_starts else torch.empty
         return make(shape or like.shape, dtype=dtype or like.dtype, device=like.device)
 
-    def mixing_grad(
-        self,
-        s: torch.Tensor,
-        z: torch.Tensor | None,
-        dstates: torch.Tensor,
-        dstates_z: torch.Tensor | None,
-        diagonal_grad: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Compute the gradient of the mixing matrix.
 
-        Args:
-            s, z: Summaries of keys and values, from `summaries`; z and dstates_z are None if not normalized.
-            dstates, dstates_z: The gradients of the mixed summaries, also from `summaries`.
-            diagonal_grad: [B, H, M * chunks, K], written by `dq_kernel`; None if not causal.
-
-        Returns:
-            fp32 [Mq, Mk] or [H, Mq, Mk], not yet multiplied by `scale`.
-        """
-        grad = mix_states_grads(dstates, s, self.mixing.dim(), self.num_chunks)
-        if dstates_z is not None and z is not None:
-            grad = grad + mix_states_grads(dstates_z, z, self.mixing.dim(), self.num_chunks)
-        if diagonal_grad is not None:
-            diagonal_grad = diagonal_grad.unflatten(2, (-1, self.num_chunks)).sum((0, 3, 4))  # [H, M]
-            grad = grad + torch.diag_embed(diagonal_grad if self.mixing.dim() == 3 else diagonal_grad.sum(0))
-        return grad
-
-
-def triton_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement the custom operator `TRITON_FORWARD` with the arguments of `TritonInputs`, which computes the forward pass.
-
-    Returns:
-        o: [B, T, H, V] in `dtype`.
-        inv: fp32 [B, T, H], the inverse of the denominator; empty if not normalized.
-    """
+def triton_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Implement `TRITON_FORWARD`: o [B, T, H, V] in `dtype`, and the inverse of the denominator, fp32 [B, T, H] or empty."""
     inputs = TritonInputs(*arguments)
-    q, k, v = (contiguous_rows(x) for x in inputs[:3])
+    causal, normalize, q = inputs.causal, inputs.normalize, inputs.q
     with on_device(q), torch.autocast(q.device.type, enabled=False):
-        call = KernelCall(inputs._replace(q=q, k=k, v=v))
-        s, z = summaries(
-            k,
-            v,
-            call.key_blocks,
-            call.dot_as,
-            num_heads=k.shape[2],
-            causal=inputs.causal,
-            with_z=inputs.normalize,
-            key_mask=inputs.key_mask,
-        )
+        call = KernelCall(inputs)
+        k, v = call.k, call.v
+        s, z = summaries(k, v, call.key_blocks, call.dot_as, k.shape[2], causal, normalize, key_mask=inputs.key_mask)
         states = mix_states(call.mixing, s, call.num_state_heads, call.num_chunks)
         states_z = None if z is None else mix_states(call.mixing, z, call.num_state_heads, call.num_chunks)
         o = call.allocate(v, *q.shape[:3], v.shape[3], dtype=inputs.dtype)
-        inv = call.allocate(q, *q.shape[:3], dtype=torch.float32) if inputs.normalize else None
-        call.launch(
-            forward_kernel,
-            call.query_blocks,
-            {"o": o},
-            q=with_strides(q),
-            k=with_strides(k),
-            v=with_strides(v),
-            states=states,
-            states_z=states_z,
-            inv=inv,
-            share=call.share,
-        )
+        inv = call.allocate(q, *q.shape[:3], dtype=torch.float32) if normalize else None
+        read = {"states": states, "states_z": states_z, "queries_per_state": call.queries_per_state}
+        call.launch(forward_kernel, call.query_blocks, {"o": o}, inv=inv, **read)
     return o, q.new_empty(0, dtype=torch.float32) if inv is None else inv
 
 
-def triton_backward(
-    do: torch.Tensor, o: torch.Tensor, inv: torch.Tensor | None, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Implement the custom operator `TRITON_BACKWARD`, which computes the backward pass.
-
-    Args:
-        do: [B, T, H, V], the gradient of the output.
-        o, inv: Results of `triton_forward`; ignored if not normalized.
-        *arguments: The arguments of `TritonInputs`.
-
-    Returns:
-        The gradients of q, k, v, and mixing, each with the shape and dtype of its input.
-    """
+def triton_backward(do: Tensor, o: Tensor, inv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    """Implement `TRITON_BACKWARD`: the gradients of q, k, v, and mixing."""
     inputs = TritonInputs(*arguments)
-    do, q, k, v = (contiguous_rows(x) for x in (do, *inputs[:3]))
-    causal, normalize = inputs.causal, inputs.normalize
+    causal, normalize, do = inputs.causal, inputs.normalize, contiguous_rows(do)
     inv = inv if normalize else None
-    with on_device(q), torch.autocast(q.device.type, enabled=False):
-        call = KernelCall(inputs._replace(q=q, k=k, v=v))
-        s, z = summaries(
-            k,
-            v,
-            call.key_blocks,
-            call.dot_as,
-            num_heads=k.shape[2],
-            causal=inputs.causal,
-            with_z=inputs.normalize,
-            key_mask=inputs.key_mask,
-        )
-        states = mix_states(call.mixing, s, call.num_state_heads, call.num_chunks)
-        states_z = None if z is None else mix_states(call.mixing, z, call.num_state_heads, call.num_chunks)
+    with on_device(do), torch.autocast(do.device.type, enabled=False):
+        call = KernelCall(inputs)
+        q, k, v, mixing, num_chunks = call.q, call.k, call.v, call.mixing, call.num_chunks
+        s, z = summaries(k, v, call.key_blocks, call.dot_as, k.shape[2], causal, normalize, key_mask=inputs.key_mask)
+        states = mix_states(mixing, s, call.num_state_heads, num_chunks)
+        states_z = None if z is None else mix_states(mixing, z, call.num_state_heads, num_chunks)
         dq, dk, dv = (call.allocate(x) for x in (q, k, v))
         r = None if inv is None else torch.empty_like(inv)
         diagonal_grad = None
         if causal:
-            shape = q.shape[0], q.shape[2], s.shape[2], q.shape[3]
+            shape = q.shape[0], q.shape[2], s.shape[2], q.shape[3]  # [B, H, M * chunks, K]
             diagonal_grad = torch.empty(shape, dtype=torch.float32, device=q.device)
-        tokens = {"q": with_strides(q), "k": with_strides(k), "v": with_strides(v), "do": with_strides(do)}
-        call.launch(
-            dq_kernel,
-            call.query_blocks,
-            {"dq": dq},
-            **tokens,
-            o=with_strides(o) if normalize else None,
-            inv=inv,
-            states=states,
-            states_z=states_z,
-            r=r,
-            diagonal_grad=diagonal_grad,
-            share=call.share,
-        )
+        grads = {"do": with_strides(do), "inv": inv, "r": r}
+        read = {"states": states, "states_z": states_z, "queries_per_state": call.queries_per_state}
+        result = {"o": with_strides(o) if normalize else None, "diagonal_grad": diagonal_grad}
+        call.launch(dq_kernel, call.query_blocks, {"dq": dq}, **grads, **read, **result)
         # The gradients of the states are summaries of q and do, since o = q P.
+        factors = {"v_factor": inv, "z_factor": r}
         dstates, dstates_z = summaries(
-            q,
-            do,
-            call.query_blocks,
-            call.dot_as,
-            num_heads=call.num_state_heads,
-            causal=causal,
-            with_z=normalize,
-            v_factor=inv,
-            z_factor=r,
+            q, do, call.query_blocks, call.dot_as, call.num_state_heads, causal, normalize, **factors
         )
-        dsummaries = mix_states(call.mixing, dstates, k.shape[2], call.num_chunks, transposed=True)
-        dsummaries_z = None
-        if dstates_z is not None:
-            dsummaries_z = mix_states(call.mixing, dstates_z, k.shape[2], call.num_chunks, transposed=True)
-        call.launch(
-            dkdv_kernel,
-            call.key_blocks,
-            {"dk": dk, "dv": dv},
-            **tokens,
-            inv=inv,
-            r=r,
-            dstates=dsummaries,
-            dstates_z=dsummaries_z,
-        )
-        dmixing = call.mixing_grad(s, z, dstates, dstates_z, diagonal_grad) * inputs.scale
-    return dq, dk, dv, dmixing.to(inputs.mixing.dtype)
+        ds = mix_states(mixing, dstates, k.shape[2], num_chunks, transposed=True)
+        dz = None if dstates_z is None else mix_states(mixing, dstates_z, k.shape[2], num_chunks, transposed=True)
+        call.launch(dkdv_kernel, call.key_blocks, {"dk": dk, "dv": dv}, **grads, dstates=ds, dstates_z=dz)
+        dmixing = mix_states_grads(dstates, s, mixing.dim(), num_chunks)
+        if dstates_z is not None and z is not None:
+            dmixing = dmixing + mix_states_grads(dstates_z, z, mixing.dim(), num_chunks)
+        if diagonal_grad is not None:
+            diagonal_grad = diagonal_grad.unflatten(2, (-1, num_chunks)).sum((0, 3, 4))  # [H, M]
+            dmixing = dmixing + torch.diag_embed(diagonal_grad if mixing.dim() == 3 else diagonal_grad.sum(0))
+    return dq, dk, dv, (dmixing * inputs.scale).to(inputs.mixing.dtype)
 
 
-def triton_forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tensors with the shapes and dtypes of `triton_forward`, for tracing."""
+def triton_forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs = TritonInputs(*arguments)
     q, v = inputs.q, inputs.v
     inv = q.new_empty(q.shape[:3] if inputs.normalize else (0,), dtype=torch.float32)
     return v.new_empty(*q.shape[:3], v.shape[3], dtype=inputs.dtype), inv
 
 
-def triton_backward_fake(
-    do: torch.Tensor, o: torch.Tensor, inv: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, ...]:
-    """Return tensors with the shapes and dtypes of `triton_backward`, for tracing."""
+def triton_backward_fake(do: Tensor, o: Tensor, inv: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in TritonInputs(*arguments)[:4])
 
 
-def save_for_triton_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save the inputs of `triton_forward` in `ctx`, and its outputs if they are normalized, for the backward pass."""
+def save_for_triton_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     o, inv = output
     tensors, ctx.options = inputs[:NUM_TENSORS], inputs[NUM_TENSORS:]
     ctx.save_for_backward(o if TritonInputs(*inputs).normalize else inv, inv, *tensors)
 
 
-def triton_gradients(ctx: Any, do: torch.Tensor, inv_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Autograd formula of `TRITON_FORWARD`: compute the gradients of q, k, v, and mixing by `TRITON_BACKWARD`.
-
-    `inv_grad` is ignored, because inv is internal.
-    """
+def triton_gradients(ctx: Any, do: Tensor, inv_grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of `TRITON_FORWARD`. That of inv, which is internal, is ignored."""
     grads = TRITON_BACKWARD(do, *ctx.saved_tensors, *ctx.options)
     return *grads, *[None for _ in TritonInputs._fields[4:]]
 
 
 def register_operator(
-    name: str,
-    schema: str,
-    function: Callable,
-    fake: Callable,
-    gradients: Callable | None = None,
+    name: str, schema: str, function: Callable, fake: Callable, gradients: Callable | None = None,
     setup_context: Callable | None = None,
-) -> Any:
-    """Register a custom operator in the namespace `TRITON_SPACE`, unless an equal copy of this file already has.
-
-    Args:
-        name: Name in the namespace `TRITON_SPACE`.
-        schema: Schema of the operator, as `torch.library.custom_op` takes it.
-        function: The implementation.
-        fake: The implementation for tracing.
-        gradients: The autograd formula; None if the operator is not differentiable.
-        setup_context: Saves what `gradients` reads.
-
-    Returns:
-        The registered operator.
-    """
+) -> Any:  # fmt: skip
+    """Register a custom operator in the namespace `TRITON_SPACE`, unless an equal copy of this file already has."""
     space = getattr(torch.ops, TRITON_SPACE)
     if not hasattr(space, name):
         operator = torch.library.custom_op(f"{TRITON_SPACE}::{name}", function, mutates_args=(), schema=schema)
@@ -430,17 +272,9 @@ def operator_schema(record: Any) -> str:
 
 
 TRITON_SCHEMA = operator_schema(TritonInputs)
-TRITON_BACKWARD = register_operator(
-    "backward",
-    f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    triton_backward,
-    triton_backward_fake,
-)
+FORWARD_SCHEMA = f"({TRITON_SCHEMA}) -> (Tensor, Tensor)"
+BACKWARD_SCHEMA = f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
+TRITON_BACKWARD = register_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)
 TRITON_FORWARD = register_operator(
-    "forward",
-    f"({TRITON_SCHEMA}) -> (Tensor, Tensor)",
-    triton_forward,
-    triton_forward_fake,
-    triton_gradients,
-    save_for_triton_backward,
+    "forward", FORWARD_SCHEMA, triton_forward, triton_forward_fake, triton_gradients, save_for_triton_backward
 )

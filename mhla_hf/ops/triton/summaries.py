@@ -1,13 +1,15 @@
 """The kernel that sums over the tokens of a block: S = sum k v^T and z = sum k (paper eq. 4).
 
-Each program walks the tokens of one part of a block and accumulates one tile of the sum. A part is a whole block, or a chunk
-of a causal block (`mix.py` mixes these), or, if few long blocks would leave most of a GPU idle, a fraction of a block that
-makes for enough programs. The same kernel computes the gradients of mixed summaries from q and do in place of k and v.
+Each program walks the tokens of one part of a block and accumulates one tile of the sum. A part is a whole block, a chunk
+of a causal block, or, if few long blocks would leave most of a GPU idle, a fraction of a block. The gradients of mixed
+summaries are summaries of q and do.
 """
 
+from functools import partial
 from typing import no_type_check
 
 import torch
+from torch import Tensor
 
 from .common import (
     KernelBlocks,
@@ -21,28 +23,23 @@ from .common import (
     program_of,
     tokens_from,
 )
-from .tuning import CHUNK, num_tiles, summary_tiles, tl, tuned, with_strides
+from .tuning import CHUNK, num_tiles, tl, token_tiles, tuned, with_strides
 
 MIN_PART_TOKENS = 256
 ENOUGH_PROGRAMS = 384  # about three for each multiprocessor of the largest GPUs
 
 
-@tuned(summary_tiles, "K", "V", "CAUSAL", "DOT")
+@tuned(partial(token_tiles, max_lanes=64), "K", "V", "CAUSAL", "DOT")
 @no_type_check
 def summaries_kernel(
     k, v, v_factor, z_factor, key_mask, s, z, tables, num_tokens, block_size, span, num_parts, num_blocks, num_heads,
-    group,
+    heads_per_sum,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
     """Compute s [B, num_heads, M * parts, K, V] and z [B, num_heads, M * parts, K]; each program computes a tile of a part.
 
-    See `summaries` for the other arguments.
-
-    Args:
-        tables, num_tokens, block_size, num_blocks: As in `KernelBlocks`.
-        span: Number of tokens in a part.
-        num_parts: Number of parts per block.
-        group: Number of neighboring heads of k and v over which each head of the results is a sum.
+    span: Number of tokens in a part.
+    heads_per_sum: Number of neighboring heads of k and v over which each head of the results is a sum.
     """
     num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     num_k_tiles: tl.constexpr = (K + BK - 1) // BK
@@ -53,17 +50,18 @@ def summaries_kernel(
     low, high = low + part * span, tl.minimum(high, low + part * span + span)
     total = tl.zeros((BK, BV), tl.float32)
     total_z = tl.zeros((BK,), tl.float32)
-    for member in range(group):
-        source = head * group + member
+    num_sources = num_heads * heads_per_sum
+    for member in range(heads_per_sum):
+        source = head * heads_per_sum + member
         for first in range(low, high, BT):
             token, _, real = tokens_from(first, high, tables, key_mask, row, num_tokens, BT, True)
             key = load_tile(k, row, token, source, real, k_lanes, K)
-            value = load_scaled(v, v_factor, row, token, source, num_tokens, num_heads * group, real, v_lanes, V, DOT)
+            value = load_scaled(v, v_factor, row, token, source, num_tokens, num_sources, real, v_lanes, V, DOT)
             total += dot(tl.trans(key), value, DOT)
             if z is not None:
                 weight = key.to(tl.float32)
                 if z_factor is not None:
-                    weight *= load_number(z_factor, row, token, source, num_tokens, num_heads * group, real)[:, None]
+                    weight *= load_number(z_factor, row, token, source, num_tokens, num_sources, real)[:, None]
                 total_z += tl.sum(weight, 0)
     start = (((row * num_heads + head) * num_blocks + block) * num_parts + part) * K
     inside = (k_lanes < K)[:, None] & (v_lanes < V)[None, :]
@@ -73,35 +71,13 @@ def summaries_kernel(
 
 
 def summaries(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    blocks: KernelBlocks,
-    dot_as: str,
-    *,
-    num_heads: int,
-    causal: bool,
-    with_z: bool,
-    key_mask: torch.Tensor | None = None,
-    v_factor: torch.Tensor | None = None,
-    z_factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the sums of k v^T and of k over every block or, if causal, over every chunk.
+    k: Tensor, v: Tensor, blocks: KernelBlocks, dot_as: str, num_heads: int, causal: bool, with_z: bool, *,
+    key_mask: Tensor | None = None, v_factor: Tensor | None = None, z_factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute the sums of k v^T and, `with_z`, of k over every block or, if causal, over every chunk.
 
-    Args:
-        k: [B, T, H, K].
-        v: [B, T, H, V].
-        blocks: The M blocks of the T tokens.
-        dot_as: How products are computed, see `dot`.
-        num_heads: Number of heads of the results; each is the sum over H // num_heads neighboring heads.
-        causal: Whether to return the sums over chunks.
-        with_z: Whether to return the sum of k, too.
-        key_mask: bool [B, T], False for tokens to leave out.
-        v_factor: [B, T, H], multiplies v.
-        z_factor: [B, T, H], multiplies k in the sum of k.
-
-    Returns:
-        s: [B, num_heads, M or M * chunks, K, V], in bf16 if `dot_as` is "bf16", else in fp32.
-        z: [B, num_heads, M or M * chunks, K] in fp32; None unless `with_z`.
+    Each of the `num_heads` of s [B, num_heads, M or M * chunks, K, V] and z (without V) is a sum over neighboring heads.
+    v_factor [B, T, H] multiplies v, and z_factor [B, T, H] multiplies k in the sum of k.
     """
     batch, _, total_heads, key_width = k.shape
     value_width = v.shape[3]
@@ -125,14 +101,11 @@ def summaries(
         key_mask=key_mask,
         s=s,
         z=z,
-        tables=blocks.tables,
-        num_tokens=blocks.num_tokens,
-        block_size=blocks.block_size,
+        **blocks.arguments(),
         span=span,
         num_parts=num_parts,
-        num_blocks=blocks.num_blocks,
         num_heads=num_heads,
-        group=total_heads // num_heads,
+        heads_per_sum=total_heads // num_heads,
         K=key_width,
         V=value_width,
         CAUSAL=causal,
@@ -144,14 +117,11 @@ def summaries(
 
 
 def part_span(span: int, num_sums: int) -> int:
-    """Choose the number of tokens per part, a multiple of `CHUNK`, for `num_sums` blocks of up to `span` tokens.
-
-    Blocks are cut until there are `ENOUGH_PROGRAMS` parts, but not into parts of fewer than `MIN_PART_TOKENS`.
-    """
+    """Cut blocks of up to `span` tokens until there are `ENOUGH_PROGRAMS` parts, or parts of `MIN_PART_TOKENS`."""
     num_parts = max(1, min(span // MIN_PART_TOKENS, num_tiles(ENOUGH_PROGRAMS, num_sums)))
     return num_tiles(num_tiles(span, num_parts), CHUNK) * CHUNK
 
 
-def sum_parts(s: torch.Tensor, num_parts: int) -> torch.Tensor:
+def sum_parts(s: Tensor, num_parts: int) -> Tensor:
     """Sum the parts of each block: [B, G, M * parts, ..] -> [B, G, M, ..]."""
     return s.unflatten(2, (-1, num_parts)).sum(3)

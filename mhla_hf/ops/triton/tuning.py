@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -33,6 +34,9 @@ LENGTH_PARAMETERS = {
     "mixing_head_stride",
     "mixing_row_stride",
     "group",
+    "queries_per_kv",
+    "sources_per_head",
+    "heads_per_sum",
 }
 
 
@@ -47,13 +51,8 @@ def kernel(function: Callable) -> Any:
 class TunedKernel:
     """A kernel whose tile sizes `triton.autotune` chooses once for every combination of the constants named in `key`.
 
-    Kernels write their outputs and never read them, so they can be run repeatedly for timing.
-
-    Args:
-        function: The kernel, not yet compiled.
-        configurations: Function that takes the constants of a launch and returns the tile sizes to try, each with num_warps
-            and num_stages. The interpreter takes the first.
-        key: Names of constants.
+    Kernels write their outputs and never read them, so they can be run repeatedly for timing. `configurations` returns the
+    tile sizes to try for the constants of a launch, each with num_warps and num_stages. The interpreter takes the first.
     """
 
     def __init__(self, function: Callable, configurations: Callable[[dict], list[dict]], key: tuple[str, ...]):
@@ -61,9 +60,7 @@ class TunedKernel:
         self.configurations = configurations
         self.tuner = None
         if triton is not None and not INTERPRETED:
-            placeholders = [
-                triton.Config({}, num_warps=warps) for warps in (4, 8)
-            ]  # pruning puts `choices` in their place
+            placeholders = [triton.Config({}, num_warps=warps) for warps in (4, 8)]  # pruned to `choices`
             prune = {"early_config_prune": lambda configs, named_args, **arguments: self.choices(arguments)}
             tune = triton.autotune(placeholders, key=list(key), prune_configs_by=prune, cache_results=True)
             self.tuner = tune(self.jitted)
@@ -80,20 +77,15 @@ class TunedKernel:
         ]
 
     def __getitem__(self, grid: Callable[[dict], tuple[int]]) -> Callable[..., Any]:
-        """Return the launcher of the kernel. It takes all arguments and constants by keyword, except for the tile sizes.
-
-        Args:
-            grid: Returns the number of programs as a tuple (n,), given a dict with the arguments, constants, and tile sizes.
-        """
+        """Return the launcher of the kernel. It takes all arguments and constants by keyword, except for the tile sizes."""
         if self.tuner is not None:
             return partial(self.tuner[grid], enable_fp_fusion=True)
-        return lambda **arguments: self.jitted[grid](
-            **arguments, **self.configurations(arguments)[0], enable_fp_fusion=True
-        )
+        launch = partial(self.jitted[grid], enable_fp_fusion=True)
+        return lambda **arguments: launch(**arguments, **self.configurations(arguments)[0])
 
 
 def tuned(configurations: Callable[[dict], list[dict]], *key: str) -> Callable[[Callable], TunedKernel]:
-    """Decorator that turns a function into a `TunedKernel`. See `TunedKernel` for the arguments."""
+    """Decorator that turns a function into a `TunedKernel`."""
     return lambda function: TunedKernel(function, configurations, key)
 
 
@@ -103,8 +95,7 @@ def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[st
     By the rule, a tile covers the whole width of a head up to `max_lanes` lanes (up to 32 if products are not bf16), so that
     tiles stay in registers. Wider keys and values are both divided into the same number of parts.
     """
-    K = next_lanes(constants["K"])
-    V = next_lanes(constants["V"])
+    K, V = next_lanes(constants["K"]), next_lanes(constants["V"])
     is_bf16 = constants["DOT"] == "bf16"
     num_parts = max(1, max(K, V) // (max_lanes if is_bf16 else 32))
     BK, BV = max(16, K // num_parts), max(16, V // num_parts)
@@ -113,11 +104,6 @@ def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[st
     half = {**rule, "BK": max(16, BK // 2), "BV": max(16, BV // 2), "num_warps": 4}
     double = [] if constants["CAUSAL"] else [{**rule, "BT": 2 * CHUNK, "num_warps": 8}]
     return [rule, {**rule, "num_warps": 12 - warps}, *double, half, {**half, "num_stages": 1}]
-
-
-def summary_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
-    """List the tile sizes to try for kernels that hold a tile of a summary, [BK, BV]."""
-    return token_tiles(constants, max_lanes=64)
 
 
 def block_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
@@ -137,7 +123,7 @@ def shared_bytes(DOT: str, config: dict[str, int]) -> int:
     return config["num_stages"] * (2 if DOT == "bf16" else 4) * tile_elements
 
 
-def dot_kind(*tensors: torch.Tensor) -> str:
+def dot_kind(*tensors: Tensor) -> str:
     """Return the DOT constant (see `dot`) for products of these tensors.
 
     fp16 inputs take tf32, which represents them exactly and has room for intermediate results beyond the range of fp16. On
@@ -151,24 +137,24 @@ def dot_kind(*tensors: torch.Tensor) -> str:
     return "tf32" if dtypes == {torch.float16} else "tf32x3"
 
 
-def on_device(x: torch.Tensor) -> AbstractContextManager:
+def on_device(x: Tensor) -> AbstractContextManager:
     """Return a context manager in which kernels are launched on the device of `x`."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def with_strides(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+def with_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
     """Return a tensor [B, T, H, W] as kernels take it: the tensor, and its strides of row, token, and head."""
     row_stride, token_stride, head_stride = x.stride()[:3]
     return x, row_stride, token_stride, head_stride
 
 
-def mixing_arguments(mixing: torch.Tensor) -> dict[str, Any]:
+def mixing_arguments(mixing: Tensor) -> dict[str, Any]:
     """Return the kernel arguments of a mixing matrix whose rows are contiguous; heads that share it have stride 0."""
     head_stride = mixing.stride(0) if mixing.dim() == 3 else 0
     return {"mixing": mixing, "mixing_head_stride": head_stride, "mixing_row_stride": mixing.stride(-2)}
 
 
-def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+def contiguous_rows(x: Tensor) -> Tensor:
     """Return `x` itself if its last axis is contiguous, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -179,5 +165,4 @@ def next_lanes(width: int) -> int:
 
 
 def num_tiles(count: int, tile: int) -> int:
-    """Return how many tiles cover `count` elements."""
     return (count + tile - 1) // tile

@@ -7,6 +7,7 @@ over the blocks computes these sums at a cost that is linear in the number of bl
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 SCAN_GROUP = 8  # blocks per group of the two-level scan; blocks before a group arrive as one running sum
 
@@ -25,25 +26,19 @@ class Decays:
             that are far from it: the far part of a query grows with n, while the sum of a softmax hardly does.
     """
 
-    weight: torch.Tensor
-    log_rate: torch.Tensor
-    power: torch.Tensor | None = None
+    weight: Tensor
+    log_rate: Tensor
+    power: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Decays":
         """Return the same decays in another dtype."""
         power = None if self.power is None else self.power.to(dtype)
         return Decays(self.weight.to(dtype), self.log_rate.to(dtype), power)
 
-    def matrix(self, num_blocks: int, window: int = 1, both_ways: bool = False) -> torch.Tensor:
-        """Materialize the mixing matrix, as the reference implementation and plots need it.
+    def matrix(self, num_blocks: int, window: int = 1, both_ways: bool = False) -> Tensor:
+        """Materialize the mixing matrix [H, M, M], lower triangular unless `both_ways`, for the reference and for plots.
 
-        Args:
-            num_blocks: Number of rows and columns, M.
-            window: The smallest block distance that counts as far; matters only with a `power`.
-            both_ways: Whether later blocks have weights, too, by their distance |i - j|.
-
-        Returns:
-            [H, M, M], lower triangular unless `both_ways`.
+        `window` is the smallest block distance that counts as far; it matters only with a `power`.
         """
         log_rate = self.log_rate.repeat_interleave(len(self.weight) // len(self.log_rate), 0)
         power = powers(log_rate, block_distances(num_blocks, log_rate).abs())  # [H, R, M, M]
@@ -53,64 +48,29 @@ class Decays:
         block = torch.arange(num_blocks, device=matrix.device)
         return matrix if self.power is None else matrix * self.length_scale(block, window).T[..., None]
 
-    def length_scale(self, block: torch.Tensor, window: int) -> torch.Tensor:
-        """Compute n^-power, where n is the number of far blocks (at least 1); only if there is a `power`.
-
-        Args:
-            block: Int of any shape, indices of query blocks.
-            window: Smallest distance of a far block.
-
-        Returns:
-            [.., H].
-        """
+    def length_scale(self, block: Tensor, window: int) -> Tensor:
+        """Compute n^-power [.., H], n being the number of far blocks (at least 1) of each query block in `block` [..]."""
         assert self.power is not None
         num_far = (block - window + 1).clamp(min=1)
         return torch.exp(-self.power * num_far.to(self.power.dtype).log()[..., None])
 
 
-def expand_query_features(q_features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply query features by the weight of each decay, so that one matmul mixes and reads all R running sums.
-
-    Args:
-        q_features: [B, G, M, N, K]; N enumerates the query heads of a KV head, and within each its tokens.
-        weight: [H, R], the weights of the decays.
-
-    Returns:
-        [B, G, M, N, R * K].
-    """
-    weight = weight.view(q_features.shape[1], 1, -1, 1, weight.shape[1], 1)  # [G, 1, H / G, 1, R, 1]
-    q_features = q_features.unflatten(3, (weight.shape[2], -1))[..., None, :]  # [B, G, M, H / G, C, 1, K]
-    return (q_features * weight).flatten(5).flatten(3, 4)
-
-
-def powers(log_rate: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+def powers(log_rate: Tensor, distance: Tensor) -> Tensor:
     """Compute lambda^distance: log_rate [G, R] and a distance of any shape -> [G, R, *distance.shape]."""
     return torch.exp(log_rate.view(*log_rate.shape, *[1] * distance.dim()) * distance)
 
 
-def block_distances(count: int, like: torch.Tensor) -> torch.Tensor:
+def block_distances(count: int, like: Tensor) -> Tensor:
     """Return the distances i - j between `count` blocks, int [count, count], on the device of `like`."""
     block = torch.arange(count, device=like.device)
     return block[:, None] - block[None, :]
 
 
-def decayed_sums(
-    summaries: torch.Tensor, log_rate: torch.Tensor, window: int = 1, sequence_id: torch.Tensor | None = None
-) -> torch.Tensor:
+def decayed_sums(summaries: Tensor, log_rate: Tensor, window: int = 1, sequence_id: Tensor | None = None) -> Tensor:
     """Compute the running sums of every block i: sum over j <= i - window of lambda_r^(i - j) S_j.
 
     The scan has two levels. One small matrix sums the blocks within each group of `SCAN_GROUP` blocks, and another sums the
-    earlier groups.
-
-    Args:
-        summaries: [B, G, M, X], the flattened summary S of each block.
-        log_rate: [G, R], log(lambda).
-        window: The smallest distance between a block and the blocks it sums.
-        sequence_id: Int [M], the packed sequence that each block belongs to, whose borders no sum crosses; None if there is
-            only one sequence.
-
-    Returns:
-        [B, G, M, R, X].
+    earlier groups. [B, G, M, X] -> [B, G, M, R, X]; no sum crosses the borders of packed sequences (`sequence_id` [M]).
     """
     num_blocks, num_rates = summaries.shape[2], log_rate.shape[1]
     num_groups = (num_blocks + SCAN_GROUP - 1) // SCAN_GROUP + 1  # never 1, which torch.compile would specialize on

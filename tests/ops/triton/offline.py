@@ -1,13 +1,13 @@
-"""The kernels compiled by triton's own compiler for GPUs that are not there; for test_tuning.py, in a process of its own.
+"""The kernels compiled for GPUs that are not there, as launches would compile them, with the first configuration.
 
-Every launch of a call is compiled as the launcher would (its types, divisibilities and constants), with the first
-configuration, and nothing is launched. Run: TRITON_INTERPRET=0 python tests/ops/triton/offline.py causal-64:90 wan:gfx942
+Run: TRITON_INTERPRET=0 python tests/ops/triton/offline.py causal-64:90 wan:gfx942
 """
 
 import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,9 +65,8 @@ def compile_only(found):
         found.append((self.fn.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
 
     def first(self, grid):
-        return lambda **arguments: self.jitted[grid](
-            **arguments, **self.configurations(arguments)[0], enable_fp_fusion=True
-        )
+        launch = partial(self.jitted[grid], enable_fp_fusion=True)
+        return lambda **arguments: launch(**arguments, **self.configurations(arguments)[0])
 
     JITFunction.run, TunedKernel.__getitem__ = warm_up, first
     driver.set_active(Chips())
@@ -102,11 +101,6 @@ def window(tokens, width, *, size=64, sinks=4, packed=False, dtype=torch.bfloat1
     windowed_forward(q, k, v, fq, mixed, *learned, *near, 0.125, True, dtype)
 
 
-def pages(width, num_features):
-    """The launches of steps over pages."""
-    small_page_call(torch.device("cpu"), width=width, num_features=num_features)
-
-
 def spilled(compiled, chip):
     """Registers, and bytes of them that did not fit."""
     if chip.startswith("gfx"):
@@ -132,7 +126,7 @@ def main(*pairs):
         if shape in WINDOWS:
             window(256, WINDOWS[shape])
         elif shape in PAGES:
-            pages(*PAGES[shape])
+            small_page_call(torch.device("cpu"), width=PAGES[shape][0], num_features=PAGES[shape][1])
         else:
             call(*SHAPES[shape])
         for name, compiled in dict(found).items():

@@ -10,7 +10,6 @@ import pytest
 
 HERE = Path(__file__).parent
 CHIPS = ("80", "90", "100", "120", "gfx942")
-FEW = ("causal-64:90", "dit:120", "long-blocks:gfx942", "window-64:90")
 ONE_COMPILATION = """# after TUNING, in its process
 kept = []
 def keep(self, key, signature, device, *rest):
@@ -102,13 +101,6 @@ def run(*arguments, **environment):
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     return done.stdout
-
-
-@pytest.mark.slow
-def test_the_papers_shapes_compile():
-    """A few of them; all below."""
-    lines = run(HERE / "offline.py", *FEW).splitlines()
-    assert {":".join(line.split()[:2]) for line in lines} == set(FEW) and len(lines) == 3 * 5 + 1
 
 
 @pytest.mark.slow
