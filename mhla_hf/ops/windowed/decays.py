@@ -68,21 +68,6 @@ class Decays:
         return torch.exp(-self.power * num_far.to(self.power.dtype).log()[..., None])
 
 
-def expand_query_features(q_features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply query features by the weight of each decay, so that one matmul mixes and reads all R running sums.
-
-    Args:
-        q_features: [B, G, M, N, K]; N enumerates the query heads of a KV head, and within each its tokens.
-        weight: [H, R], the weights of the decays.
-
-    Returns:
-        [B, G, M, N, R * K].
-    """
-    weight = weight.view(q_features.shape[1], 1, -1, 1, weight.shape[1], 1)  # [G, 1, H / G, 1, R, 1]
-    q_features = q_features.unflatten(3, (weight.shape[2], -1))[..., None, :]  # [B, G, M, H / G, C, 1, K]
-    return (q_features * weight).flatten(5).flatten(3, 4)
-
-
 def powers(log_rate: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
     """Compute lambda^distance: log_rate [G, R] and a distance of any shape -> [G, R, *distance.shape]."""
     return torch.exp(log_rate.view(*log_rate.shape, *[1] * distance.dim()) * distance)
