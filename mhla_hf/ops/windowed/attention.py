@@ -70,13 +70,19 @@ class BlockRun:
     past: PastSums | None = None
 
 
+def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
+    """Return, for a sequence, the first token from which a key may be far, and the end of the keys that are far from any."""
+    num_blocks = (num_tokens + options.block_size - 1) // options.block_size
+    first_query = min(options.window * options.block_size, num_tokens)
+    return first_query, max(num_blocks - options.window, 0) * options.block_size
+
+
 def windowed_attention(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
     """Attend to near tokens by softmax and to far tokens by MHLA; the top of this file has the formula.
 
     Args:
-        inputs: The inputs. Without key_mask, starts, and cu_seqlens, q_features may lack the first `window` blocks, from
-            which nothing is far.
-        k_features: [B, T, G, K], keys of the far part; under the same condition it may lack the last `window` blocks.
+        inputs: The inputs. Without key_mask, starts, and cu_seqlens, q_features may begin at the first token of `far_range`.
+        k_features: [B, T, G, K], keys of the far part; q_features that begin later may go with keys that end earlier.
 
     Returns:
         [B, T, H, V] in v's dtype or, with `options.unrounded`, in at least fp32.
@@ -152,16 +158,20 @@ def attend_run(run: BlockRun, end_block: torch.Tensor | None = None) -> tuple[to
 
 
 def with_valid(run: BlockRun) -> BlockRun:
-    """Return a run whose `valid`, if it needs one, is bool [B, M * C]: under torch.compile for the sake of a single graph, and
-    for a run within one window that has query features, because these shall get gradients (zeros), as other processes' do."""
+    """Return a run whose `valid`, if it needs one, is bool [B, M * C].
+
+    torch.compile needs one for the sake of a single graph. So does a run within one window that has query features: these
+    shall get gradients (of zero), as those of other processes do.
+    """
     (valid, q, q_features), options = (run.valid, run.inputs.q, run.inputs.q_features), run.inputs.options
     num_blocks = run.block_index.shape[1]
     needs_none = num_blocks > options.window or not q_features.shape[1]
     if valid is None and not torch.compiler.is_compiling() and needs_none:
         return run
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if valid is None else valid
-    exists = torch.arange(num_blocks * options.block_size, device=q.device) < q.shape[1]
-    return replace(run, valid=resize_tokens(valid, len(exists)) & exists)
+    length = num_blocks * options.block_size
+    exists = torch.arange(length, device=q.device) < q.shape[1]
+    return replace(run, valid=resize_tokens(valid, length) & exists)
 
 
 def attend_near_and_far(run: BlockRun, far_sums: torch.Tensor, decays: Decays) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from ..reference import divide_or_zero
 from ..state import RowState
 from ..torch_layout import TokenLayout, ring_slot
-from .attention import BlockRun, PastSums, SinkTokens, attend_run, with_ones
+from .attention import BlockRun, PastSums, SinkTokens, attend_run, far_range, with_ones
 from .decays import Decays
 from .inputs import WindowedInputs, WindowedOptions
 
@@ -206,12 +206,15 @@ def continue_windowed(
         first_block = ((before - 1).clamp(min=0) // size - options.window + 1).clamp(min=0)
     layout = TokenLayout(before, num_new, num_tokens, first_block, num_blocks, size, num_slots, q.device, options.sinks)
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
-    valid = layout.place_keys(state.valid, valid) & layout.filled
-    k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
-    cos_sin = layout.place_keys(state.cos_sin, cos_sin)
-    q = layout.place_queries(q)
-    q_features = layout.place_queries(q_features)
-    k_features = map_keys(k, cos_sin)
+    in_place = fresh and starts is None and key_mask is None  # whole sequences from their start
+    if not in_place:
+        valid = layout.place_keys(state.valid, valid) & layout.filled
+        k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
+        cos_sin = layout.place_keys(state.cos_sin, cos_sin)
+        q = layout.place_queries(q)
+        q_features = layout.place_queries(q_features)
+    end = k.shape[1] if q_features.shape[1] == q.shape[1] else far_range(num_tokens, options)[1]
+    k_features = map_keys(k[:, :end], cos_sin[:, :end])
     past = sink_tokens = None
     if not fresh:
         past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size)
@@ -223,14 +226,14 @@ def continue_windowed(
         sinks = slice(0, options.sinks)
         sink_tokens = SinkTokens(state.k[:, sinks], state.v[:, sinks], state.valid[:, sinks])
     inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
-    run = BlockRun(inputs, k_features, layout.blocks, valid, sink_tokens=sink_tokens, past=past)
+    run = BlockRun(inputs, k_features, layout.blocks, None if in_place else valid, None, sink_tokens, past)
     with torch.autocast(q.device.type, enabled=False):
         o, running = attend_run(run, (before + num_new - 1).clamp(min=0) // size)
     assert running is not None  # `attend_run` returns sums for an end block
     with torch.no_grad():
         state.running.copy_(running.mT)
         state.refresh_pending(map_keys, options)
-    return layout.take_back(o)
+    return o if in_place else layout.take_back(o)
 
 
 @torch.no_grad()

@@ -6,12 +6,11 @@ softmax, and dS = P (dP - <dO, o>).
 """
 
 import logging
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 
-LOG = logging.getLogger("mhla_hf")
+SOFTMAX_LOG = logging.getLogger("mhla_hf")
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 # These operators are private in PyTorch: anything else than these signatures is not called.
@@ -31,19 +30,29 @@ SIGNATURES = {
 ALIGNMENT = 8  # in elements: of the widths of heads and of the rows of a mask, for EFFICIENT
 
 
-@cache
-def fused_kernel(device_type: str) -> str | None:
-    """Return the name of the fused operator for a device; None, and say so once, if PyTorch has none that we know."""
-    name = {"cpu": FLASH, "cuda": EFFICIENT}.get(device_type)
-    known = name is not None
-    for operator in (name, f"{name}_backward"):
-        packet = getattr(torch.ops.aten, operator, None) if known else None
-        known = packet is not None and str(packet.default._schema) == f"aten::{operator}{SIGNATURES[operator]}"
-    if not known:
-        LOG.warning(
-            "mhla_hf: no fused softmax with its logsumexp on %s; the slower PyTorch definition runs.", device_type
+def is_known(operator: str) -> bool:
+    """Return whether PyTorch has an operator with the signature that is written here."""
+    packet = getattr(torch.ops.aten, operator, None)
+    return packet is not None and str(packet.default._schema) == f"aten::{operator}{SIGNATURES[operator]}"
+
+
+FUSED_KERNELS = {
+    device: name
+    for device, name in (("cpu", FLASH), ("cuda", EFFICIENT))
+    if is_known(name) and is_known(f"{name}_backward")
+}
+WARNED_DEVICES: set[str] = set()
+
+
+def fused_kernel(q: torch.Tensor) -> str | None:
+    """Return the fused operator for q's device and dtype; None, and say so once per device, if there is none."""
+    name, device = FUSED_KERNELS.get(q.device.type), q.device.type
+    if name is None and device not in WARNED_DEVICES and not torch.compiler.is_compiling():
+        WARNED_DEVICES.add(device)
+        SOFTMAX_LOG.warning(
+            "mhla_hf: PyTorch has no fused softmax with its logsumexp on %s; its definition runs, slower.", device
         )
-    return name if known else None
+    return None if name == EFFICIENT and q.dtype == torch.float64 else name
 
 
 def softmax_forward(
@@ -53,7 +62,7 @@ def softmax_forward(
 
     Without a mask it is causal (T = S). Returns o [N, H, T, V] in v's dtype and the logsumexp [N, H, T] in at least fp32.
     """
-    kernel, width = fused_kernel(q.device.type), v.shape[-1]
+    kernel, width = fused_kernel(q), v.shape[-1]
     if kernel is None or (q.dtype == torch.float64 and kernel == EFFICIENT):
         score = masked_scores(q, k, mask, scale)
         lse = score.logsumexp(-1)
@@ -83,7 +92,7 @@ def softmax_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of q, k, and v, where o and lse may be those of a softmax over these keys and others."""
-    kernel, widths = fused_kernel(q.device.type), (q.shape[-1], v.shape[-1])
+    kernel, widths = fused_kernel(q), (q.shape[-1], v.shape[-1])
     if kernel is None or (q.dtype == torch.float64 and kernel == EFFICIENT):
         weight = torch.exp(masked_scores(q, k, mask, scale) - lse[..., None])
         wide_do, wide_o, wide_v = (x.to(weight.dtype) for x in (do, o, v))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import triton
+from mhla_hf.ops.windowed.triton_attend import windowed_forward
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -20,7 +21,6 @@ from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.triton.common import blocks_as_numbers
 from mhla_hf.ops.triton.register import triton_backward, triton_forward
 from mhla_hf.ops.triton.tuning import TunedKernel
-from mhla_hf.ops.windowed.triton_attend import windowed_forward
 from mhla_hf.ops.windowed.triton_step import small_page_call
 
 CHIPS = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB of shared memory a block may use
