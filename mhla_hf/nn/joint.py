@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.reference import divide_or_zero
-from ..ops.windowed.near_and_far import with_ones
+from ..ops.windowed.attention import with_ones
 from .core import MHLACore, Rotation, mixing_options
 from .grid import GridMixing, PositionConv
 from .settings import MHLASettings

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..ops.torch_layout import shift_to_start
-from ..ops.windowed.attention import two_way_attention, windowed_attention
+from ..ops.windowed.attention import far_range, two_way_attention, windowed_attention
 from ..ops.windowed.decays import Decays
 from ..ops.windowed.decoding import KeyMap, WindowedState, continue_windowed
 from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
@@ -118,24 +118,34 @@ class DecayMHLA(DecayCore):
             cos_sin = q.new_zeros(*q.shape[:2], 1, 0)
         else:
             cos_sin = cos_sin.to(q.dtype).expand(len(q), -1, -1, -1)
-        is_real = key_mask
-        if key_mask is not None:
+        if key_mask is not None:  # `starts` then tells which tokens are real
             source, inverse, starts = padding_first(key_mask)
             q, k, v, cos_sin = (move_tokens(x, source, inverse) for x in (q, k, v, cos_sin))
-            is_real = key_mask if source is None else key_mask.gather(1, source)
         if q.shape[1] == 1 and torch.compiler.is_compiling():
             # Materialize q and k: fused into the loop over keys, the query would be rotated again for every key.
             both = torch.cat([q, k], 2)
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
         decays, balance = self.read_mixing(cache)
-        q_features = self.q_map(self.unrotate(q, cos_sin), self.heads)
+        is_new = cache is None or cache.state is None
+        drop_window = is_new and self.draw_window_dropout()
+        first, end = 0, q.shape[1]
+        if (
+            is_new
+            and starts is None
+            and cu_seqlens is None
+            and balance is not None
+            and not torch.compiler.is_compiling()
+        ):
+            first, end = far_range(q.shape[1], replace(options, window=1) if drop_window else options)
+            if torch.is_grad_enabled() and end == 0:  # gradients of zero, as other processes may have some
+                first, end = 0, q.shape[1]
+        q_features = self.q_map(self.unrotate(q[:, first:], cos_sin[:, first:]), self.heads)
         map_keys: KeyMap = self.map_keys
         if balance is None:  # the near part is linear, too, and reads features
             q = q_features
             k = self.map_keys(k, cos_sin)
             map_keys = keep_rotated
-        inputs = WindowedInputs(q, k, v, q_features, decays, balance, options, is_real, starts, cu_seqlens)
-        drop_window = (cache is None or cache.state is None) and self.draw_window_dropout()
+        inputs = WindowedInputs(q, k, v, q_features, decays, balance, options, None, starts, cu_seqlens)
         if cache is not None and not drop_window:
             o = self.continue_cache(inputs, map_keys, cache, cos_sin)
         else:
@@ -145,7 +155,7 @@ class DecayMHLA(DecayCore):
             if drop_window:
                 inputs = inputs._replace(options=replace(options, window=1))
             with torch.autocast(q.device.type, enabled=False):
-                o = windowed_attention(inputs, map_keys(k, cos_sin))
+                o = windowed_attention(inputs, map_keys(k[:, :end], cos_sin[:, :end]))
         if key_mask is not None:
             o = move_tokens(o, inverse, source)
             if cache is not None:

@@ -1,108 +1,45 @@
 """Causal attention with a near and a far part under one normalizer: softmax over a window, MHLA by decays before it.
 
-Let i = t // block_size be the block of token t. Its near keys are those of block i, of the `window - 1` blocks before
-it, and of the first `sinks` tokens of the sequence. All other earlier tokens are far. Their weights are brought to the scale
-of softmax weights by e^balance, a learned factor per head:
+Let i = t // block_size be the block of token t. Its near keys are those of block i, of the `window - 1` blocks before it,
+and of the first `sinks` tokens of the sequence. All other earlier tokens are far. Their weights are brought to the scale of
+softmax weights by e^balance, a learned factor per head:
 
-    o_t = (sum_near e^(z_ts - c) v_s + e^(balance - c) sum_far m[i, j] <fq_t, fk_s> v_s) / (the same with 1 for v_s)
+    o_t = (sum_near e^z_ts v_s + e^balance sum_far m[i, j] <fq_t, fk_s> v_s) / (the same with 1 for v_s)
 
-with scores z_ts = scale * <q_t, k_s>, features fq and fk of queries and keys, and c the largest exponent, which cancels.
+with scores z_ts = scale * <q_t, k_s> and features fq and fk of queries and keys. The near part is a fused softmax, whose
+logsumexp merges it with the far part (`NearAndFar`).
+
 Without a balance the near part is linear, too: its weights are m[i, i] * scale * <q_t, k_s>, with features as q and k. This
 is MHLA by decays and nothing else.
-
-Everything is differentiable PyTorch without data-dependent control flow, so torch.compile makes one graph for all lengths.
-With `options.impl` a Triton kernel may compute the attention within blocks.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from ..api import choose_implementation
+from ..reference import divide_or_zero
 from ..torch_layout import MoveTokens, align_sequences, shift_to_start
 from .decays import Decays, block_distances, decayed_sums, powers
+from .fused_softmax import make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
-from .near_and_far import SinkTokens, WindowOperands, by_block_and_group, near_and_far, resize_tokens, with_ones
-from .triton_attend import TRITON_WINDOWED, small_windowed_call
 
-SEGMENT_TOKENS = 2048  # without gradients, a long sequence is computed this many tokens at a time
+PIECE_TOKENS = 2048  # tokens whose windows are gathered at a time, which bounds the memory that the gather takes
 
 
-def windowed_attention(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
-    """Attend to near tokens by softmax and to far tokens by MHLA; the top of this file has the formula.
+class SinkTokens(NamedTuple):
+    """S sinks: of each row, k and v [B, S, G, ..] and which are keys, bool [B, S]; of each packed block, [B, M, S, ..]."""
 
-    Args:
-        inputs: The inputs.
-        k_features: [B, T, G, K], keys of the far part.
-
-    Returns:
-        [B, T, H, V] in the dtype of the sums (at least fp32); in v's dtype if the Triton kernel runs and not
-        `options.unrounded`.
-
-    Raises:
-        ValueError: If both `starts` and `cu_seqlens` are given, or `options.impl` is "triton" and the kernel cannot run.
-    """
-    q, k, v, q_features, _, _, options, key_mask, starts, cu_seqlens = inputs
-    num_tokens, size = q.shape[1], options.block_size
-    valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
-    inverse = block_index = sequence_id = None
-    if starts is not None:
-        if cu_seqlens is not None:
-            raise ValueError("starts: got a tensor along with cu_seqlens, expected None.")
-        source, inverse = shift_to_start(starts.to(q.device), num_tokens)
-    if cu_seqlens is not None:
-        source, inverse, block_index, sequence_id = align_sequences(cu_seqlens, num_tokens, size)
-    if inverse is not None:
-        q, k, v, q_features, k_features = (
-            MoveTokens.apply(x, source, inverse) for x in (q, k, v, q_features, k_features)
-        )
-        rows = torch.arange(len(valid), device=q.device)[:, None]
-        valid = (source >= 0) & valid[rows, source.clamp(min=0)]
-    if block_index is None:
-        block_index = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
-    inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
-    o, _ = attend_run(BlockRun(inputs, k_features, valid, block_index[None], sequence_id))
-    return o if inverse is None else MoveTokens.apply(o, inverse, source)
+    k: torch.Tensor
+    v: torch.Tensor
+    valid: torch.Tensor
 
 
-def two_way_attention(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
-    """Attend to near tokens by softmax and to far tokens by MHLA, to later tokens as to earlier ones.
+class PastSums(NamedTuple):
+    """Running sums [B, G, R, K, V + 1] that the queries of block int [B] of each row read.
 
-    In the formula, |i - j| takes the place of i - j. The summaries of all blocks are mixed by one matrix per KV head and
-    decay, at a cost that grows with the square of the number of blocks.
-
-    Args:
-        inputs: The inputs, without starts and cu_seqlens. The options has `both_ways` and no sinks; its `impl` is ignored.
-        k_features: [B, T, G, K], keys of the far part.
-
-    Returns:
-        [B, T, H, V] in the dtype of the sums (at least fp32).
-    """
-    q, v, options, key_mask = inputs.q, inputs.v, inputs.options, inputs.key_mask
-    size, num_tokens = options.block_size, q.shape[1]
-    num_blocks = (num_tokens + size - 1) // size
-    block_index = torch.arange(num_blocks, device=q.device)[None]
-    valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
-    is_token = torch.arange(num_blocks * size, device=q.device) < num_tokens
-    valid = resize_tokens(valid, num_blocks * size) & is_token
-    summaries = block_summaries(k_features, v, valid, block_index, options)  # [B, G, M, K, V + 1]
-    decays = inputs.decays.to(summaries.dtype)
-    distance = block_distances(num_blocks, summaries).abs()
-    mixing = powers(decays.log_rate, distance).masked_fill(distance < options.window, 0).transpose(1, 2)  # [G, M, R, M]
-    far_sums = mixing.flatten(1, 2) @ summaries.flatten(3)
-    far_sums = far_sums.view(*summaries.shape[:3], -1, *summaries.shape[3:])  # [B, G, M, R, K, V + 1]
-    run = BlockRun(inputs, k_features, valid, block_index)
-    return near_and_far(window_operands(run, inputs.q_features, far_sums, decays.weight), both_ways=True)
-
-
-@dataclass
-class PastSums:
-    """Running sums of the far part, for the queries of one block of each row.
-
-    Args:
-        sums: [B, G, R, K, V + 1], for each rate lambda the sum over blocks j <= block - window of lambda^(block - j) S_j;
-            S_j is the summary of block j (`block_summaries`).
-        block: Int [B], index of the block whose queries read the sums.
+    For each rate lambda this is the sum over blocks j <= block - window of lambda^(block - j) S_j (`block_summaries`).
     """
 
     sums: torch.Tensor
@@ -114,106 +51,319 @@ class BlockRun:
     """M consecutive blocks of C tokens; the first token is at a block edge.
 
     Args:
-        inputs: The T tokens, T at most M * C. Their padding is described by the other fields.
-        k_features: [B, T, G, K], keys of the far part.
-        valid: bool [B, T] or [B, M * C], the tokens that are keys.
+        inputs: The T tokens, T at most M * C. If q_features has fewer, it has the last ones; nothing is far from the others.
+        k_features: [B, T, G, K], keys of the far part. If it has fewer tokens, they are the first ones; the others are far
+            from no query.
         block_index: Int [B or 1, M], the index of each block in its sequence.
+        valid: bool [B, T], the tokens that are keys; None if all are, and the run is one sequence per row from its start.
         sequence_id: Int [M], the sequence of each block if several are packed, else None.
         sink_tokens: Sinks from a state; None to take the first tokens of each sequence.
-        past: Running sums from a state, for the sequence of the first block; None if no tokens came before.
+        past: Running sums from a state; None if no tokens came before.
     """
 
     inputs: WindowedInputs
     k_features: torch.Tensor
-    valid: torch.Tensor
     block_index: torch.Tensor
+    valid: torch.Tensor | None = None
     sequence_id: torch.Tensor | None = None
     sink_tokens: SinkTokens | None = None
     past: PastSums | None = None
 
-    def segment(self, first: int, end: int, past: PastSums | None) -> "BlockRun":
-        """Return blocks `first` to `end` (exclusive), with running sums `past`; not for packed sequences."""
-        tokens = slice(first * self.inputs.options.block_size, end * self.inputs.options.block_size)
-        q, k, v, q_features = (x[:, tokens] for x in self.inputs[:4])
-        return replace(
-            self,
-            inputs=self.inputs._replace(q=q, k=k, v=v, q_features=q_features),
-            k_features=self.k_features[:, tokens],
-            valid=self.valid[:, tokens],
-            block_index=self.block_index[:, first:end],
-            past=past,
+
+def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
+    """Return, for a sequence, the first token from which a key may be far, and the end of the keys that are far from any."""
+    num_blocks = (num_tokens + options.block_size - 1) // options.block_size
+    first_query = min(options.window * options.block_size, num_tokens)
+    return first_query, max(num_blocks - options.window, 0) * options.block_size
+
+
+def windowed_attention(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
+    """Attend to near tokens by softmax and to far tokens by MHLA; the top of this file has the formula.
+
+    Args:
+        inputs: The inputs. Without key_mask, starts, and cu_seqlens, q_features may begin at the first token of `far_range`.
+        k_features: [B, T, G, K], keys of the far part; q_features that begin later may go with keys that end earlier.
+
+    Returns:
+        [B, T, H, V] in v's dtype or, with `options.unrounded`, in at least fp32.
+
+    Raises:
+        ValueError: If both `starts` and `cu_seqlens` are given.
+    """
+    q, k, v, q_features, _, _, options, key_mask, starts, cu_seqlens = inputs
+    num_tokens, size = q.shape[1], options.block_size
+    if starts is not None and cu_seqlens is not None:
+        raise ValueError("starts: got a tensor along with cu_seqlens, expected None.")
+    valid, inverse, block_index, sequence_id = key_mask, None, None, None
+    if starts is not None:
+        source, inverse = shift_to_start(starts.to(q.device), num_tokens)
+    if cu_seqlens is not None:
+        source, inverse, block_index, sequence_id = align_sequences(cu_seqlens, num_tokens, size)
+    if inverse is not None:
+        q, k, v, q_features, k_features = (
+            MoveTokens.apply(x, source, inverse) for x in (q, k, v, q_features, k_features)
         )
+        valid = (source >= 0).expand(len(q), -1)
+        if key_mask is not None:
+            valid = valid & key_mask.gather(1, source.clamp(min=0).expand(len(q), -1))
+        inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
+    if block_index is None:
+        block_index = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
+    o, _ = attend_run(BlockRun(inputs, k_features, block_index[None], valid, sequence_id))
+    return o if inverse is None else MoveTokens.apply(o, inverse, source)
+
+
+def two_way_attention(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
+    """Attend to near tokens by softmax and to far tokens by MHLA, to later tokens as to earlier ones.
+
+    In the formula, |i - j| takes the place of i - j. The summaries of all blocks are mixed by one matrix per KV head and
+    decay, at a cost that grows with the square of the number of blocks.
+
+    Args:
+        inputs: The inputs, without starts and cu_seqlens. The options have `both_ways` and no sinks.
+        k_features: [B, T, G, K], keys of the far part.
+
+    Returns:
+        [B, T, H, V], as `windowed_attention` does.
+    """
+    q, options = inputs.q, inputs.options
+    num_blocks = (q.shape[1] + options.block_size - 1) // options.block_size
+    valid = q.new_ones(q.shape[:2], dtype=torch.bool) if inputs.key_mask is None else inputs.key_mask
+    run = with_valid(BlockRun(inputs, k_features, torch.arange(num_blocks, device=q.device)[None], valid))
+    summaries = block_summaries(run)
+    decays = inputs.decays.to(summaries.dtype)
+    distance = block_distances(num_blocks, summaries).abs()
+    mixing = powers(decays.log_rate, distance).masked_fill(distance < options.window, 0).transpose(1, 2)  # [G, M, R, M]
+    far_sums = mixing.flatten(1, 2) @ summaries.flatten(3)
+    return attend_near_and_far(run, far_sums.view(*summaries.shape[:3], -1, *summaries.shape[3:]), decays)
 
 
 def attend_run(run: BlockRun, end_block: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the outputs of consecutive blocks, and the running sums for a decoder state.
+    """Compute the outputs [B, T, H, V] of a run and, if `end_block` int [B] is given, the sums that its queries read.
 
-    If no gradient is needed, long sequences are computed in segments of `SEGMENT_TOKENS`, so that memory and the cost per
-    token do not grow with their length.
-
-    Args:
-        run: The blocks.
-        end_block: Int [B], index of the block in each row whose running sums are returned; None to return no sums.
-
-    Returns:
-        o: [B, T, H, V].
-        sums: [B, G, R, K, V + 1], see `PastSums`. Without `end_block`, unspecified or None.
-
-    Raises:
-        ValueError: If `options.impl` is "triton" and the kernel cannot run.
+    The sums are those of `PastSums` at a block of each row.
     """
-    q, k, v, q_features, decays, _, options, *_ = run.inputs
-    block_index = run.block_index
-    size, num_blocks = options.block_size, block_index.shape[1]
-    if options.sinks and run.sink_tokens is None:
-        run = replace(run, sink_tokens=find_sinks(k, v, run.valid, options, run.sequence_id))
-    impl = choose_implementation(options.impl, small_windowed_call, q, k, v)
-    exists = torch.arange(num_blocks * size, device=q.device) < q.shape[1]
-    run = replace(run, valid=resize_tokens(run.valid, num_blocks * size) & exists)
-    learned = (q, k, v, q_features, run.k_features, decays.weight)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in learned)
-    segment_blocks = max(SEGMENT_TOKENS // size, options.window)
-    short = num_blocks <= 2 * segment_blocks
-    if short or needs_grad or run.sequence_id is not None or torch.compiler.is_compiling():
-        o, summaries = attend_segment(run, impl)
-        if end_block is None:
-            return o, None
-        return o, advance(run.past, summaries, decays, options.window, block_index, end_block)
-
-    outputs, past = [], run.past
-    for first in range(0, num_blocks, segment_blocks):
-        begin = max(first - options.window, 0)
-        end = min(first + segment_blocks, num_blocks)
-        segment = run.segment(begin, end, past)
-        o, summaries = attend_segment(segment, impl)
-        outputs.append(o[:, (first - begin) * size :])
-        last = segment.block_index[:, -1]
-        last = last if end_block is None else torch.minimum(last, end_block)
-        past = PastSums(advance(past, summaries, decays, options.window, segment.block_index, last), last)
-    return torch.cat(outputs, 1), None if past is None else past.sums
+    options, block_index, past = run.inputs.options, run.block_index, run.past
+    run = with_valid(run)
+    summaries = block_summaries(run)
+    decays = run.inputs.decays.to(summaries.dtype)
+    far_sums = decayed_sums(summaries.flatten(3), decays.log_rate, options.window, run.sequence_id)
+    far_sums = far_sums.unflatten(4, summaries.shape[3:])  # [B, G, M, R, K, V + 1]
+    if past is not None:
+        # Blocks before `past.block` were complete then and hold no new token, so what they read does not matter.
+        elapsed = (block_index - past.block[:, None]).clamp(min=0)[:, None, :, None]
+        far_sums = far_sums + torch.exp(decays.log_rate[:, None] * elapsed)[..., None, None] * past.sums[:, :, None]
+    o = attend_near_and_far(run, far_sums, decays)
+    return o, None if end_block is None else advance(run, summaries, decays, end_block)
 
 
-def advance(
-    past: PastSums | None,
-    summaries: torch.Tensor,
-    decays: Decays,
-    window: int,
-    block_index: torch.Tensor,
-    end_block: torch.Tensor,
+def with_valid(run: BlockRun) -> BlockRun:
+    """Return a run whose `valid`, if it needs one, is bool [B, M * C].
+
+    torch.compile needs one for the sake of a single graph. So does a run within one window that has query features: these
+    shall get gradients (of zero), as those of other processes do.
+    """
+    (valid, q, q_features), options = (run.valid, run.inputs.q, run.inputs.q_features), run.inputs.options
+    num_blocks = run.block_index.shape[1]
+    needs_none = num_blocks > options.window or not q_features.shape[1]
+    if valid is None and not torch.compiler.is_compiling() and needs_none:
+        return run
+    valid = q.new_ones(q.shape[:2], dtype=torch.bool) if valid is None else valid
+    length = num_blocks * options.block_size
+    exists = torch.arange(length, device=q.device) < q.shape[1]
+    return replace(run, valid=resize_tokens(valid, length) & exists)
+
+
+def attend_near_and_far(run: BlockRun, far_sums: torch.Tensor, decays: Decays) -> torch.Tensor:
+    """Compute the outputs of a run [B, T, H, V] from the running sums [B, G, M, R, K, V + 1] that its blocks read."""
+    q, k, v, q_features, _, balance, options, *_ = run.inputs
+    size, window, num_blocks = options.block_size, options.window, run.block_index.shape[1]
+    num_tokens, length, dtype = q.shape[1], num_blocks * size, v.dtype
+    if decays.power is not None and q_features.shape[1]:
+        scale = decays.length_scale(run.block_index, window).repeat_interleave(size, 1)  # [B or 1, M * C, H]
+        scale = resize_tokens(scale, num_tokens)[:, num_tokens - q_features.shape[1] :]
+        q_features = q_features * scale[..., None].to(q_features.dtype)
+    sinks = run.sink_tokens or find_sinks(run)
+    first_far = (num_tokens - q_features.shape[1]) // size  # the block at which q_features begins
+    q_features = resize_tokens(q_features, length - first_far * size)
+    q, k, v = (resize_tokens(x, length) for x in (q, k, v))
+    valid = run.valid
+    if valid is not None:
+        k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
+
+    outputs, first, mask = [], 0, None
+    compiling = torch.compiler.is_compiling()  # then one piece, so that one graph serves all lengths
+    if valid is None and balance is not None and not compiling:
+        # Nothing is far from the first `window` blocks: they are causal softmax.
+        first = min(window, num_blocks)
+        near = (x[:, : first * size].transpose(1, 2) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(*near, is_causal=True, scale=options.scale, enable_gqa=True)
+        outputs.append(o.transpose(1, 2))
+    for begin in [0] if compiling else range(first, num_blocks, max(PIECE_TOKENS // size, 1)):
+        end = num_blocks if compiling else min(begin + max(PIECE_TOKENS // size, 1), num_blocks)
+        features = q_features[:, (begin - first_far) * size : (end - first_far) * size]
+        far = read_far(by_block(features, k.shape[2], size), far_sums[:, :, begin:end], decays.weight)
+        queries = by_block(q[:, begin * size : end * size], k.shape[2], size)
+        if balance is None:
+            keys, values = (by_block(x[:, begin * size : end * size], k.shape[2], size) for x in (k, v))
+            o = linear_attention(queries, keys, values, far, decays.weight, options)
+        else:
+            if mask is None or valid is not None:
+                mask = window_mask(run, sinks.valid, begin, end)
+            keys, values = (take_window(x, options, begin, end) for x in (k, v))
+            sink_k, sink_v = (sinks_of_blocks(x, begin, end) for x in (sinks.k, sinks.v))
+            shift = balance.to(far.dtype).view(k.shape[2], -1, 1).expand(-1, -1, size).flatten(1)  # [G, (H / G) * C]
+            o = NearAndFar.apply(queries, keys, values, sink_k, sink_v, far, shift, mask, size, options.scale)
+        outputs.append(by_token(o if options.unrounded else o.to(dtype), len(q), size))
+    return resize_tokens(torch.cat(outputs, 1), num_tokens)
+
+
+class NearAndFar(torch.autograd.Function):
+    """Merges softmax over near keys with the far part, far = (numerator, denominator), under one normalizer.
+
+    With o_near and lse of the near part:
+
+        total = log(e^lse + e^balance den),   o = e^(lse - total) o_near + e^(balance - total) num
+
+    The gradients of q, k, and v are those of the fused kernel, given o and total (`fused_softmax.py`).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink_k: torch.Tensor,
+        sink_v: torch.Tensor,
+        far: torch.Tensor,
+        balance: torch.Tensor,
+        mask: torch.Tensor,
+        size: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """Compute o [B * m, G, N, V] in far's dtype, for the N = (H / G) * C queries of each of m blocks.
+
+        q is [B * m, G, N, D], far [B * m, G, N, V + 1], balance [G, N]; k and v are from `take_window`, sink_k and sink_v
+        from `sinks_of_blocks`, the mask is from `window_mask`.
+        """
+        window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
+        o, lse = softmax_forward(q, *window, mask, scale)
+        total = torch.logaddexp(lse.to(far.dtype), far[..., -1].log() + balance)
+        near_factor = torch.exp(lse - total).masked_fill(no_key(lse, mask.dtype), 0)
+        o = near_factor[..., None] * o + far_factor(far, balance, total) * far[..., :-1]
+        ctx.save_for_backward(q, k, v, sink_k, sink_v, far, balance, mask, o, total)
+        ctx.size, ctx.scale = size, scale
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sink_k, sink_v, far, balance, mask, o, total = ctx.saved_tensors
+        do = do.masked_fill(no_key(total, mask.dtype)[..., None], 0)
+        factor = far_factor(far, balance, total)
+        d_far = torch.cat([factor * do, -factor * (do * o).sum(-1, keepdim=True)], -1)
+        d_balance = (far * d_far).sum((0, -1))
+        window = gather_windows(k, sink_k, ctx.size, mask), gather_windows(v, sink_v, ctx.size, mask)
+        dq, dk, dv = softmax_backward(do.to(q.dtype), q, *window, o.to(q.dtype), total, mask, ctx.scale)
+        dk, d_sink_k = scatter_windows(dk, k, sink_k, ctx.size)
+        dv, d_sink_v = scatter_windows(dv, v, sink_v, ctx.size)
+        return dq, dk, dv, d_sink_k, d_sink_v, d_far, d_balance, None, None, None
+
+
+def far_factor(far: torch.Tensor, balance: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return e^(balance - total), with which the far part enters an output, [.., N, 1]; 0 where nothing is far."""
+    return torch.exp(balance - total).masked_fill(far[..., -1] == 0, 0)[..., None]
+
+
+def take_window(x: torch.Tensor, options: WindowedOptions, begin: int, end: int) -> torch.Tensor:
+    """Return the tokens that the queries of blocks `begin` to `end` see, [B, M * C, G, D] -> [B, G, tokens, D].
+
+    Where the window reaches beyond the run, they are zeros.
+    """
+    first = (begin - options.window + 1) * options.block_size
+    last = (end + (options.window - 1 if options.both_ways else 0)) * options.block_size
+    inside = x[:, max(first, 0) : last].transpose(1, 2)
+    before = max(-first, 0)
+    after = last - max(first, 0) - inside.shape[2]
+    return F.pad(inside, (0, 0, before, after)) if before or after else inside
+
+
+def gather_windows(x: torch.Tensor, sinks: torch.Tensor, size: int, mask: torch.Tensor) -> torch.Tensor:
+    """Copy the sinks and the window of each block: from `take_window` and `sinks_of_blocks` to [B * m, G, S + W * C, D]."""
+    window = x.unfold(2, mask.shape[-1] - sinks.shape[3], size).permute(0, 2, 1, 4, 3)  # [B, m, G, W * C, D]
+    return torch.cat([sinks.expand(-1, window.shape[1], -1, -1, -1), window], 3).flatten(0, 1)
+
+
+def scatter_windows(
+    grad: torch.Tensor, x: torch.Tensor, sinks: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x and sinks, from that of what `gather_windows` made of them."""
+    grad = grad.unflatten(0, (len(x), -1))
+    num_blocks, sink_grad = grad.shape[1], grad[:, :, :, : sinks.shape[3]]
+    if sinks.shape[1] == 1:
+        sink_grad = sink_grad.sum(1, keepdim=True)
+    blocks = grad[:, :, :, sinks.shape[3] :].unflatten(3, (-1, size))  # [B, m, G, W, C, D]
+    out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    out = out.unflatten(2, (-1, size))
+    for distance in range(blocks.shape[3]):
+        out[:, :, distance : distance + num_blocks] += blocks[:, :, :, distance].transpose(1, 2)
+    return out.flatten(2, 3).to(x.dtype), sink_grad.to(sinks.dtype)
+
+
+def sinks_of_blocks(x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Return the sinks of some blocks: [B, S, G, D] or, of packed sequences, [B, M, S, G, D] -> [B, m or 1, G, S, D]."""
+    return (x[:, None] if x.dim() == 4 else x[:, begin:end]).transpose(2, 3)
+
+
+def window_mask(run: BlockRun, sink_valid: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Return what is added to the scores of blocks `begin` to `end`, [B * m or 1, 1, N or 1, S + W * C], for `NearAndFar`.
+
+    Without `run.valid`, every block has a full window of keys and all sinks.
+    """
+    options, index, valid = run.inputs.options, run.block_index[:, begin:end], run.valid
+    size, num_queries = options.block_size, run.inputs.q.shape[2] // run.inputs.k.shape[2] * options.block_size
+    later = options.window - 1 if options.both_ways else 0
+    place = torch.arange((options.window + later) * size, device=index.device) - (options.window - 1) * size
+    query = torch.arange(num_queries, device=index.device)[:, None] % size
+    seen = torch.ones_like(place, dtype=torch.bool)[None] if options.both_ways else place <= query  # [N or 1, W * C]
+    seen = F.pad(seen, (sink_valid.shape[-1], 0), value=True)
+    if valid is None:
+        return make_mask(seen, run.inputs.q.dtype)[None, None]
+    is_key = take_window(valid[..., None, None], options, begin, end)[:, 0, :, 0].unfold(1, len(place), size)
+    is_key = is_key & (
+        index[..., None] * size + place >= 0
+    )  # a block near the start of its sequence has a shorter window
+    is_sink = (sink_valid[:, None] if sink_valid.dim() == 2 else sink_valid[:, begin:end]) & (index >= options.window)[
+        ..., None
+    ]
+    is_key = torch.cat([is_sink.expand(*is_key.shape[:2], -1), is_key], 2)
+    return make_mask(is_key[:, :, None] & seen, run.inputs.q.dtype).flatten(0, 1)[:, None]
+
+
+def linear_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, far: torch.Tensor, weight: torch.Tensor, options: WindowedOptions
 ) -> torch.Tensor:
-    """Compute the running sums that the queries of a later block read.
+    """Compute o [B * m, G, N, V] without a softmax, where the window is a query's own block. `weight` is [H, R]."""
+    q, k, v = (x.to(far.dtype) for x in (q, k, with_ones(v)))
+    size = options.block_size
+    earlier = torch.ones(size, size, dtype=torch.bool, device=q.device).tril().repeat(q.shape[2] // size, 1)
+    near_weight = weight.sum(1).view(q.shape[1], -1, 1).expand(-1, -1, size).flatten(1)[..., None]
+    o = options.scale * (torch.where(earlier, q @ k.mT, 0) * near_weight @ v + far)
+    return divide_or_zero(o[..., :-1], o[..., -1]) if options.normalize else o[..., :-1]
 
-    Args:
-        past: The sums so far, which already contain the blocks up to `past.block - window`; None if there are none.
-        summaries: [B, G, M, K, V + 1], the summaries of consecutive blocks.
-        decays: The decays.
-        window: Smallest distance between a block and the blocks in its running sums.
-        block_index: Int [B or 1, M], the index of each block in `summaries`.
-        end_block: Int [B], index of the block in each row whose running sums are returned.
 
-    Returns:
-        [B, G, R, K, V + 1].
-    """
+def read_far(q_features: torch.Tensor, far_sums: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Read running sums [B, G, m, R, K, V + 1] by features [B * m, G, N, K] and weights [H, R], to [B * m, G, N, V + 1]."""
+    weight = weight.view(q_features.shape[1], -1, 1, weight.shape[1], 1)  # [G, H / G, 1, R, 1]
+    # Multiplied by the weights, the features read all R sums in one product.
+    features = q_features.to(far_sums.dtype).unflatten(2, (weight.shape[1], -1))[..., None, :] * weight
+    return features.flatten(4).flatten(2, 3) @ far_sums.flatten(3, 4).transpose(1, 2).flatten(0, 1)
+
+
+def advance(run: BlockRun, summaries: torch.Tensor, decays: Decays, end_block: torch.Tensor) -> torch.Tensor:
+    """Compute the running sums [B, G, R, K, V + 1] that the queries of block int [B] of each row read."""
+    past, window, block_index = run.past, run.inputs.options.window, run.block_index
     log_rate = decays.log_rate.to(summaries.dtype)
     distance = end_block[:, None] - block_index
     weight = torch.exp(log_rate[None, ..., None] * distance.clamp(min=0)[:, None, None])
@@ -227,111 +377,63 @@ def advance(
     return sums + torch.exp(log_rate * (end_block - past.block)[:, None, None])[..., None, None] * past.sums
 
 
-def attend_segment(run: BlockRun, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the outputs of all blocks at once.
-
-    Args:
-        run: The blocks, with `valid` [B, M * C].
-        impl: "torch" or "triton".
-
-    Returns:
-        The outputs, [B, T, H, V], and the summaries of the blocks, [B, G, M, K, V + 1].
-    """
-    inputs, block_index, past = run.inputs, run.block_index, run.past
-    options, q_features = inputs.options, inputs.q_features
-    summaries = block_summaries(run.k_features, inputs.v, run.valid, block_index, options)
-    decays = inputs.decays.to(summaries.dtype)
-    far_sums = decayed_sums(summaries.flatten(3), decays.log_rate, options.window, run.sequence_id)
-    far_sums = far_sums.unflatten(4, summaries.shape[3:])  # [B, G, M, R, K, V + 1]
-    if past is not None:
-        # Blocks before `past.block` were complete then and hold no new token, so what they read does not matter.
-        elapsed = (block_index - past.block[:, None]).clamp(min=0)[:, None, :, None]
-        decay = torch.exp(decays.log_rate[:, None] * elapsed)  # [B, G, M, R]
-        far_sums = far_sums + decay[..., None, None] * past.sums[:, :, None]
-    if decays.power is not None:
-        scale = decays.length_scale(block_index, options.window).repeat_interleave(
-            options.block_size, 1
-        )  # [B or 1, M * C, H]
-        q_features = q_features * resize_tokens(scale, q_features.shape[1])[..., None].to(q_features.dtype)
-    operands = window_operands(run, q_features, far_sums, decays.weight)
-    return TRITON_WINDOWED(*operands) if impl == "triton" else near_and_far(operands), summaries
-
-
-def window_operands(
-    run: BlockRun, q_features: torch.Tensor, far_sums: torch.Tensor, weight: torch.Tensor
-) -> WindowOperands:
-    """Return the arguments of `near_and_far`: the blocks, and what their queries read of the far part."""
-    q, k, v, _, _, balance, options, *_ = run.inputs
-    sink_k, sink_v, sink_valid = run.sink_tokens or (None, None, None)
-    return WindowOperands(
-        q,
-        k,
-        v,
-        q_features,
-        far_sums,
-        weight,
-        balance,
-        sink_k,
-        sink_v,
-        sink_valid,
-        run.valid,
-        run.block_index,
-        options.block_size,
-        options.window,
-        options.scale,
-        options.normalize,
-        torch.float32 if options.unrounded else v.dtype,
-    )
-
-
-def block_summaries(
-    k_features: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, block_index: torch.Tensor, options: WindowedOptions
-) -> torch.Tensor:
+def block_summaries(run: BlockRun) -> torch.Tensor:
     """Compute the summary of each block: the sum of k v^T over its keys, without sinks (paper eq. 4).
 
-    The last column of a summary is the sum of k.
-
-    Args:
-        k_features: [B, T, G, K].
-        v: [B, T, G, V].
-        valid: bool [B, M * C], the tokens that are keys.
-        block_index: Int [B or 1, M].
-        options: The options.
-
-    Returns:
-        [B, G, M, K, V + 1] in fp32, or in fp64 if an input is.
+    [B, G, M, K, V + 1] in fp32, or in fp64 if an input is; the last column is the sum of k.
     """
-    num_kv_heads = v.shape[2]
-    sum_dtype = torch.float64 if torch.float64 in (k_features.dtype, v.dtype) else torch.float32
-    k_features, v = (resize_tokens(x, valid.shape[1]) for x in (k_features, v))
-    is_far = valid & ~is_sink(block_index, options)
+    options, index, v, k_features = run.inputs.options, run.block_index, run.inputs.v, run.k_features
+    size, num_blocks = options.block_size, index.shape[1]
+    dtype = torch.promote_types(torch.promote_types(k_features.dtype, v.dtype), torch.float32)
+    count = num_blocks  # of blocks that k_features has
+    if run.valid is None:
+        count = (k_features.shape[1] + size - 1) // size
+    position = index[:, :count, None] * size + torch.arange(size, device=index.device)
+    is_far = (position >= options.sinks).flatten(1)
+    k_features, v = (resize_tokens(x[:, : count * size], count * size) for x in (k_features, v))
+    if run.valid is not None:
+        is_far = run.valid & is_far
+        v = torch.where(run.valid[..., None, None], v, 0)
     k_features = torch.where(is_far[..., None, None], k_features, 0)
-    v = with_ones(torch.where(valid[..., None, None], v, 0))
-    k_features, v = (by_block_and_group(x, num_kv_heads, options.block_size, sum_dtype) for x in (k_features, v))
-    return k_features.mT @ v
+    k_features, v = (x.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4).to(dtype) for x in (k_features, with_ones(v)))
+    return F.pad(k_features.mT @ v, (0, 0, 0, 0, 0, num_blocks - count))
 
 
-def is_sink(block_index: torch.Tensor, options: WindowedOptions) -> torch.Tensor:
-    """Return which tokens of the blocks `block_index` [B or 1, M] are sinks, and so never far: bool [B or 1, M * C]."""
-    place_in_block = torch.arange(options.block_size, device=block_index.device)
-    position = (block_index[:, :, None] * options.block_size + place_in_block).flatten(1)
-    return position < options.sinks
-
-
-def find_sinks(
-    k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, options: WindowedOptions, sequence_id: torch.Tensor | None
-) -> SinkTokens:
-    """Return the sinks: the first `options.sinks` tokens of each row or, for packed sequences, of each block's sequence.
-
-    Args:
-        k: [B, T, G, D].
-        v: [B, T, G, V].
-        valid: bool [B, T], the tokens that are keys.
-        options: The options.
-        sequence_id: Int [M], the sequence of each block if several are packed, else None.
-    """
-    if sequence_id is None:
-        return SinkTokens(k[:, : options.sinks], v[:, : options.sinks], valid[:, : options.sinks])
-    first = torch.searchsorted(sequence_id, sequence_id) * options.block_size  # first token of the block's sequence
+def find_sinks(run: BlockRun) -> SinkTokens:
+    """Return the sinks: the first `options.sinks` tokens of each row or, for packed sequences, of each block's sequence."""
+    options, k, v = run.inputs.options, run.inputs.k, run.inputs.v
+    valid = k.new_ones(k.shape[:2], dtype=torch.bool) if run.valid is None else run.valid[:, : k.shape[1]]
+    if run.sequence_id is None:
+        return SinkTokens(*(x[:, : options.sinks] for x in (k, v, valid)))
+    # The first token of each block's sequence.
+    first = torch.searchsorted(run.sequence_id, run.sequence_id) * options.block_size
     token = (first[:, None] + torch.arange(options.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
     return SinkTokens(k[:, token], v[:, token], valid[:, token])
+
+
+def resize_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Cut or pad x [B, T, ..] to `count` tokens, with zeros or, under torch.compile, with copies of the last token.
+
+    Under torch.compile, padding by nothing would be a special case with a graph of its own; a gather has no special case.
+    """
+    if torch.compiler.is_compiling():
+        return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
+    if x.shape[1] == count:
+        return x
+    return F.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
+
+
+def by_block(x: torch.Tensor, num_kv_heads: int, size: int) -> torch.Tensor:
+    """Group tokens by block and heads by KV head: [B, m * C, H, D] -> [B * m, G, (H / G) * C, D]."""
+    x = x.unflatten(2, (num_kv_heads, -1)).unflatten(1, (-1, size))
+    return x.permute(0, 1, 3, 4, 2, 5).flatten(3, 4).flatten(0, 1)
+
+
+def by_token(x: torch.Tensor, batch: int, size: int) -> torch.Tensor:
+    """Undo `by_block`: [B * m, G, (H / G) * C, V] -> [B, m * C, H, V]."""
+    return x.unflatten(2, (-1, size)).unflatten(0, (batch, -1)).permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
+
+
+def with_ones(v: torch.Tensor) -> torch.Tensor:
+    """Append a column of ones to the values, [.., V] -> [.., V + 1], whose weighted sum is the sum of the weights."""
+    return F.pad(v, (0, 1), value=1.0)

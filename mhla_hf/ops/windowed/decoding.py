@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..reference import divide_or_zero
 from ..state import RowState
 from ..torch_layout import TokenLayout, ring_slot
-from .attention import BlockRun, PastSums, attend_run
+from .attention import BlockRun, PastSums, SinkTokens, attend_run, far_range, with_ones
 from .decays import Decays
 from .inputs import WindowedInputs, WindowedOptions
-from .near_and_far import SinkTokens, combine, with_ones
 
 # Maps keys [B, N, G, D] and the cosines and sines of their rotation [B, N, 1, A] to features of the far part, [B, N, G, K].
 KeyMap = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -206,12 +206,15 @@ def continue_windowed(
         first_block = ((before - 1).clamp(min=0) // size - options.window + 1).clamp(min=0)
     layout = TokenLayout(before, num_new, num_tokens, first_block, num_blocks, size, num_slots, q.device, options.sinks)
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
-    valid = layout.place_keys(state.valid, valid) & layout.filled
-    k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
-    cos_sin = layout.place_keys(state.cos_sin, cos_sin)
-    q = layout.place_queries(q)
-    q_features = layout.place_queries(q_features)
-    k_features = map_keys(k, cos_sin)
+    in_place = fresh and starts is None and key_mask is None  # whole sequences from their start
+    if not in_place:
+        valid = layout.place_keys(state.valid, valid) & layout.filled
+        k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
+        cos_sin = layout.place_keys(state.cos_sin, cos_sin)
+        q = layout.place_queries(q)
+        q_features = layout.place_queries(q_features)
+    end = k.shape[1] if q_features.shape[1] == q.shape[1] else far_range(num_tokens, options)[1]
+    k_features = map_keys(k[:, :end], cos_sin[:, :end])
     past = sink_tokens = None
     if not fresh:
         past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size)
@@ -223,14 +226,14 @@ def continue_windowed(
         sinks = slice(0, options.sinks)
         sink_tokens = SinkTokens(state.k[:, sinks], state.v[:, sinks], state.valid[:, sinks])
     inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
-    run = BlockRun(inputs, k_features, valid, layout.blocks, sink_tokens=sink_tokens, past=past)
+    run = BlockRun(inputs, k_features, layout.blocks, None if in_place else valid, None, sink_tokens, past)
     with torch.autocast(q.device.type, enabled=False):
         o, running = attend_run(run, (before + num_new - 1).clamp(min=0) // size)
     assert running is not None  # `attend_run` returns sums for an end block
     with torch.no_grad():
         state.running.copy_(running.mT)
         state.refresh_pending(map_keys, options)
-    return layout.take_back(o)
+    return o if in_place else layout.take_back(o)
 
 
 @torch.no_grad()
@@ -339,3 +342,63 @@ def add_pending_token(
     k_features = k_features.masked_fill(~is_far[:, None, None], 0).to(sum_dtype)
     old_v = with_ones(state.v[rows, slot]).to(sum_dtype)
     state.pending.mul_(~opens[..., 0]).addcmul_(old_v[..., None], k_features[:, :, None])
+
+
+def combine(
+    score: torch.Tensor,
+    visible: torch.Tensor,
+    v: torch.Tensor,
+    far: torch.Tensor,
+    total_weight: torch.Tensor,
+    balance: torch.Tensor | None,
+    has_far: torch.Tensor,
+    scale: float,
+    normalize: bool,
+) -> torch.Tensor:
+    """Combine the near and the far part into outputs.
+
+    Args:
+        score: [.., N, L], scaled scores of N queries and L near keys.
+        visible: bool [.., N, L], which query sees which key.
+        v: [.., L, V], values of the near keys.
+        far: [.., N, V + 1], the far part: its sum of weight * value and, in the last column, of the weights.
+        total_weight: [.., N, 1], the sum of the decays' weights. Without a softmax, the weight of a near key is its score
+            times this sum.
+        balance: [.., N, 1], as in `WindowedInputs`, for each query; None without a softmax.
+        has_far: bool [.., 1, 1], whether a query has far blocks at all.
+        scale, normalize: As in `WindowedOptions`.
+
+    Returns:
+        [.., N, V].
+    """
+    far_factor: torch.Tensor | float
+    if balance is None:
+        near = torch.where(visible, score, 0) * total_weight
+        far_factor = scale
+    else:
+        near, far_factor = softmax_weights(score, visible, balance, has_far & (far[..., -1:] != 0))
+    o, far = near @ v, far_factor * far
+    if not normalize:
+        return o + far[..., :-1]
+    return divide_or_zero(o + far[..., :-1], near.sum(-1) + far[..., -1])
+
+
+def softmax_weights(
+    score: torch.Tensor, visible: torch.Tensor, balance: torch.Tensor, has_far: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute e^(score - c) of the near keys and e^(balance - c) of the far part, where c is the largest exponent.
+
+    Subtracting c prevents overflow. It cancels in the outputs, so it needs no gradient.
+
+    Args:
+        score, visible, balance: As in `combine`.
+        has_far: bool [.., N or 1, 1], whether a query has a far part.
+
+    Returns:
+        [.., N, L], with 0 where not visible, and [.., N, 1].
+    """
+    score = score.masked_fill(~visible, float("-inf"))
+    largest = score.detach().amax(-1, keepdim=True)
+    shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
+    shift = shift.masked_fill(shift == float("-inf"), 0)
+    return torch.exp(score - shift), torch.exp(torch.where(has_far, balance - shift, 0))

@@ -20,7 +20,6 @@ from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.triton.common import blocks_as_numbers
 from mhla_hf.ops.triton.register import triton_backward, triton_forward
 from mhla_hf.ops.triton.tuning import TunedKernel
-from mhla_hf.ops.windowed.triton_attend import windowed_forward
 from mhla_hf.ops.windowed.triton_step import small_page_call
 
 CHIPS = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB of shared memory a block may use
@@ -35,7 +34,6 @@ SHAPES = {  # blocks, widths, causal, normalize
     "sana": (GRID, (32, 32), False, True),
     "wan": (VIDEO, (128, 128), False, False),
 }
-WINDOWS = {"window-64": 64, "window-128": 128}  # heads of converted language models
 PAGES = {"pages-64": (64, 64), "pages-128": (128, 256)}  # widths of heads and features, in a serving engine
 SCALAR = {"advance_kernel", "page_attention_kernel"}  # without matrix products
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -85,22 +83,6 @@ def call(blocks, widths, causal, normalize, *, dtype=torch.bfloat16, heads=2, gr
     triton_backward(torch.zeros_like(o), o, inv, q, k, v, mixing, *rest)
 
 
-def window(tokens, width, *, size=64, sinks=4, packed=False, dtype=torch.bfloat16, batch=2, heads=4, groups=2):
-    """The launch of near and far attention, for Hedgehog features and two decays; without sinks, by decays alone."""
-    blocks, softmax = -(-tokens // size), sinks > 0
-    tokens = blocks * size
-    q, k, v, fq = (
-        torch.zeros(batch, tokens, n, w, dtype=dtype)
-        for n, w in ((heads, width), (groups, width), (groups, width), (heads, 2 * width))
-    )
-    mixed, shape = torch.zeros(batch, groups, blocks, 2, 2 * width, width + 1), (batch, *[blocks] * packed, sinks)
-    sink = [torch.zeros(*shape, groups, width, dtype=dtype)] * 2 + [torch.zeros(shape, dtype=torch.bool)]
-    learned = torch.zeros(heads, 2), torch.zeros(heads) if softmax else None
-    places = torch.zeros(batch, tokens, dtype=torch.bool), torch.zeros(1, blocks, dtype=torch.int64)
-    near = *(sink if softmax else [None] * 3), *places, size, 2 if softmax else 1
-    windowed_forward(q, k, v, fq, mixed, *learned, *near, 0.125, True, dtype)
-
-
 def spilled(compiled, chip):
     """Registers, and bytes of them that did not fit."""
     if chip.startswith("gfx"):
@@ -117,15 +99,13 @@ def spilled(compiled, chip):
 def main(*pairs):
     """Compile shapes for chips, each "shape:chip" or "all:chip"; a line for each kernel; an error if one does not fit."""
     found, pairs = [], [pair.split(":") for pair in pairs]
-    pairs = [(own, chip) for name, chip in pairs for own in ([*SHAPES, *WINDOWS, *PAGES] if name == "all" else [name])]
+    pairs = [(own, chip) for name, chip in pairs for own in ([*SHAPES, *PAGES] if name == "all" else [name])]
     compile_only(found)
     for shape, chip in pairs:
         driver.active.device = list(CHIPS).index(chip)
         torch.version.hip = "6" if chip.startswith("gfx") else None
         found.clear()
-        if shape in WINDOWS:
-            window(256, WINDOWS[shape])
-        elif shape in PAGES:
+        if shape in PAGES:
             small_page_call(torch.device("cpu"), width=PAGES[shape][0], num_features=PAGES[shape][1])
         else:
             call(*SHAPES[shape])

@@ -150,10 +150,10 @@ def test_a_crop_divides_by_no_vanishing_rate(log_rate):
 
 @pytest.mark.parametrize("cuts", [[83], [7, 50, 83]], ids=str)
 @pytest.mark.parametrize("name", FORMS)
-def test_segments_of_a_long_sequence_equal_the_whole(name, cuts, monkeypatch):
+def test_pieces_of_a_long_sequence_equal_the_whole(name, cuts, monkeypatch):
     options, tensors, decays, balance = problem(name)
     whole = attend_window(*tensors, decays, balance, options)
-    monkeypatch.setattr("mhla_hf.ops.windowed.attention.SEGMENT_TOKENS", 10)
+    monkeypatch.setattr("mhla_hf.ops.windowed.attention.PIECE_TOKENS", 10)
     with torch.no_grad():
         parts = attend_window(*tensors, decays, balance, options)
         packed = attend_window(*tensors, decays, balance, options, starts=torch.tensor([0, 29]))

@@ -1,0 +1,146 @@
+"""Softmax attention with its logsumexp, forward and backward, by the fused kernels of PyTorch.
+
+The backward kernels take the output and the logsumexp of the forward pass. Given those of a softmax over more keys than the
+kernel sees, they return the exact gradients of the part that it sees: P = e^(S - lse) are then the weights in the whole
+softmax, and dS = P (dP - <dO, o>).
+"""
+
+import logging
+
+import torch
+import torch.nn.functional as F
+
+SOFTMAX_LOG = logging.getLogger("mhla_hf")
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
+# These operators are private in PyTorch: anything else than these signatures is not called.
+SIGNATURES = {
+    FLASH: "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, "
+    "float? scale=None) -> (Tensor output, Tensor logsumexp)",
+    f"{FLASH}_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    "float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
+    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    EFFICIENT: "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
+    "bool is_causal=False, *, float? scale=None) -> "
+    "(Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)",
+    f"{EFFICIENT}_backward": "(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor attn_bias, Tensor out, "
+    "Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, bool[4] grad_input_mask, "
+    "bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
+}
+ALIGNMENT = 8  # in elements: of the widths of heads and of the rows of a mask, for EFFICIENT
+
+
+def is_known(operator: str) -> bool:
+    """Return whether PyTorch has an operator with the signature that is written here."""
+    packet = getattr(torch.ops.aten, operator, None)
+    return packet is not None and str(packet.default._schema) == f"aten::{operator}{SIGNATURES[operator]}"
+
+
+FUSED_KERNELS = {
+    device: name
+    for device, name in (("cpu", FLASH), ("cuda", EFFICIENT))
+    if is_known(name) and is_known(f"{name}_backward")
+}
+WARNED_DEVICES: set[str] = set()
+
+
+def fused_kernel(q: torch.Tensor) -> str | None:
+    """Return the fused operator for q's device and dtype; None, and say so once per device, if there is none."""
+    name, device = FUSED_KERNELS.get(q.device.type), q.device.type
+    if name is None and device not in WARNED_DEVICES and not torch.compiler.is_compiling():
+        WARNED_DEVICES.add(device)
+        SOFTMAX_LOG.warning(
+            "mhla_hf: PyTorch has no fused softmax with its logsumexp on %s; its definition runs, slower.", device
+        )
+    return None if name == EFFICIENT and q.dtype == torch.float64 else name
+
+
+def softmax_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute softmax attention: q [N, H, T, D], k [N, H, S, D], v [N, H, S, V], and a mask [N or 1, 1, T or 1, S] to add.
+
+    Without a mask it is causal (T = S). Returns o [N, H, T, V] in v's dtype and the logsumexp [N, H, T] in at least fp32.
+    """
+    kernel, width = fused_kernel(q), v.shape[-1]
+    if kernel is None or (q.dtype == torch.float64 and kernel == EFFICIENT):
+        score = masked_scores(q, k, mask, scale)
+        lse = score.logsumexp(-1)
+        return (torch.exp(score - lse[..., None]) @ v.to(score.dtype)).to(v.dtype), lse
+    q, k, v = same_width(q, k, v)
+    if kernel == FLASH:
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+    else:
+        bias = None if mask is None else mask.expand(len(q), q.shape[1], q.shape[2], -1)
+        o, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, 0.0, mask is None, scale=scale
+        )
+        lse = lse[:, :, : q.shape[2]]
+    return o[..., :width], lse
+
+
+def softmax_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of q, k, and v, where o and lse may be those of a softmax over these keys and others."""
+    kernel, widths = fused_kernel(q), (q.shape[-1], v.shape[-1])
+    if kernel is None or (q.dtype == torch.float64 and kernel == EFFICIENT):
+        weight = torch.exp(masked_scores(q, k, mask, scale) - lse[..., None])
+        wide_do, wide_o, wide_v = (x.to(weight.dtype) for x in (do, o, v))
+        d_score = scale * weight * (wide_do @ wide_v.mT - (wide_do * wide_o).sum(-1, keepdim=True))
+        dq, dk, dv = d_score @ k.to(weight.dtype), d_score.mT @ q.to(weight.dtype), weight.mT @ wide_do
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    q, k, v, o, do = same_width(q, k, v, o, do)
+    if kernel == FLASH:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+    else:
+        bias = None if mask is None else mask.expand(len(q), q.shape[1], q.shape[2], -1)
+        lse = F.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))  # as the forward kernel pads it
+        no_seed = torch.empty(0, dtype=torch.int64, device=q.device)
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            do, q, k, v, bias, o, lse, no_seed, no_seed, 0.0, [True, True, True, False], mask is None, scale=scale
+        )[:3]
+    dq, dk, dv = grads
+    return dq[..., : widths[0]], dk[..., : widths[0]], dv[..., : widths[1]]
+
+
+def masked_scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """Return the scores with the mask added, in at least fp32."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    score = (q.to(dtype) @ k.to(dtype).mT) * scale
+    if mask is not None:
+        return score + mask
+    hidden = torch.ones(score.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return score.masked_fill(hidden, float("-inf"))
+
+
+def same_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Pad heads with zeros to one width, as the kernels need them; on a GPU, to a multiple of `ALIGNMENT`. Contiguous."""
+    width = max(x.shape[-1] for x in tensors)
+    if tensors[0].is_cuda:
+        width += -width % ALIGNMENT
+    # Padding keeps the order of strides, so it may leave the last axis with another stride than 1, which kernels assume.
+    return [(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))).contiguous() for x in tensors]
+
+
+def make_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return 0 where bool `visible` [.., S] is True, else a number so low that `no_key` recognizes a row without keys."""
+    num_keys = visible.shape[-1]
+    mask = torch.zeros(*visible.shape[:-1], num_keys + -num_keys % ALIGNMENT, dtype=dtype, device=visible.device)
+    return mask[..., :num_keys].masked_fill_(~visible, torch.finfo(dtype).min / 2)
+
+
+def no_key(lse: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return which queries see no key at all, from the logsumexp under a mask of `make_mask` in `dtype`."""
+    return lse < torch.finfo(dtype).min / 4
