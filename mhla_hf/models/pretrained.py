@@ -65,8 +65,9 @@ class MHLAPreTrainedMixin:
         if distributed_config is not None and distributed_config.tp_size > 1:
             size, rank = distributed_config.tp_size, mesh_manager.get_mesh("tp").get_local_rank()
             model._tp_plan.update(split_heads_plan(model, size))
-            for core in (module.mhla for module in model.modules() if hasattr(module, "softmax_heads")):
-                core.heads = core.heads.of_rank(rank, size)
+            for core in (module.mhla for module in model.modules() if hasattr(module, "mhla")):
+                if getattr(core, "heads", None) is not None:
+                    core.heads = core.heads.of_rank(rank, size)
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -9,7 +9,7 @@ import torch
 from ..ops.torch_layout import shift_to_start
 from ..ops.windowed.attention import far_range, two_way_attention, windowed_attention
 from ..ops.windowed.decays import Decays
-from ..ops.windowed.decoding import KeyMap, WindowedState, continue_windowed
+from ..ops.windowed.decoding import KeyMap, WindowedState, continue_windowed, fill_state
 from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
 from .core import MHLACore, check_no_gradients, move_tokens, padding_first, without_padding
 from .decay_mixing import DecayMixing
@@ -161,6 +161,25 @@ class DecayMHLA(DecayCore):
             if cache is not None:
                 cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)
+
+    def fits_window(self, num_tokens: int, *, cache: Any, starts: Any, key_mask: Any, cu_seqlens: Any) -> bool:
+        """Return whether T new tokens need plain causal softmax alone, and no gradient of this core."""
+        is_whole = starts is None and key_mask is None and cu_seqlens is None and (cache is None or cache.state is None)
+        if not (is_whole and self.settings.windowed) or torch.compiler.is_compiling():
+            return False
+        learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        drops_window = self.training and self.settings.window_dropout
+        return num_tokens <= self.options.window * self.options.block_size and not learns and not drops_window
+
+    @torch.no_grad()
+    def remember(self, k: torch.Tensor, v: torch.Tensor, cache: Any, cos_sin: torch.Tensor | None) -> None:
+        """Put tokens that fit the window into an empty `cache`: k [B, T, G, K] and v [B, T, G, V] of the MHLA heads."""
+        k = k.to(v.dtype)
+        cos_sin = k.new_zeros(*k.shape[:2], 1, 0) if cos_sin is None else cos_sin.to(k.dtype).expand(len(k), -1, -1, -1)
+        self.read_mixing(cache)
+        num_features = self.k_map.num_features
+        cache.state = WindowedState.empty(k, v, self.mixing.num_decays, num_features, self.options, cos_sin)
+        fill_state(k, v, self.map_keys, cache.state, self.options, cos_sin)
 
     def map_keys(self, k: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """Compute the features with which the MHLA heads' keys enter the far part. See `KeyMap` for arguments and result."""

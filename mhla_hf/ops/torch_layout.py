@@ -125,6 +125,18 @@ class MoveTokens(torch.autograd.Function):
         return MoveTokens.apply(grad, inverse, source), None, None
 
 
+class DifferentiableOnce(torch.autograd.Function):
+    """Returns a gradient unchanged, and raises RuntimeError when it is differentiated by the `sources` it depends on."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise RuntimeError("A second derivative of MHLA was asked for, which only mhla(..., impl='reference') has.")
+
+
 def shift_to_start(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Compute `source` and `inverse` of `MoveTokens` so that the first real token of each row comes to place 0."""
     place = torch.arange(num_tokens, device=starts.device)

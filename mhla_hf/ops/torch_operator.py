@@ -15,7 +15,7 @@ from .inputs import MHLAInputs, MHLAOptions
 from .reference import divide_or_zero, official_denominator, without_row_scale
 from .torch_backward import blocked_backward
 from .torch_forward import blocked_forward
-from .torch_layout import MoveTokens, align_sequences, mixing_of_sequences, shift_to_start
+from .torch_layout import DifferentiableOnce, MoveTokens, align_sequences, mixing_of_sequences, shift_to_start
 
 
 def torch_mhla(inputs: MHLAInputs) -> Tensor:
@@ -90,15 +90,3 @@ class BlockedAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
             grads = [DifferentiableOnce.apply(x, o_grad, q, k, v, mixing) for x in grads]
         return *grads, None
-
-
-class DifferentiableOnce(torch.autograd.Function):
-    """Returns a gradient unchanged, and raises RuntimeError when it is differentiated by the `sources` it depends on."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        raise RuntimeError("impl: got a second derivative of mhla, which is differentiable once, expected 'reference'.")

@@ -240,3 +240,23 @@ def test_generated_mixtures_of_heads(data):
         if back and fed < length and not static:
             cache.crop(-back)
             fed -= back
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [{}, {"softmax_heads": {"0": [1], "2": [0]}}], ids=["no heads", "heads"])
+@torch.no_grad()
+def test_a_prompt_within_the_window_is_the_base_bit_for_bit(heads, dtype, attention):
+    """And decoding goes on from it as from a prompt that was read block by block."""
+    settings = {"mixing_form": "decay", "windowed": True, "rope": "near", "sinks": 2, "window": 3, **heads}
+    base, model = softmax_model().to(dtype), converted_model(**settings).to(dtype)
+    for one in (base, model):
+        one.set_attn_implementation(attention)
+    ids = tokens(2, 60)
+    for length in (1, 7, 8, 24):
+        prompt = model(ids[:, :length], use_cache=True)
+        if attention == "sdpa" or heads:
+            assert torch.equal(prompt.logits, base(ids[:, :length]).logits)
+    rest = model(ids[:, 24:], **{CACHE: prompt[CACHE]}).logits
+    bound = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(rest.float(), model(ids).logits[:, 24:].float(), rtol=bound, atol=bound)

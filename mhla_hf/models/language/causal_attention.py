@@ -7,7 +7,7 @@ scratch, `mhla_rotate`. Heads that keep softmax go to the base's own attention f
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,16 @@ def mhla_attention(
         **{name: kwargs[f"mhla_{name}"] for name in ("rotate", "cos_sin") if f"mhla_{name}" in kwargs},
     }
     heads = getattr(module.mhla, "heads", None)
+    if softmax_is_exact(module, query.shape[2], attention_mask, options):
+        others = {name: value for name, value in kwargs.items() if not name.startswith("mhla_")}
+        mask = attention_mask[..., : key.shape[2]] if isinstance(attention_mask, torch.Tensor) else attention_mask
+        o = module.softmax_heads(query, key, value, mask, None, scaling, dropout, **others)
+        if cache is not None:
+            if heads is not None:
+                cache.softmax.update(heads.part(key, True, 1), heads.part(value, True, 1))
+                key, value = heads.part(key, False, 1), heads.part(value, False, 1)
+            module.mhla.remember(key.transpose(1, 2), value.transpose(1, 2), cache, options.get("cos_sin"))
+        return module.mhla.finish_output(o, options["hidden_states"], value.dtype).contiguous(), None
     if heads is None:
         o = module.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
         # Some bases call `view` on the output.
@@ -86,8 +96,25 @@ def mhla_attention(
     return heads.join(outputs, 2), None
 
 
+def softmax_is_exact(module: Any, num_tokens: int, attention_mask: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether the base's own attention of T new tokens is the result: nothing is far from any of them.
+
+    Eager attention is causal by its mask alone, which a model without softmax layers does not make.
+    """
+    softmax = getattr(module, "softmax_heads", None)
+    if not (isinstance(softmax, SoftmaxHeads) and hasattr(module.mhla, "fits_window")):
+        return False
+    has_mask = getattr(attention_mask, "ndim", 4) == 4 and attention_mask is not None
+    implementation = softmax.config._attn_implementation
+    if not has_mask and (attention_mask is not None or implementation in (None, "eager", ATTENTION_NAME)):
+        return False
+    names = ("cache", "starts", "key_mask", "cu_seqlens")
+    return module.mhla.fits_window(num_tokens, **{name: options[name] for name in names})
+
+
 class SoftmaxHeads(nn.Module):
-    """Computes the softmax heads of an MHLA layer by the attention function that the model's configuration selects.
+    """Computes softmax in an MHLA layer by the attention function that the model's configuration selects: of the heads that
+    keep it and, while all tokens are within one window, of all heads.
 
     It is passed to that function in place of an attention module, and has the attributes that such functions read. `config`
     is the model's, which `set_attn_implementation` changes; the module's own copy selects MHLA.
@@ -144,7 +171,7 @@ class MHLAMixer:
     """
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache_name, keeps_softmax = find_cache(kwargs), hasattr(self, "softmax_heads")
+        cache_name, keeps_softmax = find_cache(kwargs), getattr(self.mhla, "heads", None) is not None
         past = kwargs.pop(cache_name) if cache_name is not None else None
         cache = mhla_cache_layer(past, self.layer_idx, keeps_softmax=keeps_softmax)
         added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
@@ -172,6 +199,8 @@ def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
         attention.reads_unrotated = settings.rope == "near"
         if attention.reads_unrotated:
             attention.mhla.unrotate = partial(unrotate, layout=rotation_layout(attention))
+        if settings.windowed and any(calls_interface(cls) for cls in type(attention).__mro__):
+            attention.softmax_heads = SoftmaxHeads(attention, model.config)
     for index, heads in (settings.softmax_heads or {}).items():
         keep_softmax_heads(attentions[int(index)], model.config, heads)
 

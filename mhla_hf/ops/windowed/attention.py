@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from ..reference import divide_or_zero
-from ..torch_layout import MoveTokens, align_sequences, shift_to_start
+from ..torch_layout import DifferentiableOnce, MoveTokens, align_sequences, shift_to_start
 from .decays import Decays, block_distances, decayed_sums, powers
 from .fused_softmax import make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
@@ -196,8 +196,8 @@ def attend_near_and_far(run: BlockRun, far_sums: torch.Tensor, decays: Decays) -
     if valid is None and balance is not None and not compiling:
         # Nothing is far from the first `window` blocks: they are causal softmax.
         first = min(window, num_blocks)
-        near = (x[:, : first * size].transpose(1, 2) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(*near, is_causal=True, scale=options.scale, enable_gqa=True)
+        near_q, near_k, near_v = (x[:, : first * size].transpose(1, 2) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(near_q, near_k, near_v, is_causal=True, scale=options.scale, enable_gqa=True)
         outputs.append(o.transpose(1, 2))
     for begin in [0] if compiling else range(first, num_blocks, max(PIECE_TOKENS // size, 1)):
         end = num_blocks if compiling else min(begin + max(PIECE_TOKENS // size, 1), num_blocks)
@@ -257,18 +257,39 @@ class NearAndFar(torch.autograd.Function):
         return o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sink_k, sink_v, far, balance, mask, o, total = ctx.saved_tensors
+        with torch.no_grad():
+            grads = NearAndFar.gradients(do, ctx.size, ctx.scale, *ctx.saved_tensors)
+        if torch.is_grad_enabled():
+            grads = tuple(DifferentiableOnce.apply(x, do, *ctx.saved_tensors[:7]) for x in grads)
+        return *grads, None, None, None
+
+    @staticmethod
+    def gradients(
+        do: torch.Tensor,
+        size: int,
+        scale: float,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink_k: torch.Tensor,
+        sink_v: torch.Tensor,
+        far: torch.Tensor,
+        balance: torch.Tensor,
+        mask: torch.Tensor,
+        o: torch.Tensor,
+        total: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of the first seven arguments of `forward`."""
         do = do.masked_fill(no_key(total, mask.dtype)[..., None], 0)
         factor = far_factor(far, balance, total)
         d_far = torch.cat([factor * do, -factor * (do * o).sum(-1, keepdim=True)], -1)
         d_balance = (far * d_far).sum((0, -1))
-        window = gather_windows(k, sink_k, ctx.size, mask), gather_windows(v, sink_v, ctx.size, mask)
-        dq, dk, dv = softmax_backward(do.to(q.dtype), q, *window, o.to(q.dtype), total, mask, ctx.scale)
-        dk, d_sink_k = scatter_windows(dk, k, sink_k, ctx.size)
-        dv, d_sink_v = scatter_windows(dv, v, sink_v, ctx.size)
-        return dq, dk, dv, d_sink_k, d_sink_v, d_far, d_balance, None, None, None
+        window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
+        dq, dk, dv = softmax_backward(do.to(q.dtype), q, *window, o.to(q.dtype), total, mask, scale)
+        dk, d_sink_k = scatter_windows(dk, k, sink_k, size)
+        dv, d_sink_v = scatter_windows(dv, v, sink_v, size)
+        return dq, dk, dv, d_sink_k, d_sink_v, d_far, d_balance
 
 
 def far_factor(far: torch.Tensor, balance: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

@@ -236,6 +236,25 @@ def continue_windowed(
     return o if in_place else layout.take_back(o)
 
 
+def fill_state(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    map_keys: KeyMap,
+    state: WindowedState,
+    options: WindowedOptions,
+    cos_sin: torch.Tensor,
+) -> None:
+    """Put T tokens of every row into an empty state, in place, T at most that of the window: nothing is far from them."""
+    num_tokens, size, before = k.shape[1], options.block_size, state.position.clone()
+    count, num_blocks = torch.full_like(before, num_tokens), (num_tokens + size - 1) // size
+    layout = TokenLayout(before, count, num_tokens, before, num_blocks, size, 0, k.device, options.sinks)
+    valid = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+    for held, new in ((state.k, k), (state.v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
+        layout.keep(held, new)
+    state.position.add_(num_tokens)
+    state.refresh_pending(map_keys, options)
+
+
 @torch.no_grad()
 def windowed_step(
     inputs: WindowedInputs, map_keys: KeyMap, state: WindowedState, cos_sin: torch.Tensor | None = None

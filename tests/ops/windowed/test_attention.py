@@ -254,3 +254,12 @@ def test_generated_cases(case):
                 break
             columns = columns[: len(columns) - back]
             o = o[:, : len(columns)]
+
+
+def test_a_second_derivative_is_refused():
+    """A gradient penalty would otherwise take the gradient for a constant."""
+    options, (q, *rest), decays, balance = problem("window")
+    q = q.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(attend_window(q, *rest, decays, balance, options).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        grad.square().sum().backward()
