@@ -411,7 +411,7 @@ def block_summaries(run: BlockRun) -> torch.Tensor:
         count = (k_features.shape[1] + size - 1) // size
     position = index[:, :count, None] * size + torch.arange(size, device=index.device)
     is_far = (position >= options.sinks).flatten(1)
-    k_features, v = (resize_tokens(x[:, : count * size], count * size) for x in (k_features, v))
+    k_features, v = (resize_tokens(x, count * size) for x in (k_features, v))
     if run.valid is not None:
         is_far = run.valid & is_far
         v = torch.where(run.valid[..., None, None], v, 0)
@@ -423,9 +423,9 @@ def block_summaries(run: BlockRun) -> torch.Tensor:
 def find_sinks(run: BlockRun) -> SinkTokens:
     """Return the sinks: the first `options.sinks` tokens of each row or, for packed sequences, of each block's sequence."""
     options, k, v = run.inputs.options, run.inputs.k, run.inputs.v
-    valid = k.new_ones(k.shape[:2], dtype=torch.bool) if run.valid is None else run.valid[:, : k.shape[1]]
+    valid = k.new_ones(k.shape[:2], dtype=torch.bool) if run.valid is None else run.valid
     if run.sequence_id is None:
-        return SinkTokens(*(x[:, : options.sinks] for x in (k, v, valid)))
+        return SinkTokens(*(resize_tokens(x, options.sinks) for x in (k, v, valid)))
     # The first token of each block's sequence.
     first = torch.searchsorted(run.sequence_id, run.sequence_id) * options.block_size
     token = (first[:, None] + torch.arange(options.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
