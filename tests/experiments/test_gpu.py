@@ -18,7 +18,7 @@ SMALL_PAGES = dataclasses.replace(gpu.SMALL_PAGES, window=1)
 FEW = {
     "variants": {"sequence": (SHORT, {"widths": (16, 16)}, gpu.CAUSAL)},
     "windows": {"window": (dataclasses.replace(gpu.WINDOW, block_size=16), {"widths": (16, 16)})},
-    "pages": {"pages": {"width": 16, "num_features": 16, "queries_per_kv": 1, "form": SMALL_PAGES}},
+    "pages": {"pages": {"width": 16, "num_features": 16, "queries_per_kv": 1, "options": SMALL_PAGES}},
 }
 
 
