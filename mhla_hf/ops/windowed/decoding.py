@@ -252,7 +252,8 @@ def fill_state(
     for held, new in ((state.k, k), (state.v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
         layout.keep(held, new)
     state.position.add_(num_tokens)
-    state.refresh_pending(map_keys, options)
+    if num_blocks >= options.window:  # else no token has to be summed yet
+        state.refresh_pending(map_keys, options)
 
 
 @torch.no_grad()
