@@ -159,7 +159,8 @@ class MHLASettings:
         softmax_heads: KV heads that keep softmax, as {layer index: [KV head, ...]}. The query heads that read them keep it,
             too, and their keys and values stay in the cache in full. To keep all heads of a layer, leave it out of `layers`
             instead. Needs "decay".
-        impl: Implementation of the operator: "auto", "torch" or "triton"; without decays also "reference".
+        impl: Implementation of the operator: "auto", "torch" or "triton"; without decays also "reference". With decays it
+            chooses that of a step in vLLM's pages; all else is PyTorch.
 
     Raises:
         ValueError: A setting is not valid, or settings contradict each other.
@@ -224,6 +225,9 @@ class MHLASettings:
             raise ValueError(f'softmax_heads: got some with {got}, expected mixing_form="decay" and no gate.')
         if self.windowed and not decay and self.layout is None:
             raise ValueError(f'mixing_form: got {self.mixing_form!r} with windowed=True, expected "decay".')
+        if self.windowed and decay and self.feature_map == "identity":
+            expected = "a map whose features are not negative"
+            raise ValueError(f'feature_map: got "identity" with windowed=True, expected {expected}.')
         if self.windowed and not self.normalize:
             raise ValueError("normalize: got false with windowed=True, expected true.")
         if self.windowed and self.sinks > self.block_size:

@@ -18,6 +18,7 @@ SETTINGS = [
     ({"impl": "cuda"}, "impl"),
     ({"layers": "1/3"}, "layers"),
     ({"windowed": True}, "mixing_form"),
+    ({"windowed": True, "mixing_form": "decay", "feature_map": "identity"}, "feature_map"),
     ({"windowed": True, "mixing_form": "decay", "block_size": 2}, "sinks"),
     ({"windowed": True, "mixing_form": "decay", "normalize": False}, "normalize"),
     ({"mixing_form": "decay", "rope": "after"}, "rope"),
