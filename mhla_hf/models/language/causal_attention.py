@@ -104,9 +104,11 @@ def softmax_is_exact(module: Any, num_tokens: int, attention_mask: Any, options:
     softmax = getattr(module, "softmax_heads", None)
     if not (isinstance(softmax, SoftmaxHeads) and hasattr(module.mhla, "fits_window")):
         return False
-    has_mask = getattr(attention_mask, "ndim", 4) == 4 and attention_mask is not None
     implementation = softmax.config._attn_implementation
-    if not has_mask and (attention_mask is not None or implementation in (None, "eager", ATTENTION_NAME)):
+    has_mask = attention_mask is not None
+    if (has_mask and getattr(attention_mask, "ndim", 4) != 4) or (not has_mask and implementation == "eager"):
+        return False
+    if implementation in (None, ATTENTION_NAME):  # then no layer of the model has softmax
         return False
     names = ("cache", "starts", "key_mask", "cu_seqlens")
     return module.mhla.fits_window(num_tokens, **{name: options[name] for name in names})

@@ -213,7 +213,10 @@ def continue_windowed(
         cos_sin = layout.place_keys(state.cos_sin, cos_sin)
         q = layout.place_queries(q)
         q_features = layout.place_queries(q_features)
-    end = k.shape[1] if q_features.shape[1] == q.shape[1] else far_range(num_tokens, options)[1]
+    first_far, end = far_range(num_tokens, options)
+    if in_place and inputs.balance is not None and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        q_features = q_features[:, first_far - num_tokens + q_features.shape[1] :]  # if it has not begun there already
+    end = k.shape[1] if q_features.shape[1] == q.shape[1] else end
     k_features = map_keys(k[:, :end], cos_sin[:, :end])
     past = sink_tokens = None
     if not fresh:
