@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..reference import divide_or_zero
 from ..torch_layout import DifferentiableOnce, MoveTokens, align_sequences, shift_to_start
@@ -31,9 +32,9 @@ PIECE_TOKENS = 2048  # tokens whose windows are gathered at a time, which bounds
 class SinkTokens(NamedTuple):
     """S sinks: of each row, k and v [B, S, G, ..] and which are keys, bool [B, S]; of each packed block, [B, M, S, ..]."""
 
-    k: torch.Tensor
-    v: torch.Tensor
-    valid: torch.Tensor
+    k: Tensor
+    v: Tensor
+    valid: Tensor
 
 
 class PastSums(NamedTuple):
@@ -42,8 +43,8 @@ class PastSums(NamedTuple):
     For each rate lambda this is the sum over blocks j <= block - window of lambda^(block - j) S_j (`block_summaries`).
     """
 
-    sums: torch.Tensor
-    block: torch.Tensor
+    sums: Tensor
+    block: Tensor
 
 
 @dataclass
@@ -62,10 +63,10 @@ class BlockRun:
     """
 
     inputs: WindowedInputs
-    k_features: torch.Tensor
-    block_index: torch.Tensor
-    valid: torch.Tensor | None = None
-    sequence_id: torch.Tensor | None = None
+    k_features: Tensor
+    block_index: Tensor
+    valid: Tensor | None = None
+    sequence_id: Tensor | None = None
     sink_tokens: SinkTokens | None = None
     past: PastSums | None = None
 
@@ -77,7 +78,7 @@ def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
     return first_query, max(num_blocks - options.window, 0) * options.block_size
 
 
-def windowed_attention(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
+def windowed_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     """Attend to near tokens by softmax and to far tokens by MHLA; the top of this file has the formula.
 
     Args:
@@ -113,7 +114,7 @@ def windowed_attention(inputs: WindowedInputs, k_features: torch.Tensor) -> torc
     return o if inverse is None else MoveTokens.apply(o, inverse, source)
 
 
-def two_way_attention(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
+def two_way_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     """Attend to near tokens by softmax and to far tokens by MHLA, to later tokens as to earlier ones.
 
     In the formula, |i - j| takes the place of i - j. The summaries of all blocks are mixed by one matrix per KV head and
@@ -138,7 +139,7 @@ def two_way_attention(inputs: WindowedInputs, k_features: torch.Tensor) -> torch
     return attend_near_and_far(run, far_sums.view(*summaries.shape[:3], -1, *summaries.shape[3:]), decays)
 
 
-def attend_run(run: BlockRun, end_block: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend_run(run: BlockRun, end_block: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Compute the outputs [B, T, H, V] of a run and, if `end_block` int [B] is given, the sums that its queries read.
 
     The sums are those of `PastSums` at a block of each row.
@@ -174,7 +175,7 @@ def with_valid(run: BlockRun) -> BlockRun:
     return replace(run, valid=resize_tokens(valid, length) & exists)
 
 
-def attend_near_and_far(run: BlockRun, far_sums: torch.Tensor, decays: Decays) -> torch.Tensor:
+def attend_near_and_far(run: BlockRun, far_sums: Tensor, decays: Decays) -> Tensor:
     """Compute the outputs of a run [B, T, H, V] from the running sums [B, G, M, R, K, V + 1] that its blocks read."""
     q, k, v, q_features, _, balance, options, *_ = run.inputs
     size, window, num_blocks = options.block_size, options.window, run.block_index.shape[1]
@@ -231,17 +232,17 @@ class NearAndFar(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink_k: torch.Tensor,
-        sink_v: torch.Tensor,
-        far: torch.Tensor,
-        balance: torch.Tensor,
-        mask: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink_k: Tensor,
+        sink_v: Tensor,
+        far: Tensor,
+        balance: Tensor,
+        mask: Tensor,
         size: int,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute o [B * m, G, N, V] in far's dtype, for the N = (H / G) * C queries of each of m blocks.
 
         q is [B * m, G, N, D], far [B * m, G, N, V + 1], balance [G, N]; k and v are from `take_window`, sink_k and sink_v
@@ -257,7 +258,7 @@ class NearAndFar(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             grads = NearAndFar.gradients(do, ctx.size, ctx.scale, *ctx.saved_tensors)
         if torch.is_grad_enabled():
@@ -266,20 +267,20 @@ class NearAndFar(torch.autograd.Function):
 
     @staticmethod
     def gradients(
-        do: torch.Tensor,
+        do: Tensor,
         size: int,
         scale: float,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink_k: torch.Tensor,
-        sink_v: torch.Tensor,
-        far: torch.Tensor,
-        balance: torch.Tensor,
-        mask: torch.Tensor,
-        o: torch.Tensor,
-        total: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink_k: Tensor,
+        sink_v: Tensor,
+        far: Tensor,
+        balance: Tensor,
+        mask: Tensor,
+        o: Tensor,
+        total: Tensor,
+    ) -> tuple[Tensor, ...]:
         """Return the gradients of the first seven arguments of `forward`."""
         do = do.masked_fill(no_key(total, mask.dtype)[..., None], 0)
         factor = far_factor(far, balance, total)
@@ -292,12 +293,12 @@ class NearAndFar(torch.autograd.Function):
         return dq, dk, dv, d_sink_k, d_sink_v, d_far, d_balance
 
 
-def far_factor(far: torch.Tensor, balance: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def far_factor(far: Tensor, balance: Tensor, total: Tensor) -> Tensor:
     """Return e^(balance - total), with which the far part enters an output, [.., N, 1]; 0 where nothing is far."""
     return torch.exp(balance - total).masked_fill(far[..., -1] == 0, 0)[..., None]
 
 
-def take_window(x: torch.Tensor, options: WindowedOptions, begin: int, end: int) -> torch.Tensor:
+def take_window(x: Tensor, options: WindowedOptions, begin: int, end: int) -> Tensor:
     """Return the tokens that the queries of blocks `begin` to `end` see, [B, M * C, G, D] -> [B, G, tokens, D].
 
     Where the window reaches beyond the run, they are zeros.
@@ -310,15 +311,13 @@ def take_window(x: torch.Tensor, options: WindowedOptions, begin: int, end: int)
     return F.pad(inside, (0, 0, before, after)) if before or after else inside
 
 
-def gather_windows(x: torch.Tensor, sinks: torch.Tensor, size: int, mask: torch.Tensor) -> torch.Tensor:
+def gather_windows(x: Tensor, sinks: Tensor, size: int, mask: Tensor) -> Tensor:
     """Copy the sinks and the window of each block: from `take_window` and `sinks_of_blocks` to [B * m, G, S + W * C, D]."""
     window = x.unfold(2, mask.shape[-1] - sinks.shape[3], size).permute(0, 2, 1, 4, 3)  # [B, m, G, W * C, D]
     return torch.cat([sinks.expand(-1, window.shape[1], -1, -1, -1), window], 3).flatten(0, 1)
 
 
-def scatter_windows(
-    grad: torch.Tensor, x: torch.Tensor, sinks: torch.Tensor, size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scatter_windows(grad: Tensor, x: Tensor, sinks: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and sinks, from that of what `gather_windows` made of them."""
     grad = grad.unflatten(0, (len(x), -1))
     num_blocks, sink_grad = grad.shape[1], grad[:, :, :, : sinks.shape[3]]
@@ -332,12 +331,12 @@ def scatter_windows(
     return out.flatten(2, 3).to(x.dtype), sink_grad.to(sinks.dtype)
 
 
-def sinks_of_blocks(x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+def sinks_of_blocks(x: Tensor, begin: int, end: int) -> Tensor:
     """Return the sinks of some blocks: [B, S, G, D] or, of packed sequences, [B, M, S, G, D] -> [B, m or 1, G, S, D]."""
     return (x[:, None] if x.dim() == 4 else x[:, begin:end]).transpose(2, 3)
 
 
-def window_mask(run: BlockRun, sink_valid: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+def window_mask(run: BlockRun, sink_valid: Tensor, begin: int, end: int) -> Tensor:
     """Return what is added to the scores of blocks `begin` to `end`, [B * m or 1, 1, N or 1, S + W * C], for `NearAndFar`.
 
     Without `run.valid`, every block has a full window of keys and all sinks.
@@ -362,9 +361,7 @@ def window_mask(run: BlockRun, sink_valid: torch.Tensor, begin: int, end: int) -
     return make_mask(is_key[:, :, None] & seen, run.inputs.q.dtype).flatten(0, 1)[:, None]
 
 
-def linear_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, far: torch.Tensor, weight: torch.Tensor, options: WindowedOptions
-) -> torch.Tensor:
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Tensor, weight: Tensor, options: WindowedOptions) -> Tensor:
     """Compute o [B * m, G, N, V] without a softmax, where the window is a query's own block. `weight` is [H, R]."""
     q, k, v = (x.to(far.dtype) for x in (q, k, with_ones(v)))
     size = options.block_size
@@ -374,7 +371,7 @@ def linear_attention(
     return divide_or_zero(o[..., :-1], o[..., -1]) if options.normalize else o[..., :-1]
 
 
-def read_far(q_features: torch.Tensor, far_sums: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def read_far(q_features: Tensor, far_sums: Tensor, weight: Tensor) -> Tensor:
     """Read running sums [B, G, m, R, K, V + 1] by features [B * m, G, N, K] and weights [H, R], to [B * m, G, N, V + 1]."""
     weight = weight.view(q_features.shape[1], -1, 1, weight.shape[1], 1)  # [G, H / G, 1, R, 1]
     # Multiplied by the weights, the features read all R sums in one product.
@@ -382,7 +379,7 @@ def read_far(q_features: torch.Tensor, far_sums: torch.Tensor, weight: torch.Ten
     return features.flatten(4).flatten(2, 3) @ far_sums.flatten(3, 4).transpose(1, 2).flatten(0, 1)
 
 
-def advance(run: BlockRun, summaries: torch.Tensor, decays: Decays, end_block: torch.Tensor) -> torch.Tensor:
+def advance(run: BlockRun, summaries: Tensor, decays: Decays, end_block: Tensor) -> Tensor:
     """Compute the running sums [B, G, R, K, V + 1] that the queries of block int [B] of each row read."""
     past, window, block_index = run.past, run.inputs.options.window, run.block_index
     log_rate = decays.log_rate.to(summaries.dtype)
@@ -398,7 +395,7 @@ def advance(run: BlockRun, summaries: torch.Tensor, decays: Decays, end_block: t
     return sums + torch.exp(log_rate * (end_block - past.block)[:, None, None])[..., None, None] * past.sums
 
 
-def block_summaries(run: BlockRun) -> torch.Tensor:
+def block_summaries(run: BlockRun) -> Tensor:
     """Compute the summary of each block: the sum of k v^T over its keys, without sinks (paper eq. 4).
 
     [B, G, M, K, V + 1] in fp32, or in fp64 if an input is; the last column is the sum of k.
@@ -432,7 +429,7 @@ def find_sinks(run: BlockRun) -> SinkTokens:
     return SinkTokens(k[:, token], v[:, token], valid[:, token])
 
 
-def resize_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
+def resize_tokens(x: Tensor, count: int) -> Tensor:
     """Cut or pad x [B, T, ..] to `count` tokens, with zeros or, under torch.compile, with copies of the last token.
 
     Under torch.compile, padding by nothing would be a special case with a graph of its own; a gather has no special case.
@@ -444,17 +441,17 @@ def resize_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
     return F.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
 
 
-def by_block(x: torch.Tensor, num_kv_heads: int, size: int) -> torch.Tensor:
+def by_block(x: Tensor, num_kv_heads: int, size: int) -> Tensor:
     """Group tokens by block and heads by KV head: [B, m * C, H, D] -> [B * m, G, (H / G) * C, D]."""
     x = x.unflatten(2, (num_kv_heads, -1)).unflatten(1, (-1, size))
     return x.permute(0, 1, 3, 4, 2, 5).flatten(3, 4).flatten(0, 1)
 
 
-def by_token(x: torch.Tensor, batch: int, size: int) -> torch.Tensor:
+def by_token(x: Tensor, batch: int, size: int) -> Tensor:
     """Undo `by_block`: [B * m, G, (H / G) * C, V] -> [B, m * C, H, V]."""
     return x.unflatten(2, (-1, size)).unflatten(0, (batch, -1)).permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
 
 
-def with_ones(v: torch.Tensor) -> torch.Tensor:
+def with_ones(v: Tensor) -> Tensor:
     """Append a column of ones to the values, [.., V] -> [.., V + 1], whose weighted sum is the sum of the weights."""
     return F.pad(v, (0, 1), value=1.0)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..reference import divide_or_zero
 from ..state import RowState
@@ -19,7 +20,7 @@ from .decays import Decays
 from .inputs import WindowedInputs, WindowedOptions
 
 # Maps keys [B, N, G, D] and the cosines and sines of their rotation [B, N, 1, A] to features of the far part, [B, N, G, K].
-KeyMap = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+KeyMap = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -47,36 +48,27 @@ class WindowedState(RowState):
     """
 
     block_size: int
-    k: torch.Tensor
-    v: torch.Tensor
-    valid: torch.Tensor
-    cos_sin: torch.Tensor
-    running: torch.Tensor
-    pending: torch.Tensor
-    position: torch.Tensor
-    furthest: torch.Tensor
+    k: Tensor
+    v: Tensor
+    valid: Tensor
+    cos_sin: Tensor
+    running: Tensor
+    pending: Tensor
+    position: Tensor
+    furthest: Tensor
     cropped: int = 0
 
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def empty(
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: Tensor,
+        v: Tensor,
         num_rates: int,
         num_features: int,
         options: WindowedOptions,
-        cos_sin: torch.Tensor | None = None,
+        cos_sin: Tensor | None = None,
     ) -> "WindowedState":
-        """Create a state that has seen no tokens.
-
-        Args:
-            k, v: Keys [B, T, G, D] and values [B, T, G, V], of which only shapes, dtypes, and device are used.
-            num_rates: Number of decay rates, R.
-            num_features: Width of the features of the far part, K.
-            options: The options.
-            cos_sin: [.., A], cosines and sines as in `WindowedState`; only dtype, device and A are used. None if there is no
-                rotation to undo (A = 0).
-        """
+        """Create a state without tokens, for k and v [B, T, G, ..] and cos_sin [.., A] (None if unrotated) like these."""
         cos_sin = k.new_zeros(0) if cos_sin is None else cos_sin
         batch, _, num_kv_heads, value_dim = v.shape
         num_slots = options.sinks + (options.window + 1) * options.block_size
@@ -135,20 +127,8 @@ class WindowedState(RowState):
         block = last.clamp(min=0) // options.block_size - options.window + 1
         self.pending.copy_(self.summary(block, count, map_keys, options))
 
-    def summary(
-        self, block: torch.Tensor, count: torch.Tensor | int, map_keys: KeyMap, options: WindowedOptions
-    ) -> torch.Tensor:
-        """Compute the transposed summary of one block of each row from the ring.
-
-        Args:
-            block: int64 [B], the block of each row.
-            count: How many tokens to sum, from the first of the block on; a number or int64 [B, 1].
-            map_keys: See `KeyMap`.
-            options: The options.
-
-        Returns:
-            [B, G, V + 1, K].
-        """
+    def summary(self, block: Tensor, count: Tensor | int, map_keys: KeyMap, options: WindowedOptions) -> Tensor:
+        """Compute the transposed summary [B, G, V + 1, K] of the first `count` tokens of block int64 [B], from the ring."""
         place_in_block = torch.arange(options.block_size, device=block.device)
         position = block[:, None] * options.block_size + place_in_block
         rows = torch.arange(len(block), device=block.device)[:, None]
@@ -160,7 +140,7 @@ class WindowedState(RowState):
         with torch.autocast(v.device.type, enabled=False):
             return v.permute(0, 2, 3, 1) @ k_features.transpose(1, 2)
 
-    def slot(self, position: torch.Tensor, options: WindowedOptions) -> torch.Tensor:
+    def slot(self, position: Tensor, options: WindowedOptions) -> Tensor:
         """Return the slots of tokens at positions of any shape; arbitrary slots for negative positions."""
         return ring_slot(position, self.k.shape[1], options.sinks)
 
@@ -171,8 +151,8 @@ def continue_windowed(
     state: WindowedState,
     *,
     fresh: bool,
-    cos_sin: torch.Tensor | None = None,
-) -> torch.Tensor:
+    cos_sin: Tensor | None = None,
+) -> Tensor:
     """Compute `windowed_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
 
     Gradients flow among new tokens, but not through the state; a single token after earlier ones gets none.
@@ -240,12 +220,12 @@ def continue_windowed(
 
 
 def fill_state(
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
     map_keys: KeyMap,
     state: WindowedState,
     options: WindowedOptions,
-    cos_sin: torch.Tensor,
+    cos_sin: Tensor,
 ) -> None:
     """Put T tokens of every row into an empty state, in place, T at most that of the window: nothing is far from them."""
     num_tokens, size, before = k.shape[1], options.block_size, state.position.clone()
@@ -261,8 +241,8 @@ def fill_state(
 
 @torch.no_grad()
 def windowed_step(
-    inputs: WindowedInputs, map_keys: KeyMap, state: WindowedState, cos_sin: torch.Tensor | None = None
-) -> torch.Tensor:
+    inputs: WindowedInputs, map_keys: KeyMap, state: WindowedState, cos_sin: Tensor | None = None
+) -> Tensor:
     """Continue `windowed_attention` by one token of every row, and update the state in place.
 
     The computation is the same for every position, so one compiled graph serves all steps.
@@ -278,13 +258,8 @@ def windowed_step(
     q, k, v, q_features, decays, balance, options, key_mask, starts, _ = inputs
     is_key = None if key_mask is None else key_mask[:, 0]
     takes_part = None if starts is None else starts.to(q.device) == 0
-    size = options.block_size
-    window = options.window
-    sum_dtype = state.running.dtype
-    position = state.position
-    batch = len(position)
-    num_kv_heads = k.shape[2]
-    share = q.shape[2] // k.shape[2]
+    size, window, sum_dtype, position = options.block_size, options.window, state.running.dtype, state.position
+    batch, num_kv_heads, queries_per_kv = len(position), k.shape[2], q.shape[2] // k.shape[2]
     decays = decays.to(sum_dtype)
     write_token(k, v, cos_sin, is_key, state, options)
 
@@ -302,29 +277,30 @@ def windowed_step(
     oldest_age = place_in_block + (window - 1) * size
     in_window = torch.where(slots < options.sinks, slots <= position[:, None], age <= oldest_age[:, None])
     visible = (state.valid & in_window)[:, None, None]
-    query = q.reshape(batch, num_kv_heads, share, -1).to(sum_dtype)
+    query = q.reshape(batch, num_kv_heads, queries_per_kv, -1).to(sum_dtype)
     score = (query @ state.k.permute(0, 2, 3, 1).to(sum_dtype)) * options.scale
     q_features = q_features[:, 0].to(sum_dtype)
     if decays.power is not None:
         q_features = q_features * decays.length_scale(position // size, window)[..., None]
     # [B, G, H / G, 1, K] * [G, H / G, R, 1]
-    expanded = q_features.view(batch, num_kv_heads, share, 1, -1) * decays.weight.view(num_kv_heads, share, -1, 1)
+    expanded = q_features.view(batch, num_kv_heads, queries_per_kv, 1, -1) * decays.weight.view(
+        num_kv_heads, queries_per_kv, -1, 1
+    )
     far = expanded.flatten(3) @ state.running.mT.flatten(2, 3)
     near_v = state.v.transpose(1, 2).to(sum_dtype)
-    has_far = (position >= window * size).view(-1, 1, 1, 1)
-    total_weight = decays.weight.sum(-1).to(sum_dtype).view(num_kv_heads, share, 1)
-    balance = None if balance is None else balance.to(sum_dtype).view(num_kv_heads, share, 1)
-    o = combine(score, visible, near_v, far, total_weight, balance, has_far, options.scale, options.normalize)
+    total_weight = decays.weight.sum(-1).to(sum_dtype).view(num_kv_heads, queries_per_kv, 1)
+    balance = None if balance is None else balance.to(sum_dtype).view(num_kv_heads, queries_per_kv, 1)
+    o = merge_near_and_far(score, visible, near_v, far, total_weight, balance, options)
     o = o.flatten(1, 2)[:, None]
     state.position.add_(1 if takes_part is None else takes_part)
     return o if takes_part is None else o.masked_fill(~takes_part.view(-1, 1, 1, 1), 0)
 
 
 def write_token(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos_sin: torch.Tensor | None,
-    is_key: torch.Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    is_key: Tensor | None,
     state: WindowedState,
     options: WindowedOptions,
 ) -> None:
@@ -344,16 +320,12 @@ def add_pending_token(
     state: WindowedState,
     map_keys: KeyMap,
     options: WindowedOptions,
-    opens: torch.Tensor,
-    takes_part: torch.Tensor | None,
+    opens: Tensor,
+    takes_part: Tensor | None,
 ) -> None:
     """Add the token that is `window - 1` blocks before the new one to the pending summary of each row, in place.
 
-    Args:
-        state, map_keys, options: As in `windowed_step`.
-        takes_part: bool [B], False for rows that do not take part; None if there are none.
-        opens: bool [B, 1, 1, 1, 1], True for rows whose new token is the first of a block. Their pending summary is zeroed
-            first.
+    `opens`, bool [B, 1, 1, 1, 1], is True for rows whose new token is the first of a block: theirs is zeroed first.
     """
     sum_dtype = state.pending.dtype
     old_position = state.position - (options.window - 1) * options.block_size
@@ -367,61 +339,28 @@ def add_pending_token(
     state.pending.mul_(~opens[..., 0]).addcmul_(old_v[..., None], k_features[:, :, None])
 
 
-def combine(
-    score: torch.Tensor,
-    visible: torch.Tensor,
-    v: torch.Tensor,
-    far: torch.Tensor,
-    total_weight: torch.Tensor,
-    balance: torch.Tensor | None,
-    has_far: torch.Tensor,
-    scale: float,
-    normalize: bool,
-) -> torch.Tensor:
-    """Combine the near and the far part into outputs.
+def merge_near_and_far(
+    score: Tensor,
+    visible: Tensor,
+    v: Tensor,
+    far: Tensor,
+    total_weight: Tensor,
+    balance: Tensor | None,
+    options: WindowedOptions,
+) -> Tensor:
+    """Return o [.., N, V] from near scores [.., N, L] and values [.., L, V], and the far part [.., N, V + 1].
 
-    Args:
-        score: [.., N, L], scaled scores of N queries and L near keys.
-        visible: bool [.., N, L], which query sees which key.
-        v: [.., L, V], values of the near keys.
-        far: [.., N, V + 1], the far part: its sum of weight * value and, in the last column, of the weights.
-        total_weight: [.., N, 1], the sum of the decays' weights. Without a softmax, the weight of a near key is its score
-            times this sum.
-        balance: [.., N, 1], as in `WindowedInputs`, for each query; None without a softmax.
-        has_far: bool [.., 1, 1], whether a query has far blocks at all.
-        scale, normalize: As in `WindowedOptions`.
-
-    Returns:
-        [.., N, V].
+    `total_weight` [.., N, 1] is the sum of the decays' weights, by which near weights are multiplied if there is no balance.
     """
-    far_factor: torch.Tensor | float
+    factor: Tensor | float
+    far, den = far[..., :-1], far[..., -1:]
     if balance is None:
-        near = torch.where(visible, score, 0) * total_weight
-        far_factor = scale
+        weight, factor = torch.where(visible, score, 0) * total_weight, options.scale
     else:
-        near, far_factor = softmax_weights(score, visible, balance, has_far & (far[..., -1:] != 0))
-    o, far = near @ v, far_factor * far
-    if not normalize:
-        return o + far[..., :-1]
-    return divide_or_zero(o + far[..., :-1], near.sum(-1) + far[..., -1])
-
-
-def softmax_weights(
-    score: torch.Tensor, visible: torch.Tensor, balance: torch.Tensor, has_far: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute e^(score - c) of the near keys and e^(balance - c) of the far part, where c is the largest exponent.
-
-    Subtracting c prevents overflow. It cancels in the outputs, so it needs no gradient.
-
-    Args:
-        score, visible, balance: As in `combine`.
-        has_far: bool [.., N or 1, 1], whether a query has a far part.
-
-    Returns:
-        [.., N, L], with 0 where not visible, and [.., N, 1].
-    """
-    score = score.masked_fill(~visible, float("-inf"))
-    largest = score.detach().amax(-1, keepdim=True)
-    shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
-    shift = shift.masked_fill(shift == float("-inf"), 0)
-    return torch.exp(score - shift), torch.exp(torch.where(has_far, balance - shift, 0))
+        score = score.masked_fill(~visible, float("-inf"))
+        largest = score.amax(-1, keepdim=True)
+        shift = torch.where(den != 0, torch.maximum(largest, balance), largest)
+        shift = shift.masked_fill(shift == float("-inf"), 0)
+        weight, factor = torch.exp(score - shift), torch.exp((balance - shift).masked_fill(den == 0, 0))
+    o = weight @ v + factor * far
+    return divide_or_zero(o, weight.sum(-1) + (factor * den)[..., 0]) if options.normalize else o

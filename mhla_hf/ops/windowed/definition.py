@@ -1,13 +1,14 @@
 """Windowed attention by definition: a T x T matrix of softmax and MHLA weights."""
 
 import torch
+from torch import Tensor
 
 from ..blocks import Blocks
 from ..reference import divide_or_zero, inner_products, token_relations
 from .inputs import WindowedInputs
 
 
-def windowed_reference(inputs: WindowedInputs, k_features: torch.Tensor) -> torch.Tensor:
+def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     """Compute `windowed_attention` or `two_way_attention` by definition: a T x T matrix of softmax and MHLA weights.
 
     Returns:

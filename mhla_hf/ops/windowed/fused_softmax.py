@@ -9,6 +9,7 @@ import logging
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 SOFTMAX_LOG = logging.getLogger("mhla_hf")
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
@@ -44,7 +45,7 @@ FUSED_KERNELS = {
 WARNED_DEVICES: set[str] = set()
 
 
-def fused_kernel(q: torch.Tensor) -> str | None:
+def fused_kernel(q: Tensor) -> str | None:
     """Return the fused operator for q's device and dtype; None, and say so once per device, if there is none."""
     name, device = FUSED_KERNELS.get(q.device.type), q.device.type
     if name is None and device not in WARNED_DEVICES and not torch.compiler.is_compiling():
@@ -55,9 +56,7 @@ def fused_kernel(q: torch.Tensor) -> str | None:
     return None if name == EFFICIENT and q.dtype == torch.float64 else name
 
 
-def softmax_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Compute softmax attention: q [N, H, T, D], k [N, H, S, D], v [N, H, S, V], and a mask [N or 1, 1, T or 1, S] to add.
 
     Without a mask it is causal (T = S). Returns o [N, H, T, V] in v's dtype and the logsumexp [N, H, T] in at least fp32.
@@ -82,15 +81,15 @@ def softmax_forward(
 
 
 def softmax_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    mask: torch.Tensor | None,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k, and v, where o and lse may be those of a softmax over these keys and others."""
     kernel, widths = fused_kernel(q), (q.shape[-1], v.shape[-1])
     if kernel is None or (q.dtype == torch.float64 and kernel == EFFICIENT):
@@ -115,7 +114,7 @@ def softmax_backward(
     return dq[..., : widths[0]], dk[..., : widths[0]], dv[..., : widths[1]]
 
 
-def masked_scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+def masked_scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return the scores with the mask added, in at least fp32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     score = (q.to(dtype) @ k.to(dtype).mT) * scale
@@ -125,7 +124,7 @@ def masked_scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, s
     return score.masked_fill(hidden, float("-inf"))
 
 
-def same_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def same_width(*tensors: Tensor) -> list[Tensor]:
     """Pad heads with zeros to one width, as the kernels need them; on a GPU, to a multiple of `ALIGNMENT`. Contiguous."""
     width = max(x.shape[-1] for x in tensors)
     if tensors[0].is_cuda:
@@ -134,13 +133,13 @@ def same_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))).contiguous() for x in tensors]
 
 
-def make_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def make_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 0 where bool `visible` [.., S] is True, else a number so low that `no_key` recognizes a row without keys."""
     num_keys = visible.shape[-1]
     mask = torch.zeros(*visible.shape[:-1], num_keys + -num_keys % ALIGNMENT, dtype=dtype, device=visible.device)
     return mask[..., :num_keys].masked_fill_(~visible, torch.finfo(dtype).min / 2)
 
 
-def no_key(lse: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def no_key(lse: Tensor, dtype: torch.dtype) -> Tensor:
     """Return which queries see no key at all, from the logsumexp under a mask of `make_mask` in `dtype`."""
     return lse < torch.finfo(dtype).min / 4

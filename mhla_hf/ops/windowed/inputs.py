@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from .decays import Decays
 
@@ -49,13 +49,13 @@ class WindowedInputs(NamedTuple):
         cu_seqlens: Int [N + 1], as in `mhla`; ignored by a state.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q_features: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_features: Tensor
     decays: Decays
-    balance: torch.Tensor | None
+    balance: Tensor | None
     options: WindowedOptions
-    key_mask: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None
+    key_mask: Tensor | None = None
+    starts: Tensor | None = None
+    cu_seqlens: Tensor | None = None

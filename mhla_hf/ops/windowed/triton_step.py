@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, no_type_check
 
 import torch
+from torch import Tensor
 
 from ..torch_layout import ring_slot
 from ..triton.common import constexpr, invert_or_zero
@@ -31,10 +32,10 @@ class PageTensors:
         v: [pages, U, S, V].
     """
 
-    running: torch.Tensor
-    pending: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    running: Tensor
+    pending: Tensor
+    k: Tensor
+    v: Tensor
 
 
 @kernel
@@ -165,16 +166,16 @@ def page_attention_kernel(
 
 
 def page_step(
-    q: torch.Tensor,
-    q_features: torch.Tensor,
-    k_features: torch.Tensor,
+    q: Tensor,
+    q_features: Tensor,
+    k_features: Tensor,
     tensors: PageTensors,
-    pages: torch.Tensor,
-    position: torch.Tensor,
+    pages: Tensor,
+    position: Tensor,
     decays: Decays,
-    balance: torch.Tensor | None,
+    balance: Tensor | None,
     options: WindowedOptions,
-) -> torch.Tensor:
+) -> Tensor:
     """Continue `windowed_attention` by one token per request, as `windowed_step` does, and update its pages in place.
 
     Args:
@@ -246,7 +247,7 @@ def small_page_call(
     queries_per_kv: int = 2,
     heads_per_page: int = 1,
     has_power: bool = True,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """Decode a short sequence of two pages by the kernels, and compute it by PyTorch in fp64; see `SmallCall`.
 
     `make gpu` does so with all kinds of options, too. Without sinks there is no softmax.
@@ -256,7 +257,7 @@ def small_page_call(
     num_heads = queries_per_kv * num_kv_heads
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.rand(shape, generator=generator).to(device, dtype)
 
     q = random(num_tokens, num_heads, width, dtype=dtype)
@@ -271,7 +272,7 @@ def small_page_call(
     balance = random(num_heads) if options.sinks else None
     num_slots = options.sinks + options.window * options.block_size
 
-    def allocate(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.full((3, heads_per_page, *shape), torch.nan, dtype=dtype, device=device)
 
     tensors = PageTensors(
