@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .blocks import Blocks
 from .reference import divide_or_zero
-from .torch_forward import mix_blocks
 from .torch_layout import Heads, gather_by_block
+from .torch_operator import mix_blocks
 
 
 def sharded_mhla(
