@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from .file_io import PathLike, temporary_folder
+from ..models.families import auto_class_of
+from .file_io import PathLike, read_json, temporary_folder
 from .load import missing_transformers_weights
 
 WITHHELD_VARIABLES = ("PYTHONSAFEPATH", "HF_MODULES_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -31,9 +32,11 @@ def load_isolated(
     continues `prompt`. `kind` is that of `hub.facts.Facts`.
     """
     source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
+    class_names = (read_json(Path(folder, "config.json")) or {}).get("architectures") or [""]
     request = {
         "folder": os.path.abspath(folder),
         "kind": kind,
+        "auto_class": auto_class_of(class_names[0]),
         "inputs": inputs and os.path.abspath(inputs),
         "prompt": prompt,
         "new_tokens": new_tokens,

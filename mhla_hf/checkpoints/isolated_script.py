@@ -18,19 +18,9 @@ import transformers  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-AUTO_CLASSES = {
-    "language": "AutoModelForCausalLM",
-    "image": "AutoModelForImageClassification",
-    "sequences": "AutoModelForSequenceClassification",
-    "tokens": "AutoModelForTokenClassification",
-    "answers": "AutoModelForQuestionAnswering",
-    "choices": "AutoModelForMultipleChoice",
-    "masked": "AutoModelForMaskedLM",
-}
-
 
 def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    auto_class = getattr(transformers, AUTO_CLASSES.get(request["kind"], "AutoModel"))
+    auto_class = getattr(transformers, request["auto_class"])
     options = {"trust_remote_code": True, "output_loading_info": True, "dtype": request["dtype"]}
     model, loading_info = auto_class.from_pretrained(folder, **options)
     report = {name: sorted(loading_info[f"{name}_keys"]) for name in ("missing", "unexpected")}

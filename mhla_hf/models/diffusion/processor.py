@@ -78,8 +78,21 @@ class GridAttnProcessor(nn.Module):
     _parallel_config: Any = None  # diffusers writes its context-parallel configuration here
 
     def __init_subclass__(cls) -> None:
-        if "forward" in vars(cls):
-            cls.__call__ = make_call(cls.forward)  # type: ignore[method-assign]
+        """Make the `__call__` of a class with a `forward`: the base's processor runs while `state.uses_base` is set.
+
+        It has the signature of `forward`, because diffusers passes only the arguments that it finds there. Positional ones
+        are the same for both processors; of the named ones, the base gets those that it has.
+        """
+        if "forward" not in vars(cls):
+            return
+
+        @functools.wraps(cls.forward)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.state.uses_base:
+                return nn.Module.__call__(self, *args, **kwargs)
+            return self.base_processor(*args, **{k: v for k, v in kwargs.items() if k in self.base_arguments})
+
+        cls.__call__ = __call__  # type: ignore[method-assign]
 
     def __init__(self, core: nn.Module, state: GridState, kind: AttentionKind, base_processor: Any):
         super().__init__()
@@ -92,22 +105,6 @@ class GridAttnProcessor(nn.Module):
         """Set the processor of the base, which must have no weights: those would be part of this one's state dict."""
         self.base_processor = processor
         self.base_arguments = frozenset(inspect.signature(processor.__call__).parameters)
-
-
-def make_call(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the `__call__` of a `GridAttnProcessor`, which runs the base's processor while `state.uses_base` is set.
-
-    It has the signature of `forward`, because diffusers passes only the arguments that it finds there. Positional ones are
-    the same for both processors; of the named ones, the base gets those that it has.
-    """
-
-    @functools.wraps(forward)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.state.uses_base:
-            return nn.Module.__call__(self, *args, **kwargs)
-        return self.base_processor(*args, **{k: v for k, v in kwargs.items() if k in self.base_arguments})
-
-    return __call__
 
 
 class MHLAAttnProcessor(GridAttnProcessor):
