@@ -23,13 +23,12 @@ ERROR_LINE = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 
 
 def load_isolated(
-    folder: PathLike, kind: str, *, inputs: PathLike | None = None, prompt: str | None = None, new_tokens: int = 0,
-    dtype: str = "auto"
-) -> dict[str, Any]:  # fmt: skip
+    folder: PathLike, kind: str, *, inputs: PathLike | None = None, dtype: str = "auto"
+) -> dict[str, Any]:
     """Load a saved model in an isolated process, and return a report: its class, weights, and what it imported.
 
-    A language model also runs on `inputs`, a safetensors file with `ids` [B, T] and optionally the expected `logits`, and
-    continues `prompt`. `kind` is that of `hub.facts.Facts`.
+    A language model also runs on `inputs`, a safetensors file with `ids` [B, T] and the expected `logits`. `kind` is that of
+    `hub.facts.Facts`.
     """
     source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
     class_names = (read_json(Path(folder, "config.json")) or {}).get("architectures") or [""]
@@ -38,8 +37,6 @@ def load_isolated(
         "kind": kind,
         "auto_class": auto_class_of(class_names[0]),
         "inputs": inputs and os.path.abspath(inputs),
-        "prompt": prompt,
-        "new_tokens": new_tokens,
         "dtype": dtype,
         "threads": torch.get_num_threads(),
     }
