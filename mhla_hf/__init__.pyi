@@ -9,9 +9,6 @@ from .evaluation.runner import evaluate as evaluate
 from .hub.push import push as push
 from .models.language.configuration import MHLAConfig as MHLAConfig
 from .models.language.language_model import MHLAForCausalLM as MHLAForCausalLM
-from .models.language.language_model import MHLAForQuestionAnswering as MHLAForQuestionAnswering
-from .models.language.language_model import MHLAForSequenceClassification as MHLAForSequenceClassification
-from .models.language.language_model import MHLAForTokenClassification as MHLAForTokenClassification
 from .models.language.language_model import MHLAModel as MHLAModel
 from .models.vision.vision_configuration import MHLAVisionConfig as MHLAVisionConfig
 from .models.vision.vision_model import MHLAForImageClassification as MHLAForImageClassification

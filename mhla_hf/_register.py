@@ -6,7 +6,7 @@ from .checkpoints.bundle import make_source
 from .checkpoints.load import register_classes, register_family
 from .models.families import VISION, family_of_type
 from .models.language.configuration import MHLAConfig
-from .models.language.language_model import HEADS_FROM_SCRATCH
+from .models.language.language_model import MHLAForCausalLM, MHLAModel
 from .models.saving import set_source_maker
 from .models.vision.vision_configuration import MHLAVisionConfig
 from .models.vision.vision_model import MHLAForImageClassification, MHLAVisionModel
@@ -21,7 +21,7 @@ def register() -> None:
     maker of a checkpoint's source file is set here because `models` may not import from `checkpoints`.
     """
     set_source_maker(make_source)
-    register_classes(MHLAConfig, HEADS_FROM_SCRATCH)
+    register_classes(MHLAConfig, (MHLAModel, MHLAForCausalLM))
     register_classes(MHLAVisionConfig, (MHLAVisionModel, MHLAForImageClassification))
     common: Any = map(family_of_type, COMMON)
     for family in (*common, *VISION):

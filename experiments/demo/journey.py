@@ -267,14 +267,14 @@ class Journey:
         write_json(self.out / RESULTS, results)
 
 
-def compare_isolated(folder: Path, ids: torch.Tensor, prompt: str | None = None, new_tokens: int = 0) -> dict[str, Any]:
-    """Load a saved model in fp32 here and without mhla_hf, where it also continues a prompt, and compare the logits."""
+def compare_isolated(folder: Path, ids: torch.Tensor) -> dict[str, Any]:
+    """Load a saved model in fp32 here and without mhla_hf, and compare the logits."""
     with torch.no_grad():
         logits = load(folder)(ids).logits
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as temporary_path:
         inputs = temporary_path / "inputs.safetensors"
         save_file({"ids": ids.contiguous(), "logits": logits.contiguous()}, inputs)
-        report = load_isolated(folder, "language", inputs=inputs, prompt=prompt, new_tokens=new_tokens, dtype="float32")
+        report = load_isolated(folder, "language", inputs=inputs, dtype="float32")
     if not report["logits_equal"] or report["missing"] or report["unexpected"] or report["imported"]:
         raise ValueError(f"{folder}: got {json.dumps(report)} without mhla_hf, expected equal logits and all weights.")
     return report

@@ -2,20 +2,19 @@
 
 A checkpoint carries its own code, and diffusers fetches exactly one source file from the Hub. The bundle is assembled from
 the source of the installed package: names are never rewritten, and functions, classes and assignments that nothing refers
-to are left out. Source whose meaning would change by merging is rejected.
+to are left out. The tests check that the meaning of no source changes by merging.
 
 The Hub loaders scan the file with regular expressions, so no text in it may look like a relative import, and every import
 outside `try:` is treated as a requirement.
 """
 
 import ast
-import builtins
 import functools
 import hashlib
 import re
 import symtable
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +24,12 @@ from ..models.transformers_api import TESTED_TRANSFORMERS
 FILE_NAME = "modeling_mhla.py"
 FORMAT = 1
 PLACEHOLDER = "package"
-COMMON_LIBRARIES = ("torch", "numpy", "safetensors", "huggingface_hub")  # installed with transformers and diffusers
 LANGUAGE_ENTRIES = ("models.language.language_model", *CAUSAL.sources.values())
 OTHER_ENTRIES = ("models.vision.vision_model", *ENCODER.sources.values(), *TOWER.sources.values())
-# Module to bundle, or a module and a function in it -> further libraries it may import outside `try:`
-ENTRIES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*LANGUAGE_ENTRIES, *OTHER_ENTRIES), ("transformers",)),
-    **{family.entry: ("diffusers",) for family in DIFFUSION},
+# Module to bundle, or a module and a function in it -> the library that loads it
+ENTRIES = {
+    **dict.fromkeys((*LANGUAGE_ENTRIES, *OTHER_ENTRIES), "transformers"),
+    **dict.fromkeys((family.entry for family in DIFFUSION), "diffusers"),
 }
 OLDEST = TESTED_TRANSFORMERS[0]
 # Stands before the imports of a bundle for transformers, of which older releases lack some.
@@ -44,7 +42,6 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < {tuple(map(int, OL
     )"""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_LOOKS_RELATIVE = re.compile(r"^\s*import\s+\.\S+\s*$|^\s*from\s+\.\S*\s+import", re.MULTILINE)
 _HEADER = re.compile(r"^format: (\d+)\nentry: (\S+)\nmade by mhla_hf: (\S+)\nsha256: ([0-9a-f]{12})$", re.MULTILINE)
 
 
@@ -67,7 +64,7 @@ def make_source(entry: str) -> tuple[str, str]:
     repositories in one folder.
     """
     text = build_bundle(entry)
-    if "diffusers" not in ENTRIES[entry]:
+    if ENTRIES[entry] != "diffusers":
         return FILE_NAME, text
     family = entry.split(".")[-1].removesuffix("_transformer")
     return f"modeling_mhla_{family}_{check_bundle(text)['sha256']}.py", text
@@ -90,23 +87,16 @@ def check_bundle(text: str) -> dict[str, str]:
     return {"format": bundle_format, "entry": entry, "version": version, "sha256": sha}
 
 
-def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
-    """Build the bundle of a module, or of "module:function", of any package that follows the rules for bundled code.
-
-    Outside `try:`, it may import `COMMON_LIBRARIES` and `libraries`. Raise ValueError with the file if one is violated.
-    """
+def fold(package: Path, entry: str, library: str) -> str:
+    """Build the bundle of a module, or of "module:function", of any package that follows the rules for bundled code."""
     init = (package / "__init__.py").read_text(encoding="utf-8")
     version = re.search(r'^__version__ = "(.+)"$', init, re.MULTILINE)
     assert version is not None
     modules: dict[str, _Module] = {}
     _collect_modules(package, entry, modules)
-    _check_names(modules.values())
     roots = [item for module in modules.values() for item in module.statements if not item.droppable]
     used = _drop_unreachable(modules.values(), roots + modules[entry].statements)
     imports = {line for module in modules.values() for name, line in module.imports.items() if name in used}
-    for library in sorted(map(_find_library, imports)):
-        if library not in sys.stdlib_module_names and library not in (*COMMON_LIBRARIES, *libraries):
-            raise ValueError(f"{entry}: got an import of {library} outside `try:`, expected one that every user has.")
     header = (
         f'"""MHLA, multi-head linear attention (arXiv 2601.07832): {package.name}.{entry} in one file.\n\n'
         f"Folded from the source of {package.name} for loading with trust_remote_code=True; needs no {package.name}.\n"
@@ -114,20 +104,15 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
         f"format: {FORMAT}\nentry: {entry}\nmade by mhla_hf: {version[1]}\nsha256: {PLACEHOLDER}\n"
         '"""\n'
     )
-    standard = {line for line in imports if _find_library(line) in sys.stdlib_module_names}
-    check = {CHECK_VERSION} if "transformers" in libraries else set()
+    standard = {line for line in imports if line.split()[1].split(".")[0] in sys.stdlib_module_names}
+    check = {CHECK_VERSION} if library == "transformers" else set()
     sections = [header, *("\n".join(sorted(group)) + "\n" for group in (standard, check, imports - standard) if group)]
     for module in modules.values():
         body = "\n".join(statement.text for statement in module.statements).strip("\n")
         if body:
             sections.append(f"\n# {package.name}/{module.path}\n\n{body}\n")
     text = "\n".join(sections)
-    if match := _LOOKS_RELATIVE.search(text):
-        start = f"{entry}: got {match[0].strip()!r}"
-        raise ValueError(f"{start}, which looks like a relative import to the Hub loaders, expected none.")
-    text = _replace_hash(text, PLACEHOLDER, _hash_text(text))
-    compile(text, FILE_NAME, "exec")
-    return text
+    return _replace_hash(text, PLACEHOLDER, _hash_text(text))
 
 
 @dataclass(eq=False)
@@ -173,7 +158,7 @@ def _collect_modules(package: Path, name: str, modules: dict[str, _Module]) -> N
 
 
 def _read_module(package: Path, name: str) -> _Module:
-    """Parse the module `name` of a package, or a function of it. Raise ValueError if an import in it violates a rule."""
+    """Parse the module `name` of a package, or a function of it."""
     name, _, function = name.partition(":")
     path = package.joinpath(*name.split(".")).with_suffix(".py")
     text = path.read_text(encoding="utf-8")
@@ -214,30 +199,13 @@ def _find_names(source: str) -> tuple[set[str], set[str]]:
 def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -> None:
     """Add an import statement of the module `name` to `module.siblings` or `module.imports`, in place."""
     if isinstance(node, ast.ImportFrom) and node.level:
-        if not node.module or any(alias.asname for alias in node.names):
-            location = f"{module.path}:{node.lineno}"
-            raise ValueError(f"{location}: got {ast.unparse(node)!r}, expected `from .file import name`, without `as`.")
-        sibling = ".".join([*name.split(".")[: -node.level], node.module])
+        sibling = ".".join([*name.split(".")[: -node.level], node.module or ""])
         module.siblings.setdefault(sibling, set()).update(alias.name for alias in node.names)
         return
     for alias in node.names:
         line = f"from {node.module} import {alias.name}" if isinstance(node, ast.ImportFrom) else f"import {alias.name}"
         bound = alias.asname or alias.name.split(".")[0]
         module.imports[bound] = f"{line} as {alias.asname}" if alias.asname else line
-
-
-def _check_names(modules: Iterable[_Module]) -> None:
-    """Raise ValueError if two modules define a name differently, or if a name shadows a builtin."""
-    meanings: dict[str, tuple[str, str]] = {}  # name -> (file that defines it or its import line, file)
-    for module in modules:
-        defined = {name: module.path for statement in module.statements for name in statement.binds}
-        for name, meaning in (*defined.items(), *module.imports.items()):
-            if hasattr(builtins, name) and not name.startswith("_"):
-                raise ValueError(f"{module.path}: got the name {name!r}, expected one that hides no builtin.")
-            other_meaning, other_path = meanings.setdefault(name, (meaning, module.path))
-            if other_meaning != meaning:
-                start = f"{module.path}: got the name {name!r}"
-                raise ValueError(f"{start}, which means something else in {other_path}, expected different names.")
 
 
 def _drop_unreachable(modules: Collection[_Module], roots: list[_Statement]) -> set[str]:
@@ -251,8 +219,3 @@ def _drop_unreachable(modules: Collection[_Module], roots: list[_Statement]) -> 
     for module in modules:
         module.statements = [statement for statement in module.statements if statement in kept]
     return used
-
-
-def _find_library(line: str) -> str:
-    """Return the top-level library of `import x.y` or `from x.y import z`."""
-    return line.split()[1].split(".")[0]

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from .file_io import PathLike, temporary_folder
+from ..models.families import auto_class_of
+from .file_io import PathLike, read_json, temporary_folder
 from .load import missing_transformers_weights
 
 WITHHELD_VARIABLES = ("PYTHONSAFEPATH", "HF_MODULES_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -22,21 +23,20 @@ ERROR_LINE = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 
 
 def load_isolated(
-    folder: PathLike, kind: str, *, inputs: PathLike | None = None, prompt: str | None = None, new_tokens: int = 0,
-    dtype: str = "auto"
-) -> dict[str, Any]:  # fmt: skip
+    folder: PathLike, kind: str, *, inputs: PathLike | None = None, dtype: str = "auto"
+) -> dict[str, Any]:
     """Load a saved model in an isolated process, and return a report: its class, weights, and what it imported.
 
-    A language model also runs on `inputs`, a safetensors file with `ids` [B, T] and optionally the expected `logits`, and
-    continues `prompt`. `kind` is that of `hub.facts.Facts`.
+    A language model also runs on `inputs`, a safetensors file with `ids` [B, T] and the expected `logits`. `kind` is that of
+    `hub.facts.Facts`.
     """
     source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
+    class_names = (read_json(Path(folder, "config.json")) or {}).get("architectures") or [""]
     request = {
         "folder": os.path.abspath(folder),
         "kind": kind,
+        "auto_class": auto_class_of(class_names[0]),
         "inputs": inputs and os.path.abspath(inputs),
-        "prompt": prompt,
-        "new_tokens": new_tokens,
         "dtype": dtype,
         "threads": torch.get_num_threads(),
     }

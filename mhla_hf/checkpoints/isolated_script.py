@@ -18,44 +18,22 @@ import transformers  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-AUTO_CLASSES = {
-    "language": "AutoModelForCausalLM",
-    "image": "AutoModelForImageClassification",
-    "sequences": "AutoModelForSequenceClassification",
-    "tokens": "AutoModelForTokenClassification",
-    "answers": "AutoModelForQuestionAnswering",
-    "choices": "AutoModelForMultipleChoice",
-    "masked": "AutoModelForMaskedLM",
-}
-
-
-def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    auto_class = getattr(transformers, AUTO_CLASSES.get(request["kind"], "AutoModel"))
-    options = {"trust_remote_code": True, "output_loading_info": True, "dtype": request["dtype"]}
-    model, loading_info = auto_class.from_pretrained(folder, **options)
-    report = {name: sorted(loading_info[f"{name}_keys"]) for name in ("missing", "unexpected")}
-    return model.eval(), report
-
 
 @torch.no_grad()
-def load_and_run_language_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a causal language model, run it on the ids of the request, and continue its prompt if there is one."""
-    model, report = load_transformers_model(folder)
-    if request["prompt"] is not None or any(Path(folder).glob("tokenizer*.json")):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    ids = {"ids": torch.arange(8)[None] % model.config.vocab_size}
-    inputs = load_file(request["inputs"]) if request["inputs"] else ids
-    logits = model(inputs["ids"]).logits
-    report["finite"] = bool(logits.isfinite().all())
-    if "logits" in inputs:
-        report["logits_equal"] = bool(torch.equal(logits, inputs["logits"]))
-        report["largest_difference"] = float((logits - inputs["logits"]).abs().max())
-    if request["prompt"] is not None:
-        encoded = tokenizer(request["prompt"], return_tensors="pt", add_special_tokens=False)
-        encoded = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-        options = {"max_new_tokens": request["new_tokens"], "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
-        ids = model.generate(**encoded, **options)[0]
-        report["continuation"] = tokenizer.decode(ids[encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
+    """Load a model, and if it is a causal language model, its tokenizer; run that on the ids of the request."""
+    auto_class = getattr(transformers, request["auto_class"])
+    options = {"trust_remote_code": True, "output_loading_info": True, "dtype": request["dtype"]}
+    model, loading_info = auto_class.from_pretrained(folder, **options)
+    report: dict[str, Any] = {name: sorted(loading_info[f"{name}_keys"]) for name in ("missing", "unexpected")}
+    if request["kind"] == "language":
+        if any(Path(folder).glob("tokenizer*.json")):
+            transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        ids = {"ids": torch.arange(8)[None] % model.config.vocab_size}
+        inputs = load_file(request["inputs"]) if request["inputs"] else ids
+        logits = model.eval()(inputs["ids"]).logits
+        report["finite"] = bool(logits.isfinite().all())
+        report["logits_equal"] = "logits" in inputs and bool(torch.equal(logits, inputs["logits"]))
     return model, report
 
 
@@ -88,8 +66,8 @@ request: dict[str, Any] = json.loads(sys.argv[1])
 if request["dtype"] != "auto":
     request["dtype"] = getattr(torch, request["dtype"])
 torch.set_num_threads(request["threads"])
-loaders = {"language": load_and_run_language_model, "model": load_diffusers_model, "pipeline": load_diffusers_model}
-loaded, report = loaders.get(request["kind"], load_transformers_model)(request["folder"])
+load = load_diffusers_model if request["kind"] in ("model", "pipeline") else load_transformers_model
+loaded, report = load(request["folder"])
 report["class"] = f"{sys.modules[type(loaded).__module__].__name__}.{type(loaded).__name__}"
 report["imported"] = [name for name in BLOCKED_MODULES if sys.modules[name] is not None]
 print(json.dumps(report))

@@ -22,7 +22,7 @@ class AttentionKind:
         axes: Number of axes of the grid of tokens; 0 for sequences.
         linear: Whether the attention is linear already, so that converting it loses nothing.
         latents: Axes of a diffusion model's input after the batch; further axes of the grid are arguments of its forward.
-        rotary: Form of the rotary embedding that a diffusion model gives to its attention (`ROTARY_FORMS`).
+        rotary: Form of the rotary embedding that a diffusion model gives to its attention (see `read_rotary`).
         head_norm: Whether the norms of q and k in a diffusion model apply to each head, not to all channels at once.
         joint: Whether tokens of a text share one attention with those of the grid.
         text_last: Whether the text comes after the grid where both are in one sequence.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .blocks import Blocks
 from .reference import divide_or_zero
-from .torch_forward import mix_blocks
 from .torch_layout import Heads, gather_by_block
+from .torch_operator import mix_blocks
 
 
 def sharded_mhla(
@@ -24,21 +24,8 @@ def sharded_mhla(
 ) -> Tensor:  # fmt: skip
     """Compute the outputs of `mhla` for this process's tokens: `edges[rank]` to `edges[rank + 1]` in block order.
 
-    If `add_up` is a collective, every process must call this function.
-
-    Args:
-        q, k, v, q_den, k_den: As in `mhla`, for this process's tokens only.
-        mixing, normalize, unrounded: As in `mhla`.
-        blocks: The blocks of all tokens.
-        rank: Index of this process among P processes.
-        edges: The index in block order of the first token of every process, then the total number of tokens; P + 1 numbers.
-        add_up: A differentiable reduce-scatter, x [P * N, ..] -> [N, ..], such as `ReduceScatter.apply`; called once.
-
-    Returns:
-        [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums.
-
-    Raises:
-        ValueError: If the number of tokens does not match `edges`, or `normalize` is "official".
+    `blocks` are those of all tokens; `edges` are the index in block order of the first token of each of P processes, then
+    the number of tokens. `add_up` is a differentiable reduce-scatter, x [P * N, ..] -> [N, ..], for all processes to call.
     """
     if q.shape[1] != edges[rank + 1] - edges[rank] or edges[-1] != blocks.length:
         expected = f"shard {rank} of {blocks.length} tokens cut at {list(edges)}"

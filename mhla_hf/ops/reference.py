@@ -13,11 +13,8 @@ from .inputs import MHLAInputs
 def mhla_reference(inputs: MHLAInputs) -> Tensor:
     """Compute o[t] = sum_s w[t, s] v[s] with w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]> (paper eq. 5).
 
-    b(t) is the block of token t. With `normalize` the sum is divided by sum_s w[t, s], where q_den and k_den replace q and
-    k if they are given; 0/0 is 0.
-
-    Returns:
-        [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the computation: fp64 if q, k or v is, else fp32.
+    With `normalize` the sum is divided by sum_s w[t, s], where q_den and k_den replace q and k if they are given; 0/0 is 0.
+    The result [B, T, H, V] is in v's dtype or, if `unrounded`, in that of the computation: fp64 if q, k or v is, else fp32.
     """
     q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32

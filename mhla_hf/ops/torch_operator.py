@@ -1,8 +1,19 @@
 """MHLA in fast PyTorch: one autograd function for all options, with a hand-written backward pass that recomputes.
 
 Only the inputs are saved for the backward pass, and in the normalized form the output and one number per token and head.
-On the CPU, large heads are computed one by one as views of the caller's tensors: their summaries then stay in the cache, and
-nothing is copied. Tokens of padded or packed batches are first moved to block edges, and the outputs are moved back.
+Tokens of padded or packed batches are first moved to block edges, and the outputs are moved back.
+
+Both passes go by blocks and several heads at once, by nothing but batched matrix products. Letters in shapes: R heads, M
+query blocks of C tokens, N key blocks of D tokens; q [R, M, C, K], k [R, N, D, K], v [R, N, D, V], and the mixing matrix
+m [R or 1, M, N]. Blocks with fewer keys than the largest are padded with zeros.
+
+Without a causal mask, o_i = q_i P_i with P_i = sum_b m_ib S_b, where S_b = k_b^T v_b is the summary of block b. With one,
+earlier blocks act through P_i = sum_{b<i} m_ib S_b, and a block acts on itself through m_ii tril(q_i k_i^T). The weight m_ii
+is the same within a block, so a long block is cut into n chunks of c tokens with running sums of their summaries: the cost
+of a token does not grow with the block size.
+
+Two gradients come into the backward pass: num_grad [R, M, C, V] of the sum of weight * v, and den_grad [R, M, C] of the sum
+of the weights, which is None if not normalized.
 """
 
 from typing import Any
@@ -13,9 +24,19 @@ from torch import Tensor
 from .blocks import Blocks
 from .inputs import MHLAInputs, MHLAOptions
 from .reference import divide_or_zero, official_denominator, without_row_scale
-from .torch_backward import blocked_backward
-from .torch_forward import blocked_forward
-from .torch_layout import DifferentiableOnce, MoveTokens, align_sequences, mixing_of_sequences, shift_to_start
+from .torch_layout import (
+    BlockCut,
+    DifferentiableOnce,
+    Heads,
+    MoveTokens,
+    align_sequences,
+    mixing_of_sequences,
+    shift_to_start,
+)
+
+# Elements of q per head above which the CPU computes head by head: below, measured, the overhead of the calls costs more
+# than staying in the cache gains.
+HEAD_BY_HEAD_SIZE = 32768
 
 
 def torch_mhla(inputs: MHLAInputs) -> Tensor:
@@ -90,3 +111,214 @@ class BlockedAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
             grads = [DifferentiableOnce.apply(x, o_grad, q, k, v, mixing) for x in grads]
         return *grads, None
+
+
+def blocked_forward(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: MHLAOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Compute o = num / den, where num is the sum of weight * v and den that of the weights, for a boolean `normalize`.
+
+    Returns o [B, T, H, V] and den [B, T, H, 1], or num and None if not normalized.
+    """
+    work = HeadWork(q, k, v, options)
+    o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.sum_dtype if options.unrounded else v.dtype)
+    den = q.new_empty(*q.shape[:3], 1, dtype=work.sum_dtype) if options.normalize else None
+    compute_sums = causal_sums if options.causal else full_sums
+    with torch.autocast(q.device.type, enabled=False):
+        for heads in work.groups:
+            m = heads.take_mixing(mixing, options.scale)
+            head_num, head_den = compute_sums(*work.split(heads, q, k, v), m, bool(options.normalize))
+            if head_den is not None and den is not None:
+                head_num = divide_or_zero(head_num, head_den)
+                heads.write(work.query_cut.merge(head_den[..., None]), den)
+            heads.write(work.query_cut.merge(head_num), o)
+    return o, den
+
+
+class HeadWork:
+    """Divides the work of the forward or the backward pass: tokens into blocks, and heads into groups."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: MHLAOptions):
+        self.sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+        self.query_cut = BlockCut(options.blocks, q.device)
+        same_blocks = options.key_blocks == options.blocks
+        self.key_cut = self.query_cut if same_blocks else BlockCut(options.key_blocks, q.device)
+        one_by_one = q.device.type == "cpu" and q.shape[1] * q.shape[3] >= HEAD_BY_HEAD_SIZE
+        self.groups = Heads.groups(q, self.sum_dtype, one_by_one and not torch.compiler.is_compiling())
+
+    def split(self, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cut q, k, and v of some heads into blocks: [R, M, C, K], [R, N, D, K], and [R, N, D, V] (see top of file)."""
+        return self.query_cut.split(heads.take(q)), self.key_cut.split(heads.take(k)), self.key_cut.split(heads.take(v))
+
+
+def full_sums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, with_den: bool) -> tuple[Tensor, Tensor | None]:
+    """Compute two sums over all keys: of weight * v, [R, M, C, V], and of weights, [R, M, C] (None unless `with_den`)."""
+    num = q @ mix_blocks(m, k.mT @ v)
+    den = (q @ mix_blocks(m, k.sum(2)[..., None])).squeeze(3) if with_den else None
+    return num, den
+
+
+def mix_blocks(m: Tensor, summary: Tensor) -> Tensor:
+    """Mix summaries, sum_b m_ib S_b (paper eq. 5): [R or 1, M, N] and [R, N, K, V] -> [R, M, K, V]."""
+    return torch.matmul(m, summary.flatten(2)).unflatten(2, summary.shape[2:])
+
+
+def causal_sums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, with_den: bool) -> tuple[Tensor, Tensor | None]:
+    """Compute the sums of `full_sums` over the keys at and before each query: [R, M, C, V], and [R, M, C] or None."""
+    rows, count, size, _ = q.shape
+    q, k, v = cut_chunks(q), cut_chunks(k), cut_chunks(v)
+    weight = chunk_scores(q, k, rows, count).mul_(diagonal_mixing(m)).view(len(q), q.shape[1], -1)
+    prefix, _ = chunk_prefix(chunk_summaries(k, v, rows, count), m)
+    num = torch.bmm(q, prefix.view(len(q), -1, v.shape[2])).baddbmm_(weight, v).view(rows, count, size, -1)
+    if not with_den:
+        return num, None
+    prefix_z, _ = chunk_prefix(k.sum(1).view(rows, count, -1, k.shape[2]), m)
+    den = torch.bmm(q, prefix_z.view(len(q), -1, 1)).squeeze(2) + weight.sum(2)
+    return num, den.view(rows, count, size)
+
+
+def cut_chunks(x: Tensor) -> Tensor:
+    """Cut blocks into n chunks of 64 to 128 tokens, or 32 to 63 if no such number divides C: [R * M * n, C / n, K].
+
+    A block of up to 128 tokens, or of a size without such a divisor, is one chunk.
+    """
+    size = x.shape[2]
+    divisors = [c for c in (*range(64, 129), *range(63, 31, -1)) if size % c == 0] if size > 128 else []
+    return x.reshape(-1, divisors[0] if divisors else size, x.shape[3])
+
+
+def chunk_scores(q: Tensor, k: Tensor, rows: int, count: int) -> Tensor:
+    """Compute tril(q k^T) within every chunk: q, k [R * M * n, c, K] -> [R, M, n * c * c], with `rows` R and `count` M."""
+    return torch.bmm(q, k.mT).tril_().view(rows, count, -1)
+
+
+def diagonal_mixing(m: Tensor) -> Tensor:
+    """Return the weight m_ii of each block for itself, [R or 1, M, 1]."""
+    return m.diagonal(dim1=-2, dim2=-1)[..., None]
+
+
+def chunk_summaries(k: Tensor, v: Tensor, rows: int, count: int) -> Tensor:
+    """Compute the summary S = k^T v of every chunk (paper eq. 4): [R, M, n, K * V], with `rows` R and `count` M."""
+    return torch.bmm(k.mT, v).view(rows, count, -1, k.shape[2] * v.shape[2])
+
+
+def chunk_prefix(summary: Tensor, m: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Compute what every chunk reads of earlier summaries [R, M, n, X]: blocks mixed by m, and m_ii times earlier chunks.
+
+    Also returns `running`, the sum over the earlier chunks of the same block; None if n is 1.
+    """
+    if summary.shape[2] == 1:
+        return mix_earlier(m, summary.squeeze(2))[:, :, None], None
+    # A sum that excludes the chunk itself; subtracting it from an inclusive sum would cancel small values.
+    running = torch.nn.functional.pad(summary[:, :, :-1], (0, 0, 1, 0)).cumsum(2)
+    earlier = mix_earlier(m, summary.sum(2))
+    return torch.addcmul(earlier[:, :, None], running, diagonal_mixing(m)[..., None]), running
+
+
+def mix_earlier(m: Tensor, summary: Tensor) -> Tensor:
+    """Mix the summaries of earlier blocks, sum_{b<i} m_ib S_b: [R or 1, M, M] and [R, M, X] -> [R, M, X]."""
+    return torch.matmul(m.tril(-1), summary)
+
+
+def blocked_backward(
+    o_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, o: Tensor | None, den: Tensor | None,
+    options: MHLAOptions,
+) -> list[Tensor]:  # fmt: skip
+    """Compute the gradients of q, k, v, and mixing from those of the output, and from o and den if normalized."""
+    work, inputs = HeadWork(q, k, v, options), (q, k, v, mixing)
+    compute_grads = causal_grads if options.causal else full_grads
+    with torch.autocast(q.device.type, enabled=False):
+        grads = [  # several heads add to some of them
+            torch.zeros_like(x, dtype=work.sum_dtype) if x.dim() < 4 or x.shape[2] < q.shape[2] else torch.empty_like(x)
+            for x in inputs
+        ]
+        q_grad, k_grad, v_grad, mixing_grad = grads
+        for heads in work.groups:
+            num_grad, den_grad = heads.take(o_grad), None
+            if o is not None and den is not None:  # o = num / den
+                num_grad = divide_or_zero(num_grad, heads.take(den).squeeze(2))
+                den_grad = work.query_cut.split(-(num_grad * heads.take(o)).sum(2, keepdim=True)).squeeze(3)
+            m = heads.take_mixing(mixing, options.scale)
+            num_grad = work.query_cut.split(num_grad)
+            dq, dk, dv, dm = compute_grads(*work.split(heads, q, k, v), m, num_grad, den_grad)
+            heads.write(work.query_cut.merge(dq), q_grad)
+            heads.write(work.key_cut.merge(dk), k_grad)
+            heads.write(work.key_cut.merge(dv), v_grad)
+            heads.add_mixing_grad(dm * options.scale, mixing_grad)
+        if options.normalize:
+            grads[3] = without_row_scale(mixing_grad, mixing, options.causal)
+    return [grad.to(x.dtype) for x, grad in zip(inputs, grads, strict=True)]
+
+
+def full_grads(
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor, num_grad: Tensor, den_grad: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of `full_sums` with respect to q, k, v, and m [R, M, N]."""
+    summary = k.mT @ v
+    mixed_grad = q.mT @ num_grad
+    dq = num_grad @ mix_blocks(m, summary).mT
+    summary_grad = mix_blocks(m.mT, mixed_grad)
+    dk = v @ summary_grad.mT
+    dm = torch.bmm(mixed_grad.flatten(2), summary.flatten(2).mT)
+    if den_grad is not None:
+        z = k.sum(2)
+        mixed_z_grad = (q.mT @ den_grad[..., None]).squeeze(3)
+        dq += den_grad[..., None] * torch.matmul(m, z)[:, :, None]
+        dk += torch.matmul(m.mT, mixed_z_grad)[:, :, None]
+        dm += torch.bmm(mixed_z_grad, z.mT)
+    return dq, dk, k @ summary_grad, dm
+
+
+def causal_grads(
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor, num_grad: Tensor, den_grad: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of `causal_sums` with respect to q, k, v, and m [R, M, M]."""
+    rows, count, size, _ = q.shape
+    q, k, v, num_grad = (cut_chunks(x) for x in (q, k, v, num_grad))
+    diagonal = diagonal_mixing(m)
+    summary = chunk_summaries(k, v, rows, count)
+    prefix, running = chunk_prefix(summary, m)
+    score = chunk_scores(q, k, rows, count)
+    weight_grad = torch.bmm(num_grad, v.mT)
+    if den_grad is not None:
+        den_grad = den_grad.reshape(len(num_grad), -1, 1)
+        weight_grad += den_grad
+    weight_grad = weight_grad.tril_().view(rows, count, -1)
+    diagonal_grad = torch.linalg.vecdot(score, weight_grad)
+    score_grad = weight_grad.mul_(diagonal).view(len(q), q.shape[1], -1)
+    weight = score.mul_(diagonal).view_as(score_grad)
+
+    dq = torch.bmm(num_grad, prefix.view(len(q), -1, v.shape[2]).mT).baddbmm_(score_grad, k)
+    prefix_grad = torch.bmm(q.mT, num_grad).view_as(summary)
+    summary_grad, dm = chunk_prefix_grads(prefix_grad, summary, running, m)
+    summary_grad = summary_grad.view(len(q), -1, v.shape[2])
+    dk = torch.bmm(v, summary_grad.mT).baddbmm_(score_grad.mT, q)
+    dv = torch.bmm(k, summary_grad).baddbmm_(weight.mT, num_grad)
+    if den_grad is not None:
+        z = k.sum(1).view(rows, count, -1, k.shape[2])
+        prefix_z, running_z = chunk_prefix(z, m)
+        dq += den_grad * prefix_z.view(len(q), 1, -1)
+        z_grad, dm_from_z = chunk_prefix_grads(torch.bmm(q.mT, den_grad).view_as(z), z, running_z, m)
+        dk += z_grad.view(len(q), 1, -1)
+        dm = dm + dm_from_z
+    dm = dm + torch.diag_embed(diagonal_grad)
+    dq, dk, dv = (x.view(rows, count, size, -1) for x in (dq, dk, dv))
+    return dq, dk, dv, dm
+
+
+def chunk_prefix_grads(
+    prefix_grad: Tensor, summary: Tensor, running: Tensor | None, m: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of `chunk_prefix` with respect to the summaries, [R, M, n, X], and m, [R, M, M]."""
+    if running is None:
+        summary_grad, dm = mix_earlier_grads(prefix_grad.squeeze(2), summary.squeeze(2), m)
+        return summary_grad[:, :, None], dm
+    summary_grad, dm = mix_earlier_grads(prefix_grad.sum(2), summary.sum(2), m)
+    later = torch.nn.functional.pad(prefix_grad.flip(2)[:, :, :-1], (0, 0, 1, 0)).cumsum(2).flip(2)
+    summary_grad = torch.addcmul(summary_grad[:, :, None], later, diagonal_mixing(m)[..., None])
+    return summary_grad, dm + torch.diag_embed(torch.linalg.vecdot(prefix_grad.flatten(2), running.flatten(2)))
+
+
+def mix_earlier_grads(mixed_grad: Tensor, summary: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of `mix_earlier` with respect to the summaries, [R, M, X], and m, [R, M, M]."""
+    return torch.matmul(m.tril(-1).mT, mixed_grad), torch.bmm(mixed_grad, summary.mT).tril_(-1)

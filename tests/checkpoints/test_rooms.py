@@ -1,6 +1,7 @@
 """The real rooms keep the rules of folding, and every real entry folds into a file that stands alone."""
 
 import ast
+import builtins
 import re
 import subprocess
 import sys
@@ -43,9 +44,12 @@ def test_shipped_rooms_import_at_the_top_and_ops_know_torch_and_triton_only():
 
 def test_names_are_unique_across_all_shipped_modules():
     modules = [bundle._read_module(PACKAGE, module) for module in MODULES]
-    for statement in (statement for module in modules for statement in module.statements):
-        statement.binds.discard("__getattr__")  # an entry's own; no bundle has two
-    bundle._check_names(modules)
+    meanings = {}  # name -> (file that defines it or its import line, file)
+    for module in modules:
+        names = {name for statement in module.statements for name in statement.binds} - {"__getattr__"}  # one a bundle
+        for name, meaning in (*((name, module.path) for name in names), *module.imports.items()):
+            assert name.startswith("_") or not hasattr(builtins, name), f"{module.path} hides the builtin {name}"
+            assert meanings.setdefault(name, meaning) == meaning, f"{name} in {module.path} means something else"
 
 
 def test_every_bundle_stands_alone(bundles, tmp_path):
@@ -56,7 +60,7 @@ def test_every_bundle_stands_alone(bundles, tmp_path):
         file = tmp_path / f"{entry}.py"
         file.write_text(text)
         demanded = set(get_imports(file)) - sys.stdlib_module_names
-        assert demanded <= {"torch", "safetensors", "huggingface_hub", *bundle.ENTRIES[entry]}
+        assert demanded <= {"torch", "safetensors", "huggingface_hub", bundle.ENTRIES[entry]}
         assert get_relative_imports(file) == []
     assert len({check_bundle(text)["sha256"] for text in bundles.values()}) == len(bundles)
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", "--output-format", "concise", "."]

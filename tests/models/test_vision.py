@@ -19,7 +19,7 @@ from transformers import (
 
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
-from mhla_hf.models.vision.vision_layers import MHLAVisionMixer, grid_rotation
+from mhla_hf.models.vision.vision_model import MHLAVisionMixer, grid_rotation
 from mhla_hf.nn.grid import rotate_pairs
 
 PAPER_MILLIONS = {"deit-t": 5.7, "deit-s": 22, "vlt-t": 16, "vlt-s": 27}  # table 2

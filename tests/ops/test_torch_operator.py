@@ -7,7 +7,7 @@ from hypothesis import example, given
 from tools import ops_cases
 from tools.ops_cases import FORMS, build, distance, mhla_reference, run
 
-from mhla_hf.ops import torch_forward
+from mhla_hf.ops import torch_operator
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
 
@@ -23,7 +23,7 @@ SMALL_BESIDE_LARGE = {  # a first alive key that is tiny makes gradients that la
 @given(case=ops_cases.cases())
 @example(case=SMALL_BESIDE_LARGE)
 def check_generated_case(monkeypatch, case):
-    monkeypatch.setattr(torch_forward, "HEAD_BY_HEAD_SIZE", 1 if case["one_by_one"] else 10**9)
+    monkeypatch.setattr(torch_operator, "HEAD_BY_HEAD_SIZE", 1 if case["one_by_one"] else 10**9)
     SEEN[case["form"]] += 1
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         tensors, options = build(case, dtype)

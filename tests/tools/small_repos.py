@@ -15,10 +15,10 @@ from tools.small_scores import make_result, small_tokenizer
 CARD = "---\nlicense: apache-2.0\nlibrary_name: transformers\n---\n\n# A model\n"
 
 
-def small_scratch(cls=mhla_hf.MHLAForCausalLM, **changes):
+def small_scratch(**changes):
     """Return a from-scratch model with a vocabulary of 400 tokens."""
     sizes = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    return cls(mhla_hf.MHLAConfig.preset("tiny", num_attention_heads=2, **sizes, **changes))
+    return mhla_hf.MHLAForCausalLM(mhla_hf.MHLAConfig.preset("tiny", num_attention_heads=2, **sizes, **changes))
 
 
 def save_model(folder, model):

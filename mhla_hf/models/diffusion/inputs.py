@@ -91,70 +91,37 @@ def project_heads(
     return tuple(heads)
 
 
-def read_pairs(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read cosines and sines [.., T, 1, K] (Wan) or [T, K] (HunyuanDiT) for pairs of neighboring channels."""
-    cos, sin = (x[:, None] if x.ndim == 2 else x for x in rotary)
-    return cos, sin, 1
-
-
-def read_halves(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read cosines and sines [T, K] for pairs of a channel in the first half of a head and one in the second (Cosmos)."""
-    cos, sin, _ = read_pairs(rotary, num_heads)
-    return cos, sin, cos.shape[-1] // 2
-
-
-def read_joined_heads(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read the embeddings of LTX, whose angles differ from head to head: cosines and sines [B, T, H * K] for neighbors.
-
-    LTX-2 with `rope_type="split"` has [B, H, T, K / 2] for pairs across the halves of a head.
-    """
+def read_rotary(form: str, rotary: Any, num_heads: int) -> RotaryAngles:
+    """Read a rotary embedding in the form that `AttentionKind.rotary` names."""
+    if form == "axes":  # of each third of a head [positions, K / 3], and the tokens' positions [1, T] (Allegro)
+        tables, positions = rotary
+        cos, sin = (
+            torch.cat([F.embedding(place, table[i]) for place, table in zip(positions, tables, strict=True)], dim=-1)
+            for i in range(2)
+        )
+        return cos[:, :, None], sin[:, :, None], cos.shape[-1] // 6
+    if form == "matrices":  # [.., T, 1, K / 2 or 1, 2, 2] that rotate neighbors; one may turn all (Kandinsky)
+        rotary = rotary[..., 0, 0], rotary[..., 1, 0]
+        if rotary[0].shape[-1] == 1:
+            return *rotary, 1
+    if form == "complex":  # [1, 1, T, K / 2], the same for q and k, for pairs of neighbors (AnyFlow)
+        angles = rotary["query"].transpose(1, 2)  # [1, T, 1, K / 2]
+        rotary = angles.real, angles.imag
+    if form == "complex streams":  # image [T, K / 2] and text [S, K / 2], for pairs of neighbors (Qwen-Image)
+        angles = torch.cat([rotary[1], rotary[0]])[:, None]  # [S + T, 1, K / 2]
+        rotary = angles.real, angles.imag
     cos, sin = rotary
-    if cos.ndim == 4:
+    if form in ("half heads", "matrices", "complex", "complex streams"):  # [T, H, K / 2] of neighbors (Mochi)
+        return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1), 1
+    if form == "joined heads" and cos.ndim == 4:  # [B, H, T, K / 2] across the halves of a head (LTX-2, "split")
         width = cos.shape[-1]
         cos, sin = (x.transpose(1, 2).repeat(1, 1, 1, 2) for x in rotary)
         return cos, sin, width
-    return cos.unflatten(-1, (num_heads, -1)), sin.unflatten(-1, (num_heads, -1)), 1
-
-
-def read_half_heads(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read cosines and sines [T, H, K / 2] for pairs of neighboring channels, which differ from head to head (Mochi)."""
-    cos, sin = (x.repeat_interleave(2, dim=-1) for x in rotary)
-    return cos, sin, 1
-
-
-def read_axes(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read cosines and sines [positions, K / 3] of each third of a head, and the tokens' positions [1, T] (Allegro)."""
-    tables, positions = rotary
-    cos, sin = (
-        torch.cat([F.embedding(position, table[i]) for position, table in zip(positions, tables, strict=True)], dim=-1)
-        for i in range(2)
-    )
-    return cos[:, :, None], sin[:, :, None], cos.shape[-1] // 6
-
-
-def read_matrices(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read matrices [.., T, 1, K / 2 or 1, 2, 2] that rotate pairs of neighboring channels; one may turn all (Kandinsky)."""
-    cos, sin = rotary[..., 0, 0], rotary[..., 1, 0]
-    return (cos, sin, 1) if cos.shape[-1] == 1 else read_half_heads((cos, sin), num_heads)
-
-
-def read_complex(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read complex numbers [1, 1, T, K / 2], the same for q and k, for pairs of neighboring channels (AnyFlow)."""
-    angles = rotary["query"].transpose(1, 2)  # [1, T, 1, K / 2]
-    return read_half_heads((angles.real, angles.imag), num_heads)
-
-
-def read_complex_streams(rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read complex numbers of image [T, K / 2] and text [S, K / 2] for pairs of channels; the text comes first."""
-    angles = torch.cat([rotary[1], rotary[0]])[:, None]  # [S + T, 1, K / 2]
-    return read_half_heads((angles.real, angles.imag), num_heads)
-
-
-ROTARY_FORMS = {
-    "pairs": read_pairs, "halves": read_halves, "joined heads": read_joined_heads, "axes": read_axes,
-    "matrices": read_matrices, "complex": read_complex, "half heads": read_half_heads,
-    "complex streams": read_complex_streams,
-}  # fmt: skip
+    if form == "joined heads":  # [B, T, H * K] of neighbors, whose angles differ from head to head (LTX)
+        return cos.unflatten(-1, (num_heads, -1)), sin.unflatten(-1, (num_heads, -1)), 1
+    # [.., T, 1, K] (Wan) or [T, K] (HunyuanDiT, Cosmos), of neighbors or across the halves of a head
+    cos, sin = (x[:, None] if x.ndim == 2 else x for x in rotary)
+    return cos, sin, cos.shape[-1] // 2 if form == "halves" else 1
 
 
 def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ...]:

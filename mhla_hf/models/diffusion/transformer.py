@@ -23,8 +23,14 @@ from ..families import Family
 from ..saving import check_loaded_weights, source_name, write_source
 from .context_parallel import TokenShards
 from .inputs import core_sizes, find_self_attentions, read_grid
-from .joint_processor import FusedJointAttnProcessor, JointAttnProcessor
-from .processor import GridCheckpoint, GridState, MHLAAttnProcessor, holds_mhla
+from .processor import (
+    FusedJointAttnProcessor,
+    GridCheckpoint,
+    GridState,
+    JointAttnProcessor,
+    MHLAAttnProcessor,
+    holds_mhla,
+)
 
 # In the state dict of a model that PEFT has adapted, names contain one of these.
 ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")

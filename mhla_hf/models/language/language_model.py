@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
@@ -103,7 +98,7 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
         set_attention_function(config, ATTENTION_NAME)
 
     def class_names(self) -> list[str]:
-        return [cls.__name__ for cls in HEADS_FROM_SCRATCH]
+        return [MHLAModel.__name__, MHLAForCausalLM.__name__]
 
 
 class MHLAModel(MHLAPreTrainedModel, LlamaModel):
@@ -134,42 +129,3 @@ class MHLAForCausalLM(MHLAPreTrainedModel, LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-
-class MHLAForSequenceClassification(GenericForSequenceClassification, MHLAPreTrainedModel):
-    """Predicts one label per sequence, or a reward with `num_labels=1`, from its last token that is not padding."""
-
-    def __init__(self, config: MHLAConfig) -> None:
-        # Skips the constructor of the generic head, which would look up a body by the Auto class. The same holds below.
-        MHLAPreTrainedModel.__init__(self, config)
-        self.num_labels, self.model = config.num_labels, MHLAModel(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
-        self.post_init()
-
-
-class MHLAForTokenClassification(GenericForTokenClassification, MHLAPreTrainedModel):
-    """Predicts one label per token."""
-
-    def __init__(self, config: MHLAConfig) -> None:
-        MHLAPreTrainedModel.__init__(self, config)
-        self.num_labels, self.model = config.num_labels, MHLAModel(config)
-        self.dropout, self.score = nn.Dropout(0.1), nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
-
-class MHLAForQuestionAnswering(GenericForQuestionAnswering, MHLAPreTrainedModel):
-    """Predicts the first and the last token of the answer to a question in a text."""
-
-    def __init__(self, config: MHLAConfig) -> None:
-        MHLAPreTrainedModel.__init__(self, config)
-        self.model, self.qa_outputs = MHLAModel(config), nn.Linear(config.hidden_size, 2)
-        self.post_init()
-
-
-HEADS_FROM_SCRATCH = (
-    MHLAModel,
-    MHLAForCausalLM,
-    MHLAForSequenceClassification,
-    MHLAForTokenClassification,
-    MHLAForQuestionAnswering,
-)

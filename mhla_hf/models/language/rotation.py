@@ -86,26 +86,15 @@ def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tens
         raise ValueError(f"rope: got 'near' for {base_model_type(attention.config)}, expected 'before': {reason}.")
     if (rotation := kwargs["position_embeddings"]) is None:
         return None
-    cos, sin = distinct_cos_sin(rotation, rotation_layout(attention))
+    layout = rotation_layout(attention)
+    if isinstance(rotation, torch.Tensor):  # complex [B or 1, T, R/2]
+        cos, sin = rotation.real, rotation.imag
+    else:  # cosines and sines [B or 1, T, R], with every angle twice
+        cos, sin = (x[..., ::2] if layout.repeated else x[..., : x.shape[-1] // 2] for x in rotation)
+        dtype = torch.promote_types(cos.dtype, torch.float32)
+        cos, sin = cos.to(dtype), (-sin if layout.backward else sin).to(dtype)
     scale = cos.square() + sin.square()
     return torch.cat((cos / scale, sin / scale), -1).unsqueeze(2)
-
-
-def distinct_cos_sin(
-    rotation: torch.Tensor | tuple[torch.Tensor, torch.Tensor], layout: RotationLayout
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosine and sine of each angle once, [B or 1, T, R/2]; sines are negated if the base rotates backward.
-
-    `rotation` is (cos, sin) [B or 1, T, R], or one complex tensor [B or 1, T, R/2].
-    """
-    if isinstance(rotation, torch.Tensor):
-        return rotation.real, rotation.imag
-    if layout.repeated:
-        cos, sin = (x[..., ::2] for x in rotation)
-    else:
-        cos, sin = (x[..., : x.shape[-1] // 2] for x in rotation)
-    dtype = torch.promote_types(cos.dtype, torch.float32)
-    return cos.to(dtype), (-sin if layout.backward else sin).to(dtype)
 
 
 def unrotate(x: torch.Tensor, cos_sin: torch.Tensor | None, layout: RotationLayout) -> torch.Tensor:

@@ -35,14 +35,9 @@ from .tuning import (
 
 TRITON_SPACE = f"mhla_{NAMESPACE}"
 SCHEMA_TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    list[int]: "SymInt[]",
-    int: "SymInt",
-    bool: "bool",
-    float: "float",
+    Tensor: "Tensor", Tensor | None: "Tensor?", list[int]: "SymInt[]", int: "SymInt", bool: "bool", float: "float",
     torch.dtype: "ScalarType",
-}
+}  # fmt: skip
 NUM_TENSORS = 7  # the first fields of `TritonInputs`
 LANE_TILES = {"o": "BV", "dq": "BK", "dk": "BK", "dv": "BV"}  # the tile size along the width of each output
 
@@ -266,12 +261,8 @@ def register_operator(
     return getattr(space, name)
 
 
-def operator_schema(record: Any) -> str:
-    """Return the parameters of a custom operator whose arguments are the fields of a NamedTuple, in torch's notation."""
-    return ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(record).items())
-
-
-TRITON_SCHEMA = operator_schema(TritonInputs)
+# The fields of `TritonInputs` in torch's notation.
+TRITON_SCHEMA = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(TritonInputs).items())
 FORWARD_SCHEMA = f"({TRITON_SCHEMA}) -> (Tensor, Tensor)"
 BACKWARD_SCHEMA = f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
 TRITON_BACKWARD = register_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)

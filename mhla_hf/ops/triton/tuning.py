@@ -24,20 +24,10 @@ CHUNK = 64  # tokens per tile; in causal blocks, the tokens that are handled qua
 MAX_HEAD_WIDTH = 256
 # Kernel parameters that vary with the length or the number of heads. Triton would otherwise compile a kernel again for
 # values that are 1 or divisible by 16.
-LENGTH_PARAMETERS = {
-    "num_tokens",
-    "block_size",
-    "span",
-    "num_parts",
-    "num_blocks",
-    "num_columns",
-    "mixing_head_stride",
-    "mixing_row_stride",
-    "group",
-    "queries_per_kv",
-    "sources_per_head",
-    "heads_per_sum",
-}
+LENGTH_PARAMETERS = frozenset((
+    "num_tokens", "block_size", "span", "num_parts", "num_blocks", "num_columns", "mixing_head_stride",
+    "mixing_row_stride", "group", "queries_per_kv", "sources_per_head", "heads_per_sum",
+))  # fmt: skip
 
 
 def kernel(function: Callable) -> Any:
