@@ -234,7 +234,6 @@ RUNNING = {
         "ip_hidden_states: got image prompts, expected None"),
     "rotated features": (lambda: converted("flux", rope="after"), "rope: got 'after', expected one of ['before', 'near']"),
     "no denominator": (lambda: converted("sd3", normalize=False), "normalize: got false with windowed"),
-    "a window without a text": (lambda: converted("pixart", windowed=True), "windowed: got True, expected False"),
     "a causal mask": (lambda: mhla_hf.convert(tiny_transformer("skyreels", num_frame_per_block=3))(**inputs("skyreels")),
         "attention_mask: got a tensor, expected None"),
     "official on unequal blocks": (lambda: converted("sana", normalize="official", layout=[3, 3])(**inputs("sana")),

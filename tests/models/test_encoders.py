@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import itertools
 import pickle
 
 import pytest
@@ -80,38 +79,27 @@ def test_a_converted_encoder_of_this_type(model_type, form, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["bert", "modernbert"])
-def test_every_head_converts_and_is_found(model_type, tmp_path):
-    family = next(family for family in ENCODERS if family.base == model_type)
-    rows, mask = padded()
-    kinds = []
-    for name, base in base_classes(family).items():
-        model = converted_encoder(model_type, name.removeprefix(model_name(family)))
-        given = (rows, mask)
-        if name.endswith("MultipleChoice"):
-            given = tuple(x[None] for x in given)
-        output = model(given[0], attention_mask=given[1])[0]
-        model.save_pretrained(tmp_path / name)
-        auto = getattr(transformers, auto_class_of(name))
-        loaded = auto.from_pretrained(tmp_path / name)
-        kinds.append(read_model(tmp_path / name)[0])
-        assert type(loaded) is type(model) and isinstance(loaded, base)
-        assert torch.equal(loaded.eval()(given[0], attention_mask=given[1])[0], output)
-    assert kinds == ["body", "sequences", "tokens", "answers", "masked", "choices"], "what they are shared as"
-    assert set(loaded.config.auto_map) == {"AutoConfig", *map(auto_class_of, base_classes(family))}
-
-
-@torch.no_grad()
-def test_bit_equal_where_the_package_is_not(tmp_path):
-    rows, mask = padded()
-    wanted = {}
-    for name, head in itertools.product(("bert", "modernbert"), ("ForSequenceClassification", "ForMaskedLM")):
-        form = MATRIX if head == "ForMaskedLM" else {}
-        model, folder = converted_encoder(name, head, gate=True, **form), f"{name}-{head}"
-        model.save_pretrained(tmp_path / folder)
-        wanted[f"{folder}-{auto_class_of(head)}"] = model(rows, attention_mask=mask)[0]
-        if head == "ForSequenceClassification":
-            wanted[f"{folder}-AutoModel"] = model.base_model(rows, attention_mask=mask)[0]
+def test_every_head_converts_and_is_found_here_and_where_the_package_is_not(tmp_path):
+    (rows, mask), wanted = padded(), {}
+    for model_type in ("bert", "modernbert"):
+        family, kinds = next(family for family in ENCODERS if family.base == model_type), []
+        for name, base in base_classes(family).items():
+            head = name.removeprefix(model_name(family))
+            form = MATRIX if head == "ForMaskedLM" else {}
+            model, auto = converted_encoder(model_type, head, gate=True, **form), auto_class_of(name)
+            given = tuple(x[None] for x in (rows, mask)) if name.endswith("MultipleChoice") else (rows, mask)
+            output = model(given[0], attention_mask=given[1])[0]
+            model.save_pretrained(tmp_path / name)
+            loaded = getattr(transformers, auto).from_pretrained(tmp_path / name)
+            kinds.append(read_model(tmp_path / name)[0])
+            assert type(loaded) is type(model) and isinstance(loaded, base)
+            assert torch.equal(loaded.eval()(given[0], attention_mask=given[1])[0], output)
+            if head in ("ForSequenceClassification", "ForMaskedLM"):
+                wanted[f"{name}-{auto}"] = output
+            if head == "ForSequenceClassification":
+                wanted[f"{name}-AutoModel"] = model.base_model(rows, attention_mask=mask)[0]
+        assert kinds == ["body", "sequences", "tokens", "answers", "masked", "choices"], "what they are shared as"
+        assert set(loaded.config.auto_map) == {"AutoConfig", *map(auto_class_of, base_classes(family))}
     check_elsewhere(tmp_path, {"input_ids": rows, "attention_mask": mask}, wanted)
 
 

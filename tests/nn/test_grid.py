@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tools.ops_cases import check_that_padding_may_hold_anything, core_by_hand, distance
-from tools.small_models import refused
 
 from mhla_hf import MHLASettings
 from mhla_hf.nn.grid import GridMHLA, GridMixing, PositionConv, block_overlap
@@ -111,8 +110,3 @@ def test_half_precision_sums_do_not_overflow():
     x = torch.full((1, 4096, 1, 8), 12.0, dtype=torch.float16)
     out = core(x, x, x, grid=(4096,))
     assert out.dtype == torch.float16 and torch.isfinite(out).all()
-
-
-def test_a_grid_of_other_tokens_is_refused():
-    with refused("for 5 tokens"):
-        make_core(MHLASettings(layout=[2, 2]))(*torch.randn(3, 1, 5, 2, 5), grid=(2, 2))

@@ -177,17 +177,6 @@ def test_generated_cases(case):
 
 
 @torch.no_grad()
-def test_a_new_core_is_nearly_its_softmax_part():
-    """Text of random keys: what MHLA adds is a small part of the output."""
-    torch.manual_seed(0)
-    core = JointMHLA(MHLASettings(layout=[4, 4], feature_map="softmax", rope="near", sinks=0), **SIZES)
-    (q, k, v), texts = heads(256, dtype=torch.float32), heads(64, dtype=torch.float32)
-    o, _ = core(q, k, v, TextTokens(*texts), grid=(16, 16))
-    softmax = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, *texts[1:]))).transpose(1, 2)
-    assert 0 < distance(o, softmax) <= 0.05
-
-
-@torch.no_grad()
 def test_the_position_convolution_sees_each_image_alone():
     torch.manual_seed(3)
     grids = ((5, 7), (3, 4))

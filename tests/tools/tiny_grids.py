@@ -91,13 +91,9 @@ def latte(size, noise):
     return {"hidden_states": noise(4, *size), "encoder_hidden_states": noise(6, 32)}
 
 
-def cosmos(size, noise):
-    return {"hidden_states": noise(16, *size), "encoder_hidden_states": noise(6, 32), "fps": 16}
-
-
 def cosmos_video2world(size, noise):
     condition = (torch.arange(size[0]) < 1).float()[:, None, None].expand(*size)
-    return {**cosmos(size, noise), "condition_mask": condition.expand(len(noise()), 1, *size)}
+    return {**ARGUMENTS["cosmos"](size, noise), "condition_mask": condition.expand(len(noise()), 1, *size)}
 
 
 def allegro(size, noise):
@@ -124,12 +120,6 @@ def kandinsky6(size, noise):
     return {**latents, **texts, "encoder_attention_mask": mask}
 
 
-def anyflow(size, noise):
-    """Arguments of AnyFlow, in whose latents the frames are first."""
-    times = {"timestep": noise(size[0]).abs(), "r_timestep": noise(size[0]).abs()}
-    return {"hidden_states": noise(size[0], 4, *size[1:]), "encoder_hidden_states": noise(6, 32), **times}
-
-
 def hunyuan_dit(size, noise):
     """Arguments of HunyuanDiT: the pipeline computes the rotary embedding."""
     grid = tuple(side // 2 for side in size)
@@ -142,7 +132,12 @@ def hunyuan_dit(size, noise):
 
 
 ARGUMENTS = {
-    "ltx": packed, "ltx2": packed_with_audio, "ltx2.3": packed_with_guidance, "cosmos": cosmos,
-    "cosmos-video2world": cosmos_video2world, "allegro": allegro, "latte": latte, "anyflow": anyflow,
+    "ltx": packed, "ltx2": packed_with_audio, "ltx2.3": packed_with_guidance,
+    "cosmos": lambda size, noise: {
+        "hidden_states": noise(16, *size), "encoder_hidden_states": noise(6, 32), "fps": 16},
+    "cosmos-video2world": cosmos_video2world, "allegro": allegro, "latte": latte,
+    "anyflow": lambda size, noise: {  # in whose latents the frames are first
+        "timestep": noise(size[0]).abs(), "r_timestep": noise(size[0]).abs(),
+        "hidden_states": noise(size[0], 4, *size[1:]), "encoder_hidden_states": noise(6, 32)},
     "kandinsky5": kandinsky5, "kandinsky6": kandinsky6, "hunyuan-dit": hunyuan_dit,
 }  # fmt: skip

@@ -85,24 +85,21 @@ def image_sequence(family, sizes, noise):
     return arguments
 
 
+def flux(size, noise):
+    tokens = {"hidden_states": noise(size[0] * size[1], 8), "encoder_hidden_states": noise(6, 32)}
+    return {**tokens, "img_ids": image_positions(*size), "txt_ids": torch.zeros(6, 3)}
+
+
 def chroma(size, noise):
     """Arguments of Chroma. Its pipeline casts the mask to the dtype of the model, so that softmax adds it to the scores."""
-    tokens = {"hidden_states": noise(size[0] * size[1], 8), "encoder_hidden_states": noise(6, 32)}
-    positions = {"img_ids": image_positions(*size), "txt_ids": torch.zeros(6, 3)}
+    arguments = flux(size, noise)
     mask = torch.nn.functional.pad(text_mask(noise), (0, size[0] * size[1]), value=1).float()
-    return {**tokens, **positions, "attention_mask": mask}
-
-
-def flux(size, noise):
-    arguments = chroma(size, noise)
-    del arguments["attention_mask"]
-    return {**arguments, "pooled_projections": noise(8)}
+    return {**arguments, "attention_mask": mask}
 
 
 def flux2(size, noise):
     """Arguments of Flux 2, whose positions have one more column."""
     arguments = flux(size, noise)
-    del arguments["pooled_projections"]
     positions = {name: torch.nn.functional.pad(arguments[name], (0, 1)) for name in ("img_ids", "txt_ids")}
     return {**arguments, **positions, "guidance": torch.full((len(noise()),), 4.0)}
 
@@ -111,10 +108,6 @@ def qwen_image(size, noise):
     tokens = {"hidden_states": noise(size[0] * size[1], 8), "encoder_hidden_states": noise(6, 32)}
     mask = text_mask(noise).bool()
     return {**tokens, "encoder_hidden_states_mask": mask, "img_shapes": [[(1, *size)]] * len(mask)}
-
-
-def sd3(size, noise):
-    return {**latte(size, noise), "pooled_projections": noise(8)}
 
 
 def mochi(size, noise):
@@ -141,8 +134,14 @@ def cogvideox(size, noise):
     return {**tokens, "image_rotary_emb": rotary}
 
 
+def pooled(make):
+    """Arguments with a pooled text, too."""
+    return lambda size, noise: {**make(size, noise), "pooled_projections": noise(8)}
+
+
 JOINT_ARGUMENTS = {
-    "flux": flux, "flux2": flux2, "chroma": chroma, "qwen-image": qwen_image, "sd3": sd3, "sd3.5": sd3,
-    "aura-flow": latte, "hunyuan-video": hunyuan_video, "hunyuan-video1.5": hunyuan_video15, "cogvideox": cogvideox,
+    "flux": pooled(flux), "flux2": flux2, "chroma": chroma, "qwen-image": qwen_image, "sd3": pooled(latte),
+    "sd3.5": pooled(latte), "aura-flow": latte, "hunyuan-video": hunyuan_video, "hunyuan-video1.5": hunyuan_video15,
+    "cogvideox": cogvideox,
     "mochi": mochi,
 }  # fmt: skip

@@ -102,12 +102,6 @@ def vllm_config(**changes):
     return SimpleNamespace(**configs, **{**options, **changes})
 
 
-def test_prefix_caching_is_turned_off(configuration):
-    config = vllm_config()
-    configuration.module.MHLAServingConfig.verify_and_update_config(config)
-    assert config.cache_config.enable_prefix_caching is False
-
-
 @pytest.mark.parametrize(
     "name, value",
     [
@@ -125,8 +119,9 @@ def test_options_that_are_refused(configuration, name, value):
         configuration.module.MHLAServingConfig.verify_and_update_config(vllm_config(**{name: value}))
 
 
-def test_heads_that_processes_share(configuration):
-    hooks = configuration.module.MHLAServingConfig
-    hooks.verify_and_update_config(vllm_config(tensor_parallel_size=2))
+def test_prefix_caching_is_turned_off_and_heads_are_shared_by_processes(configuration):
+    hooks, config = configuration.module.MHLAServingConfig, vllm_config(tensor_parallel_size=2)
+    hooks.verify_and_update_config(config)
+    assert config.cache_config.enable_prefix_caching is False
     with refused("tensor_parallel_size", "softmax"):
         hooks.verify_and_update_config(vllm_config(tensor_parallel_size=2, kept={"0": [1]}))
