@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tools.ops_cases import distance, generated
 from tools.small_models import CACHE, MODELS, converted_model, scratch_model, shaken, softmax_model, tokens
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from mhla_hf import convert
 
@@ -51,27 +51,11 @@ def test_cached_generation_equals_cacheless(model, how):
     assert torch.equal(*runs)
 
 
-def padded(rows, side):
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
-    return ids, (ids != 0).long()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_row_equals_the_row_alone(model, side):
-    rows = [tokens(1, n, seed=n)[0] for n in (5, 30, 17, 8)]
-    ids, mask = padded(rows, side)
-    ids[mask == 0] = 9  # content of the padding must not matter
-    logits = full_logits(model, ids, mask)
-    for i, row in enumerate(rows):
-        real = logits[i][mask[i].bool()]
-        torch.testing.assert_close(real, full_logits(model, row[None])[0], **CLOSE)
-
-
 @torch.no_grad()
 def test_static_cache_and_left_padding(model):
-    ids, mask = padded([tokens(1, n, seed=n)[0] for n in (4, 19)], "left")
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    rows = [tokens(1, n, seed=n)[0] for n in (4, 19)]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 12, "do_sample": False}
     static = model.generate(ids, cache_implementation="static", **options)
     assert torch.equal(model.generate(ids, **options), static)
 
@@ -88,7 +72,7 @@ def test_beyond_the_trained_blocks(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama-all", "llama-hybrid", "scratch"])
+@pytest.mark.parametrize("name", ["llama-all", "llama-hybrid", "llama-heads", "scratch"])
 def test_assisted_decoding_rolls_back_exactly(name):
     model, ids = MODELS[name](), tokens(1, 14)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
@@ -203,7 +187,7 @@ def head_outputs(model, ids, mask):
 @given(data=st.data())
 @torch.no_grad()
 def test_generated_mixtures_of_heads(data):
-    """Each head is as in a model of its kind alone; rows fed in pieces and cropped are the rows in one pass, unpadded."""
+    """Each head is as in a model of its kind alone, beside padding, too."""
     groups, share, length = (data.draw(st.integers(*limits)) for limits in ((2, 4), (1, 3), (2, 70)))
     kept = data.draw(st.sets(st.integers(0, groups - 1), min_size=1, max_size=groups - 1))
     window, block_size = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 16]))
@@ -224,22 +208,6 @@ def test_generated_mixtures_of_heads(data):
         alone = whole[base if head // share in kept else every]
         for row, first in enumerate((0, hidden)):
             assert distance(whole[mixed][row, first:, head], alone[row, first:, head]) <= 1e-5
-
-    expected = mixed(ids, attention_mask=mask, use_cache=False).logits
-    static = data.draw(st.booleans())
-    cache = StaticCache(mixed.config, max_cache_len=length) if static else DynamicCache(config=mixed.config)
-    fed, furthest = 0, 0
-    while fed < length:
-        end = data.draw(st.integers(fed + 1, length))
-        logits = mixed(ids[:, fed:end], attention_mask=mask[:, :end], **{CACHE: cache}, use_cache=True).logits
-        for row, first in enumerate((0, hidden)):
-            first = max(first, fed)
-            assert first >= end or distance(logits[row, first - fed :], expected[row, first:end]) <= 1e-5
-        fed, furthest = end, max(furthest, end)
-        back = data.draw(st.integers(0, min(block_size - (furthest - fed), max(fed - hidden, 0))))
-        if back and fed < length and not static:
-            cache.crop(-back)
-            fed -= back
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

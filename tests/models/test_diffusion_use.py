@@ -13,7 +13,6 @@ import pytest
 import torch
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_processor import AttnProcessor2_0
-from diffusers.training_utils import EMAModel
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from tools.ops_cases import distance
@@ -130,15 +129,11 @@ def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
     model.set_attn_processor(softmax)
     assert [found for found in model.attn_processors.values() if found is not softmax] == [model.attn_processors[name]]
     assert mhla_layers(model) == [1]
-
-
-def test_processors_that_are_not_one_per_layer_are_an_error_and_change_nothing():
-    model = converted("wan")
     processors = model.attn_processors
     with pytest.raises(ValueError, match="number of processors 1 does not match"):
-        model.set_attn_processor({next(iter(processors)): AttnProcessor2_0()})
+        model.set_attn_processor({name: softmax})
     with pytest.raises(KeyError):
-        model.set_attn_processor({f"no.{name}": AttnProcessor2_0() for name in processors})
+        model.set_attn_processor({f"no.{name}": softmax for name in processors})
     assert all(found is processors[name] for name, found in model.attn_processors.items())
 
 
@@ -186,21 +181,14 @@ def test_offloading_gives_the_same_numbers(kind, family):
     if kind == "sequential":
         accelerate.cpu_offload(model, execution_device=cpu)
         assert all(value.is_meta for value in model.parameters())
-    elif kind == "model":
+    elif kind == "model":  # a hook of accelerate keeps the forward that it wraps; conversion changes that one too
+        state, model = model.state_dict(), tiny_transformer(family)
         accelerate.cpu_offload_with_hook(model, execution_device=cpu)
+        mhla_hf.convert(model, gate=True, cpe=3).load_state_dict(state)
     else:
         options = {"num_blocks_per_group": 1} if kind == "block_level" else {}
         apply_group_offloading(model, onload_device=cpu, offload_device=cpu, offload_type=kind, **options)
     assert torch.equal(run(model, family), before)
-
-
-def test_conversion_of_a_model_with_hooks():
-    """A hook of accelerate keeps the forward that it wraps; conversion changes that one too."""
-    model, plain = tiny_transformer("wan"), converted(gate=False)
-    accelerate.cpu_offload_with_hook(model, execution_device=torch.device("cpu"))
-    mhla_hf.convert(model)
-    model.load_state_dict(plain.state_dict())
-    assert torch.equal(run(model), run(plain))
 
 
 @pytest.mark.parametrize("family", ["wan", "sana-video", "dit", *OFFLOADED])
@@ -259,16 +247,6 @@ def test_layerwise_casting_leaves_the_mixing_alone():
     kinds = {name.split(".mhla.")[1]: value.dtype for name, value in model.named_parameters() if ".mhla." in name}
     assert kinds["mixing.weight"] == torch.float32 and kinds["gate.weight"] == torch.float8_e4m3fn
     assert 0 < distance(run(model), before) < 0.15
-
-
-@pytest.mark.filterwarnings("ignore:It is deprecated to pass a pretrained model name:FutureWarning")  # by EMAModel
-def test_ema_saves_and_loads(tmp_path):
-    model = converted()
-    ema = EMAModel(model.parameters(), model_cls=type(model), model_config=model.config)
-    ema.save_pretrained(tmp_path)
-    again = EMAModel.from_pretrained(tmp_path, type(model))
-    assert all(torch.equal(a, b) for a, b in zip(ema.shadow_params, again.shadow_params, strict=True))
-    assert type(model).from_pretrained(tmp_path).config.mhla == model.config.mhla
 
 
 CACHES = {

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import itertools
 import pickle
 
 import pytest
@@ -51,16 +50,14 @@ def test_a_converted_encoder_of_this_type(model_type, form, tmp_path):
     before, after = soft.state_dict(), model.state_dict()
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert all(".mhla." in key for key in after.keys() - before.keys())
-    assert model.config.mhla["layers"] == [
-        i for i in find_encoder_attentions(soft) if i != 1 or model_type not in SLIDING
-    ]
+    layers = [i for i in find_encoder_attentions(soft) if i != 1 or model_type not in SLIDING]
+    assert model.config.mhla["layers"] == layers
     assert model.config.mhla["num_blocks"] == 64 // form.get("block_size", 8)
 
     rows, mask = padded()
     assert inspect.signature(model.forward) == inspect.signature(soft.forward)
-    output = model.forward(
-        rows, attention_mask=mask
-    ).last_hidden_state  # as sentence-transformers calls it: without hooks
+    # As sentence-transformers calls it, without hooks
+    output = model.forward(rows, attention_mask=mask).last_hidden_state
     for row, (length, start) in enumerate(zip(LENGTHS, STARTS, strict=True)):
         alone = model(IDS[row : row + 1, :length]).last_hidden_state
         assert distance(output[row : row + 1, start : start + length], alone) < 1e-5
@@ -82,38 +79,27 @@ def test_a_converted_encoder_of_this_type(model_type, form, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["bert", "modernbert"])
-def test_every_head_converts_and_is_found(model_type, tmp_path):
-    family = next(family for family in ENCODERS if family.base == model_type)
-    rows, mask = padded()
-    kinds = []
-    for name, base in base_classes(family).items():
-        model = converted_encoder(model_type, name.removeprefix(model_name(family)))
-        given = (rows, mask)
-        if name.endswith("MultipleChoice"):
-            given = tuple(x[None] for x in given)
-        output = model(given[0], attention_mask=given[1])[0]
-        model.save_pretrained(tmp_path / name)
-        auto = getattr(transformers, auto_class_of(name))
-        loaded = auto.from_pretrained(tmp_path / name)
-        kinds.append(read_model(tmp_path / name)[0])
-        assert type(loaded) is type(model) and isinstance(loaded, base)
-        assert torch.equal(loaded.eval()(given[0], attention_mask=given[1])[0], output)
-    assert kinds == ["body", "sequences", "tokens", "answers", "masked", "choices"], "what they are shared as"
-    assert set(loaded.config.auto_map) == {"AutoConfig", *map(auto_class_of, base_classes(family))}
-
-
-@torch.no_grad()
-def test_bit_equal_where_the_package_is_not(tmp_path):
-    rows, mask = padded()
-    wanted = {}
-    for name, head in itertools.product(("bert", "modernbert"), ("ForSequenceClassification", "ForMaskedLM")):
-        form = MATRIX if head == "ForMaskedLM" else {}
-        model, folder = converted_encoder(name, head, gate=True, **form), f"{name}-{head}"
-        model.save_pretrained(tmp_path / folder)
-        wanted[f"{folder}-{auto_class_of(head)}"] = model(rows, attention_mask=mask)[0]
-        if head == "ForSequenceClassification":
-            wanted[f"{folder}-AutoModel"] = model.base_model(rows, attention_mask=mask)[0]
+def test_every_head_converts_and_is_found_here_and_where_the_package_is_not(tmp_path):
+    (rows, mask), wanted = padded(), {}
+    for model_type in ("bert", "modernbert"):
+        family, kinds = next(family for family in ENCODERS if family.base == model_type), []
+        for name, base in base_classes(family).items():
+            head = name.removeprefix(model_name(family))
+            form = MATRIX if head == "ForMaskedLM" else {}
+            model, auto = converted_encoder(model_type, head, gate=True, **form), auto_class_of(name)
+            given = tuple(x[None] for x in (rows, mask)) if name.endswith("MultipleChoice") else (rows, mask)
+            output = model(given[0], attention_mask=given[1])[0]
+            model.save_pretrained(tmp_path / name)
+            loaded = getattr(transformers, auto).from_pretrained(tmp_path / name)
+            kinds.append(read_model(tmp_path / name)[0])
+            assert type(loaded) is type(model) and isinstance(loaded, base)
+            assert torch.equal(loaded.eval()(given[0], attention_mask=given[1])[0], output)
+            if head in ("ForSequenceClassification", "ForMaskedLM"):
+                wanted[f"{name}-{auto}"] = output
+            if head == "ForSequenceClassification":
+                wanted[f"{name}-AutoModel"] = model.base_model(rows, attention_mask=mask)[0]
+        assert kinds == ["body", "sequences", "tokens", "answers", "masked", "choices"], "what they are shared as"
+        assert set(loaded.config.auto_map) == {"AutoConfig", *map(auto_class_of, base_classes(family))}
     check_elsewhere(tmp_path, {"input_ids": rows, "attention_mask": mask}, wanted)
 
 
@@ -153,21 +139,8 @@ def test_what_a_caller_may_give(model_type):
     half = copy.deepcopy(model).bfloat16()
     assert distance(half(IDS).last_hidden_state, model(IDS).last_hidden_state) < 3e-2
     assert find_encoder_attentions(half)[0].mhla.mixing.weight.isfinite().all()
-
-
-def test_compiles_as_one_graph():
-    model, (rows, mask) = converted_encoder("bert", layers=[0, 2]), padded()
     calls = {}, {"attention_mask": mask}
     one_graph(model, lambda model, call: model(rows, **call).last_hidden_state, *calls)
-
-
-def test_no_mask_of_all_pairs_where_no_layer_is_softmax(monkeypatch):
-    model, (rows, mask) = converted_encoder("bert"), padded()
-    seen = []
-    core = find_encoder_attentions(model)[0]
-    core.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs.get("attention_mask")), with_kwargs=True)
-    model(rows, attention_mask=mask)
-    assert seen == [None]
 
 
 SETTINGS = {

@@ -71,19 +71,6 @@ def test_a_language_models_folder_is_also_a_body_and_a_reward_model(tmp_path):
     assert first(reward, ids).shape == (2, 1) and torch.equal(first(reward.model, ids), first(body, ids))
 
 
-@torch.no_grad()
-def test_a_converted_head_differs_from_its_base_in_its_layers_alone(tmp_path):
-    """Its body's configuration is the MHLA one, so that masks are made for it."""
-    base = transformers.LlamaForSequenceClassification(softmax_model().config)
-    weights = {name: value.clone() for name, value in base.state_dict().items()}
-    model = mhla_hf.convert(base, layers="all")
-    assert model.model.config is model.config and type(model).__name__ == "MHLALlamaForSequenceClassification"
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
-    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
-    padded = torch.nn.functional.pad(ids, (4, 0)), torch.nn.functional.pad(mask, (4, 0))
-    torch.testing.assert_close(model(padded[0], attention_mask=padded[1]).logits, model(ids).logits)
-
-
 def test_a_configuration_that_is_none_of_mhla_is_refused():
     settings = converted_model().config.mhla
     for config in (softmax_model().config, transformers.LlamaConfig(**CONFIG, mhla=settings)):

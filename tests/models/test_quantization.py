@@ -10,10 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig,
 
 import mhla_hf
 
-FORMS = {
-    "window": {"mixing_form": "decay", "windowed": True},
-    "dense": {"mixing_form": "softmax", "output_norm": True},
-}
+FORMS = {"window": {"mixing_form": "decay", "windowed": True}, "dense": {"mixing_form": "softmax", "output_norm": True}}
 
 
 def by_torchao():

@@ -3,27 +3,15 @@
 import pytest
 import torch
 from tools.small_types import TYPES, small_model_of
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
-from transformers.modeling_utils import AttentionInterface
 
 import mhla_hf
 from mhla_hf.models.language.causal_attention import find_causal_attentions
 from mhla_hf.models.language.rotation import SCALED_AFTER, rotation_cos_sin, rotation_layout, unrotate
-from mhla_hf.models.transformers_api import set_attention_function
 
-TOKENS, SHIFT, NOTED = torch.arange(12)[None], 37, []
+TOKENS, SHIFT = torch.arange(12)[None], 37
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-
-
-def noting_attention(module, query, key, value, attention_mask, **kwargs):
-    """Keeps q and k; o is v, for as many heads as there are queries."""
-    NOTED.append((query.transpose(1, 2), key.transpose(1, 2)))
-    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("noting", noting_attention)
 
 
 def scrambled(model):
@@ -38,13 +26,12 @@ def scrambled(model):
 
 @torch.no_grad()
 def calls_at(model, position_ids):
-    """For each layer (each MHLA layer, if there are any): module, args and kwargs of the call, and q and k `[B, T, H, K]`.
+    """For each MHLA layer: module, args and kwargs of the call, and q and k `[B, T, H, K]`, rotated.
 
     Each attention module sees hidden states of its own, whatever the layers below it make of the positions.
     """
-    attentions = find_causal_attentions(model)
-    attentions = {index: module for index, module in attentions.items() if hasattr(module, "mhla")} or attentions
-    calls, handles = [], []
+    attentions = {i: x for i, x in find_causal_attentions(model).items() if hasattr(x, "mhla")}
+    calls, noted, handles = [], [], []
     for index, attention in attentions.items():
         states = torch.randn(*position_ids.shape, 32, generator=torch.Generator().manual_seed(index)).to(model.dtype)
 
@@ -57,16 +44,17 @@ def calls_at(model, position_ids):
             return args, kwargs
 
         handles.append(attention.register_forward_pre_hook(replace, with_kwargs=True))
-        if hasattr(attention, "mhla"):
-            handles.append(attention.mhla.register_forward_pre_hook(lambda _core, args: NOTED.append(args[:2])))
-        else:
-            set_attention_function(attention.config, "noting")
-    NOTED.clear()
+        handles.append(attention.mhla.register_forward_pre_hook(lambda _core, args: noted.append(args[:2])))
     model(input_ids=TOKENS + 1, position_ids=position_ids, use_cache=False)
     for handle in handles:
         handle.remove()
     assert [module for module, *_ in calls] == list(attentions.values())
-    return [(*call, *noted) for call, noted in zip(calls, NOTED, strict=True)]
+    return [(*call, *pair) for call, pair in zip(calls, noted, strict=True)]
+
+
+def converted(model):
+    """Whose window is shorter than the prompt, or softmax would be exact."""
+    return mhla_hf.convert(scrambled(model), layers="all", block_size=8, window=1)
 
 
 def undone(module, args, kwargs, q, k):
@@ -95,43 +83,25 @@ def check(model, bound=1e-5):
 
 @pytest.mark.parametrize("model_type", [one for one in TYPES if one not in SCALED_AFTER])
 def test_queries_and_keys_of_every_type_forget_their_positions(model_type):
-    check(mhla_hf.convert(scrambled(small_model_of(model_type)), layers="all", block_size=8))
+    check(converted(small_model_of(model_type)))
 
 
 @pytest.mark.parametrize(
     ("model_type", "expected"),
     [
         ("smollm3", [True, True, True, False]),
-        ("exaone4", [True, False] * 2),
+        ("exaone4", [False] * 2),
         ("gpt2", [False] * 4),
         ("granitemoehybrid", [False] * 2),
     ],
 )
 def test_layers_without_rotation_are_known(model_type, expected):
-    assert check(small_model_of(model_type)) == expected
-
-
-def test_fp64_is_undone_exactly():
-    for model_type in ("llama", "cohere", "deepseek_v2", "deepseek_v3", "nanochat"):
-        x = torch.randn(1, 12, 4, 8, dtype=torch.float64)
-        layout = rotation_layout(next(iter(find_causal_attentions(small_model_of(model_type)).values())))
-        angle = torch.rand(1, 12, 1, 3, dtype=torch.float64)
-        cos_sin = torch.cat((angle.cos(), angle.sin()), -1)
-        back = torch.cat((angle.cos(), -angle.sin()), -1)  # rotates, as it undoes the rotation by minus the angle
-        assert distance(unrotate(unrotate(x, back, layout), cos_sin, layout), x) <= 1e-12
-
-
-def test_bf16_is_undone_as_well_as_it_is_rotated():
-    exact = small_model_of("llama")
-    rounded = small_model_of("llama").bfloat16()
-    for one, other in zip(calls_at(exact, TOKENS + SHIFT), calls_at(rounded, TOKENS + SHIFT), strict=True):
-        for wanted, x in zip(undone(*one), undone(*other), strict=True):
-            assert x.dtype == torch.bfloat16 and distance(x.float(), wanted) <= 1.5e-2
+    assert check(converted(small_model_of(model_type))) == expected
 
 
 def test_the_scale_of_yarn_is_undone():
     rope = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=512, rope_parameters=rope))
+    model = converted(LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=512, rope_parameters=rope)))
     scale = model.model.rotary_emb.attention_scaling
     assert scale > 1.1
     assert check(model) == [True, True]
@@ -142,35 +112,12 @@ def test_the_scale_of_yarn_is_undone():
 
 def test_dimensions_that_the_base_does_not_rotate_stay():
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
-    half = Phi3ForCausalLM(Phi3Config(**SIZES, rope_parameters=rope))
+    half = converted(Phi3ForCausalLM(Phi3Config(**SIZES, rope_parameters=rope)))
     assert check(half) == [True, True]
-    for model, kept in ((half, slice(4, None)), (small_model_of("deepseek_v3"), slice(None, 8))):
+    for model, kept in ((half, slice(4, None)), (converted(small_model_of("deepseek_v3")), slice(None, 8))):
         for call in calls_at(model, TOKENS + SHIFT):
             for x, before in zip(call[3:], undone(*call), strict=True):
                 assert torch.equal(before[..., kept], x[..., kept]) and not torch.equal(before, x)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "cohere", "deepseek_v2", "llama4_text", "smollm3"])
-def test_it_compiles_and_exports_as_one_graph(model_type):
-    model = scrambled(small_model_of(model_type))
-    module, args, kwargs, q, k = calls_at(model, TOKENS + SHIFT)[-2]
-    kwargs = {"position_embeddings": kwargs["position_embeddings"]}
-    wanted = undone(module, args, kwargs, q, k)
-
-    class Undone(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = module
-
-        def forward(self, rotation, q, k):
-            return undone(self.attention, (), {"position_embeddings": rotation}, q, k)
-
-    inputs = (kwargs["position_embeddings"], q, k)
-    torch._dynamo.reset()
-    compiled = torch.compile(undone, fullgraph=True, backend="aot_eager")(module, args, kwargs, q, k)
-    exported = torch.export.export(Undone(), inputs).module()(*inputs)
-    for one, other, x in zip(compiled, exported, wanted, strict=True):
-        assert distance(one, x) <= 1e-6 and distance(other, x) <= 1e-6
 
 
 def test_a_rotation_that_attention_is_not_given_is_refused():

@@ -21,7 +21,7 @@ NOT_APPLICABLE = {  # in whichever suite, by how the names of the tests begin
     "test_inherits_generation_mixin": "it is inherited from the base's class, which inherits it",
 }
 ALL_MHLA = {  # where no layer has softmax
-    "test_can_set_attention_dynamically": "there is no softmax whose implementation could be set",
+    "test_can_set_attention_dynamically": "there is no softmax whose implementation could be set"
 }
 
 

@@ -8,12 +8,9 @@ import torch.nn.functional as F
 from tools.ops_cases import check_that_padding_may_hold_anything, core_by_hand
 
 from mhla_hf import MHLASettings
-from mhla_hf.nn.core import MHLA, OutputNorm
+from mhla_hf.nn.core import MHLA
 from mhla_hf.nn.features import FeatureMap
-from mhla_hf.nn.grid import GridMHLA
-from mhla_hf.nn.joint import JointMHLA, TextTokens
 from mhla_hf.nn.mixing import Mixing, extend_causal
-from mhla_hf.nn.windowed import DecayMHLA
 
 
 def by_hand(core, q, k, v, hidden):
@@ -55,11 +52,6 @@ def test_core_is_the_paper(settings):
     torch.testing.assert_close(o, by_hand(core, q, k, v, hidden), rtol=2e-6, atol=2e-6)
 
 
-def test_hedgehog_starts_as_two_softmaxes_of_x():
-    x = torch.randn(2, 5, 3, 8)
-    torch.testing.assert_close(FeatureMap("hedgehog", 3, 8)(x), torch.cat([x.softmax(-1), (-x).softmax(-1)], -1))
-
-
 @pytest.mark.parametrize(
     ("side", "feature_map", "impl"),
     [("left", "hedgehog", "triton"), ("right", "relu", "torch"), ("left", "relu", "reference")],
@@ -72,21 +64,6 @@ def test_padding_may_hold_anything(side, feature_map, impl):
     real[1, :3] = False
     real = real if side == "left" else real.flip(1)
     check_that_padding_may_hold_anything(core, inputs, real, starts=real.int().argmax(1))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_output_norm_rounds_once(dtype):
-    """Whatever the dtypes, it computes in fp32; in that of a whole model in half precision it answers in that."""
-    norm = OutputNorm(16, 1e-6)
-    norm.weight.data.uniform_(0.5, 2.0).copy_(norm.weight.data.to(dtype))
-    o = torch.randn(2, 5, 3, 16).to(dtype).requires_grad_()
-    mixed = norm(o)
-    assert mixed.dtype == torch.float32
-    (expected,) = torch.autograd.grad(mixed.square().sum(), o)
-    half = norm.to(dtype)(o)
-    assert half.dtype == dtype and torch.equal(half, mixed.to(dtype))
-    (gradient,) = torch.autograd.grad(half.float().square().sum(), o)
-    assert (gradient - expected).float().norm() <= 1e-2 * expected.float().norm()
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -105,35 +82,6 @@ def test_output_norm_sees_sums_that_fp16_cannot_hold(impl):
     with torch.no_grad():
         outputs = [core(q[:, part], q[:, part], v[:, part], cache=cache) for part in map(slice, (0, 5, 6), (5, 6, 10))]
     assert torch.equal(torch.cat(outputs, 1), q)
-
-
-def start_and_weights():
-    """The parameters of all kinds of mixing, and the weights for grids of fewer blocks than the layout has."""
-    sizes = {"num_heads": 2, "num_kv_heads": 1, "key_dim": 3, "value_dim": 3, "hidden_size": 4}
-    grid_sizes = {name: sizes[name] for name in ("num_heads", "key_dim", "value_dim", "hidden_size")}
-    decay = MHLASettings(mixing_form="decay", windowed=True, rope="near", length_power=True, num_decays=3)
-    matrix = {"mixing_form": "direct", "per_head": True}
-    joint = MHLASettings(layout=[3], windowed=True, window=1, sinks=0, feature_map="relu", **matrix)
-    grid = GridMHLA(MHLASettings(layout=[3, 3], mixing_start="uniform", **matrix), **grid_sizes)
-    cores = [MHLA(MHLASettings(num_blocks=3, **matrix), **sizes), DecayMHLA(decay, **sizes)]
-    cores += [grid, JointMHLA(joint, **grid_sizes)]
-    heads = [torch.ones(1, 2, 2, 3)] * 3
-    outputs = cores[-1](*heads, TextTokens(*heads), grid=(2,))
-    weights = [grid.mixing((2, 3)), cores[-1].mixing((2,))[0]]
-    return [x.detach() for core in cores for x in core.mixing.parameters()] + weights, outputs
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_mixing_is_fp32_whatever_the_default_dtype(dtype):
-    expected, _ = start_and_weights()
-    torch.set_default_dtype(dtype)
-    try:
-        actual, outputs = start_and_weights()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert len(actual) == 10 and all(x.dtype == torch.float32 for x in actual)
-    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
-    assert all(x.dtype == dtype for x in outputs)
 
 
 @pytest.mark.parametrize("form", ["softmax", "direct"])

@@ -6,12 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tools.ops_cases import check_that_padding_may_hold_anything, core_by_hand, distance
-from tools.small_models import refused
 
-from mhla_hf import Blocks, MHLASettings
+from mhla_hf import MHLASettings
 from mhla_hf.nn.grid import GridMHLA, GridMixing, PositionConv, block_overlap
-from mhla_hf.ops.api import mhla
-from mhla_hf.ops.grid_shards import sharded_mhla
 
 
 def array_split(length, count):
@@ -113,27 +110,3 @@ def test_half_precision_sums_do_not_overflow():
     x = torch.full((1, 4096, 1, 8), 12.0, dtype=torch.float16)
     out = core(x, x, x, grid=(4096,))
     assert out.dtype == torch.float16 and torch.isfinite(out).all()
-
-
-def test_a_grid_of_other_tokens_is_refused():
-    with refused("for 5 tokens"):
-        make_core(MHLASettings(layout=[2, 2]))(*torch.randn(3, 1, 5, 2, 5), grid=(2, 2))
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_shards_in_the_order_of_blocks_add_up(normalize):
-    blocks = Blocks.grid((5, 7, 9), (3, 5, 4))
-    order = blocks.index().argsort(stable=True)
-    inputs = {name: torch.rand(2, 315, 2, 4, dtype=torch.float64) for name in ("q", "k", "v", "q_den", "k_den")}
-    inputs = inputs if normalize else {name: inputs[name] for name in "qkv"}
-    options = {"mixing": torch.rand(2, 60, 60, dtype=torch.float64), "blocks": blocks, "normalize": normalize}
-    edges, sent = (0, 11, 12, 200, 315), []
-
-    def run(add_up):
-        shards = ({name: x[:, order[a:b]] for name, x in inputs.items()} for a, b in itertools.pairwise(edges))
-        given = [options | {"rank": rank, "edges": edges, "add_up": add_up(rank)} for rank in range(4)]
-        return [sharded_mhla(**x, **own) for x, own in zip(shards, given, strict=True)]
-
-    run(lambda rank: lambda parts: sent.append(parts) or parts.chunk(4)[rank])
-    whole = run(lambda rank: lambda parts: sum(sent).chunk(4)[rank])
-    assert distance(torch.cat(whole, 1), mhla(**inputs, **options)[:, order]) <= 1e-12

@@ -13,6 +13,23 @@ from mhla_hf.ops.windowed.definition import windowed_reference
 from mhla_hf.ops.windowed.inputs import WindowedInputs
 
 STARTS, ENDS, LENGTH, BLOCK = (0, 7, 3, 12), (19, 19, 11, 12), 19, 4  # the last row is all padding
+PLACE = torch.arange(LENGTH)
+REAL = torch.stack([(start <= PLACE) & (end > PLACE) for start, end in zip(STARTS, ENDS, strict=True)])
+PADDING = {"starts": torch.tensor(STARTS), "key_mask": REAL}
+
+
+def agree(o, expected, inputs):
+    """Outputs and gradients, of mixing in fp32."""
+    assert distance(o[REAL], expected[REAL]) < 1e-7
+    pull = torch.randn(o.shape, dtype=o.dtype)
+    options = {"allow_unused": True, "materialize_grads": True}
+    grads = [torch.autograd.grad((x * pull)[REAL].sum(), inputs, **options) for x in (o, expected)]
+    for found, wanted in zip(*grads, strict=True):
+        assert distance(found, wanted) < 1e-6 or float(found.abs().max()) == float(wanted.abs().max()) == 0
+
+
+def random(*shapes):
+    return (torch.randn(4, LENGTH, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
 
 
 def defined(core, q, k, v):
@@ -41,15 +58,8 @@ def test_every_token_sees_its_own_row(settings):
     ).double()  # fmt: skip
     with torch.no_grad():
         core.mixing.weight.copy_(torch.rand(core.mixing.weight.shape))
-    q, k, v = (torch.randn(4, LENGTH, 2, width, dtype=torch.float64, requires_grad=True) for width in (5, 5, 3))
-    place = torch.arange(LENGTH)
-    real = torch.stack([(place >= start) & (place < end) for start, end in zip(STARTS, ENDS, strict=True)])
-    o, expected = core(q, k, v, starts=torch.tensor(STARTS), key_mask=real), defined(core, q, k, v)
-    assert distance(o[real], expected[real]) < 1e-7  # the mixing is fp32
-    pull = torch.randn(o.shape, dtype=o.dtype)
-    inputs = (q, k, v, core.mixing.weight)
-    grads = [torch.autograd.grad((x * pull)[real].sum(), inputs) for x in (o, expected)]
-    assert all(distance(found, wanted) < 1e-6 for found, wanted in zip(*grads, strict=True))
+    q, k, v = random((2, 5), (2, 5), (2, 3))
+    agree(core(q, k, v, **PADDING), defined(core, q, k, v), (q, k, v, core.mixing.weight))
 
 
 @pytest.mark.parametrize(("window", "heads", "groups"), [(1, 4, 2), (2, 2, 2), (3, 4, 1), (6, 2, 1)])
@@ -61,11 +71,8 @@ def test_near_by_softmax_and_far_by_decays(window, heads, groups):
     ).double()  # fmt: skip
     with torch.no_grad():
         core.mixing.balance.uniform_(-1, 1)
-    shapes = ((heads, 5), (groups, 5), (groups, 3))
-    q, k, v = (torch.randn(4, LENGTH, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    place = torch.arange(LENGTH)
-    real = torch.stack([(place >= start) & (place < end) for start, end in zip(STARTS, ENDS, strict=True)])
-    o = core(q, k, v, starts=torch.tensor(STARTS), key_mask=real, scale=0.5)
+    q, k, v = random((heads, 5), (groups, 5), (groups, 3))
+    o = core(q, k, v, **PADDING, scale=0.5)
     expected, (decays, balance) = torch.zeros_like(o), core.mixing()
     for row, (start, end) in enumerate(zip(STARTS, ENDS, strict=True)):
         if start < end:
@@ -73,11 +80,4 @@ def test_near_by_softmax_and_far_by_decays(window, heads, groups):
             form = dataclasses.replace(core.options, scale=0.5)
             inputs = WindowedInputs(*alone, core.q_map(alone[0]), decays, balance, form)
             expected[row, start:end] = windowed_reference(inputs, core.k_map(alone[1]))[0]
-    assert distance(o[real], expected[real]) < 1e-7  # the mixing is fp32
-    pull, inputs = (
-        torch.randn(o.shape, dtype=o.dtype),
-        (q, k, v, core.mixing.weight, core.mixing.rate, core.k_map.weight),
-    )
-    grads = [torch.autograd.grad((x * pull)[real].sum(), inputs, allow_unused=True) for x in (o, expected)]
-    for found, defined in zip(*grads, strict=True):
-        assert distance(found, defined) < 1e-6 or float(found.abs().max()) == float(defined.abs().max()) == 0
+    agree(o, expected, (q, k, v, core.mixing.weight, core.mixing.rate, core.k_map.weight))

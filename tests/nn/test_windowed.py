@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tools.ops_cases import distance, generated, strided, windowed_cases
-from tools.small_models import refused
 
 from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.nn.core import MHLA
@@ -42,41 +41,6 @@ def test_a_dropped_window_changes_training_alone():
     cache = MHLACacheLayer()  # a model of transformers makes one in training, too
     torch.testing.assert_close(core(q, k, v, cache=cache), trained)
     assert cache.state.position.tolist() == [40]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_cache_of_inference_mode_goes_on_outside_of_it(compiled):
-    core = DecayMHLA(MHLASettings(mixing_form="decay", windowed=True, block_size=8, learn_mixing=False), **SIZES).eval()
-    assert not core.mixing()[0].weight.requires_grad  # or the scan would be differentiated for nothing
-    q, k, v = (torch.randn(1, 40, heads, 8) for heads in (2, 1, 1))
-    whole = core(q, k, v)
-    step = torch.compile(core, backend="aot_eager", fullgraph=True) if compiled else core
-    for selected in (False, True):
-        cache = MHLACacheLayer()
-        with torch.inference_mode():
-            core(q[:, :20], k[:, :20], v[:, :20], cache=cache)
-            if selected:
-                cache.batch_repeat_interleave(2)
-                cache.batch_select_indices(torch.tensor([1]))
-        for begin, end in ((20, 21),) if compiled else ((20, 30), (30, 31), (31, 40)):
-            with torch.set_grad_enabled(not compiled):
-                o = step(q[:, begin:end], k[:, begin:end], v[:, begin:end], cache=cache)
-            torch.testing.assert_close(o, whole[:, begin:end])
-
-
-@torch.no_grad()
-def test_a_masked_token_has_no_place_in_a_chunk_nor_in_a_step():
-    core = DecayMHLA(MHLASettings(mixing_form="decay", windowed=True, block_size=4, sinks=2), **SIZES)
-    q, k, v = (torch.randn(1, 30, heads, 8) for heads in (2, 1, 1))
-    real = (torch.arange(30) % 7 != 3)[None]
-    expected = core(*(x[:, real[0]] for x in (q, k, v)))
-    for sizes in ([30], [12, 18], [12, *[1] * 18]):
-        cache, parts = MHLACacheLayer(), []
-        for piece in zip(*(x.split(sizes, 1) for x in (q, k, v, real)), strict=True):
-            parts.append(core(*piece[:3], key_mask=piece[3], cache=cache))
-        torch.testing.assert_close(torch.cat(parts, 1)[real], expected[0])
-    with refused("starts: got a tensor along with cu_seqlens"):
-        core(q, k, v, key_mask=real, cu_seqlens=torch.tensor([0, 30]))
 
 
 @generated(50)

@@ -53,19 +53,15 @@ def scratch_model(*, block_size=8, num_blocks=4, **settings):
     """Return a from-scratch model whose MHLA parameters are not at their initial values."""
     torch.manual_seed(7)
     mhla = {
-        **mhla_hf.MHLAConfig().mhla, "block_size": block_size, "num_blocks": num_blocks, "layers": "all", **settings,
-    }  # fmt: skip
-    config = mhla_hf.MHLAConfig(
-        vocab_size=SIZES["vocab_size"],
-        hidden_size=SIZES["hidden_size"],
-        intermediate_size=SIZES["intermediate_size"],
-        initializer_range=SIZES["initializer_range"],
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        pad_token_id=0,
-        eos_token_id=None,
-        mhla=mhla,
-    )
+        **mhla_hf.MHLAConfig().mhla,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "layers": "all",
+        **settings,
+    }
+    names = ("vocab_size", "hidden_size", "intermediate_size", "initializer_range", "pad_token_id", "eos_token_id")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, **{name: SIZES[name] for name in names}}
+    config = mhla_hf.MHLAConfig(**sizes, mhla=mhla)
     return shaken(mhla_hf.MHLAForCausalLM(config).eval())
 
 

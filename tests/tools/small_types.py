@@ -20,16 +20,9 @@ SIZES = {
 WINDOW = {"sliding_window": 16}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, **WINDOW}
 LATENT = {
-    "num_key_value_heads": 4,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "head_dim": ...,  # not set
-}
+    "num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 16,
+    "q_lora_rank": 16, "n_group": 1, "topk_group": 1, "head_dim": ...,  # not set
+}  # fmt: skip
 DEEP = {**LATENT, "num_hidden_layers": 8}
 UNCAPPED = {"attn_logit_softcapping": None, **WINDOW}
 TYPE_SIZES = {  # fields that differ from SIZES
@@ -48,11 +41,8 @@ TYPE_SIZES = {  # fields that differ from SIZES
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_d_head": 8, "mamba_n_heads": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
     "nemotron_h": {
-        "layers_block_type": ["mamba", "attention"] * 2,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "n_groups": 1,
-        "initializer_range": 0.1,
+        **{"layers_block_type": ["mamba", "attention"] * 2, "mamba_num_heads": 8, "mamba_head_dim": 8},
+        **{"n_groups": 1, "initializer_range": 0.1},
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }

@@ -29,14 +29,13 @@ def texts(name="", *shape):
     return {f"{negative}{name}": value for negative, value in zip(("", "negative_"), values, strict=True)}
 
 
+VIDEO = {"sample_height": 8, "sample_width": 10, "sample_frames": 9}
 BARE_PIPELINES = {
     "sd3": partial(bare, diffusers.StableDiffusion3Pipeline, "sd3"),
     "qwen-image": partial(bare, diffusers.QwenImagePipeline, "qwen-image"),
     "chroma": partial(bare, diffusers.ChromaPipeline, "chroma"),
     "flux2": partial(bare, diffusers.Flux2Pipeline, "flux2"),
-    "cogvideox": partial(
-        bare, diffusers.CogVideoXPipeline, "cogvideox", COGVIDEOX, sample_height=8, sample_width=10, sample_frames=9
-    ),
+    "cogvideox": partial(bare, diffusers.CogVideoXPipeline, "cogvideox", COGVIDEOX, **VIDEO),
     "mochi": partial(bare, diffusers.MochiPipeline, "mochi", MOCHI),
     "hunyuan-video": partial(bare, diffusers.HunyuanVideoPipeline, "hunyuan-video", guidance_embeds=True),
 }
@@ -51,11 +50,7 @@ BARE_ARGUMENTS = {
     "cogvideox": {**IMAGE, "width": 80, "num_frames": 9},
     "mochi": {**IMAGE, **MASKS, "num_frames": 13},
     "hunyuan-video": {
-        "height": 64,
-        "width": 96,
-        "num_frames": 9,
-        "prompt_embeds": EMBEDS["prompt_embeds"],
-        "pooled_prompt_embeds": embedding(1, 8),
-        "prompt_attention_mask": MASKS["prompt_attention_mask"],
+        **{name: {**IMAGE, **MASKS}[name] for name in ("height", "width", "prompt_embeds", "prompt_attention_mask")},
+        **{"num_frames": 9, "pooled_prompt_embeds": embedding(1, 8)},
     },
 }

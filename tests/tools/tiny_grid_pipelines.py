@@ -8,14 +8,14 @@ import torch
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from PIL import Image
-from transformers import BertConfig, BertModel, BertTokenizer, T5Config, T5EncoderModel
+from transformers import BertConfig, BertModel, BertTokenizer
 
-from tools.tiny_pipelines import LETTERS, embedding, flow, image_vae, t5, tiny_transformer
+from tools.tiny_pipelines import LETTERS, embedding, flow, image_vae, of_parts, t5, tiny_transformer
 
 
-def text():
-    """Return a tokenizer of single letters, and a text encoder."""
-    return t5(T5EncoderModel, T5Config)
+def two_texts():
+    """Return two text encoders of another kind, for pipelines that are called with embeddings of prompts (`CALLS`)."""
+    return {**t5(), **{f"{name}_2": part for name, part in t5().items()}}
 
 
 def ltx_vae():
@@ -30,32 +30,16 @@ def ltx_vae():
 def allegro_vae():
     """Return an autoencoder with an eighth of the width and a quarter of the frames."""
     torch.manual_seed(2)
-    kind = {
-        "block_out_channels": (4,) * 4, "layers_per_block": 1, "norm_num_groups": 2, "temporal_compression_ratio": 4,
-    }  # fmt: skip
+    kind = {"block_out_channels": (4,) * 4, "layers_per_block": 1, "norm_num_groups": 2}
     blocks = {"down_block_types": ("AllegroDownBlock3D",) * 4, "up_block_types": ("AllegroUpBlock3D",) * 4}
-    return diffusers.AutoencoderKLAllegro(**kind, **blocks).eval()
-
-
-def ltx_pipeline() -> diffusers.LTXPipeline:
-    return diffusers.LTXPipeline(**text(), vae=ltx_vae(), scheduler=flow(), transformer=tiny_transformer("ltx"))
-
-
-def allegro_pipeline() -> diffusers.AllegroPipeline:
-    parts = {"vae": allegro_vae(), "scheduler": diffusers.DDIMScheduler(), "transformer": tiny_transformer("allegro")}
-    return diffusers.AllegroPipeline(**text(), **parts)
-
-
-def latte_pipeline() -> diffusers.LattePipeline:
-    parts = {"vae": image_vae(), "scheduler": diffusers.DDIMScheduler(), "transformer": tiny_transformer("latte")}
-    return diffusers.LattePipeline(**text(), **parts)
+    return diffusers.AutoencoderKLAllegro(**kind, **blocks, temporal_compression_ratio=4).eval()
 
 
 def hunyuan_dit_pipeline() -> diffusers.HunyuanDiTPipeline:
     torch.manual_seed(1)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    second = {f"{name}_2": part for name, part in text().items()}
+    second = {f"{name}_2": part for name, part in t5().items()}
     return diffusers.HunyuanDiTPipeline(
         vae=image_vae(4),
         text_encoder=BertModel(BertConfig(vocab_size=64, **sizes)).eval(),
@@ -87,43 +71,30 @@ def ltx2_pipeline() -> diffusers.LTX2Pipeline:
         scheduler=flow(),
         vae=video.eval(),
         audio_vae=audio.eval(),
-        **text(),
+        **t5(),
         connectors=LTX2TextConnectors(caption_channels=32, text_proj_in_factor=2, **connectors).eval(),
         transformer=tiny_transformer("ltx2.3"),
         vocoder=vocoder.eval(),
     )
 
 
-def kandinsky5_pipeline() -> diffusers.Kandinsky5T2VPipeline:
-    """Return a pipeline that is called with embeddings of prompts (`CALLS`), and has text encoders of another kind."""
+def kandinsky5_vae():
     torch.manual_seed(2)
     blocks = {"down_block_types": ("HunyuanVideoDownBlock3D",) * 4, "up_block_types": ("HunyuanVideoUpBlock3D",) * 4}
     widths = {"block_out_channels": (4,) * 4, "norm_num_groups": 2, "latent_channels": 4, "layers_per_block": 1}
-    vae = diffusers.AutoencoderKLHunyuanVideo(**blocks, **widths, mid_block_add_attention=False).eval()
-    texts = {**text(), **{f"{name}_2": part for name, part in text().items()}}
-    return diffusers.Kandinsky5T2VPipeline(
-        **texts, vae=vae, scheduler=flow(), transformer=tiny_transformer("kandinsky5")
-    )
+    return diffusers.AutoencoderKLHunyuanVideo(**blocks, **widths, mid_block_add_attention=False).eval()
 
 
 def flux_pipeline() -> diffusers.FluxPipeline:
-    """Return a pipeline that is called with embeddings of prompts (`CALLS`), and has text encoders of another kind."""
-    texts = {**text(), **{f"{name}_2": part for name, part in text().items()}}
     vae = image_vae()
     vae.register_to_config(shift_factor=0.0)
-    return diffusers.FluxPipeline(
-        **texts, vae=vae, scheduler=flow(), transformer=tiny_transformer("flux", in_channels=16)
-    )
+    transformer = tiny_transformer("flux", in_channels=16)
+    return diffusers.FluxPipeline(**two_texts(), vae=vae, scheduler=flow(), transformer=transformer)
 
 
 def kontext_pipeline() -> diffusers.FluxKontextPipeline:
     """Return a pipeline that edits an image, and is called with `EDIT`."""
     return diffusers.FluxKontextPipeline(**flux_pipeline().components)
-
-
-def aura_flow_pipeline() -> diffusers.AuraFlowPipeline:
-    parts = {"vae": image_vae(), "scheduler": flow(), "transformer": tiny_transformer("aura-flow")}
-    return diffusers.AuraFlowPipeline(**text(), **parts)
 
 
 EDIT = {
@@ -132,7 +103,12 @@ EDIT = {
     **{"prompt_embeds": embedding(1, 6, 32), "pooled_prompt_embeds": embedding(1, 8)},
 }
 GRID_PIPELINES = {
-    "ltx": ltx_pipeline, "ltx2": ltx2_pipeline, "kandinsky5": kandinsky5_pipeline, "allegro": allegro_pipeline,
-    "latte": latte_pipeline, "hunyuan-dit": hunyuan_dit_pipeline, "flux": flux_pipeline,
-    "aura-flow": aura_flow_pipeline,
-}  # fmt: skip
+    "ltx": of_parts(diffusers.LTXPipeline, "ltx", ltx_vae, t5),
+    "ltx2": ltx2_pipeline,
+    "kandinsky5": of_parts(diffusers.Kandinsky5T2VPipeline, "kandinsky5", kandinsky5_vae, two_texts),
+    "allegro": of_parts(diffusers.AllegroPipeline, "allegro", allegro_vae, t5, diffusers.DDIMScheduler),
+    "latte": of_parts(diffusers.LattePipeline, "latte", image_vae, t5, diffusers.DDIMScheduler),
+    "hunyuan-dit": hunyuan_dit_pipeline,
+    "flux": flux_pipeline,
+    "aura-flow": of_parts(diffusers.AuraFlowPipeline, "aura-flow", image_vae, t5),
+}

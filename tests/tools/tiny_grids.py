@@ -21,16 +21,10 @@ LTX23 = {
     "audio_gated_attn": True, "cross_attn_mod": True, "audio_cross_attn_mod": True, "perturbed_attn": True,
 }  # fmt: skip
 COSMOS = {
-    **HEADS,
-    "in_channels": 16,
-    "out_channels": 16,
-    "attention_head_dim": 16,
-    "mlp_ratio": 2,
-    "text_embed_dim": 32,
-    "adaln_lora_dim": 4,
-    "max_size": (4, 32, 32),
-    "concat_padding_mask": False,  # resizing one takes torchvision
-}
+    **HEADS, "in_channels": 16, "out_channels": 16, "attention_head_dim": 16, "mlp_ratio": 2, "text_embed_dim": 32,
+    "adaln_lora_dim": 4, "max_size": (4, 32, 32), "concat_padding_mask": False,  # resizing one takes torchvision
+}  # fmt: skip
+VIDEO2WORLD = {**COSMOS, "in_channels": 17, "extra_pos_embed_type": None}
 ALLEGRO = {**HEADS, "attention_head_dim": 12, "cross_attention_dim": 24, "caption_channels": 32}
 LATTE = {
     **HEADS, "attention_head_dim": 8, "in_channels": 4, "out_channels": 8, "cross_attention_dim": 16,
@@ -54,10 +48,7 @@ SIZES = {
     "ltx2": (diffusers.LTX2VideoTransformer3DModel, LTX2),
     "ltx2.3": (diffusers.LTX2VideoTransformer3DModel, LTX23),
     "cosmos": (diffusers.CosmosTransformer3DModel, COSMOS),
-    "cosmos-video2world": (
-        diffusers.CosmosTransformer3DModel,
-        {**COSMOS, "in_channels": 17, "extra_pos_embed_type": None},
-    ),
+    "cosmos-video2world": (diffusers.CosmosTransformer3DModel, VIDEO2WORLD),
     "allegro": (diffusers.AllegroTransformer3DModel, ALLEGRO),
     "latte": (diffusers.LatteTransformer3DModel, LATTE),
     "anyflow": (diffusers.AnyFlowTransformer3DModel, {**ANYFLOW, "freq_dim": 64, "rope_max_seq_len": 32}),
@@ -70,14 +61,13 @@ SIZES = {
 def packed(size, noise):
     """Arguments of LTX, whose latents are tokens already."""
     frames, height, width = size
-    tokens = {"hidden_states": noise(frames * height * width, 8), "encoder_hidden_states": noise(6, 32)}
-    return {
-        **tokens,
+    latents = {
+        "hidden_states": noise(frames * height * width, 8),
         "num_frames": frames,
         "height": height,
         "width": width,
-        "encoder_attention_mask": text_mask(noise),
     }
+    return {**latents, "encoder_hidden_states": noise(6, 32), "encoder_attention_mask": text_mask(noise)}
 
 
 def packed_with_audio(size, noise):
@@ -97,13 +87,13 @@ def text_mask(noise):
     return (torch.arange(6) < 4).long().expand(len(noise()), -1)
 
 
-def cosmos(size, noise):
-    return {"hidden_states": noise(16, *size), "encoder_hidden_states": noise(6, 32), "fps": 16}
+def latte(size, noise):
+    return {"hidden_states": noise(4, *size), "encoder_hidden_states": noise(6, 32)}
 
 
 def cosmos_video2world(size, noise):
     condition = (torch.arange(size[0]) < 1).float()[:, None, None].expand(*size)
-    return {**cosmos(size, noise), "condition_mask": condition.expand(len(noise()), 1, *size)}
+    return {**ARGUMENTS["cosmos"](size, noise), "condition_mask": condition.expand(len(noise()), 1, *size)}
 
 
 def allegro(size, noise):
@@ -116,10 +106,6 @@ def allegro(size, noise):
     return {"hidden_states": noise(4, *size), **text, "image_rotary_emb": (tuple(tables), tuple(positions))}
 
 
-def latte(size, noise):
-    return {"hidden_states": noise(4, *size), "encoder_hidden_states": noise(6, 32)}
-
-
 def kandinsky5(size, noise):
     """Arguments of Kandinsky 5, in whose latents the channels are last."""
     positions = [torch.arange(side) for side in (size[0], size[1] // 2, size[2] // 2)]
@@ -130,18 +116,8 @@ def kandinsky5(size, noise):
 def kandinsky6(size, noise):
     texts = {"encoder_hidden_states": noise(6, 32), "pooled_projections": noise(8)}
     mask = text_mask(noise).bool()[:, None, None]
-    return {
-        "hidden_states": noise(*size, 4),
-        **texts,
-        "audio_hidden_states": noise(5, 4),
-        "encoder_attention_mask": mask,
-    }
-
-
-def anyflow(size, noise):
-    """Arguments of AnyFlow, in whose latents the frames are first."""
-    times = {"timestep": noise(size[0]).abs(), "r_timestep": noise(size[0]).abs()}
-    return {"hidden_states": noise(size[0], 4, *size[1:]), "encoder_hidden_states": noise(6, 32), **times}
+    latents = {"hidden_states": noise(*size, 4), "audio_hidden_states": noise(5, 4)}
+    return {**latents, **texts, "encoder_attention_mask": mask}
 
 
 def hunyuan_dit(size, noise):
@@ -156,7 +132,12 @@ def hunyuan_dit(size, noise):
 
 
 ARGUMENTS = {
-    "ltx": packed, "ltx2": packed_with_audio, "ltx2.3": packed_with_guidance, "cosmos": cosmos,
-    "cosmos-video2world": cosmos_video2world, "allegro": allegro, "latte": latte, "anyflow": anyflow,
+    "ltx": packed, "ltx2": packed_with_audio, "ltx2.3": packed_with_guidance,
+    "cosmos": lambda size, noise: {
+        "hidden_states": noise(16, *size), "encoder_hidden_states": noise(6, 32), "fps": 16},
+    "cosmos-video2world": cosmos_video2world, "allegro": allegro, "latte": latte,
+    "anyflow": lambda size, noise: {  # in whose latents the frames are first
+        "timestep": noise(size[0]).abs(), "r_timestep": noise(size[0]).abs(),
+        "hidden_states": noise(size[0], 4, *size[1:]), "encoder_hidden_states": noise(6, 32)},
     "kandinsky5": kandinsky5, "kandinsky6": kandinsky6, "hunyuan-dit": hunyuan_dit,
 }  # fmt: skip

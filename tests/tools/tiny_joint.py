@@ -5,19 +5,15 @@ import diffusers
 import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
-from tools.tiny_grids import text_mask
+from tools.tiny_grids import latte, text_mask
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 12}
-FLUX = {
-    **HEADS, "in_channels": 8, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 32,
-    "axes_dims_rope": (4, 4, 4),
-}  # fmt: skip
+FLUX = {**HEADS, "in_channels": 8, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 32}
+FLUX["axes_dims_rope"] = (4, 4, 4)
 FLUX2 = {**FLUX, "axes_dims_rope": (2, 4, 4, 2), "mlp_ratio": 2.0, "timestep_guidance_channels": 8}
 CHROMA = {**FLUX, "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1}
-QWEN = {
-    **HEADS, "in_channels": 8, "out_channels": 2, "num_layers": 3, "joint_attention_dim": 32,
-    "axes_dims_rope": (4, 4, 4),
-}  # fmt: skip
+QWEN = {**HEADS, "in_channels": 8, "out_channels": 2, "num_layers": 3, "joint_attention_dim": 32}
+QWEN["axes_dims_rope"] = (4, 4, 4)
 SD3 = {
     **HEADS, "sample_size": 16, "in_channels": 4, "out_channels": 4, "num_layers": 3, "joint_attention_dim": 32,
     "caption_projection_dim": 24, "pooled_projection_dim": 8, "pos_embed_max_size": 16,
@@ -89,24 +85,21 @@ def image_sequence(family, sizes, noise):
     return arguments
 
 
+def flux(size, noise):
+    tokens = {"hidden_states": noise(size[0] * size[1], 8), "encoder_hidden_states": noise(6, 32)}
+    return {**tokens, "img_ids": image_positions(*size), "txt_ids": torch.zeros(6, 3)}
+
+
 def chroma(size, noise):
     """Arguments of Chroma. Its pipeline casts the mask to the dtype of the model, so that softmax adds it to the scores."""
-    tokens = {"hidden_states": noise(size[0] * size[1], 8), "encoder_hidden_states": noise(6, 32)}
-    positions = {"img_ids": image_positions(*size), "txt_ids": torch.zeros(6, 3)}
+    arguments = flux(size, noise)
     mask = torch.nn.functional.pad(text_mask(noise), (0, size[0] * size[1]), value=1).float()
-    return {**tokens, **positions, "attention_mask": mask}
-
-
-def flux(size, noise):
-    arguments = chroma(size, noise)
-    del arguments["attention_mask"]
-    return {**arguments, "pooled_projections": noise(8)}
+    return {**arguments, "attention_mask": mask}
 
 
 def flux2(size, noise):
     """Arguments of Flux 2, whose positions have one more column."""
     arguments = flux(size, noise)
-    del arguments["pooled_projections"]
     positions = {name: torch.nn.functional.pad(arguments[name], (0, 1)) for name in ("img_ids", "txt_ids")}
     return {**arguments, **positions, "guidance": torch.full((len(noise()),), 4.0)}
 
@@ -117,16 +110,8 @@ def qwen_image(size, noise):
     return {**tokens, "encoder_hidden_states_mask": mask, "img_shapes": [[(1, *size)]] * len(mask)}
 
 
-def sd3(size, noise):
-    return {**aura_flow(size, noise), "pooled_projections": noise(8)}
-
-
-def aura_flow(size, noise):
-    return {"hidden_states": noise(4, *size), "encoder_hidden_states": noise(6, 32)}
-
-
 def mochi(size, noise):
-    return {**aura_flow(size, noise), "encoder_attention_mask": text_mask(noise).bool()}
+    return {**latte(size, noise), "encoder_attention_mask": text_mask(noise).bool()}
 
 
 def hunyuan_video(size, noise):
@@ -149,8 +134,14 @@ def cogvideox(size, noise):
     return {**tokens, "image_rotary_emb": rotary}
 
 
+def pooled(make):
+    """Arguments with a pooled text, too."""
+    return lambda size, noise: {**make(size, noise), "pooled_projections": noise(8)}
+
+
 JOINT_ARGUMENTS = {
-    "flux": flux, "flux2": flux2, "chroma": chroma, "qwen-image": qwen_image, "sd3": sd3, "sd3.5": sd3,
-    "aura-flow": aura_flow, "hunyuan-video": hunyuan_video, "hunyuan-video1.5": hunyuan_video15, "cogvideox": cogvideox,
+    "flux": pooled(flux), "flux2": flux2, "chroma": chroma, "qwen-image": qwen_image, "sd3": pooled(latte),
+    "sd3.5": pooled(latte), "aura-flow": latte, "hunyuan-video": hunyuan_video, "hunyuan-video1.5": hunyuan_video15,
+    "cogvideox": cogvideox,
     "mochi": mochi,
 }  # fmt: skip

@@ -107,7 +107,7 @@ def gemma():
     return {"tokenizer": tokenizer, "text_encoder": transformers.Gemma2Model(config).eval()}
 
 
-def t5(model_class, config_class):
+def t5(model_class=transformers.T5EncoderModel, config_class=transformers.T5Config):
     """Return a tokenizer of single letters, and a text encoder."""
     torch.manual_seed(1)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
@@ -136,12 +136,8 @@ def image_vae(levels: int = 2):
 def sana_vae():
     """Return a deep-compression autoencoder with 4 latent channels."""
     torch.manual_seed(2)
-    half = {  # arguments of the encoder and of the decoder
-        "block_types": ("ResBlock", "EfficientViTBlock"),
-        "block_out_channels": (8, 8),
-        "qkv_multiscales": ((), (5,)),
-        "layers_per_block": (1, 1),
-    }
+    half = {"block_types": ("ResBlock", "EfficientViTBlock"), "block_out_channels": (8, 8), "layers_per_block": (1, 1)}
+    half["qkv_multiscales"] = ((), (5,))
     blocks = {f"{side}_{name}": value for name, value in half.items() for side in ("encoder", "decoder")}
     samples = {
         "downsample_block_type": "conv", "upsample_block_type": "interpolate", "decoder_norm_types": "rms_norm",
@@ -154,38 +150,25 @@ def flow():
     return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
 
 
-def wan_pipeline() -> diffusers.WanPipeline:
-    text = t5(transformers.UMT5EncoderModel, transformers.UMT5Config)
-    return diffusers.WanPipeline(**text, vae=wan_vae(), scheduler=flow(), transformer=tiny_transformer("wan"))
+def umt5():
+    return t5(transformers.UMT5EncoderModel, transformers.UMT5Config)
 
 
-def sana_pipeline() -> diffusers.SanaPipeline:
-    return diffusers.SanaPipeline(**gemma(), vae=sana_vae(), scheduler=flow(), transformer=tiny_transformer("sana"))
+def of_parts(pipeline_class, family, vae, text=dict, scheduler=flow):
+    """Return a function that makes a pipeline."""
+    return lambda: pipeline_class(**text(), vae=vae(), scheduler=scheduler(), transformer=tiny_transformer(family))
 
 
-def sana_video_pipeline() -> diffusers.SanaVideoPipeline:
-    return diffusers.SanaVideoPipeline(
-        **gemma(), vae=wan_vae(), scheduler=flow(), transformer=tiny_transformer("sana-video")
-    )
-
-
-def dit_pipeline() -> diffusers.DiTPipeline:
-    return diffusers.DiTPipeline(
-        transformer=tiny_transformer("dit"), vae=image_vae(), scheduler=diffusers.DDIMScheduler()
-    )
-
-
-def pixart_pipeline() -> diffusers.PixArtSigmaPipeline:
-    parts = {"vae": image_vae(), "scheduler": diffusers.DDIMScheduler(), "transformer": tiny_transformer("pixart")}
-    return diffusers.PixArtSigmaPipeline(**t5(transformers.T5EncoderModel, transformers.T5Config), **parts)
-
-
+wan_pipeline = of_parts(diffusers.WanPipeline, "wan", wan_vae, umt5)
+sana_pipeline = of_parts(diffusers.SanaPipeline, "sana", sana_vae, gemma)
+dit_pipeline = of_parts(diffusers.DiTPipeline, "dit", image_vae, scheduler=diffusers.DDIMScheduler)
 PIPELINES = {
-    "wan": wan_pipeline, "sana": sana_pipeline, "sana-video": sana_video_pipeline, "dit": dit_pipeline,
-    "pixart": pixart_pipeline,
-}  # fmt: skip
-
-
+    "wan": wan_pipeline,
+    "sana": sana_pipeline,
+    "sana-video": of_parts(diffusers.SanaVideoPipeline, "sana-video", wan_vae, gemma),
+    "dit": dit_pipeline,
+    "pixart": of_parts(diffusers.PixArtSigmaPipeline, "pixart", image_vae, t5, diffusers.DDIMScheduler),
+}
 EMBEDDINGS = torch.Generator().manual_seed(6)
 
 
@@ -227,16 +210,13 @@ CALLS = {
 }
 
 
-def at_fresh_addresses(pipe):
-    """Copy the weights of a pipeline, and return it.
-
-    Weights read from a file are at addresses where matrix products may be rounded differently.
-    """
-    for component in pipe.components.values():
+def at_fresh_addresses(model):
+    """Copy the weights of a pipeline or a transformer, whose products may be rounded differently where a file put them."""
+    for component in getattr(model, "components", {"": model}).values():
         if isinstance(component, torch.nn.Module):
             for parameter in component.parameters():
                 parameter.data = parameter.data.clone()
-    return pipe
+    return model
 
 
 @torch.no_grad()

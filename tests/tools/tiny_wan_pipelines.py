@@ -11,9 +11,9 @@ from diffusers import WanPipeline, WanVACEPipeline, WanVideoToVideoPipeline
 from diffusers.pipelines.wan import pipeline_wan_i2v, pipeline_wan_vace, pipeline_wan_video2video
 from diffusers.utils import is_ftfy_available
 from PIL import Image
-from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
-from tools.tiny_pipelines import flow, t5, tiny_transformer, wan_vae
+from tools.tiny_pipelines import flow, tiny_transformer, umt5, wan_vae
 
 if not is_ftfy_available():  # these pipelines fail without it on any prompt
     for module in (pipeline_wan_i2v, pipeline_wan_vace, pipeline_wan_video2video):
@@ -30,7 +30,7 @@ def picture(seed: int) -> Image.Image:
 
 def parts() -> dict:
     """Return text encoder, autoencoder and scheduler."""
-    return {**t5(UMT5EncoderModel, UMT5Config), "vae": wan_vae(), "scheduler": flow()}
+    return {**umt5(), "vae": wan_vae(), "scheduler": flow()}
 
 
 def clip() -> dict:

@@ -1,41 +1,28 @@
 """The plugin inside vLLM, on the CPU: log-probabilities, tokens, requests that come and go, and what is refused."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from tools.small_models import VOCAB
 from tools.vllm_engine import answer, engine, greedy, largest_error, save_converted, scheduler_of
 
-from mhla_hf.vllm_plugin.pages import PagePool
-
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 pytestmark = pytest.mark.slow
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 511, 513, 1300)
 HEADS = {"softmax_heads": {0: [1], 2: [0]}}
+LINEAR = {"windowed": False, "rope": "before"}
 MODELS = {
     "llama": ("llama", "all", {}),
     "llama-layers": ("llama", [0, 2], {}),
     "llama-heads": ("llama", [0, 2, 3], HEADS),
-    "llama-linear": (
-        "llama",
-        [0, 2],
-        {"windowed": False, "num_decays": 3, "feature_map": "hedgehog", "rope": "before"},
-    ),
+    "llama-linear": ("llama", [0, 2], {**LINEAR, "num_decays": 3, "feature_map": "hedgehog"}),
     "llama-gate": ("llama", [1, 2], {"gate": True, "output_norm": True}),
-    "llama-unnormalized": (
-        "llama",
-        "all",
-        {"windowed": False, "rope": "before", "output_norm": True, "normalize": False},
-    ),
-    "qwen3": ("qwen3", [0, 2], {}),
+    "llama-unnormalized": ("llama", "all", {**LINEAR, "output_norm": True, "normalize": False}),
     "qwen3-heads": ("qwen3", "all", HEADS),
     "smollm3": ("smollm3", [0, 1, 2], HEADS),
-    "gemma3": ("gemma3", [0, 2], {}),
     "gemma3-heads": ("gemma3", [0, 2, 3], HEADS),
-    "mixtral": ("mixtral", [0, 2], {}),
     "mixtral-heads": ("mixtral", [0, 2], HEADS),
 }
 
@@ -122,16 +109,8 @@ def test_the_same_prompts_twice(by_heads, options):
             assert all(output.num_cached_tokens == 0 for output in outputs)
 
 
-@pytest.mark.parametrize("fault", [None, "stale sums", "position"])
-def test_pages_that_hold_anything_and_faults(tmp_path, fault, monkeypatch):
+def test_pages_that_hold_anything(tmp_path, monkeypatch):
     folder, model = save_converted(tmp_path / "model", **HEADS)
-    gather = PagePool.gather
-
-    def wrong_gather(self, pages, position, form):
-        state = gather(self, pages, position, form)
-        if fault == "position":
-            return replace(state, position=(position - 1).clamp(min=0))
-        return replace(state, running=self.running[pages].flatten(1, 2), pending=self.pending[pages].flatten(1, 2))
 
     def fill_blocks(self, block_ids):
         for cache in self.kv_caches:
@@ -139,11 +118,9 @@ def test_pages_that_hold_anything_and_faults(tmp_path, fault, monkeypatch):
 
     # vLLM clears the pages that it hands out.
     monkeypatch.setattr("vllm.v1.worker.cpu_model_runner.CPUModelRunner._zero_block_ids", fill_blocks)
-    if fault is not None:
-        monkeypatch.setattr(PagePool, "gather", wrong_gather)
     with engine(folder, max_num_batched_tokens=256, max_num_seqs=2) as llm:
         outputs = answer(llm, make_prompts([300, 1, 1, 1]), 60)
-    assert (largest_error(model, outputs) < 1e-4) == (fault is None)
+    assert largest_error(model, outputs) < 1e-4
 
 
 @pytest.mark.parametrize("layers", ["all", [0, 2]])
@@ -152,31 +129,3 @@ def test_two_tensor_parallel_processes(tmp_path, layers):
     with engine(folder, max_num_batched_tokens=64, tensor_parallel_size=2) as llm:
         outputs = answer(llm, make_prompts([1, 17, 130]), 40)
     assert largest_error(model, outputs) < 1e-4
-
-
-@pytest.mark.parametrize("factor", [1, 2])
-def test_a_state_cached_at_another_block_size_is_seen(by_heads, factor, monkeypatch):
-    """Prefix caching, which the plugin turns off, also with a worker that takes blocks for longer than they are."""
-    from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
-    from vllm.v1.attention.backends import linear_attn
-
-    from mhla_hf.vllm_plugin.configuration import MHLAServingConfig
-    from mhla_hf.vllm_plugin.model import MHLAServing
-
-    folder, model = by_heads
-    pages_of, copy = linear_attn.mamba_get_block_table_tensor, (get_temporal_copy_spec,)
-    monkeypatch.setattr(
-        linear_attn,
-        "mamba_get_block_table_tensor",
-        lambda table, lengths, spec, mode: pages_of(
-            table, lengths, replace(spec, block_size=factor * spec.block_size), mode
-        ),
-    )
-    copy_funcs = classmethod(lambda cls, kinds: dict.fromkeys(kinds, copy))
-    monkeypatch.setattr(MHLAServing, "get_mamba_state_copy_funcs", copy_funcs, raising=False)
-    monkeypatch.setattr(MHLAServingConfig, "verify_and_update_config", lambda vllm_config: None)
-    with engine(folder, max_num_batched_tokens=256, enable_prefix_caching=True) as llm:
-        for _ in range(2):
-            outputs = answer(llm, make_prompts([700, 900, 1100]), 60, with_prompt=False)
-    assert any(output.num_cached_tokens for output in outputs)
-    assert (largest_error(model, outputs) < 1e-4) == (factor == 1)

@@ -10,11 +10,10 @@ from torch._subclasses import FakeTensorMode
 from mhla_hf.models.language.rotation import HALVES, unrotate
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.nn.windowed import DecayMHLA
-from mhla_hf.ops.torch_layout import ring_slot
 from mhla_hf.ops.triton.tuning import INTERPRETED
 from mhla_hf.ops.windowed.attention import windowed_attention
 from mhla_hf.ops.windowed.inputs import WindowedInputs
-from mhla_hf.vllm_plugin.pages import NoRotation, PagedAttention, PageLayout, PagePool, RotationTable, slot_positions
+from mhla_hf.vllm_plugin.pages import NoRotation, PagedAttention, PageLayout, PagePool, RotationTable
 
 HEADS, KV_HEADS, WIDTH, LONGEST = 4, 2, 8, 90
 KINDS = {
@@ -127,22 +126,6 @@ def test_requests_in_reused_pages_are_as_alone(kind, heads_per_page):
     assert len(errors) > 200 and errors.max() < 1e-9
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("fault", ["stale sums", "position"])
-def test_faults_are_seen(fault, monkeypatch):
-    gather = PagePool.gather
-
-    def wrong_gather(self, pages, position, options):
-        state = gather(self, pages, position, options)
-        if fault == "position":
-            return replace(state, position=(position - 1).clamp(min=0))
-        return replace(state, running=self.running[pages].flatten(1, 2), pending=self.pending[pages].flatten(1, 2))
-
-    monkeypatch.setattr(PagePool, "gather", wrong_gather)
-    errors = play(Requests(make_core(**KINDS["defaults"]), 1), random.Random(1))
-    assert not errors.max() < 1e-3
-
-
 @pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter")
 @torch.no_grad()
 @pytest.mark.parametrize("kind, heads_per_page", [("defaults", 1), ("several decays", 2), ("no normalizer", 1)])
@@ -179,18 +162,3 @@ def test_step_reads_nothing_on_the_host():
 
     with FakeTensorMode(allow_non_fake_inputs=True):  # raises where a value of a tensor is read
         attention.decode(q, k, v, features, torch.zeros(2, KV_HEADS, dtype=torch.long), torch.tensor([1, 1]))
-
-
-@pytest.mark.parametrize("sinks", [0, 3])
-def test_slot_positions_invert_ring_slot(sinks):
-    for count in range(40):
-        held = slot_positions(torch.tensor([count]), sinks + 8, sinks)[0].tolist()
-        slots = {ring_slot(torch.tensor(p), sinks + 8, sinks).item(): p for p in range(count)}
-        assert held == [slots.get(slot, held[slot] if held[slot] < 0 else None) for slot in range(sinks + 8)]
-
-
-def test_layout_of_a_converted_smollm2():
-    settings = MHLASettings(mixing_form="decay", windowed=True, feature_map="exp", window=6, num_decays=1)
-    layout = PageLayout.of(settings, 1, 64, torch.bfloat16)
-    assert layout.shapes == ((1, 1, 65, 64), (1, 65, 64), (1, 388, 64), (1, 388, 64))
-    assert layout.dtypes == (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
