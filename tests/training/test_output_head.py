@@ -16,26 +16,16 @@ from mhla_hf.training.output_head import find_head, run_without_head
 from mhla_hf.training.tasks.language import LanguageObjective
 
 VOCAB, LENGTH = 64, 24
-STAGES = [
-    {"loss": "lm"},
-    {"loss": "logits"},
-    {"loss": "logits", "ce_weight": 0.3, "temperature": 2.0},
-    {"loss": "logits", "ce_weight": 0.3, "top_k": 8},
-]
+STAGES = [{"loss": "lm"}, {"loss": "logits", "ce_weight": 0.3, "temperature": 2.0}, {"loss": "logits", "top_k": 8}]
 TYPES = {  # with what is special about their heads made to matter
-    "llama": {},
-    "gemma2": {"final_logit_softcapping": 0.7},
-    "cohere": {"logit_scale": 0.25},
-    "granite": {"logits_scaling": 3.0},
-    "phi": {},  # its head has a bias
-    "gpt2": {},
-}
+    "gemma2": {"final_logit_softcapping": 0.7}, "cohere": {"logit_scale": 0.25}, "granite": {"logits_scaling": 3.0},
+    "phi": {}, "gpt2": {},  # phi's head has a bias
+}  # fmt: skip
 
 
-def model_of(model_type, **values):
+def model_of(model_type):
     model = small_model_of(model_type)
-    for name, value in values.items():
-        assert hasattr(model.config, name)
+    for name, value in TYPES[model_type].items():
         setattr(model.config, name, value)
         if hasattr(model, name):
             setattr(model, name, value)
@@ -45,8 +35,7 @@ def model_of(model_type, **values):
 def results(student, teacher, values, chunked, monkeypatch):
     """Loss, logs and the gradient of every parameter."""
     stage = Stage("s", steps=1, lr=1e-3, seq_len=LENGTH, batch_size=3, **values)
-    random = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, VOCAB, (3, LENGTH), generator=random)
+    ids = torch.randint(0, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(3))
     labels = ids.clone()
     labels[0, :7] = labels[2, 15:] = -100
     step = LanguageObjective(student, teacher, stage)
@@ -74,7 +63,7 @@ def assert_equal_ways(student, teacher, values, monkeypatch):
 @pytest.mark.parametrize("values", STAGES, ids=lambda values: "-".join(map(str, values.values())))
 @pytest.mark.parametrize("model_type", TYPES)
 def test_loss_and_gradients_are_those_of_whole_logits(model_type, values, monkeypatch):
-    teacher = model_of(model_type, **TYPES[model_type])
+    teacher = model_of(model_type)
     student = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8)
     with torch.no_grad():
         for parameter in student.parameters():
@@ -104,12 +93,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(lab, monkeypatch):
     torch.testing.assert_close(gradients, want, rtol=1e-5, atol=1e-7)
 
 
-class Doubled(nn.Linear):
-    pass
-
-
 OTHER_HEADS = {
-    "is a Doubled, not a torch.nn.Linear": lambda model: setattr(model, "lm_head", Doubled(32, VOCAB)),
+    "is a Doubled, not a torch.nn.Linear": lambda m: setattr(
+        m, "lm_head", type("Doubled", (nn.Linear,), {})(32, VOCAB)
+    ),
     "more than a scaled or soft-capped output": lambda model: setattr(model.config, "logits_scaling", 2.0),
 }
 
