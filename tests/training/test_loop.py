@@ -112,23 +112,6 @@ def test_stream_goes_on_where_it_was(lab, tmp_path, monkeypatch):
     assert results[0] == results[1]
 
 
-def test_average_by_hand(lab, tmp_path, monkeypatch):
-    """The decay of step n, counted from 0, is min(decay, (1 + n) / (10 + n)), and 0 for the first."""
-    student, seen, real = lab.student(), [], torch.optim.AdamW.step
-
-    def step(self, *arguments, **options):
-        real(self, *arguments, **options)
-        seen.append(copy.deepcopy(student.state_dict()))
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    lab.train(tmp_path / "out", student, stages=lab.lm(9, ema=0.4))
-    want = seen[0]
-    for number, weights in enumerate(seen[1:], 1):
-        decay = min(0.4, (1 + number) / (10 + number))
-        want = {name: decay * value + (1 - decay) * weights[name] for name, value in want.items()}
-    torch.testing.assert_close(dict(student.state_dict()), want, rtol=1e-5, atol=1e-6)
-
-
 def test_record(lab, tmp_path, capsys):
     """What a card shows, what tensorboard draws, and no place on this machine."""
     out, data = tmp_path / "out", lab.rows(tmp_path / "book.jsonl")

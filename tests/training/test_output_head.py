@@ -9,10 +9,8 @@ from tools.small_types import small_model_of
 from torch import nn
 
 import mhla_hf
-from mhla_hf.models.transformers_api import set_gradient_checkpointing
 from mhla_hf.training import output_head
 from mhla_hf.training.loop import Stage
-from mhla_hf.training.output_head import find_head, run_without_head
 from mhla_hf.training.tasks.language import LanguageObjective
 
 VOCAB, LENGTH = 64, 24
@@ -80,19 +78,6 @@ def test_only_what_learns_gets_a_gradient(lab, trained, monkeypatch):
     assert_equal_ways(student, teacher, {"loss": "logits"}, monkeypatch)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients(lab, monkeypatch):
-    """Of a model where some heads keep softmax."""
-    teacher = lab.teacher(num_key_value_heads=2)
-    student = lab.student(teacher, mixing_form="decay", windowed=True, softmax_heads={"0": [1]}).train()
-    _, want = results(student, teacher, {"loss": "logits"}, True, monkeypatch)
-    calls = []
-    student.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    set_gradient_checkpointing(student, True)
-    _, gradients = results(student, teacher, {"loss": "logits"}, True, monkeypatch)
-    assert len(calls) == 3  # the probe's, the forward pass and the one that repeats it
-    torch.testing.assert_close(gradients, want, rtol=1e-5, atol=1e-7)
-
-
 OTHER_HEADS = {
     "is a Doubled, not a torch.nn.Linear": lambda m: setattr(
         m, "lm_head", type("Doubled", (nn.Linear,), {})(32, VOCAB)
@@ -110,12 +95,3 @@ def test_other_heads_are_taken_whole_and_the_log_says_why(lab, caplog, change, w
     losses = [step(ids, ids, 1 / 94, 1 / 2)[0] for _ in range(2)]
     torch.testing.assert_close(losses[0], student(input_ids=ids, labels=ids).loss)
     assert losses[0] == losses[1] and words in caplog.text and len(caplog.records) == 1
-
-
-def test_finding_a_head_leaves_random_generators_and_the_model(lab):
-    student, ids = lab.dropped().train(), lab.tokens()[:96].view(2, 48)
-    before = torch.get_rng_state()
-    head = find_head(student, ids)
-    assert torch.equal(torch.get_rng_state(), before) and "forward" not in vars(student.lm_head)
-    student.eval()
-    torch.testing.assert_close(head(run_without_head(student, head, ids)[1]), student(input_ids=ids).logits)
