@@ -83,22 +83,6 @@ def test_front_matter_is_model_card_data(card, folders):
     assert (data.base_model, data.base_model_relation) == ("somebody/base", "finetune")
 
 
-FASTER = {
-    (1, 1, 1): "softmax attention is faster at every length measured, up to 1024.",
-    (1, 3, 1): "softmax attention is faster at 256, 1024, the longest length measured.",
-}
-
-
-@pytest.mark.parametrize("softmax", FASTER)
-def test_who_is_faster_where(tmp_path, softmax):
-    """No length is given to the one that was slower there."""
-    speed = {f"forward_ms_{256 << i}": (float(ms), 2.0) for i, ms in enumerate(softmax)}
-    mine = save_model(tmp_path / "mhla", [*scores(1.9, 0.5), *times(1, speed)])
-    teacher = save_model(tmp_path / "teacher", [*scores(1.9, 0.5), *times(0, speed)])
-    text = write_card(mine, name="toy", license="mit", compared={"teacher": teacher}).read_text()
-    assert f"| forward, time | {FASTER[softmax]} |" in text
-
-
 CACHES = {
     "hedgehog": ({}, f"at least {4 * 2 * 32 * 33 / (2 * 64 * 2 * 32):.2f} times the bytes"),
     "windowed": ({"mixing_form": "decay", "windowed": True}, "all between through 2 running summaries"),

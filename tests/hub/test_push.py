@@ -121,19 +121,6 @@ def test_a_pull_request_and_a_branch(hub, shelf):
     assert held(hub.repos[NAME], "dev") == content(shelf / "new")
 
 
-def test_what_had_arrived_is_not_sent_again_and_a_lost_answer_makes_no_second_commit(hub, shelf):
-    hub.fault("503", "/storage/", skip=1, times=6)
-    with pytest.raises(OSError, match=rf"push to {NAME}: .*503.*; {WHOLE}") as caught:
-        send(shelf / "new", NAME)
-    assert "\n" not in str(caught.value) and held(hub.repos[NAME]) == {} and len(hub.repos[NAME].lfs) == 1
-    hub.log.clear()
-    hub.fault("cut after", "/commit/")
-    with pytest.raises(OSError, match=WHOLE):
-        send(shelf / "new", NAME)
-    assert held(hub.repos[NAME]) == content(shelf / "new") and hub.sent("PUT", "/storage/") == 1
-    assert not send(shelf / "new", NAME).new and len(hub.repos[NAME].commits) == 2
-
-
 def test_who_may_not_write_and_ctrl_c(hub, shelf, monkeypatch):
     hub.put("other/mhla", {"README.md": b""})
     with pytest.raises(OSError, match="don't have the rights to write below other"):

@@ -77,18 +77,6 @@ def test_another_run_is_refused(lab, runs, changed):
     assert sorted(runs.rglob("*")) == before
 
 
-def test_what_others_put_beside_a_run_stays(lab, tmp_path, name="run[12]"):
-    """Whether it is a folder, a file or a link."""
-    mine = [f"{name}.tmp-backup/a", "other.tmp-mine/a", "run1.tmp-x/a", f"{name}.tmp-file", f"{name}.state.tmp-b/a"]
-    for file in mine:
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).touch()
-    (tmp_path / f"{name}.tmp-link").symlink_to("other.tmp-mine")
-    before = set(tmp_path.rglob("*"))
-    lab.train(tmp_path / name, stages=lab.lm(1))
-    assert set(tmp_path.rglob("*")) - set((tmp_path / name).rglob("*")) == before | {tmp_path / name}
-
-
 def test_a_state_folder_that_is_not_the_runs_is_refused_and_what_is_put_in_it_later_stays(lab, stopped):
     out, note = stopped.with_name("out"), stopped / "note.txt"
     note.touch()

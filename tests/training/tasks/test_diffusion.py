@@ -116,10 +116,9 @@ def test_a_bare_transformer_and_a_pipeline_whose_transformer_was_converted_alone
     assert (generate(there) - generate(pipe)).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("data", [None, latents()], ids=["trajectories", "latents"])
-def test_stopped_run_ends_as_the_whole_one(lab, tmp_path, monkeypatch, data):
-    """In a LoRA stage with a moving average, in the middle of a window of trajectories."""
-    stages = lora_stages(4, ema=0.9, **COMMON)
+def test_stopped_run_on_latents_ends_as_the_whole_one(lab, tmp_path, monkeypatch):
+    """In a LoRA stage with a moving average; `test_pipeline_calls.py` stops amid trajectories."""
+    data, stages = latents(), lora_stages(4, ema=0.9, **COMMON)
     distill(tmp_path / "whole", stages, data)
     real, calls = diffusion.DiffusionObjective.forward, []
 
