@@ -266,12 +266,9 @@ def test_experts_and_previews_that_do_not_fit_are_refused_before_the_first(lab, 
 
 def test_rows_of_a_batch_have_calls_of_one_kind():
     """In an order of times that differs from row to row; every call is read once."""
-
-    def sample(_row, seed):
-        kinds = [{"height": 1}, {"height": 2}, {"height": 1, "mask": torch.ones(1)}]
-        return [{"timestep": torch.tensor([time]), **kind} for time in range(4) for kind in kinds]
-
-    reader = CallReader(sample, open_arguments(["a", "b"]), (0, 0), None)
+    kinds = [{"height": 1}, {"height": 2}, {"height": 1, "mask": torch.ones(1)}]
+    calls = [{"timestep": torch.tensor([time]), **kind} for time in range(4) for kind in kinds]
+    reader = CallReader(lambda _row, seed: [*calls], open_arguments(["a", "b"]), (0, 0), None)
     seen, orders = [], set()
     for _ in range(12):
         batch = reader.take_rows(2, slice(0, 2))

@@ -39,11 +39,6 @@ def line(out, recipe="recipe.yaml"):
     return "distill", "llama", "--recipe", recipe, "--data", "text.txt", "--out", out, "--quiet"
 
 
-def newest(place, out):
-    names = [path.name for path in place.glob(f"{out}.state/step-*[0-9]")]
-    return max((int(name[5:]) for name in names if ".tmp" not in name), default=0)
-
-
 def test_two_sharded_processes_equal_one(place, monkeypatch):
     """Each holds half of every layer of student and teacher, and gathers one layer at a time."""
     monkeypatch.chdir(place)
@@ -65,10 +60,10 @@ def test_two_sharded_processes_equal_one(place, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dit", "wan", "images"])
-def test_other_kinds_of_models_sharded_equal_one_process(tmp_path, kind):
+def test_other_kinds_of_models_sharded_equal_one_process(lab, tmp_path, kind):
     """With LoRA, moving averages and a test set; and killed amid LoRA, the last stage, and resumed by more processes."""
     script = TOOLS / "sharded_kinds.py"
-    kill(tmp_path, "fsdp2_8gpu", 2, lambda: newest(tmp_path, "4") >= 14, False, kind, "4", script=script)
+    kill(tmp_path, "fsdp2_8gpu", 2, lambda: lab.newest(tmp_path / "4") >= 14, False, kind, "4", script=script)
     for setup, processes in ((None, 1), ("fsdp2_8gpu", 2), ("fsdp2_8gpu", 4)):
         code, text = launch(tmp_path, setup, processes, kind, f"{processes}", script=script)
         assert code == 0, text
@@ -80,11 +75,11 @@ def test_other_kinds_of_models_sharded_equal_one_process(tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("setup", ["fsdp2_8gpu", "ddp"])
-def test_killed_five_times_and_gone_on_with_other_numbers_of_processes(place, setup, alone):
+def test_killed_five_times_and_gone_on_with_other_numbers_of_processes(lab, place, setup, alone):
     """At the first state, at the border of the stages, in the second, while a state is written, and near the end."""
     out = f"killed-{setup}-{alone}"
-    after = lambda step: lambda: newest(place, out) >= step  # noqa: E731
-    writing = lambda: newest(place, out) >= 14 and any(place.glob(f"{out}.state/unfinished/*.tmp-*"))  # noqa: E731
+    after = lambda step: lambda: lab.newest(place / out) >= step  # noqa: E731
+    writing = lambda: lab.newest(place / out) >= 14 and any(place.glob(f"{out}.state/unfinished/*.tmp-*"))  # noqa: E731
     for processes, until in ((2, after(3)), (3, after(8)), (4, after(11)), (2, writing), (3, after(26))):
         assert kill(place, setup, processes, until, alone, *line(out)) < 60
         assert not (place / out).exists()

@@ -56,11 +56,6 @@ def train(out, model=None, teacher=None, **changes):
     return mhla_hf.distill(model or classifier(), teacher, out=out, **values)
 
 
-def history(out):
-    entries = json.loads((out / "train.json").read_text())["history"]
-    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in entries]
-
-
 def test_a_batch_does_not_depend_on_who_takes_it_nor_on_stops(tmp_path):
     for number, (image, label) in enumerate(zip(*squares(16), strict=True)):
         (tmp_path / "train" / "abcd"[label]).mkdir(parents=True, exist_ok=True)
@@ -96,10 +91,10 @@ def test_augmentations_do_what_they_say():
     assert from_other == pytest.approx(1 - mixed[pair, labels[pair].argmax()].item(), abs=0.02)
 
 
-def test_labels_are_learned_and_judged_on_the_way(tmp_path):
+def test_labels_are_learned_and_judged_on_the_way(lab, tmp_path):
     stages, judged = [stage(steps=45, lr=5e-3, ema=0.9)], open_images(squares(40, seed=5))
     train(tmp_path / "out", stages=stages, test=judged, log_every=15)
-    entries = history(tmp_path / "out")
+    entries = lab.history(tmp_path / "out")
     assert [entry["images"] for entry in entries] == [240, 480, 720]
     assert all(0 <= entry["test_accuracy"] <= 1 and "accuracy" in entry for entry in entries)
     assert entries[-1]["test_accuracy"] > 0.9 and entries[-1]["loss"] < entries[0]["loss"]
@@ -111,7 +106,7 @@ TOWERS = {"ViTForImageClassification": ("transfer", "logits"), "SiglipVisionMode
 
 
 @pytest.mark.parametrize("tower", TOWERS)
-def test_a_converted_tower_learns_its_original_without_labels(tmp_path, tower):
+def test_a_converted_tower_learns_its_original_without_labels(lab, tmp_path, tower):
     teacher = softmax_tower(tower)
     student = mhla_hf.convert(copy.deepcopy(teacher), layers="all", layout=[2, 2])
     stages = [
@@ -119,19 +114,19 @@ def test_a_converted_tower_learns_its_original_without_labels(tmp_path, tower):
         for loss in TOWERS[tower]
     ]
     train(tmp_path / "out", student, teacher, stages=stages, data=squares(channels=3), processor=COLOR)
-    record = json.loads((tmp_path / "out" / "train.json").read_text())
+    record = lab.record(tmp_path / "out")
     assert record["task"] == "images" and (tmp_path / "out" / "preprocessor_config.json").is_file()
     assert all(made["last_loss"] < made["first_loss"] for made in record["stages"])
 
 
-def test_a_classifier_from_scratch_learns_from_one_with_softmax(tmp_path):
+def test_a_classifier_from_scratch_learns_from_one_with_softmax(lab, tmp_path):
     teacher, student = small_classifier(attention="softmax"), small_classifier()
     shared = {name: value for name, value in teacher.state_dict().items() if ".softmax." not in name}
     assert not student.load_state_dict(shared, strict=False).unexpected_keys
     data = torch.randint(0, 256, (8, 1, 32, 32), dtype=torch.uint8), torch.arange(8) % 5
     transfer = [stage(name="transfer", loss="transfer", steps=12, trainable="attention", batch_size=8)]
     assert train(tmp_path / "out", student, teacher, data=data, stages=transfer, log_every=1) is student
-    losses = [entry["loss"] for entry in history(tmp_path / "out")]
+    losses = [entry["loss"] for entry in lab.history(tmp_path / "out")]
     assert losses[-1] < 0.9 * losses[0]
 
 
