@@ -1,6 +1,7 @@
 """Image pipelines and classifiers: sampled as planned, resumed, scored once, never under a name that is not theirs."""
 
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -58,11 +59,11 @@ def judge(pipeline, tmp_path, reference, models=None, **changes):
 def test_a_stop_is_resumed_and_gives_the_same_images_and_the_scores_of_the_files(
     pipeline, tmp_path, reference, monkeypatch
 ):
-    calls, true, stop = [], type(pipeline).__call__, True
+    calls, true, stop = [], type(pipeline).__call__, [2]
 
     @functools.wraps(true)
     def counted(self, *args, **kwargs):
-        if len(calls) == 2 and stop:
+        if len(calls) in stop:
             raise KeyboardInterrupt
         calls.append(kwargs["class_labels"])
         return true(self, *args, **kwargs)
@@ -73,7 +74,7 @@ def test_a_stop_is_resumed_and_gives_the_same_images_and_the_scores_of_the_files
         judge(pipeline, tmp_path, reference, **out)
     folder = tmp_path / "samples" / "dit" / "imagenet_256-22"
     assert len(list(folder.glob("*.png"))) == 8 and not list(folder.rglob("*.tmp-*"))
-    stop = False
+    stop.clear()
     found = judge(pipeline, tmp_path, reference, **out)["dit"]
     again = {file.name: file.read_bytes() for file in folder.glob("*.png")}
     drawn = torch.randint(1000, (22,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -90,8 +91,9 @@ def test_a_stop_is_resumed_and_gives_the_same_images_and_the_scores_of_the_files
     mine, theirs = (colors(x.permute(0, 3, 1, 2))["features"] for x in (images, torch.from_numpy(reference[0])))
     distance = found.find("imagenet_256", "Fréchet distance (color judge)")
     assert distance.value == pytest.approx(frechet_distance(Moments.of(mine), Moments.of(theirs)), rel=1e-6)
-    precision = found.find("imagenet_256", "precision (color judge)")
-    assert precision.value == pytest.approx(precision_recall(mine, theirs)[0]) and precision.higher_is_better
+    assert found.find("imagenet_256", "precision (color judge)").value == pytest.approx(
+        precision_recall(mine, theirs)[0]
+    )
     assert (distance.samples, distance.seed, distance.shots, distance.higher_is_better) == (22, 3, 0, False)
     assert "--recipe table_9_class_to_image --set reference=" in distance.command and "color judge" in distance.command
     for changes, says in (({"settings": {"sampling.num_inference_steps": 3}, "seed": 3}, "sampling"), ({}, "plan")):
@@ -99,31 +101,24 @@ def test_a_stop_is_resumed_and_gives_the_same_images_and_the_scores_of_the_files
             judge(pipeline, tmp_path, reference, **changes)
 
 
-def distance(pipeline, tmp_path, reference, **changes):
-    """The Fréchet distance of six images, kept in one file."""
-    changes["settings"] = {"images": 6, **changes.get("settings", {})}
-    (record,) = judge(pipeline, tmp_path, reference, tasks=["FID"], output=tmp_path / "dit.json", **changes)["dit"]
-    return record.value
+def test_a_score_is_known_for_its_number_of_images_its_extractor_and_its_reference(pipeline, tmp_path, reference):
+    def distance(place=reference, **settings):
+        how = {"tasks": ["FID"], "output": tmp_path / "dit.json", "settings": {"images": 6, **settings}}
+        return judge(pipeline, tmp_path, place, **how)["dit"][0].value
 
-
-def test_a_score_is_known_for_its_number_of_images_its_extractor_and_the_bytes_of_its_reference(
-    pipeline, tmp_path, reference
-):
-    few = distance(pipeline, tmp_path, reference)
-    many = distance(pipeline, tmp_path, reference, settings={"images": 12})
+    few, many = distance(), distance(images=12)
     assert many != few and len(list((tmp_path / "samples").rglob("*.png"))) == 18
     kept = {record.samples: record.value for record in Results.read(tmp_path / "dit.json")}
     assert kept == {6: few, 12: many}, "fewer images are no new measurement of more, nor more of fewer"
     other = Extractor("color judge", lambda images: 3 * colors(images)["features"], "3")
-    assert distance(pipeline, tmp_path, reference) == few
-    assert distance(pipeline, tmp_path, reference, settings={"extractor": other}) == pytest.approx(9 * few, rel=1e-4)
+    assert distance() == few and distance(extractor=other) == pytest.approx(9 * few, rel=1e-4)
 
     def scored(shade):
         (tmp_path / "references").mkdir(exist_ok=True)
         for number in range(6):
             color = (shade + number, shade, shade)
             Image.new("RGB", (16, 16), color).save(tmp_path / "references" / f"{number}.png", compress_level=0)
-        return distance(pipeline, tmp_path, (None, str(tmp_path / "references")))
+        return distance((None, str(tmp_path / "references")))
 
     assert scored(50) != scored(180) == scored(180)
 
@@ -167,7 +162,7 @@ def save_clip(folder):
     """A CLIP model with its processor: letters as tokens, one layer each, random weights."""
     folder.mkdir()
     letters, ends = "abcdefghijklmnopqrstuvwxyz", ["<|startoftext|>", "<|endoftext|>"]
-    vocabulary = {token: number for number, token in enumerate([*letters, *(f"{one}</w>" for one in letters), *ends])}
+    vocabulary = {token: n for n, token in enumerate([*letters, *(f"{one}</w>" for one in letters), *ends])}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "merges.txt").write_text("#version: 0.2\n")
     tokenizer = CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16)
@@ -203,19 +198,18 @@ def test_the_clip_score_of_a_text_pipeline(tmp_path):
 
 
 FEATURES = Extractor("only features", lambda images: images.float().mean((2, 3)), "1")
-TEXT = {"recipe": "table_4_text_to_image", "settings": {}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"settings": {"reference": "nowhere.npz"}}, "reference: got 'nowhere.npz'"),
-        ({"settings": {"reference": "cut.npz"}}, "reference: got 'cut.npz', expected an .npz file"),
-        ({"settings": {"extractor": FEATURES}, "tasks": ["sFID"]}, "expected one with spatial features for sFID"),
-        ({"models": {"sana": Painter()}, "tasks": ["IS"]}, "got Painter, expected a pipeline that takes class_labels"),
-        ({**TEXT, "tasks": ["CLIP score"]}, "prompts: got None"),
-    ],
-)
+BAD = [
+    ({"settings": {"reference": "nowhere.npz"}}, "reference: got 'nowhere.npz'"),
+    ({"settings": {"reference": "cut.npz"}}, "reference: got 'cut.npz', expected an .npz file"),
+    ({"settings": {"extractor": FEATURES}, "tasks": ["sFID"]}, "expected one with spatial features for sFID"),
+    ({"models": {"sana": Painter()}, "tasks": ["IS"]}, "got Painter, expected a pipeline that takes class_labels"),
+    ({"recipe": "table_4_text_to_image", "settings": {}, "tasks": ["CLIP score"]}, "prompts: got None"),
+]
+
+
+@pytest.mark.parametrize("changes, says", BAD)
 def test_bad_arguments_are_one_sentence_and_no_image_is_made(pipeline, tmp_path, reference, changes, says, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("cut.npz").write_bytes(b"PK and no more")
@@ -224,38 +218,31 @@ def test_bad_arguments_are_one_sentence_and_no_image_is_made(pipeline, tmp_path,
     assert not list((tmp_path / "samples").rglob("*.png"))
 
 
-def square(mean=0.0):
-    """An image processor that leaves pictures of 8 x 8 as they are."""
-    normal = {"image_mean": [mean] * 3, "image_std": [1.0] * 3}
-    return ViTImageProcessorPil(size={"height": 8, "width": 8}, **normal)
-
-
-def save_pictures(folder, seed=1):
-    """Four pictures of each of three classes."""
-    random = numpy.random.default_rng(seed)
-    for name in ("ant", "bee", "cat"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for number in range(4):
-            image = Image.fromarray(random.integers(0, 255, (8, 8, 3), dtype=numpy.uint8))
-            image.save(folder / name / f"{number}.png")
-
-
-def small_vit():
+def test_top_1_is_the_share_of_images_named_right_known_for_its_pictures_and_its_processor(tmp_path, monkeypatch):
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     small |= {"image_size": 8, "patch_size": 4, "initializer_range": 3.0}
-    return ViTForImageClassification(ViTConfig(**small, id2label={0: "cat", 1: "ant", 2: "bee"})).eval()
-
-
-def test_top_1_is_the_share_of_images_named_right_known_for_its_pictures_and_its_processor(tmp_path, monkeypatch):
-    runs, true, model = [], judging.top1_accuracy, small_vit()
+    model = ViTForImageClassification(ViTConfig(**small, id2label={0: "cat", 1: "ant", 2: "bee"})).eval()
+    runs, true = [], judging.top1_accuracy
     monkeypatch.setattr(judging, "top1_accuracy", lambda *given: runs.append(1) or true(*given))
     options = {"recipe": "table_2_imagenet", "progress": False, "batch_size": 5, "output": tmp_path / "vit.json"}
+
+    def square(mean=0.0):
+        normal = {"image_mean": [mean] * 3, "image_std": [1.0] * 3}
+        return ViTImageProcessorPil(size={"height": 8, "width": 8}, **normal)
 
     def accuracy(mean=0.0, data=tmp_path / "data", **changes):
         settings = {"data": str(data), "processor": square(mean)}
         return mhla_hf.evaluate({"vit": model}, settings=settings, **options, **changes)
 
-    save_pictures(tmp_path / "data")
+    def save_pictures(seed):
+        random = numpy.random.default_rng(seed)
+        for name, number in itertools.product(names, range(4)):
+            (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
+            image = Image.fromarray(random.integers(0, 255, (8, 8, 3), dtype=numpy.uint8))
+            image.save(tmp_path / "data" / name / f"{number}.png")
+
+    names = ["ant", "bee", "cat"]
+    save_pictures(1)
     compared = accuracy()
     (record,) = compared["vit"]
     right = 0
@@ -266,16 +253,14 @@ def test_top_1_is_the_share_of_images_named_right_known_for_its_pictures_and_its
     assert record.value == right / 12 and record.samples == 12 and 0 < record.value < 1
     assert record.stderr == pytest.approx((record.value * (1 - record.value) / 12) ** 0.5)
     assert f"| vit | {100 * record.value:.2f} ±" in compared.paper_table("markdown")
-    names = ["ant", "bee", "cat"]
     assert accuracy() and len(runs) == 1 and accuracy(force=True) and len(runs) == 2
     assert accuracy(0.5) and accuracy(0.5) and len(runs) == 3
-    save_pictures(tmp_path / "data", seed=2)
+    save_pictures(2)
     again = accuracy()["vit"][0].value
     assert accuracy() and len(runs) == 4
     files = sorted((tmp_path / "data").rglob("*.png"))
-    images = [{"bytes": file.read_bytes(), "path": None} for file in files]
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
-    columns = {"image": images, "label": [names.index(file.parent.name) for file in files]}
+    columns = {"image": list(map(str, files)), "label": [names.index(file.parent.name) for file in files]}
     table = datasets.Dataset.from_dict(columns, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: table)
     assert accuracy(data="some/data")["vit"][0].value == again and accuracy(data="some/data") and len(runs) == 5

@@ -20,12 +20,8 @@ def test_a_file_gives_back_what_was_written_and_a_stop_leaves_the_old_one(tmp_pa
     assert Results.read(tmp_path) == records == Results.read(path)
     assert Results.read(tmp_path / "nothing.json") == []
     before = path.read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "no"))
+    with pytest.raises(OSError, match="No such file"):
         Results([make_result(value=0.9)]).write(tmp_path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
@@ -34,41 +30,32 @@ def test_merge_replaces_only_the_same_thing():
     old = Results([make_result(), make_result(shots=5), make_result(limit=10), make_result(metric="f1")])
     old.merge([make_result(value=0.75), make_result(task="arc")])
     assert [record.value for record in old] == [0.5, 0.5, 0.75, 0.5, 0.5]
-    assert old.find("copa", "acc").value == 0.75
-    assert old.find("copa", "acc", limit=10).value == 0.5
-    both = Results([make_result(), make_result(task="arc", fingerprint="files:2")])
-    assert [record.task for record in both.of("files:2")] == ["arc"]
+    assert (old.find("copa", "acc").value, old.find("copa", "acc", limit=10).value) == (0.75, 0.5)
     for keeps, kept in ((False, [7]), (True, [7, 100])):  # a task whose data changed; images in any number
         both = Results([make_result()]).merge([make_result(samples=7)], keep_other_sample_counts=keeps)
         assert sorted(record.samples for record in both) == kept
-    assert both.find("copa", "acc").samples == 100
 
 
 def test_a_number_that_is_not_finite_is_no_score():
-    for name in ("value", "stderr"):
-        with pytest.raises(ValueError, match=f"{name}: got nan, expected a finite number"):
-            make_result(**{name: float("nan")})
-    assert [finite(value) for value in (1, 0.5)] == [1.0, 0.5]
-    assert {finite(value) for value in (float("inf"), float("nan"), "N/A", None, True)} == {None}
+    with pytest.raises(ValueError, match="value: got nan, expected a finite number"):
+        make_result(value=float("nan"))
+    assert [finite(value) for value in (0.5, float("inf"), "N/A", None, True)] == [0.5, *[None] * 4]
 
 
 GOOD = {"format_version": 1, "results": [dataclasses.asdict(make_result())]}
 RECORD = GOOD["results"][0]
-BROKEN = {
-    "half": (json.dumps(GOOD)[:100], "expected a results file"),
-    "newer": (json.dumps(GOOD | {"format_version": 99}), "format_version 99"),
-    "unknown": (json.dumps(GOOD | {"results": [RECORD | {"color": "red"}]}), "color: got an unknown name"),
-    "text": (json.dumps(GOOD | {"results": [RECORD | {"value": "high"}]}), "value: got 'high', expected int | float"),
-}
+BROKEN = [
+    (json.dumps(GOOD)[:100], "expected a results file"),
+    (json.dumps(GOOD | {"format_version": 99}), "format_version 99"),
+    (json.dumps(GOOD | {"results": [RECORD | {"color": "red"}]}), "color: got an unknown name"),
+]
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_file_is_refused_in_one_sentence(tmp_path, case):
-    content, says = BROKEN[case]
+@pytest.mark.parametrize("content, says", BROKEN)
+def test_a_broken_file_is_refused_in_one_sentence(tmp_path, content, says):
     (tmp_path / "results.json").write_text(content)
-    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+    with pytest.raises(ValueError, match=re.escape(says)):
         Results.read(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_table_shows_models_side_by_side_with_errors():
@@ -92,13 +79,11 @@ def test_the_table_shows_models_side_by_side_with_errors():
 
 
 FID = ["FID", "IS"], ["FID ↓", "IS ↑"]
-JUDGE = ["precision (judge)", "IS (judge)"], ["imagenet_256\nprecision (judge) ↑", "imagenet_256\nIS (judge) ↑"]
+JUDGE = ["precision (judge)"], ["imagenet_256\nprecision (judge) ↑"]
 
 
-@pytest.mark.parametrize(("metrics", "titles"), [FID, JUDGE])
-def test_the_columns_of_a_recipe_are_drawn_or_else_every_score_and_speed_by_length(
-    tmp_path, monkeypatch, metrics, titles
-):
+@pytest.mark.parametrize("metrics, titles", [FID, JUDGE])
+def test_the_columns_of_a_recipe_are_drawn_or_else_every_score_and_speed(tmp_path, monkeypatch, metrics, titles):
     drawn, models = [], Comparison()
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: path.touch() or drawn.extend(figure.axes))
     for name, rate in (("teacher", 2.0), ("mhla", 1.0)):

@@ -46,8 +46,8 @@ def folder(shelf, tmp_path, unvisited):
     return shutil.copytree(shelf / "model", tmp_path / "mhla")
 
 
-def put(file, data):
-    return lambda folder: (folder / file).write_bytes(data if isinstance(data, bytes) else data.encode())
+def put(file, text):
+    return lambda folder: (folder / file).write_text(text)
 
 
 def edit(file, **values):
@@ -82,10 +82,6 @@ BROKEN = {
     "front matter that is none": (put("README.md", "---\nlicense: mit\n  tags: [\n---\n"), "README.md: got metadata"),
     "a token": (
         lambda f: (drop("card.json")(f), put("README.md", f"{CARD}token {TOKEN}\n")(f)), "README.md: got a Hugging"),
-    "a token of a Space": (
-        put("generation_config.json", '{"a": "hf_oauth_eyJhbGciOiJFZERTQSJ9.eyJzY29wZSI6W10"}'), "got a Hugging Face token"),
-    "a place on a Windows computer": (
-        put("generation_config.json", r'{"a": "at C:\\Users\\anna\\a"}'), r"the local path 'C:\\Users\\anna\\a'"),
     "a place on a computer": (
         put("generation_config.json", '{"cache": "/fsx/anna/a"}'), "config.json: got the local path '/fsx/anna/a'"),
     "a pipeline's code": (
@@ -166,31 +162,21 @@ def test_records_and_the_card_keep_the_last_part_of_an_absolute_path(folder, tmp
     assert (train["data"]["name"], train["command"]) == ("topics.txt", 'x "c"')
 
 
-# tasks -> what the card has to say was not measured
-MEASURED = {
+MEASURED = {  # tasks -> what the card has to say was not measured
     ("heldout_recall", "heldout_cloze"): ["generation"],
-    ("heldout_generation",): ["recall"],
-    ("heldout_cloze",): ["recall", "generation"],
     ("codes_generation_512",): ["recall"],
-    ("longbench_passage_retrieval_en",): ["generation"],
     ("longbench_gov_report", "niah_single_1"): [],
-    ("wmt16-ro-en", "ruler_vt"): [],
     ("raindrop", "fdaxyz"): ["recall", "generation"],
 }
 
 
-def test_which_scores_tell_of_recall_and_generation():
+def test_recall_and_generation_are_asked_of_converted_language_models(folder, tmp_path):
     for tasks, absent in MEASURED.items():
         assert list_unmeasured([make_result(task=task) for task in tasks]) == absent, tasks
         assert list_unmeasured([make_result(task=task, limit=1) for task in tasks]) == ["recall", "generation"]
-
-
-def test_recall_and_generation_are_asked_of_converted_language_models(folder, tmp_path):
     text = write_card(score(folder, ("heldout_recall",)), name="tester/mhla", license="apache-2.0").read_text()
     assert "- Generation was not measured." in text and "- Recall of single facts" not in text
-    with pytest.raises(
-        ValueError, match=r"no result for generation, expected .*: evaluate it with the recipe recall and"
-    ):
+    with pytest.raises(ValueError, match=r"no result for generation, expected .*: evaluate it with the recipe recall"):
         stage_folder(folder, tmp_path / "refused")
     stage_folder(folder, tmp_path / "draft", draft=True)
     save_model(tmp_path / "scratch", small_scratch())
@@ -204,11 +190,10 @@ def test_of_a_pipeline_the_files_of_its_components_go_out(shelf, tmp_path, unvis
     assert {"model_index.json", "transformer/config.json"} < set(inside(tmp_path / "staged"))
 
 
-PLACES = [r"C:\Users\anna\x", "D:/data/anna/x", r"=C:\\Users\\anna", r"(\\server\share\x)", r"\\a.corp\share\x"]
-PLACES += ["//server/share/x", "file:///C:/Users/anna/x", "/home/anna/x"]
+PLACES = [r"C:\Users\anna\x", "D:/data/anna/x", r"=C:\\Users\\anna", r"(\\server\share\x)", "/home/anna/x"]
+PLACES += ["//server/share/x", "file:///C:/Users/anna/x"]
 NO_PLACES = [r"a \\ b\frac{c}{d}", r"{a\\b\end{pmatrix}", "https://a.b/c", "//cdn.example.com/a/b", "a:b/c/d", "Q:\nA"]
 
 
-@pytest.mark.parametrize("text", PLACES + NO_PLACES)
-def test_what_is_an_absolute_path(text):
-    assert bool(folder_checks.LOCAL_PATH.search(text)) == (text in PLACES)
+def test_what_is_an_absolute_path():
+    assert [text for text in PLACES + NO_PLACES if folder_checks.LOCAL_PATH.search(text)] == PLACES

@@ -23,13 +23,9 @@ SETUPS = ROOT / "conversion" / "accelerate"
 
 
 def command_of(place, setup, processes, script=None):
-    """Return the command line up to the arguments of mhla_hf.
+    """Return the command line up to the arguments of mhla_hf, or of `script`, with the launcher's configuration in `place`.
 
-    Args:
-        place: Folder for the launcher's configuration.
-        setup: "ddp", the name of a file of `conversion/accelerate`, or None for no launcher.
-        processes: Number of processes.
-        script: Script to run instead of `mhla_hf.cli.main`.
+    `setup` is "ddp", the name of a file of `conversion/accelerate`, or None for no launcher.
     """
     module = ["-m", "mhla_hf.cli.main"] if script is None else [script]
     if setup is None:
@@ -84,18 +80,7 @@ def ranks(process):
 
 
 def kill(place, setup, processes, is_time, last_only, *arguments, seconds=120, script=None):
-    """Start a command, and kill it by SIGKILL.
-
-    Args:
-        place, setup, processes, script: As for `command_of`.
-        is_time: Function that returns whether to kill the command now.
-        last_only: Whether to kill only the last process, not all of them.
-        *arguments: Arguments of mhla_hf.
-        seconds: Timeout.
-
-    Returns:
-        The seconds that the other processes took to end.
-    """
+    """Kill a command once `is_time()`, or only its last process, and return the seconds that the others took to end."""
     process = start(place, setup, processes, *arguments, script=script)
     deadline = time.monotonic() + seconds
     while not is_time() and process.poll() is None and time.monotonic() < deadline:
@@ -111,8 +96,7 @@ def kill(place, setup, processes, is_time, last_only, *arguments, seconds=120, s
 
 
 def compare(one, other, bound=1e-5):
-    """Check that two finished runs have the same losses, gradient norms, and weights, up to a relative error of
-    `bound`."""
+    """Check that two finished runs have the same losses, gradient norms, and weights."""
     histories = [json.loads((folder / "train.json").read_text())["history"] for folder in (one, other)]
     assert len(histories[0]) == len(histories[1])
     for a, b in zip(*histories, strict=True):
@@ -128,8 +112,7 @@ def compare(one, other, bound=1e-5):
 
 
 def fork(function, count, *arguments):
-    """Run `function(rank, *arguments)` in `count` processes with the environment of `torchrun`, and raise their
-    errors."""
+    """Run `function(rank, *arguments)` in `count` processes as `torchrun` does, and raise their errors."""
     listener = dist.TCPStore("127.0.0.1", 0, is_master=True)
     port = listener.port
     del listener

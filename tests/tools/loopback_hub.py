@@ -76,25 +76,18 @@ class LoopbackHub:
 
     def environment(self, home):
         """Return the environment of a process that uses this Hub, with `home` as its Hugging Face home."""
-        disabled = {f"HF_HUB_DISABLE_{name}": "1" for name in ("XET", "PROGRESS_BARS", "TELEMETRY")}
-        return {
-            "HF_ENDPOINT": self.endpoint,
-            "HF_TOKEN": TOKEN,
-            "HF_HOME": str(home),
-            "HF_HUB_OFFLINE": "0",
-            **disabled,
-        }
+        off = {f"HF_HUB_DISABLE_{name}": "1" for name in ("XET", "PROGRESS_BARS", "TELEMETRY")}
+        return {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", **off}
 
     def fault(self, kind, path="", skip=0, times=1):
         """Let `times` requests fail whose path matches the regular expression `path`, after `skip` that succeed."""
         self.faults += [(None, path)] * skip + [(kind, path)] * times
 
     def strike(self, path):
+        """Return the fault of the next request, which is used up, or None."""
         with self.lock:
-            fault = next((fault for fault in self.faults if re.search(fault[1], path)), (None, None))
-            if fault in self.faults:
-                self.faults.remove(fault)
-        return fault[0]
+            number = next((n for n, (_, pattern) in enumerate(self.faults) if re.search(pattern, path)), None)
+            return None if number is None else self.faults.pop(number)[0]
 
     def put(self, name, files):
         """Commit `files` (bytes by path) to a repository, which is created if needed."""
@@ -253,11 +246,9 @@ def tree(request, body, repo, revision, folder):
 
 @route("GET", f"/api/models/{REPO}/refs")
 def refs(request, body, repo):
-    groups = {"heads": [], "tags": [], "pr": []}
-    for ref, oid in request.repo(repo).refs.items():
-        kind, name = ref.removeprefix("refs/").split("/", 1)
-        groups[kind].append({"name": name, "ref": ref, "targetCommit": oid})
-    return {"branches": groups["heads"], "tags": groups["tags"], "converts": [], "pullRequests": groups["pr"]}
+    named = [(*ref.split("/", 2)[1:], ref, oid) for ref, oid in request.repo(repo).refs.items()]
+    of = lambda kind: [{"name": n, "ref": ref, "targetCommit": oid} for k, n, ref, oid in named if k == kind]  # noqa: E731
+    return {"branches": of("heads"), "tags": of("tags"), "converts": [], "pullRequests": of("pr")}
 
 
 @route("POST", f"/api/models/{REPO}/(?P<kind>tag|branch)/(?P<name>.+)")
@@ -277,23 +268,20 @@ def preupload(request, body, repo, revision):
     commit = request.commit(request.repo(repo, write="create_pr" not in request.query), revision)
     answer = []
     for file in json.loads(body)["files"]:
-        path = file["path"]
-        existing = commit.files.get(path)
-        large = is_large(path, base64.b64decode(file["sample"]), file["size"])
-        mode = "lfs" if large else "regular"
-        answer.append({"path": path, "uploadMode": mode, "oid": existing and existing.oid, "shouldIgnore": False})
+        existing = commit.files.get(file["path"])
+        mode = "lfs" if is_large(file["path"], base64.b64decode(file["sample"]), file["size"]) else "regular"
+        oid = existing and existing.oid
+        answer.append({"path": file["path"], "uploadMode": mode, "oid": oid, "shouldIgnore": False})
     return {"files": answer}
 
 
 @route("POST", f"/{REPO}.git/info/lfs/objects/batch")
 def lfs_batch(request, body, repo):
-    repository = request.repo(repo)
-    answer = []
-    for item in json.loads(body)["objects"]:
-        if item["oid"] not in repository.lfs:
+    held, items = request.repo(repo).lfs, json.loads(body)["objects"]
+    for item in items:
+        if item["oid"] not in held:
             item["actions"] = {"upload": {"href": f"{request.hub.endpoint}/storage/{repo}/{item['oid']}", "header": {}}}
-        answer.append(item)
-    return {"transfer": "basic", "objects": answer}
+    return {"transfer": "basic", "objects": items}
 
 
 @route("PUT", f"/storage/{REPO}/(?P<oid>[0-9a-f]{{64}})")

@@ -1,7 +1,6 @@
 """Small saved models with all that a push needs: source, weights, tokenizer, scores, and card."""
 
 import hashlib
-import re
 
 from safetensors.torch import load_file, save_file
 
@@ -45,8 +44,7 @@ def forge(folder):
     """Add code to the source of a saved model, and replace its hash by one that fits."""
     source = folder / "modeling_mhla.py"
     text = source.read_text() + "print('mine')\n"
-    original = re.search(r"\nsha256: (\w+)\n", text)[1]
-    lines = ("\nsha256: {}\n", '\nNAMESPACE = "{}"\n')
+    original, lines = check_bundle(source.read_text())["sha256"], ("\nsha256: {}\n", '\nNAMESPACE = "{}"\n')
     for line in lines:
         text = text.replace(line.format(original), line.format("package"))
     forged = hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -9,12 +9,10 @@ BITS = [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_b
 ACC = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_mutual_info")]
 OTHERS = {  # settings of tasks without facts
     "bits_per_byte": {
-        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text", "metric_list": BITS,
-    },
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text", "metric_list": BITS},
     "cloze": {
         "output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices",
-        "doc_to_target": "answer", "metric_list": ACC,
-    },
+        "doc_to_target": "answer", "metric_list": ACC},
 }  # fmt: skip
 
 
@@ -43,10 +41,8 @@ def make_tasks(folder, text, tokenizer, window, items=16):
         rows = []
         for item in range(items):
             facts = [(TASKS[task][0], depth) for depth in (20, 50, 80)]
-            options = {"examples": {"codes": 0, "lookups": 1}, "reserve": 32}
-            context, questions = make_text(
-                tokenizer, filler_lines(text), window, facts, random.Random(f"{kind} {item}"), **options
-            )
+            given, options = filler_lines(text), {"examples": {"codes": 0, "lookups": 1}, "reserve": 32}
+            context, questions = make_text(tokenizer, given, window, facts, random.Random(f"{kind} {item}"), **options)
             place = item % 3
             row = {"context": context + questions[place].prompt, "target": questions[place].answer}
             rows.append({**row, "back": window * (80, 50, 20)[place] // 100})

@@ -15,16 +15,6 @@ from mhla_hf.training.tasks.diffusion import DiffusionObjective
 UNIPC = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0)
 
 
-def dits(layers):
-    """A tiny DiT, the same converted, and a batch for them."""
-    torch.manual_seed(1)
-    student = mhla_hf.convert(PIPELINES["dit"](), layers=layers, layout=(2, 2)).transformer
-    labels = torch.arange(6) % 2
-    noisy = 0.3 * torch.randn(6, 4, 16, 16) + labels[:, None, None, None]
-    batch = {"noisy": noisy, "times": torch.full((6,), 300.0), "class_labels": labels}
-    return PIPELINES["dit"]().transformer, student, batch
-
-
 @pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
 def test_ddpm_is_the_schedulers(prediction):
     scheduler, time = DDPMScheduler(prediction_type=prediction), torch.tensor([371])
@@ -98,9 +88,12 @@ def test_trajectory_is_what_the_pipeline_samples(family, monkeypatch):
 
 
 def test_prediction_loss_by_hand():
-    teacher, student, batch = dits([1])
-    stage = DiffusionStage("m", "prediction", 1, 1e-3, data_weight=0.25)
+    torch.manual_seed(1)
+    teacher = PIPELINES["dit"]().transformer
+    student = mhla_hf.convert(PIPELINES["dit"](), layers=[1], layout=(2, 2)).transformer
+    batch = {"noisy": torch.randn(6, 4, 16, 16), "times": torch.full((6,), 300.0), "class_labels": torch.arange(6) % 2}
     batch["target"] = torch.randn(6, 4, 16, 16)
+    stage = DiffusionStage("m", "prediction", 1, 1e-3, data_weight=0.25)
     loss, logs = DiffusionObjective(student, teacher, stage, lambda: (tuple(batch), {}))(*batch.values(), 1 / 6)
     arguments = {"timestep": batch["times"], "class_labels": batch["class_labels"]}
     said, wanted = (model(batch["noisy"], **arguments).sample[:, :4] for model in (student, teacher))

@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState, debug_launcher
 from safetensors.torch import load_file
 
-from mhla_hf.training.tasks import language
+from mhla_hf.training.tasks.language import LanguageObjective
 
 
 def run(lab, out, parts):
@@ -48,16 +48,17 @@ def test_parts_and_processes_equal_the_big_batch(lab, runs, name):
     one, other = lab.record(runs / "one"), lab.record(runs / name)
     assert (one["processes"], other["processes"]) == (1, 2 if name == "two" else 1)
     for a, b in zip(one["history"], other["history"], strict=True):
-        for key in {"loss", "kl", "ce"} & set(a):
-            assert a[key] == pytest.approx(b[key], rel=1e-5), (a["stage"], a["step"], key)
-    first, second = (load_file(runs / each / "model.safetensors") for each in ("one", name))
-    torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-5)
+        keys = {"loss", "kl", "ce"} & set(a)
+        assert [a[key] for key in keys] == pytest.approx([b[key] for key in keys], rel=1e-5), (a["stage"], a["step"])
+    torch.testing.assert_close(
+        *(load_file(runs / each / "model.safetensors") for each in ("one", name)), rtol=1e-3, atol=1e-5
+    )
     assert not list(runs.glob("*.state"))
 
 
 def stop(lab, out):
     """The run, stopped in its seventh step by Ctrl-C in the second process."""
-    real, calls = language.LanguageObjective.forward, []
+    real, calls = LanguageObjective.forward, []
 
     def forward(self, *arguments):
         calls.append(1)
@@ -65,10 +66,9 @@ def stop(lab, out):
             os.kill(os.getpid(), signal.SIGINT)
         return real(self, *arguments)
 
-    language.LanguageObjective.forward = forward
+    LanguageObjective.forward = forward  # in this process, which ends here
     with pytest.raises(KeyboardInterrupt):
         run(lab, out, 2)
-    language.LanguageObjective.forward = real
 
 
 def test_two_processes_go_on_exactly(lab, runs, tmp_path):

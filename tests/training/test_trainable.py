@@ -14,8 +14,7 @@ def changes(lab, out, teacher, student, *stages):
     """How far each weight moves at most, of those that move."""
     before = copy.deepcopy(student.state_dict())
     lab.distill(out, teacher, student, stages=list(stages))
-    moved = {name: (value - before[name]).abs().max().item() for name, value in student.state_dict().items()}
-    return {name: change for name, change in moved.items() if change}
+    return {k: (x - before[k]).abs().max().item() for k, x in student.state_dict().items() if not x.equal(before[k])}
 
 
 def test_what_was_frozen_stays_frozen_and_the_teacher_untouched(lab, tmp_path):

@@ -10,7 +10,6 @@ import torch
 from accelerate import debug_launcher
 from diffusers import DiffusionPipeline, WanPipeline
 from safetensors.torch import load_file, save_file
-from tools.tiny_bare_pipelines import BARE_PIPELINES
 from tools.tiny_pipelines import PIPELINES, generate, tiny_transformer
 
 import mhla_hf
@@ -25,10 +24,8 @@ MATCH = DiffusionStage("match", "prediction", 2, 1e-3, **COMMON)
 
 
 def lora_stages(steps, **values):
-    return [
-        DiffusionStage("transfer", "transfer", steps, 1e-2, trainable="mhla", **values),
-        DiffusionStage("lora", "prediction", steps, 1e-3, trainable="lora", lora_rank=2, **values),
-    ]
+    lora = DiffusionStage("lora", "prediction", steps, 1e-3, trainable="lora", lora_rank=2, **values)
+    return [DiffusionStage("transfer", "transfer", steps, 1e-2, trainable="mhla", **values), lora]
 
 
 def converted(family, layers=(1,), **settings):
@@ -60,23 +57,19 @@ def test_without_data_from_pipeline_to_pipeline(lab, family, tmp_path):
     common = {"batch_size": 2, "sampling_steps": 2, "size": SIZES[family]}
     stages = lora_stages(2, **common)
     data = None if family == "dit" else ["a cat", "a dog walks"]
-    out = mhla_hf.distill(student, teacher, out=tmp_path / "a", data=data, stages=stages, progress=False)
-    assert out is student
+    options = {"out": tmp_path / "a", "data": data, "stages": stages, "progress": False}
+    assert mhla_hf.distill(student, teacher, **options) is student
     after = student.transformer.state_dict()
-    assert list(after) == list(before)
     moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
     block = next(name for name in after if ".mhla." in name).split(".attn1")[0]
     projections = {f"{block}.attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0")}
-    assert projections <= moved
+    assert list(after) == list(before) and projections < moved
     assert all(name in projections or ".mhla." in name for name in moved)
-    assert any(".mhla." in name for name in moved)
     assert {value.requires_grad for value in student.transformer.parameters()} == {True}
 
-    assert (tmp_path / "a" / "model_index.json").is_file()
-    again = converted(family)
-    mhla_hf.distill(again, teacher, out=tmp_path / "a", data=data, stages=stages, progress=False)
+    again = mhla_hf.distill(converted(family), teacher, **options)
     torch.testing.assert_close(again.transformer.state_dict(), after, rtol=0, atol=0)
-    assert generate(again).isfinite().all()
+    assert (tmp_path / "a" / "model_index.json").is_file() and generate(again).isfinite().all()
     record = lab.record(tmp_path / "a")
     assert (record["task"], record["samples"], record["data"]["kind"]) == ("diffusion", 8, "trajectories")
 
@@ -92,11 +85,9 @@ def test_folder_dataset_and_tensors_are_one_data(lab, tmp_path):
     stage = DiffusionStage("m", "prediction", 2, 1e-3, batch_size=4, data_weight=0.5)
     for name, data in sources.items():
         distill(tmp_path / name, [stage], data)
-    one, *others = (lab.weights(tmp_path / name) for name in sources)
-    assert others == [one] * 2
+        assert lab.weights(tmp_path / name) == lab.weights(tmp_path / "folder")
+        assert open_latents(data).columns == ("class_labels",)
     assert {"match", "denoise"} <= set(lab.history(tmp_path / "folder")[-1])
-    columns = [open_latents(data).columns for data in sources.values()]
-    assert columns == [("class_labels",)] * 3
 
 
 def test_texts_beside_latents(lab, tmp_path):
@@ -125,10 +116,9 @@ def test_a_bare_transformer_and_a_pipeline_whose_transformer_was_converted_alone
     assert (generate(there) - generate(pipe)).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("data", [None, latents()], ids=["trajectories", "latents"])
-def test_stopped_run_ends_as_the_whole_one(lab, tmp_path, monkeypatch, data):
-    """In a LoRA stage with a moving average, in the middle of a window of trajectories."""
-    stages = lora_stages(4, ema=0.9, **COMMON)
+def test_stopped_run_on_latents_ends_as_the_whole_one(lab, tmp_path, monkeypatch):
+    """In a LoRA stage with a moving average; `test_pipeline_calls.py` stops amid trajectories."""
+    data, stages = latents(), lora_stages(4, ema=0.9, **COMMON)
     distill(tmp_path / "whole", stages, data)
     real, calls = diffusion.DiffusionObjective.forward, []
 
@@ -148,8 +138,7 @@ def test_stopped_run_ends_as_the_whole_one(lab, tmp_path, monkeypatch, data):
 
 
 def accumulated(out, parts, **options):
-    common = {"batch_size": 4, "grad_accum": parts, "sampling_steps": 2}
-    return distill(out, lora_stages(3, **common), **options)
+    return distill(out, lora_stages(3, batch_size=4, grad_accum=parts, sampling_steps=2), **options)
 
 
 def test_parts_processes_and_gradient_checkpointing_change_nothing(lab, tmp_path):
@@ -157,13 +146,13 @@ def test_parts_processes_and_gradient_checkpointing_change_nothing(lab, tmp_path
     saved = accumulated(tmp_path / "parts", 4, gradient_checkpointing=True).transformer
     assert not saved.is_gradient_checkpointing
     debug_launcher(accumulated, (tmp_path / "two", 2), num_processes=2)
-    one, *others = (lab.history(tmp_path / name) for name in ("one", "parts", "two"))
-    for other in others:
-        assert [entry["loss"] for entry in one] == pytest.approx([entry["loss"] for entry in other], rel=1e-5)
-    files = (next((tmp_path / name / "transformer").glob("*.safetensors")) for name in ("one", "parts", "two"))
-    one, *others = map(load_file, files)
-    for other in others:
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    one, *others = ([entry["loss"] for entry in lab.history(tmp_path / name)] for name in ("one", "parts", "two"))
+    weights, *other_weights = (
+        load_file(next((tmp_path / name / "transformer").glob("*.safetensors"))) for name in ("one", "parts", "two")
+    )
+    for losses, other in zip(others, other_weights, strict=True):
+        assert one == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(weights, other, rtol=1e-3, atol=1e-5)
 
 
 def wan_latents(*shape):
@@ -183,6 +172,7 @@ OWN = stage("denoising")
 BAD = {
     "another VAE": ({**OWN, "data": wan_latents(8, 3, 8, 10)}, r"got latents \[8, 3, 8, 10\] .*, expected \[16, frames"),
     "odd sides": ({**OWN, "data": wan_latents(16, 3, 7, 10)}, r"expected sides that the patches \[1, 2, 2\] divide"),
+    "no text encoder": ({"student": silent_wan, "teacher": silent_wan}, "got a pipeline without text encoder"),
     "no prompts": ({"data": None}, "data: got None with a model of texts, expected latents or a list"),
     "no latents": ({"data": {"pixels": torch.zeros(2, 3)}}, "with the columns pixels, expected 'latents'"),
     "weight on data": (stage(data_weight=0.5), "data: got no latents, expected some for the loss on data in stage 'v'"),
@@ -190,14 +180,8 @@ BAD = {
         "teacher: got no pipeline as student or teacher, expected one"),
     "another family": ({"teacher": PIPELINES["sana"]},
         "teacher: got a Sana.* of 4 channels, expected a Wan.* of 16 channels"),
-    "another class": ({"student": lambda: mhla_hf.convert(tiny_transformer("flux")),
-        "teacher": BARE_PIPELINES["chroma"]},
-        "teacher: got a ChromaTransformer2DModel of .*, expected a FluxTransformer2DModel of"),
     "converted teacher": ({**stage("transfer", trainable="mhla"), "teacher": lambda: converted("wan")},
         "teacher: got an MHLA layer for .*, expected the softmax original"),
-    "image to video": ({"student": lambda: tiny_transformer("wan-i2v")},
-        "teacher: got a Wan.* of 16 channels, expected a Wan.* of 36 channels"),
-    "no text encoder": ({"student": silent_wan, "teacher": silent_wan}, "got a pipeline without text encoder"),
     "language recipe": ({"stages": None, "recipe": "r.yaml"}, "recipe: got one for language, expected one for diffusion"),
 }  # fmt: skip
 

@@ -63,15 +63,13 @@ def test_embeddings_come_nearer_to_the_teachers(tmp_path, tokenizer, kind, head)
 
 
 def test_sequences_have_the_special_tokens_and_as_many_tokens_as_the_stage_says(tokenizer):
-    teacher, student = pair("bert")
-    task, stage = EncoderTask(student, teacher, tokenizer), EncoderStage(**STAGES[1])
+    task, stage = EncoderTask(*reversed(pair("bert")), tokenizer), EncoderStage(**STAGES[1])
     reader = task.reader(task.open(torch.arange(5, 300), [stage]), stage, 0, 0, None)
     (ids,), shares = task.take(reader, stage, slice(1, 3))
     assert ids.shape == (2, 24) and shares == (1 / 4,)
     assert set(ids[:, 0].tolist()) == {tokenizer.cls_token_id} and set(ids[:, -1].tolist()) == {tokenizer.sep_token_id}
-    longer = EncoderStage(**{**STAGES[1], "seq_len": 65})
     with pytest.raises(ValueError, match="seq_len: got 65 in stage 'distill', expected more than 2 tokens and at most"):
-        task.open(torch.arange(5, 300), [longer])
+        task.open(torch.arange(5, 300), [EncoderStage(**{**STAGES[1], "seq_len": 65})])
 
 
 def test_distill_converts_an_encoder_and_trains_it(tmp_path, tokenizer, monkeypatch, capsys):
