@@ -262,8 +262,7 @@ def turn_mhla_off(student: Any) -> None:
 
 
 def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
-    """Convert the model of a task in all ways, and measure its velocity on held-out trajectories of the softmax model.
-    Returns "errors" by start and then by size, one for each seed of a fit; "reports" of the fits; and "parameters"."""
+    """Convert the model of a task in all ways, and measure its velocity; "errors" are by start, size, and seed."""
     task = TASKS[name]
     teacher = train(task, folder / f"{name}.safetensors")
     held_out = held_out_points(task, teacher)

@@ -151,9 +151,7 @@ class BlockSoftmaxCore(nn.Module):
 
 
 def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) -> Any:
-    """Convert a teacher to one of `STUDENTS`, in eval mode. The layer of `ONE_KEPT` that keeps softmax is that whose
-    conversion alone changes the velocity most. In `LOCAL`, tokens attend by softmax to those of their own block and of the
-    text, if it has one."""
+    """Convert a teacher to one of `STUDENTS`, in eval mode; in `LOCAL`, tokens attend to their own block and the text."""
     start = {PLAIN: grids.LINEAR_CALIBRATED, LOCAL: grids.LOCALITY}.get(name, grids.CALIBRATED)
     student = grids.convert_or_load(task, teacher, start, seed, folder)
     if name == ONE_KEPT:
@@ -168,8 +166,7 @@ def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) ->
 
 
 def make_row(job: Row, folder: Path) -> Row:
-    """Distill and judge one student, or judge the teacher or real digits. Returns the job with "recognized", the share by
-    size; of a student also "errors", [before, after] distillation by size."""
+    """Distill and judge one student, or judge the teacher or real digits: the "recognized" share, and "errors", by size."""
     task, seed, recipe = TASKS[job["task"]], job["seed"], Recipe(*(job[key] for key in Recipe._fields))
     teacher, judge, pool = prepare(job["task"], recipe, seed, folder)
     row: Row = {**job, "recognized": {}}

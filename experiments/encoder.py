@@ -104,8 +104,7 @@ def sts_score(model: Any, tokenizer: Any, pairs: Sequence[Mapping[str, Any]]) ->
 
 
 def embed_passages(model: Any, tokenizer: Any, path: str | Path) -> dict[int, torch.Tensor]:
-    """Return the normalized embeddings `[N, width]` of evenly spaced passages of a text, by their length. Each passage is
-    between the tokenizer's special tokens."""
+    """Return the normalized embeddings `[N, width]` of evenly spaced passages of a text, by their length."""
     text = Path(path).read_text(encoding="utf-8")
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     special = special_tokens(tokenizer)

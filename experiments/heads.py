@@ -57,8 +57,7 @@ load_tokenizer = functools.partial(AutoTokenizer.from_pretrained, trust_remote_c
 
 
 def fit(arguments: Mapping[str, Any], form: str, seed: int) -> dict[str, Any]:
-    """Fit a form with its gates, or load it from the file of an earlier call; the seed selects passages of the text. Returns
-    "mhla" (state dict of the MHLA parameters), "gates" ({layer: [gate of each KV head]}), and "seconds"."""
+    """Fit a form with its gates, or load it from the file of an earlier call; the seed selects passages of the text."""
     file = Path(arguments["work"]) / f"{form.replace(' ', '-').replace(',', '')}-{seed}.pt"
     if file.exists():
         return torch.load(file)
@@ -128,9 +127,8 @@ def window_model(model: Any, softmax_heads: Mapping[Any, list[int]], **settings:
 def count_bytes(
     model_folder: str | Path, settings: Mapping[str, Any], heads: int, is_far_on: bool
 ) -> dict[str, dict[str, int]]:
-    """Count the bytes of one sequence's cache in bf16 at the numbers of tokens in `BYTES_AT`, at most the model's positions.
-    `heads` KV heads keep softmax; if the far part is off, neither its summaries nor rotations are counted. Returns "bytes"
-    and, with softmax in all heads, "whole_bytes", each by the number of tokens, as a string."""
+    """Count the bytes of one sequence's cache in bf16 at `BYTES_AT` tokens, if `heads` KV heads keep softmax, and if all do.
+    If the far part is off, neither its summaries nor rotations are counted."""
     config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -150,9 +148,7 @@ def count_bytes(
 
 
 def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
-    """Make or load the model of a job, and evaluate it on the job's text. A job has "form" (a key of `FORMS`, or the name of
-    a folder), "heads", "seed", and "text" (the name of a file). Returns it with "far" (whether the far part is on),
-    "softmax_heads", "seconds" of the fit, and what `count_bytes` and `judge` return."""
+    """Make or load the model of a job ("form", "heads", "seed", and "text"), and evaluate it on the job's text."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     made_as: Row
@@ -181,9 +177,8 @@ TeacherStates = dict[tuple[int, str], list[torch.Tensor]]  # by length, and "pla
 
 @torch.no_grad()
 def rows_and_states(arguments: Mapping[str, Any], text: str) -> tuple[dict[int, torch.Tensor], TeacherStates]:
-    """Cut a text file into rows without overlap, from its token 2,048 on: token ids, int64 `[N, length]`, by length. Compute
-    the original's last hidden states of each row ("plain"), and of each row whose second half is replaced by its first
-    ("repeated"), or load them from the file of an earlier call."""
+    """Cut a text file into rows `[N, length]` by length, and compute the original's last hidden states of each ("plain"),
+    and of its first half twice ("repeated"), or load them from the file of an earlier call."""
     ids = load_tokenizer(arguments["model"])(read_text(text), return_tensors="pt", verbose=False).input_ids[0]
     rows = {}
     first = 2048
@@ -214,9 +209,8 @@ def hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def judge(model: Any, rows: Mapping[int, torch.Tensor], teacher: TeacherStates) -> dict[str, Any]:
-    """Compare a model with its original, given what `rows_and_states` returns. Returns "places", with [KL to the
-    original in nats, perplexity, the original's perplexity] by the keys of `PLACES`, and "recall", with [recall, the
-    original's recall] by the length of the rows, as a string."""
+    """Compare a model with its original: "places" has [KL in nats, perplexity, the original's perplexity] by `PLACES`, and
+    "recall" [recall, the original's recall] by the length of the rows."""
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in PLACES}  # of KL and both losses, and their number
     recall = {}
     for length, group in rows.items():
@@ -238,8 +232,7 @@ def judge(model: Any, rows: Mapping[int, torch.Tensor], teacher: TeacherStates) 
 
 
 def compare(model: Any, ids: torch.Tensor, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Compare the predictions of a model for each next token with the original's, given both last hidden states. Returns KL
-    to the original, loss, and the original's loss, in nats: fp64 `[T - 1, 3]`."""
+    """Return KL to the original, loss, and the original's loss, in nats, of each next token: fp64 `[T - 1, 3]`."""
     head = model.get_output_embeddings()
     parts = []
     for first in range(0, len(ids) - 1, PART):
@@ -311,8 +304,7 @@ def main() -> None:
 
 
 def write_adapter(arguments: Mapping[str, Any], job: Row, folder: str) -> None:
-    """Save as an adapter, in bf16, what the model of a job has learned, and the KV heads that keep softmax. What
-    distillation changed in the weights of the original becomes LoRA."""
+    """Save the model of a job as an adapter in bf16; what distillation changed in the original's weights becomes LoRA."""
     if job["form"] in FORMS:
         model, fitted = converted(arguments, job)
         gates = {str(layer): [round(x, 3) for x in values] for layer, values in fitted["gates"].items()}

@@ -108,9 +108,8 @@ def feed(model: Any, cache: Any, ids: torch.Tensor, start: int) -> torch.Tensor:
 def judge(
     model: Any, cache: Any, after: torch.Tensor, copied: torch.Tensor, start: int, teacher: torch.Tensor | None = None
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """Measure how well a model continues from the cache of a prompt with `start` tokens. `teacher` has the logits of `after`
-    with the full cache, and is None if this is the full cache. Returns "kl", "recall", and the logits of `after`, `[512,
-    V]`."""
+    """Measure how well a model continues from the cache of a prompt; `teacher` has the logits with the full cache. Returns
+    "kl" and "recall", and the logits of `after`, `[512, V]`."""
     logits = feed(model, cache, after, start)
     copy_losses = F.cross_entropy(feed(model, cache, copied, start)[:-1], copied[1:], reduction="none")
     kl = 0.0 if teacher is None else divergence(teacher, logits)
@@ -122,9 +121,8 @@ def tensor_bytes(cache: Any) -> int:
 
 
 def press_rows(model: Any, parts: RowParts, keep: Fraction, names: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yield names and measures of the full cache and of presses that keep a share of it, for what `row_parts` returns. The
-    presses are set as in kvpress' own evaluation. One that masks entries instead of removing them stores them in the
-    attention layers; these count as removed."""
+    """Yield names and measures of the full cache and of presses, set as in kvpress' own evaluation; entries that a press
+    masks instead of removing count as removed."""
     import kvpress as kv
 
     ratio = float(1 - keep)

@@ -143,9 +143,8 @@ def measure_stage(base: Any, recipe: Recipe, stage: Any) -> dict[str, int]:
 
 
 def measure_samples(base: Any, recipe: Recipe, stage: Any, count: int) -> dict[str, int]:
-    """Return the bytes of a stage in one of `recipe.processes` processes, over which FSDP2 shards all weights. "states" are
-    weights, gradients, moments, average, and teacher, with the blocks that FSDP2 gathers; "peak" adds what a micro-batch
-    allocates; "disk" are the states that a run keeps."""
+    """Return the bytes of a stage in one process: "states" are weights, gradients, moments, average, and teacher, with the
+    blocks that FSDP2 gathers; "peak" adds what a micro-batch allocates; "disk" are the states that a run keeps."""
     with contextlib.ExitStack() as stack:
         with torch.device("meta"):
             task = make_task(base, recipe, stage)

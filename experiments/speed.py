@@ -83,8 +83,7 @@ def fill_cache(model: Any, length: int, batch: int, num_new_tokens: int) -> Stat
 def measure_decoding(
     models: Mapping[str, Any], length: int, batch: int, rounds: int | None = None, is_compiled: bool = True
 ) -> dict[str, dict[str, float]]:
-    """Measure one decoding step of a batch after `length` tokens; the models take turns for `rounds` (default: `ROUNDS`).
-    Returns "next token" (milliseconds, in the fastest round) and "bytes" (of weights and cache) by model."""
+    """Measure one decoding step after `length` tokens: "next token" (ms) and "bytes" (of weights and cache) by model."""
     torch.compiler.reset()
     costs: dict[str, dict[str, float]] = {}
     calls: dict[str, Callable[..., Any]] = {}

@@ -117,8 +117,7 @@ def measure_in_vllm(
 
 
 def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches: Sequence[int]) -> dict[str, Any]:
-    """Measure models, first in transformers, whose classes vLLM changes, and then in vLLM. Returns "scores" by model, engine
-    and measure, "requests" by model and length, and "speed" as rows."""
+    """Measure models, first in transformers, whose classes vLLM changes, and then in vLLM."""
     tokenizer = AutoTokenizer.from_pretrained(next(iter(folders.values())), trust_remote_code=False)
     text = tokenizer(text_file.read_text(encoding="utf-8")).input_ids
     rows: dict[str, list[list[int]]] = {}

@@ -41,22 +41,3 @@ def test_imports_point_down():
             if own != "" and floor_of(room) >= floor_of(own):
                 climbing.add((path.name, room))
     assert climbing == set()
-
-
-def test_no_module_imports_itself_in_a_circle():
-    graph = {}
-    for path in PACKAGE.rglob("*.py"):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-        graph[name] = set(imported_modules(path)) - {name}
-    done, open_names = set(), []
-
-    def visit(name):
-        assert name not in open_names, " -> ".join([*open_names, name])
-        if name in graph and name not in done:
-            open_names.append(name)
-            for target in graph[name]:
-                visit(target)
-            done.add(open_names.pop())
-
-    for name in graph:
-        visit(name)

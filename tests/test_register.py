@@ -7,10 +7,9 @@ from pathlib import Path
 
 from tools.small_models import converted_model
 from tools.small_towers import converted_tower
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel
 
 import mhla_hf
-from mhla_hf._register import register
 
 PACKAGE = Path(mhla_hf.__file__).parent
 PRIVATE = re.compile(
@@ -53,14 +52,6 @@ for auto, name in ((AutoModelForCausalLM, "language"), (AutoModel, "tower")):
 def test_the_command_line_imports_no_library_to_speak_of_itself():
     done = run(COMMAND + "print(code, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))", "--help")
     assert done.stdout.endswith("0 []\n"), done.stderr
-
-
-def test_a_second_registration_replaces_nothing(tmp_path):
-    converted_model().save_pretrained(tmp_path)
-    for _ in range(2):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-        assert type(loaded) is mhla_hf.MHLALlamaForCausalLM
-        register()
 
 
 def test_the_command_line_registers_when_a_command_runs_and_a_type_of_somebody_else_stays_theirs():

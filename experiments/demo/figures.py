@@ -11,9 +11,7 @@ MODEL_COLORS = ("teacher", "mhla", "linear", "control")
 
 
 def plot_journey(path: Path, results: Mapping[str, Any], measured: Mapping[str, Any], bin_size: int) -> None:
-    """Plot perplexity by position, a map of the heads, and cache and decoding time by length, of a real model. `results` is
-    the content of the demo's results.json, `measured` that of the converted model's `config.mhla_measured`, and `bin_size`
-    the positions per mean of the losses."""
+    """Plot perplexity by position, a map of the heads, and cache and decoding time by length, of a real model."""
     colors = dict(zip(results["models"], map(COLORS.__getitem__, MODEL_COLORS), strict=True))
     with drawing(path, 2, 2, figsize=(12, 7.6)) as (_, ((quality, heads), (cache, time))):
         for name, scores in results["models"].items():
@@ -53,8 +51,7 @@ def plot_gains(
     path: Path, time: Mapping[int, Sequence[float]], cache: Mapping[int, Sequence[float]],
     quality: Mapping[str, Mapping[str, float]], titles: Sequence[str],
 ) -> None:  # fmt: skip
-    """Plot milliseconds of a token and bytes of the cache, (softmax, MHLA) by length, and perplexity by position. `quality`
-    has the perplexities of each model, of softmax and MHLA first; `titles` are those of the three panels."""
+    """Plot milliseconds of a token and bytes of the cache, (softmax, MHLA) by length, and perplexity by position."""
     with drawing(path, 1, 3, figsize=(11.5, 3.8), width_ratios=(1, 1, 1.15)) as (_, ((left, middle, right),)):
         mebibytes = {length: [value / 2**20 for value in pair] for length, pair in cache.items()}
         for axes, values, title, unit in ((left, time, titles[0], "ms"), (middle, mebibytes, titles[1], "MiB")):

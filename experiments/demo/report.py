@@ -37,8 +37,7 @@ def collect(
     folders: Mapping[int, Mapping[str, Path]], bits: Mapping[int, Mapping[str, float]], description: Mapping[str, Any],
     command: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Compute the content of results.json from the folders of the models, the teacher's first, and bits per byte, by seed.
-    `description` has further entries, which say which model was trained on which text."""
+    """Compute the content of results.json from the folders of the models, and bits per byte, by seed."""
     by_seed = {seed: _measure(models, bits[seed]) for seed, models in folders.items()}
     models: dict[str, dict[str, Any]] = {}
     for model, measures in next(iter(by_seed.values())).items():

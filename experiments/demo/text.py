@@ -17,8 +17,7 @@ PARAGRAPH = re.compile(r"\n\s*\n")
 
 
 def read_text(text: str | Path | None = None) -> tuple[str, str]:
-    """Read a text file, a folder of them, or the column "text" of a dataset, at most its first five million characters. None
-    is the Python language reference (`pydoc_data.topics`). Returns the text, and its name."""
+    """Read a file, a folder, the column "text" of a dataset, or (None) the Python language reference: the text, its name."""
     if text is None:
         from pydoc_data.topics import topics
 
@@ -49,9 +48,7 @@ def read_text(text: str | Path | None = None) -> tuple[str, str]:
 
 
 def hold_out(text: str) -> tuple[str, str]:
-    """Split a text into a part to train on, and a held-out part: the last 7 %, at most 40,000 characters. Paragraphs that
-    are in the training part as well, whatever their line breaks, are removed from it. The language reference repeats some
-    (12 % of its end), and a model must not be judged on what it was trained on."""
+    """Split a text into a part to train on, and a held-out part, its end without the paragraphs that are in the first."""
     cut = max(int(len(text) * (1 - HELD_OUT_SHARE)), len(text) - MAX_HELD_OUT)
     paragraph_end = text.find("\n\n", cut, cut + 2_000)
     cut = paragraph_end + 2 if paragraph_end >= 0 else cut

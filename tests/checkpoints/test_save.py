@@ -176,7 +176,6 @@ FOREIGN = {
         "os",
         "the activation 'os.activation.Tanh', expected one",
     ),
-    "no list": ("modules.json", "idx", "index", "expected a modules.json that can be read"),
 }
 
 

@@ -20,7 +20,7 @@ from mhla_hf.hub.facts import Person
 from mhla_hf.training.denoising import call
 
 SOFTMAX = [name for name in TRANSFORMERS if not name.startswith("sana")]
-LEARNS = ("dit", "wan", "sd3", "flux")
+LEARNS = ("dit", "wan", "sd3")
 
 
 def sampler(model, name):
@@ -59,8 +59,8 @@ def test_every_layer_comes_closer_and_the_base_stays(name):
     assert all(torch.equal(state[key], value) for key, value in base.items())
 
 
-@pytest.mark.parametrize("name", ["dit", "sd3"])
-def test_all_modules_of_a_core_learn_in_half_precision(name):
+def test_all_modules_of_a_core_learn_in_half_precision():
+    name = "sd3"
     model = tiny_transformer(name).bfloat16()
 
     def sample(generator):
@@ -72,12 +72,6 @@ def test_all_modules_of_a_core_learn_in_half_precision(name):
     assert core.cpe.conv.weight.dtype == core.gate.weight.dtype == torch.bfloat16
     assert core.mixing.weight.dtype == torch.float32
     assert all(x.float().abs().max() > 0 for x in (core.cpe.conv.weight, core.gate.weight))
-
-
-def test_joint_layers_read_far_tokens_from_the_start():
-    model = learned("sd3", effort=0.001)
-    balances = [holder.mhla.mixing.balance for holder in grid_layers(model).values()]
-    assert all((balance > -3).all() for balance in balances), balances
 
 
 def test_the_same_seed_gives_the_same_model():
@@ -102,11 +96,6 @@ def test_layers_that_matter_keep_softmax_and_the_record_is_saved(tmp_path):
     card = write_first_card(tmp_path, Person("me/toy", None, "mit")).read_text()
     assert f"| with softmax layers | {report['output']['kept']:.4f} |" in card
     assert f"changes the output most: {chosen}." in card
-
-
-def test_as_many_layers_keep_softmax_as_without_samples():
-    model = learned("wan", keep=None)
-    assert len(model.config.mhla["layers"]) == len(mhla_hf.convert(tiny_transformer("wan")).config.mhla["layers"])
 
 
 def test_pipelines_sample_prompts_and_labels(monkeypatch):
@@ -168,22 +157,16 @@ def tower(samples, device="cpu"):
 EDIT = "got prompts with FluxKontextPipeline, expected a function of a torch.Generator"
 CACHE = "model: got Flux2KVAttnProcessor in layer 0, expected one without a cache of reference images"
 REFUSED = {
-    "a text for a diffusion model": (lambda: learned("dit", text=["a"]), "text: got ['a'] along with samples"),
     "a language model": (lambda: mhla_hf.convert(softmax_model(), samples=["a"]), "samples: got some for Llama"),
     "linear attention": (lambda: learned("sana"), "samples: got some for SanaTransformer2DModel, whose attention"),
     "prompts without a pipeline": (lambda: mhla_hf.convert(tiny_transformer("dit"), samples=["a"]),
         "samples: got list with DiTTransformer2DModel"),
-    "no samples": (lambda: pipeline("dit", []), "samples: got list with DiTPipeline"),
-    "images for a pipeline": (lambda: pipeline("dit", torch.ones(64, 4, 8, 8)),
-        "samples: got a tensor of shape [64, 4, 8, 8] with DiTPipeline"),
     "too few images": (lambda: tower(torch.ones(3, 3, 32, 32)), "a tensor of shape [3, 3, 32, 32] with ViTModel"),
     "labels of other classes": (lambda: pipeline("dit", [1, 2000]),
         "samples: got [1, 2000] with DiTPipeline, expected labels below 10"),
-    "labels for a text": (lambda: pipeline("wan", [1]), "with WanPipeline, expected prompts"),
     "prompts for an edit": (lambda: mhla_hf.convert(kontext_pipeline(), samples=["a cat"]), EDIT),
     "a cache of images": (lambda: mhla_hf.convert(with_image_cache(tiny_transformer("flux2"))), CACHE),
     "all layers": (lambda: learned("dit", keep=2), "keep: got 2, expected 0 to 1 of the 2 layers"),
-    "no share": (lambda: learned("dit", keep="many"), "keep: got 'many', expected 0 to 1 of"),
     "no weights": (lambda: tower(torch.ones(16, 3, 32, 32), "meta"), "model: got ViTModel on the meta device, expected")
 }  # fmt: skip
 

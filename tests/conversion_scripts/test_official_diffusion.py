@@ -1,17 +1,19 @@
 """The authors' Wan and DiT checkpoints in diffusers, against their formulas written out here and diffusers' own renaming."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import DiffusionPipeline, WanTransformer3DModel
+from diffusers import DiffusionPipeline
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from official_checkpoints import main
 from official_diffusion import is_official_dit, is_official_wan, load_official_dit, load_official_wan
 from safetensors.torch import save_file
 from tools.ops_cases import distance
+from tools.small_models import refused
 from tools.tiny_pipelines import PIPELINES, generate, inputs
 
 from mhla_hf import MHLADiTTransformer2DModel, MHLAWanTransformer3DModel
@@ -146,18 +148,12 @@ def test_every_other_wan_weight_lies_where_diffusers_puts_it():
     own = model.state_dict()
     assert {key for key in own if ".mhla." not in key} == set(theirs)
     assert all(torch.equal(own[key], value) for key, value in theirs.items())
-    stock = WanTransformer3DModel(**{k: v for k, v in model.config.items() if not k.startswith(("mhla", "_"))})
-    stock.load_state_dict(theirs)
 
 
-def test_wan_layout_is_inferred_for_150_and_105_blocks():
-    for blocks, layout in ((150, [3, 5, 10]), (105, [7, 3, 5])):
-        assert load_official_wan(wan_state(blocks=blocks)).config.mhla["layout"] == layout
-
-
-def dit_state(blocks=4, side=8, softmax=(), patch=2, width=WIDTH):
-    """A checkpoint of the authors' DiT with random numbers: side x side tokens, layers in `softmax` are softmax."""
+def dit_state(blocks=4, softmax=()):
+    """A checkpoint of the authors' DiT with random numbers: 8 x 8 tokens, layers in `softmax` are softmax."""
     torch.manual_seed(0)
+    side, patch, width = 8, 2, WIDTH
     sizes = {"sample_size": side * patch, "patch_size": patch, "num_attention_heads": 1, "attention_head_dim": width}
     model = MHLADiTTransformer2DModel(num_layers=1, mhla={"layout": [1, 1]}, **sizes)
     state = {"pos_embed": model.pos_embed.pos_embed, "x_embedder.proj.weight": noise(width, 4, patch, patch)}
@@ -256,23 +252,14 @@ def test_negative_weights_stay_as_they_are():
     assert load_official_dit(dit_state(), num_heads=HEADS).config.mhla["mixing_form"] == "direct"
 
 
-def wan(state, layout=(3, 2, 5)):
-    return load_official_wan(state, layout=layout)
-
-
-def dit(state):
-    return load_official_dit(state, num_heads=HEADS)
-
-
+wan = partial(load_official_wan, layout=(3, 2, 5))
+dit = partial(load_official_dit, num_heads=HEADS)
 ONE = torch.ones(1)
-PIECES = "blocks.1.self_attn.block_attn.conv.weight"
 BAD = [
     (wan, {"put": {"blocks.1.self_attn.tau": ONE, "x.weight": ONE}}, "2 unknown keys, 'blocks.1.self_attn.tau', 'x."),
     (wan, {"drop": ["blocks.2.ffn.2.bias"]}, "got no weights for 'blocks.2.ffn.net.2.bias'"),
     (wan, {"layout": None}, "layout: got none for 30 blocks"),
     (wan, {"layout": (3, 5, 10)}, "layout: got (3, 5, 10), expected three counts whose product is the checkpoint's 30"),
-    (wan, {"put": {PIECES: torch.ones(4, 4, 1, 1)}}, "expected one shape [M, M, 1, 1] in all layers"),
-    (wan, {"put": {"blocks.1.ffn.0.weight": torch.ones(5, 5)}}, "'blocks.1.ffn.0.weight' of shape [5, 5]"),
     (dit, {"put": {"pos_embed": torch.zeros(1, 64, 24)}}, "pos_embed: got other numbers"),
 ]
 
@@ -280,11 +267,12 @@ BAD = [
 @pytest.mark.parametrize(("load", "change", "words"), BAD, ids=[words[:40] for _, _, words in BAD])
 def test_bad_checkpoints_are_one_sentence(load, change, words):
     """With keys put in, keys dropped and options of the loader."""
-    state = {**(wan_state() if load is wan else dit_state()), **change.get("put", {})}
-    state = {key: value for key, value in state.items() if key not in change.get("drop", ())}
-    with pytest.raises(ValueError) as error:
-        load(state, **{name: value for name, value in change.items() if name not in ("put", "drop")})
-    assert words in str(error.value) and str(error.value).count(". ") == 0, error.value
+    options = dict(change)
+    state = {**(wan_state() if load is wan else dit_state()), **options.pop("put", {})}
+    for key in options.pop("drop", ()):
+        del state[key]
+    with refused(words):
+        load(state, **options)
 
 
 def test_the_script_puts_a_checkpoint_into_a_pipeline(tmp_path, capsys):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.kvpress_rows import AFTER, COPY, FULL, divergence, feed, folder_rows, prefill, row_parts
+from experiments.kvpress_rows import AFTER, COPY, FULL, feed, folder_rows, prefill, row_parts
 from mhla_hf import convert
 
 LENGTH = 600
@@ -49,8 +49,3 @@ def test_the_teacher_loses_nothing(teacher):
     assert rows["same"]["kl"] == pytest.approx(0, abs=1e-6) and rows["same"]["kept"] == 1
     assert rows["same"]["recall"] == rows[FULL]["recall"]
     assert rows["converted"]["kl"] > 1e-6 and 0.5 < rows["converted"]["kept"] < 1
-
-
-def test_divergence():
-    p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-    assert divergence(p, q) == pytest.approx((0.5 * torch.tensor([2, 2 / 3]).log()).sum().item())

@@ -42,8 +42,7 @@ def test_dead_features_give_zero_not_nan(form, normalize, impl):
 
 
 @pytest.mark.parametrize(
-    "impl, dtype, mixing_dtype",
-    [("torch", torch.float64, torch.float32), ("triton", torch.float32, torch.bfloat16)],
+    "impl, dtype, mixing_dtype", [("torch", torch.float64, torch.float32), ("triton", torch.float32, torch.bfloat16)]
 )
 @pytest.mark.parametrize("form", ["causal", "own_den", "official"])
 def test_the_gradient_of_a_mixing_in_lower_precision_is_rounded_once(form, impl, dtype, mixing_dtype):
@@ -163,5 +162,5 @@ def test_frozen_inputs_and_second_derivatives(impl):
     q = x["q"].requires_grad_()
     o = mhla(q, x["k"], x["v"], x["mixing"], blocks=Blocks.sequence(20, 8), causal=True, impl=impl)
     (grad,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once" if impl == "torch" else "backward"):
+    with pytest.raises(RuntimeError, match="second derivative" if impl == "torch" else "backward"):
         grad.sum().backward()

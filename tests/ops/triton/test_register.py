@@ -93,30 +93,23 @@ def turns(number, name):
 CASES = [  # name, blocks, options
     *(("both ways", x, turns(n, x)) for n, x in enumerate(x for x in GRIDS if x != "even 3-D")),
     ("rectangular", "2-D", {"key_blocks": KEYS, "mask": True, "groups": 2, "dtype": BF16}),
-    ("rectangular", "sequence", {"key_blocks": KEYS, "normalize": False, "per_head": True, "groups": 2}),
     ("own denominator", "2-D", {"widths": (12, 20, 7), "per_head": True, "mask": True, "dtype": BF16}),
     ("official", "even 3-D", {"groups": 2, "widths": (12, 20, 7), "per_head": True, "mask": True}),
     ("causal", (37, 8), {"per_head": True}),
-    ("causal", (37, 8), {"normalize": False, "mask": True}),
-    ("causal", (150, 70), {"mask": True}),
     ("causal", (200, 130), {"per_head": True}),
     ("dtypes", (37, 8), {"dtypes": (F32, F32, BF16), "causal": True}),
     ("dtypes", (37, 8), {"dtypes": (F16, F16, F32), "normalize": False, "causal": True}),
-    ("dtypes", (37, 8), {"dtypes": (BF16, F32, F32)}),
     # with few blocks the mixing's gradient is small beside the terms it is the difference of
     ("causal", (37, 6), {"dtype": BF16}),
     ("causal", (160, 40), {"normalize": False, "mask": True, "dtype": F16}),
     # six blocks: with two, causal and normalized, one number is all of the mixing's gradient, mostly rounding
-    ("causal", (11, 2), {"widths": (64, 64), "heads": 1}),
     ("causal", (11, 2), {"widths": (17, 33), "heads": 1, "dtype": F16}),
     ("widths", (11, 2), {"widths": (1, 1), "heads": 1, "normalize": False}),
     ("causal", (6, 2), {"widths": (128, 256), "heads": 1, "dtype": BF16, "normalize": False}),
     ("causal", (21, 8), {"starts": (0, 7, 21), "widths": (12, 20, 5)}),
-    ("causal", (100, 70), {"starts": (11, 100), "normalize": False, "per_head": True, "widths": (5, 33)}),
     ("causal", (45, 8), {"starts": (11, 45), "heads": 1, "dtype": BF16, "mask": True}),
     ("causal", (60, 8), {"cu_seqlens": (0, 20, 20, 37, 60), "widths": (12, 20, 7)}),
     ("causal", (230, 70), {"cu_seqlens": (0, 20, 20, 115, 230), "normalize": False, "per_head": True, "dtype": F16}),
-    ("causal", (24, 6), {"heads": 6, "groups": 2, "widths": (5, 6)}),
     ("grouped heads", (24, 6), {"heads": 3, "groups": 1, "per_head": True, "batch": 2, "widths": (5, 6)}),
 ]
 
@@ -247,11 +240,6 @@ def test_opcheck(causal, normalize, dtype):
         o, inv = TRITON_FORWARD(*arguments)
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     torch.library.opcheck(TRITON_BACKWARD, (torch.randn_like(o), o, inv, *plain), test_utils=checks)
-
-
-def test_a_second_copy_uses_the_first_ones_operator():
-    again = register.register_operator("forward", "()", None, None)
-    assert again is TRITON_FORWARD or again._qualified_op_name == TRITON_FORWARD._qualified_op_name
 
 
 def test_refusals_name_the_reason(monkeypatch):

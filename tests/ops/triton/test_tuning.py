@@ -10,40 +10,6 @@ import pytest
 
 HERE = Path(__file__).parent
 CHIPS = ("80", "90", "100", "120", "gfx942")
-ONE_COMPILATION = """# after TUNING, in its process
-kept = []
-def keep(self, key, signature, device, *rest):
-    self.device_caches[device][0][key] = key
-    kept.append((self.fn.__name__, key))
-
-JITFunction._do_compile = keep
-compile_only([])
-driver.active.device = list(CHIPS).index("90")
-S, G = Blocks.sequence, Blocks.grid
-mask = lambda n: {"key_mask": torch.ones(2, n, dtype=torch.bool)}
-starts = lambda n: {"starts": torch.zeros(2, dtype=torch.int64)}
-edges = lambda n: {"edges": torch.zeros(-(-n // 64), 2, dtype=torch.int32), "batch": 1}
-for name, causal, padding, cuts in (
-    ("sequence", True, dict, [S(n, 64) for n in (1, 40, 64, 65, 512, 1000, 1024, 4096)]),
-    ("long blocks", True, mask, [S(n, 256) for n in (40, 256, 300, 4096)]),
-    ("left padding", True, starts, [S(n, 64) for n in (999, 1001, 1024)]),
-    ("packed", True, edges, [S(n, 64) for n in (256, 300, 1024)]),
-    ("image", False, dict, [G((n, m), (k, k)) for n, m, k in ((32, 40, 2), (64, 64, 2), (99, 48, 6))]),
-    ("video", False, mask, [G((n, 30, 52), (n // 3, 3, 4)) for n in (9, 12, 21)]),
-    ("ragged video", False, dict, [G((n, 5, 7), (2, 3, 4)) for n in (48, 50, 51)]),
-):
-    for normalize in (True, False):
-        before = len(kept)
-        counts = []
-        for blocks in cuts:
-            given = {} if padding is dict else padding(blocks.length)
-            call(blocks, (64, 64), causal, normalize, **given)
-            counts.append(len(kept))
-        assert counts[0] > before or name != "sequence"
-        assert len(set(counts)) == 1, (name, normalize, counts, [kernel for kernel, _ in kept[counts[0] :]])
-"""
-
-
 TUNING = """
 from types import SimpleNamespace
 import torch
@@ -81,10 +47,9 @@ call(Blocks.sequence(1000, 64), *shape)
 assert len(tried) == before, "tried again for another length"
 found = next(iter(forward_kernel.tuner.cache.values())).all_kwargs()
 assert found == {**configs[0], "num_ctas": 1} or found == configs[0], found
-wide = {"K": 256, "V": 256, "CAUSAL": False, "DOT": "bf16"}
-fits = summaries_kernel.choices(wide)
-assert 1 <= len(fits) <= len(summaries_kernel.configurations(wide))
-assert all(tuning.shared_bytes("bf16", {**config.kwargs, "num_stages": config.num_stages}) <= 99 * 1024 for config in fits)
+fits = summaries_kernel.choices({"K": 256, "V": 256, "CAUSAL": False, "DOT": "bf16"})
+sizes = [tuning.shared_bytes("bf16", {**config.kwargs, "num_stages": config.num_stages}) for config in fits]
+assert sizes and max(sizes) <= 99 * 1024
 """
 
 
@@ -103,8 +68,8 @@ def test_every_shape_compiles(chip):
     run(HERE / "offline.py", f"all:{chip}")
 
 
-def test_one_compilation_for_all_lengths_and_tiles_tried_once(tmp_path):
+def test_tiles_are_tried_once_for_all_lengths(tmp_path):
     """With a clock for which the first configuration is the fastest; what comes out is kept on disk."""
-    said = run("-c", TUNING + ONE_COMPILATION, TRITON_CACHE_DIR=str(tmp_path))
-    assert re.match(r"causal-64 80 \w+: \d+ registers, ", said)
+    said = run("-c", TUNING, TRITON_CACHE_DIR=str(tmp_path))
+    assert re.match(r"causal-64 80 \w+: \d+ KiB", said)
     assert len(list(tmp_path.glob("*/*.autotune.json"))) >= 5
