@@ -2,8 +2,8 @@
 
     python -m experiments.attention      ranks with random features, for softmax, plain linear attention, and MHLA (table 1)
 
-`record_model` records the attention of image models; `python -m experiments.classifiers` draws it. All singular values of
-the N x N matrices are computed in fp64, so that ranks are measured and not derived.
+`record_model` records the attention of image models, which `python -m experiments.classifiers` draws. All singular values
+are computed in fp64, so that ranks are measured and not derived.
 """
 
 import contextlib
@@ -229,8 +229,8 @@ def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: 
     features = q.relu() + 1e-6, k.relu() + 1e-6
     calls = {kind: Attention("mhla", *features, {"mixing": x, "blocks": grid}) for kind, x in mixings.items()}
     calls["softmax"] = Attention("softmax", q, k)
-    row: dict[str, Any] = {"tokens": tokens, "width": width, "blocks": grid.num_blocks, "seed": seed}
-    row |= {"tolerance": tokens * torch.finfo(torch.float64).eps, "rank": {}, "bound": {}, "smallest": {}}
+    row: dict[str, Any] = {"tokens": tokens, "width": width, "blocks": grid.num_blocks, "seed": seed, "rank": {}}
+    row |= {"tolerance": tokens * torch.finfo(torch.float64).eps, "bound": {}, "smallest": {}}
     for kind in KINDS:
         values = torch.linalg.svdvals(calls[kind].matrix())
         row["rank"][kind] = count_rank(values, row["tolerance"])

@@ -159,12 +159,7 @@ class WholeModel:
         return self.operator.dtype
 
     def competitors(self, device: Device) -> list[str]:
-        return [
-            "softmax",
-            "mhla",
-            "linear (one block)",
-            *(["hybrid 2/3"] if len(self.operator.blocks.shape) == 3 else []),
-        ]
+        return ["softmax", "mhla", "linear (one block)", *["hybrid 2/3"] * (len(self.operator.blocks.shape) == 3)]
 
     def errors(self, name: str, device: Device, seed: int) -> dict[str, float]:
         """Return the relative errors of MHLA's operator, in the implementation that impl="auto" selects."""

@@ -185,8 +185,6 @@ def train(task: Task, path: Path) -> Any:
             noise = torch.randn(clean.shape, generator=generator)
             noisy, target = (torch.stack(x) for x in zip(*map(process.mix, clean, noise, times), strict=True))
             loss = (predict(model, noisy, torch.tensor(times), task.conditions(labels)) - target).square().mean()
-            if not step % 50:
-                print(f"{path.stem}, step {step}: loss {loss:.4f}", file=sys.stderr, flush=True)
             return loss
 
         optimize(model.parameters(), 2e-3, task.frame_steps + task.steps, loss_of)

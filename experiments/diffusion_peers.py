@@ -2,9 +2,8 @@
 
     python -m experiments.diffusion_peers --out out/grids
 
-The model is the small Wan of `experiments.calibrate_grids`, which is trained if OUT has no `wan.safetensors`. Each method
-runs the same 20 sampling steps from the same noise as the original: at a size that the original was trained on, and at one
-with 13.5 times as many tokens, where attention takes most of the time. No weight of the original changes.
+The model is the small Wan of `experiments.calibrate_grids`. Each method runs the same 20 sampling steps from the same noise,
+at a size that it was trained on and at one with 13.5 times as many tokens. No weight of the original changes.
 """
 
 import contextlib

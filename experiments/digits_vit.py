@@ -3,9 +3,8 @@
     python -m experiments.digits_vit --out out/digits_vit          everything; finished runs are kept
     python -m experiments.digits_vit --out out/try --seeds 1 --steps 20 --distill-steps 10
 
-The data is scikit-learn's handwritten digits, enlarged to 32 x 32 pixels. The students have MHLA (4 x 4 blocks of 2 x 2
-patches) or plain linear attention, which is MHLA with one block. Both first learn each layer's attention output, and then
-the teacher's logits. The results are `digits_vit.json` and a table. The MHLA student of seed 0, `MHLA-0`, gets a card, for
+The data is scikit-learn's handwritten digits, enlarged to 32 x 32 pixels. The students have MHLA (4 x 4 blocks) or plain
+linear attention, and learn each layer's attention output, then the teacher's logits. `MHLA-0` gets a card, for
 
     mhla-hf card out/digits_vit/MHLA-0 --shelve model_cards/digits_vit --over-seeds out/digits_vit/digits_vit.json
 """

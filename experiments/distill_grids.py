@@ -1,8 +1,7 @@
 """Distill the tiny diffusion models of `calibrate_grids`, and let a judge read the digits that they draw, on one CPU core.
 
-Each teacher is converted in several ways, and all parameters of each conversion learn the teacher's velocity on
-trajectories that the teacher samples, without any digit of the data. A small network that was trained on the same digits,
-and on no samples, judges whether samples show the requested digit.
+Each teacher is converted in several ways, and all parameters of each conversion learn the teacher's velocity on trajectories
+that it samples. A small network that was trained on the digits judges whether samples show the requested one.
 """
 
 import functools
@@ -242,7 +241,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")
     args, command = parse_call(parser, "distill_grids", arguments)
     make = functools.partial(make_row, folder=args.folder)
-
     record = add_rows(args.out, make, jobs_of(args.tasks, args.seeds), command)
     print(render_distilled(record))
     return record

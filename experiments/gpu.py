@@ -1,8 +1,7 @@
 """Run all checks and measurements that need a GPU, in ten minutes: python -m experiments.gpu (`make gpu`)
 
-Every kernel is compared with the T x T definition in fp64. Then the paper's operators and whole models are timed
-beside what a user would pick instead. What fails or does not fit into the time gets a row with the reason. The results
-are written to docs/bench/gpu.json, and docs/performance.md is rendered from them.
+Every kernel is compared with the T x T definition in fp64; then the paper's operators and whole models are timed. What fails
+gets a row with the reason. docs/performance.md is rendered from the results in docs/bench/gpu.json.
 """
 
 import functools

@@ -1,9 +1,8 @@
 """Measure what conversions keep of a real language model, by position in long texts.
 
-Every form is fitted on one text, and its gates choose the KV heads that keep softmax. It is evaluated on other texts: KL to
-the original and perplexity at several positions of long rows, and recall, the mean log-probability of the second copy of
-half a row. Bytes are those of the cache of one sequence in bf16. "window" is a conversion whose far part is off, which is
-what DuoAttention keeps, with heads of its own. "wide window" keeps the heads of MHLA, and has as many bytes.
+Every form is fitted on one text, and its gates choose the KV heads that keep softmax. Others judge it: KL to the original
+and perplexity by position, and recall, the mean log-probability of the second copy of half a row. "window" is a conversion
+whose far part is off (DuoAttention), "wide window" has the heads of MHLA and as many bytes in the cache.
 """
 
 import functools
@@ -285,11 +284,11 @@ def main() -> None:
     parser.add_argument("model", help="folder of a softmax language model")
     parser.add_argument("--fit", required=True, help="text to learn from")
     parser.add_argument("--texts", nargs="+", required=True, help="texts to judge on")
-    rows_help = f"forms: {', '.join(FORMS)}"
-    parser.add_argument("--rows", nargs="*", default=[], metavar="FORM:HEADS[:SEEDS]", help=rows_help)
-    folders_help = "converted models, such as distilled ones, or adapters"
-    parser.add_argument("--folders", nargs="*", default=[], help=folders_help)
-    parser.add_argument("--adapter", help="folder for the first of --folders or --rows, seed 0, as an adapter")
+    parser.add_argument(
+        "--rows", nargs="*", default=[], metavar="FORM:HEADS[:SEEDS]", help=f"forms: {', '.join(FORMS)}"
+    )
+    parser.add_argument("--folders", nargs="*", default=[], help="converted or distilled models, or adapters")
+    parser.add_argument("--adapter", help="folder for the first of --folders as an adapter")
     parser.add_argument("--rank", type=int, default=16, help="rank of LoRA in the adapter of a distilled model")
     parser.add_argument("--work", default="out-heads", help="folder for what is fitted")
     parser.add_argument("--out", default="docs/language/heads.json")
@@ -304,16 +303,8 @@ def main() -> None:
 
 
 def write_adapter(arguments: Mapping[str, Any], job: Row, folder: str) -> None:
-    """Save the model of a job as an adapter in bf16; what distillation changed in the original's weights becomes LoRA."""
-    if job["form"] in FORMS:
-        model, fitted = converted(arguments, job)
-        gates = {str(layer): [round(x, 3) for x in values] for layer, values in fitted["gates"].items()}
-        kept_heads = {str(layer): heads for layer, heads in largest_gates(fitted["gates"], job["heads"]).items()}
-        text = Path(arguments["fit"]).name
-        model.config.mhla_measured = {"text": text, "seed": job["seed"], "gates": gates, "softmax_heads": kept_heads}
-        save_adapter(model, folder)
-    else:
-        save_adapter(load_folder(arguments, job), folder, base=load(arguments["model"]), rank=arguments["rank"])
+    """Save the model of a folder as an adapter in bf16; what distillation changed in the original's weights becomes LoRA."""
+    save_adapter(load_folder(arguments, job), folder, base=load(arguments["model"]), rank=arguments["rank"])
     file = Path(folder, WEIGHTS_FILE)
     with safe_open(file, "pt") as stream:
         metadata = stream.metadata()

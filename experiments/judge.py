@@ -229,11 +229,11 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=JUDGES, help="kind of evaluation")
     parser.add_argument("model", help="folder of a softmax language model with a chat template")
-    data_help = "lookups: a text file; tasks: lm-eval's data files"
-    parser.add_argument("data", help=data_help)
+    parser.add_argument("data", help="lookups: a text file; tasks: lm-eval's data files")
     parser.add_argument("--fit", required=True, help="text file to fit conversions on")
-    rows_help = f"{SOFTMAX}, {', '.join(FORMS)}"
-    parser.add_argument("--rows", nargs="+", required=True, metavar="FORM[:HEADS]", help=rows_help)
+    parser.add_argument(
+        "--rows", nargs="+", required=True, metavar="FORM[:HEADS]", help=f"{SOFTMAX}, {', '.join(FORMS)}"
+    )
     parser.add_argument("--work", default="out-heads", help="folder for fitted conversions")
     args, command = parse_call(parser, "judge", None)
     make = functools.partial(make_row, vars(args))

@@ -15,12 +15,8 @@ smaller, and the model is fed the tokens after the prompt. A press sees the prom
 - kl: KL(full cache || small cache) in nats, the mean over the 512 tokens after the prompt.
 - recall: after the same prompt, the model is fed a copy of 256 tokens from its middle, [L/2, L/2 + 256). The mean
   log-probability of the copy's tokens after the first 16, which are the cue.
-- kept: bytes of the cache after the prompt over those of the full cache. AdaKV and KVzip evict different numbers of
-  entries from the heads. kvpress masks these entries and does not free them; here, they count as freed.
-- seconds: CPU time of the prefill with a press. Presses do not change what prefill computes, so one prefill serves all of
-  them: their forward hooks are called afterwards, with the inputs and outputs of the layers.
-
-Existing rows of the file are kept.
+- kept: bytes of the cache after the prompt over those of the full cache; entries that a press masks count as freed.
+- seconds: CPU time of the prefill with a press. One prefill serves all presses: their hooks are called afterwards.
 """
 
 import argparse
@@ -50,8 +46,6 @@ AFTER, COPY, CUE = 512, 256, 16  # tokens
 CHUNK = 32  # tokens that are fed at once after the prompt
 FULL = "full cache"
 PRESSES = ("StreamingLLM", "SnapKV", "ExpectedAttention", "AdaKV(ExpectedAttention)", "Compactor", "KVzip")
-
-
 Row = dict[str, Any]
 RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `row_parts`
 

@@ -1,8 +1,7 @@
 """Measure what the recipes take, without values: python -m experiments.recipe_costs
 
-One micro-batch of every stage runs with the task's own losses on tensors that have sizes and no values, and the memory that
-its operators would take is added up (CPU operators, MHLA in PyTorch; nothing is downloaded). Parameters and multiply-adds of
-the paper's image classifiers are counted, too.
+One micro-batch of every stage runs with the task's own losses on tensors without values, and the memory of its operators is
+added up. Parameters and multiply-adds of the paper's image classifiers are counted, too.
 """
 
 import contextlib

@@ -1,9 +1,8 @@
 """Measure what decoding and prefill of a converted language model cost, by context length: python -m experiments.speed
 
 The models are a Llama with the sizes of SmolLM2-135M and its conversion, with random weights in bf16, and with softmax in
-the KV heads that docs/language/heads.json lists. Measured are prefill, per token, and decoding of one more token by a
-compiled model with a static cache. Beyond `PREFILLED` tokens, the cache is filled with random keys and values, which take
-as long to read as real ones.
+the KV heads that docs/language/heads.json lists. Measured are prefill and decoding by a compiled model with a static cache.
+Beyond `PREFILLED` tokens, the cache is filled with random keys and values, which take as long to read as real ones.
 """
 
 import argparse

@@ -28,33 +28,24 @@ def run(text):
 CHAIN = {
     "ops/low": """\
         '''Lowest room.'''
-
         import math
         from dataclasses import dataclass
-
         # why six
         SIX = 6  # inline reason
-
-
         @dataclass
         class Low:
             part: int = 0
-
             def root(self):
                 return math.sqrt(SIX + 3)
         """,
     "models/toy": """\
         import math
         from dataclasses import asdict
-
         import torch
-
         from ..ops.low import (
             SIX,  # a comment inside
             Low,
         )
-
-
         class Top(torch.nn.Module):
             def forward(self, x):
                 return torch.abs(x) * Low().root() + 2 * asdict(Low(SIX))["part"] * math.floor(1.5)
@@ -103,34 +94,22 @@ def test_what_nothing_refers_to_is_left_out(tmp_path):
     low = """\
         import math
         from functools import cache
-
         TABLE = {}
         LOST = math.pi  # nobody reads it
         GROWN = [1]
         GROWN += [2]
-
-
         def register(name):
             TABLE[name] = NAMES
-
-
         NAMES = ["a"]
         register("b")
-
-
         @cache
         def unused(x):
             return x
-
-
         class Kept:
             def f(self):
                 def inner(y: "Kept"):
                     return helper(y)
-
                 return inner
-
-
         def helper(y):
             return y
         """

@@ -115,19 +115,6 @@ def test_pipelines_sample_prompts_and_labels(monkeypatch):
     assert type(pipe.transformer) is diffusers.WanTransformer3DModel
 
 
-def test_a_classifier_learns_from_images(tmp_path):
-    images = torch.randn(40, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    base, model = softmax_tower("ViTForImageClassification").state_dict(), softmax_tower("ViTForImageClassification")
-    mhla_hf.convert(model, samples=images, keep=1, effort=0.1, progress=False)
-    report = model.config.mhla_measured
-    assert all(layer["fitted"] < layer["converted"] for layer in report["layers"].values()), report
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in base.items())
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).eval()
-    assert loaded.config.mhla_measured["output"] == report["output"] and len(loaded.config.mhla["layers"]) == 1
-    torch.testing.assert_close(loaded(images[:2]).logits, model(images[:2]).logits)
-
-
 def with_image_cache(transformer):
     """As the pipeline of Flux 2 Klein KV changes its transformer."""
     transformer.transformer_blocks[0].attn.set_processor(Flux2KVAttnProcessor())

@@ -65,14 +65,6 @@ def test_measures():
     assert [attention.bound_of("mhla", 9, 16, sizes) for sizes in ([4] * 16, [64] * 16, [3, 20])] == [64, 256, 19]
 
 
-def test_mixing_beside_its_start():
-    (described,) = attention.describe_mixing(GridLayer()).values()
-    start, learned = described["start"], described["learned"]
-    assert start.shape == learned.shape == (6, 6) and start[3].argmax() == 3 and described["layout"] == [2, 3]
-    torch.testing.assert_close(start.sum(-1), torch.ones(6), rtol=0, atol=1e-5)
-    assert not torch.equal(start, learned)
-
-
 @pytest.mark.parametrize(("tokens", "width"), [(64, 16), (256, 72)])
 def test_every_kind_reaches_its_bound_and_none_passes_it(tokens, width):
     row = attention.measure_random_rank(tokens, width)

@@ -1,56 +1,33 @@
 """The toy demo in miniature: run to its end, run again, killed and gone on with, and what it refuses."""
 
-import contextlib
 import importlib
-import io
 import json
 import math
-import statistics
 
 import pytest
 from tools.small_recipes import STUDENT, TEACHER
 
 from experiments.demo import lookups, toy
-from experiments.demo.report import collect, render_report
+from experiments.demo.report import render_report
 from experiments.demo.text import hold_out, read_text
 from experiments.demo.toy import FULL, run_toy
 from mhla_hf.evaluation.records import Results
 from mhla_hf.hub.card import check_card
 
 
-@pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    """A demo of models with 30,000 weights, which does little for each of them."""
-    recipes = tmp_path_factory.mktemp("recipes")
-    (recipes / "demo_teacher.yaml").write_text(TEACHER)
-    (recipes / "demo_student.yaml").write_text(STUDENT)
+def test_it_runs_to_its_end_and_once(tmp_path, monkeypatch, capsys):
+    """On models with 30,000 weights, for each of which it does little."""
+    (tmp_path / "demo_teacher.yaml").write_text(TEACHER)
+    (tmp_path / "demo_student.yaml").write_text(STUDENT)
+    monkeypatch.setattr(lookups, "LEAST", 0)  # the text comes once
     text = read_text()[0][-120_000:]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookups, "LEAST", 0)  # the text comes once
-        patch.setattr(toy, "RECIPES", recipes)
-        patch.setattr(toy, "ITEMS", 2)
-        patch.setattr(toy, "read_text", lambda: (text, "the end"))
-        for name in ("FIT_ROWS", "GATE_STEPS"):
-            patch.setattr(importlib.import_module("mhla_hf.conversion.language"), name, 4)
-        yield
-
-
-def run(out, **options):
-    """What a demo of all students prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        run_toy(out, full=True, progress=False, **options)
-    return printed.getvalue()
-
-
-@pytest.fixture(scope="module")
-def journey(short, tmp_path_factory):
-    """The folder of a demo that was run to its end, and what it printed."""
-    out = tmp_path_factory.mktemp("journey") / "out"
-    return out, run(out)
-
-
-def test_what_lies_in_out(journey):
-    out, printed = journey
+    for name, value in {"RECIPES": tmp_path, "ITEMS": 2, "read_text": lambda: (text, "the end")}.items():
+        monkeypatch.setattr(toy, name, value)
+    for name in ("FIT_ROWS", "GATE_STEPS"):
+        monkeypatch.setattr(importlib.import_module("mhla_hf.conversion.language"), name, 4)
+    out = tmp_path / "out"
+    run_toy(out, full=True, progress=False)
+    printed = capsys.readouterr().out
     results = json.loads((out / "results.json").read_text())
     assert list(results["models"]) == list(FULL) and results["seeds"] == [0]
     teacher = results["models"]["teacher"]["bits_per_byte"]["mean"]
@@ -70,21 +47,12 @@ def test_what_lies_in_out(journey):
     assert "license: apache-2.0" in card and "plain linear" in card
     assert render_report(results) in printed
     assert "loaded as transformers_modules." in printed and "logits equal bit for bit" in printed
-
-
-def test_run_again_it_trains_and_measures_nothing(journey):
-    out, _ = journey
-    kept = [path for name in FULL for path in (out / name).iterdir() if path.name != "README.md"]
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in kept if path.name != "card.json"}
-    printed = run(out)
+    kept = [path for name in FULL for path in (out / name).iterdir() if path.name not in ("README.md", "card.json")]
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in kept}
+    run_toy(out, full=True, progress=False)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before} == before
-    assert printed.count("is there already") == len(FULL)
-
-
-def test_refused_in_one_sentence_and_nothing_changed(journey, tmp_path):
-    out, _ = journey
-    (tmp_path / "own.txt").write_text("mine")
-    before = {path: path.stat().st_mtime_ns for place in (out, tmp_path) for path in place.rglob("*")}
+    assert capsys.readouterr().out.count("is there already") == len(FULL)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for changes, sentence in (
         ({"full": False}, "^--out: .* was started with another model, expected another folder"),
         ({"seeds": 2, "full": False}, "seeds: got 2, expected 1, or --full as well"),
@@ -92,7 +60,7 @@ def test_refused_in_one_sentence_and_nothing_changed(journey, tmp_path):
     ):
         with pytest.raises(ValueError, match=sentence):
             run_toy(**{"out": out, "full": True, "progress": False, **changes})
-    assert before == {path: path.stat().st_mtime_ns for place in (out, tmp_path) for path in place.rglob("*")}
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
 
 def test_a_text_that_cannot_be_trained_on_is_refused(tmp_path):
@@ -110,16 +78,3 @@ def test_held_out_text_is_not_trained_on():
         {" ".join(paragraph.split()) for paragraph in part.split("\n\n")} - {""} for part in (train, held_out)
     )
     assert len(kept) > 100 and not known & kept
-
-
-def test_spread_is_over_seeds(journey):
-    """Three seeds that differ in one number: mean and standard error by hand."""
-    out, _ = journey
-    folders = {seed: {name: out / name for name in FULL} for seed in range(3)}
-    bits = {seed: dict.fromkeys(FULL, 2.0) | {"mhla": float(seed == 1)} for seed in range(3)}
-    results = collect(folders, bits, {})
-    measure = results["models"]["mhla"]["bits_per_byte"]
-    assert math.isclose(measure["mean"], 1 / 3)
-    assert math.isclose(measure["stderr"], statistics.stdev([0, 1, 0]) / math.sqrt(3))
-    assert results["models"]["teacher"]["bits_per_byte"]["stderr"] == 0.0
-    assert "mean ± standard error over 3 seeds" in render_report(results)

@@ -1,4 +1,4 @@
-"""The demo on a real model, in miniature: on random weights, stopped and gone on with, drawn, and loaded elsewhere."""
+"""The demo on a real model, in miniature: on random weights, stopped and gone on with, and loaded elsewhere."""
 
 import importlib
 import re
@@ -11,35 +11,17 @@ from experiments.demo.__main__ import main
 from experiments.demo.text import make_tokenizer, read_text
 
 
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory):
-    """Of a run on a random Llama and a short text."""
-    place = tmp_path_factory.mktemp("journey")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
+def test_stopped_it_goes_on_to_the_end(tmp_path, monkeypatch, capsys):
+    """Every part shows a bar, and how long the whole takes; the lines in the adapter's README run."""
+    monkeypatch.setattr(importlib.import_module("mhla_hf.conversion.language"), "ROW_TOKENS", 512)
     text = read_text()[0][-150_000:]
     tokenizer = make_tokenizer(text, 400, 1024)
-    softmax_model(vocab_size=len(tokenizer), max_position_embeddings=1024).save_pretrained(place / "model")
-    tokenizer.save_pretrained(place / "model")
-    (place / "text.txt").write_text(text)
-    words = {"model": place / "model", "data": place / "text.txt", "out": place / "out", "threads": 1, "effort": 0.1}
-    return [*(word for name, value in words.items() for word in (f"--{name}", str(value))), "--quiet"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short():
-    """Rows of 512 tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("mhla_hf.conversion.language"), "ROW_TOKENS", 512)
-        yield
-
-
-@pytest.fixture
-def finished(arguments, short):
-    """The content of results.json, and the folder of the run, which is finished here unless it was before."""
-    return main(arguments), steps.Path(arguments[arguments.index("--out") + 1])
-
-
-def test_stopped_it_goes_on_to_the_end(arguments, monkeypatch, capsys):
-    """Every part shows a bar, and how long the whole takes."""
+    softmax_model(vocab_size=len(tokenizer), max_position_embeddings=1024).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(text)
+    line = "--model {0}/model --data {0}/text.txt --out {0}/out --threads 1 --effort 0.1 --quiet"
+    arguments = line.format(tmp_path).split()
     scores, judged = steps.Journey.scores_of, []
 
     def stop_at_the_third(journey, *rest):
@@ -65,25 +47,16 @@ def test_stopped_it_goes_on_to_the_end(arguments, monkeypatch, capsys):
     assert main(arguments)["models"] == results["models"]
     printed, bars = capsys.readouterr()
     assert "is there already" in printed and "%" not in bars
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
-def test_the_adapter_says_what_it_is(finished):
-    """Its README has the table, and the lines in it run."""
-    results, out = finished
-    card = (out / "adapter" / "README.md").read_text(encoding="utf-8")
-    assert steps.render_short(results) in card and [row[0] for row in steps.make_table(results)[1]] == list(
-        steps.MODELS
-    )
-    assert "Made by `python -m experiments.demo " in card
+    card = (tmp_path / "out" / "adapter" / "README.md").read_text(encoding="utf-8")
+    assert steps.render_short(results) in card and "Made by `python -m experiments.demo " in card
     names = {}
     exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], names)
     assert len(names["model"].config.mhla["softmax_heads"]) > 0
-
-
-def test_what_is_refused(finished, arguments, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="another effort"):
         main([*arguments, "--effort", "0.2"])
+
+
+def test_what_is_refused(tmp_path, monkeypatch):
     for words, said in (
         (["--seeds", "2"], "--seeds: got 2, expected it only with --toy"),
         (["--toy", "--effort", "1"], "--effort: got 1.0, expected it only without --toy"),

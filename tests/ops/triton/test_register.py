@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from tools.ops_cases import DEVICE, KERNELS, distance, features
+from tools.ops_cases import DEVICE, KERNELS, distance, features, run
 from torch._dynamo.testing import CompileCounter
 
 from mhla_hf.checkpoints.bundle import make_source
@@ -38,13 +38,6 @@ KEYS = Blocks.grid((4, 7), (2, 2))
 pytestmark = KERNELS
 
 
-def compute(inputs, grad, impl, dtype=None, **options):
-    """Output and the gradients of all inputs."""
-    inputs = {name: x.to(dtype or x.dtype, copy=True).requires_grad_() for name, x in inputs.items()}
-    o = mhla(**inputs, impl=impl, **options)
-    return [o, *torch.autograd.grad(o, list(inputs.values()), grad.to(o.dtype))]
-
-
 def check(
     blocks, *, key_blocks=None, batch=1, heads=2, groups=1, widths=(12, 20), per_head=False, normalize=True, dtype=F32,
     dtypes=None, mask=False, **options,
@@ -71,16 +64,16 @@ def check(
         options["key_mask"] = (torch.rand(keys.length, batch, device=DEVICE) > 0.3).T  # rows are not contiguous
     grad = torch.randn(batch, blocks.length, heads, value_width, device=DEVICE).to(x["v"].dtype)
     x["mixing"] = mixing
-    want = compute(x, grad, "reference", torch.float64, **options)
-    got = compute(x, grad, "triton", **options)
-    errors = {name: distance(a, b) for name, a, b in zip(("o", *x), got, want, strict=True)}
-    assert all(a.isfinite().all() for a in got), errors
-    if normalize and float(want[-1].norm()) < 1e-9 * float(want[3].norm()):
-        assert not got[-1].any()
+    sides = {"reference": {name: t.double() for name, t in x.items()}, "triton": x}
+    want, got = (run(mhla, inputs, {**options, "impl": impl}, grad) for impl, inputs in sides.items())
+    want, got = ({"o": o, **grads} for o, grads in (want, got))
+    errors = {name: distance(got[name], want[name]) for name in got}
+    assert all(a.isfinite().all() for a in got.values()), errors
+    if normalize and float(want["mixing"].norm()) < 1e-9 * float(want["v"].norm()):
+        assert not got["mixing"].any()
         errors.pop("mixing")
     least = TOLERANCE[dtypes[2]] if normalize or len(set(dtypes)) == 1 else 0
-    bounds = [max(TOLERANCE[a.dtype], least) for a in got]
-    assert all(errors[name] <= bound for name, bound in zip(("o", *x), bounds, strict=True) if name in errors), errors
+    assert all(error <= max(TOLERANCE[got[name].dtype], least) for name, error in errors.items()), errors
 
 
 def turns(number, name):
