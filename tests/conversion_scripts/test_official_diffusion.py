@@ -33,10 +33,10 @@ def norm(state, name, width):
     state[f"{name}.weight"], state[f"{name}.bias"] = 1 + 0.1 * torch.randn(width), 0.1 * torch.randn(width)
 
 
-def wan_state(layers=(0, 1, 2), blocks=30, gate=False, lepe=False, image=False):
+def wan_state(layers=(0, 1, 2), blocks=30, gate=False, lepe=False):
     """A checkpoint of the authors' Wan with random numbers; `layers` are MHLA, the others softmax."""
     torch.manual_seed(0)
-    state = {"patch_embedding.weight": noise(WIDTH, 36 if image else 16, 1, 2, 2)}
+    state = {"patch_embedding.weight": noise(WIDTH, 16, 1, 2, 2)}
     state["patch_embedding.bias"] = torch.zeros(WIDTH)
     ends = {"text_embedding.0": (WIDTH, 32), "text_embedding.2": (WIDTH, WIDTH), "time_embedding.0": (WIDTH, 64)}
     ends |= {"time_embedding.2": (WIDTH, WIDTH), "time_projection.1": (6 * WIDTH, WIDTH), "head.head": (64, WIDTH)}
@@ -56,19 +56,10 @@ def wan_state(layers=(0, 1, 2), blocks=30, gate=False, lepe=False, image=False):
             if lepe:
                 state[f"{block}.self_attn.lepe.weight"] = noise(WIDTH, 1, 3, 3, 3)
                 state[f"{block}.self_attn.lepe.bias"] = 0.1 * torch.randn(WIDTH)
-        if image:
-            for name in ("k_img", "v_img"):
-                linear(state, f"{block}.cross_attn.{name}", WIDTH, WIDTH)
-            state[f"{block}.cross_attn.norm_k_img.weight"] = torch.ones(WIDTH)
         linear(state, f"{block}.ffn.0", FFN, WIDTH)
         linear(state, f"{block}.ffn.2", WIDTH, FFN)
         norm(state, f"{block}.norm3", WIDTH)
         state[f"{block}.modulation"] = noise(1, 6, WIDTH)
-    if image:
-        norm(state, "img_emb.proj.0", 16)
-        norm(state, "img_emb.proj.4", WIDTH)
-        linear(state, "img_emb.proj.1", 16, 16)
-        linear(state, "img_emb.proj.3", WIDTH, 16)
     return state | {"head.modulation": noise(1, 2, WIDTH)}
 
 
@@ -141,7 +132,7 @@ def test_wan_with_norm_output_is_divided_before_its_norm():
 
 
 def test_every_other_wan_weight_lies_where_diffusers_puts_it():
-    state = wan_state((1, 2), image=True)
+    state = wan_state((1, 2))
     model = load_official_wan(state, layout=[3, 2, 5])
     known = {key: value for key, value in state.items() if "block_attn" not in key and "g_norm" not in key}
     theirs = convert_wan_transformer_to_diffusers(known)

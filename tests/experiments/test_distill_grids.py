@@ -13,7 +13,7 @@ RECORD = {"command": "", "hardware": "", "versions": {"torch": "", "transformers
 
 @pytest.fixture(autouse=True)
 def miniature(monkeypatch):
-    monkeypatch.setitem(TASKS, "dit", TASKS["dit"]._replace(steps=2, batch=2, fit_batch=1))
+    monkeypatch.setitem(TASKS, "dit", TASKS["dit"]._replace(steps=2, batch=2, fit_batch=1, frame_steps=1))
     for name in ("FIT_STEPS", "RUNS", "HELD_OUT_RUNS"):
         monkeypatch.setattr(calibration, name, 1)
     for module, names in (

@@ -241,11 +241,14 @@ def stop(*_, **options):
     raise KeyboardInterrupt
 
 
+DISTILL = "distill llama --recipe recipe.yaml --data train.txt --out"
+
+
 @pytest.mark.parametrize(
     ("work", "line", "saved"),
     [
         ("conversion.convert", "convert llama {}/new/ --text train.txt", "new.part"),
-        ("training.loop.distill", "distill llama --recipe recipe.yaml --data train.txt --out {}/new", "new.state/one"),
+        ("training.loop.distill", f"{DISTILL} {{}}/new", "new.state/step-000000002"),
     ],
 )
 def test_ctrl_c_says_what_the_same_command_resumes_from(place, tmp_path, monkeypatch, capsys, work, line, saved):
