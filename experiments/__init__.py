@@ -8,7 +8,7 @@ python -m experiments.calibrate_grids a start from the softmax original for tiny
 python -m experiments.distill_grids   the same models distilled, and which digits a judge recognizes in their samples
 python -m experiments.recipe_costs    the memory of every recipe; parameters and multiply-adds of the paper's classifiers
 python -m experiments.heads           how many KV heads of a real language model keep softmax, and what that costs
-python -m experiments.judge           lookups, tasks, and chats of a real language model and its conversions
+python -m experiments.judge           lookups and tasks of a real language model and its conversions
 python -m experiments.kvpress_rows    conversion against cache compression at equal bytes
 python -m experiments.encoder         a real text encoder and its conversions
 python -m experiments.speed           a converted language model beside its original, by length

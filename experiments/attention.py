@@ -2,8 +2,8 @@
 
     python -m experiments.attention      ranks with random features, for softmax, plain linear attention, and MHLA (table 1)
 
-`record_model` records the attention of image models; `python -m experiments.classifiers` draws it. All singular values of
-the N x N matrices are computed in fp64, so that ranks are measured and not derived.
+`record_model` records the attention of image models, which `python -m experiments.classifiers` draws. All singular values
+are computed in fp64, so that ranks are measured and not derived.
 """
 
 import contextlib
@@ -27,14 +27,13 @@ from mhla_hf.cli.main import script
 from mhla_hf.nn.grid import GridMHLA, GridMixing
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.plots import PALETTE, STYLE, drawing
+from mhla_hf.plots import STYLE, drawing
 
 from .rows import make_parser, markdown, write_record
 
 FRAMED_STYLE = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}
 LENGTHS, WIDTHS, BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096), (16, 32, 64, 72), 16  # of random features
 KINDS = ("linear", "mhla", "start", "softmax")
-MARKERS = {"softmax": ("softmax", "o"), "linear": ("plain linear", "s"), "mhla": ("MHLA", "D")}
 
 
 @dataclasses.dataclass
@@ -136,9 +135,7 @@ def bound_of(kind: str, tokens: int, width: int, sizes: Sequence[int]) -> int:
 
 
 def measure_calls(calls: Sequence[Attention], tolerance: float | None = None) -> dict[str, Any]:
-    """Measure rank and entropy of every layer, as means over samples and heads. Singular values above `tolerance` times the
-    largest count toward the rank (default: N times fp32's eps). "layers" has a dict for each call, with the largest possible
-    rank as "bound"; "mean" has the means over layers."""
+    """Measure rank (of singular values above `tolerance` times the largest) and entropy: means over samples and heads."""
     layers: list[dict[str, Any]] = []
     for call in calls:
         samples, tokens, heads, width = call.q.shape
@@ -220,9 +217,8 @@ def draw_matrix(axes: Any, values: Any, power: float, top: float | None = None) 
 
 
 def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: int = 0) -> dict[str, Any]:
-    """Measure the ranks of attention with Gaussian q and k [N, d], of which all but softmax use relu(x) + 1e-6. The mixing
-    matrix of "mhla" has random entries in (0, 1) and rows that sum to one; that of "start" is the paper's start from
-    locality. The tolerance is N times fp64's eps. "smallest" is the last singular value counted over the largest."""
+    """Measure the ranks of attention with Gaussian q and k [N, d], at a tolerance of N times fp64's eps. "mhla" has a random
+    mixing matrix, "start" that of the paper's start from locality."""
     generator = torch.Generator().manual_seed(seed)
     grid = Blocks.grid((tokens,), (blocks,))
     q, k = (torch.randn(1, tokens, 1, width, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -233,8 +229,8 @@ def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: 
     features = q.relu() + 1e-6, k.relu() + 1e-6
     calls = {kind: Attention("mhla", *features, {"mixing": x, "blocks": grid}) for kind, x in mixings.items()}
     calls["softmax"] = Attention("softmax", q, k)
-    row: dict[str, Any] = {"tokens": tokens, "width": width, "blocks": grid.num_blocks, "seed": seed}
-    row |= {"tolerance": tokens * torch.finfo(torch.float64).eps, "rank": {}, "bound": {}, "smallest": {}}
+    row: dict[str, Any] = {"tokens": tokens, "width": width, "blocks": grid.num_blocks, "seed": seed, "rank": {}}
+    row |= {"tolerance": tokens * torch.finfo(torch.float64).eps, "bound": {}, "smallest": {}}
     for kind in KINDS:
         values = torch.linalg.svdvals(calls[kind].matrix())
         row["rank"][kind] = count_rank(values, row["tolerance"])
@@ -246,7 +242,7 @@ def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: 
 def study_random_rank(
     out: str | Path, lengths: Sequence[int] = LENGTHS, widths: Sequence[int] = WIDTHS
 ) -> dict[str, Any]:
-    """Run `measure_random_rank` for the sizes that `out`/rank.json lacks, and write it and rank.png."""
+    """Run `measure_random_rank` for the sizes that `out`/rank.json lacks, and write it."""
     path = Path(out, "rank.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = read_json(path) or {"rows": []}
@@ -256,31 +252,7 @@ def study_random_rank(
         rows = [*record["rows"], measure_random_rank(tokens, width)]
         rows.sort(key=lambda row: (row["tokens"], row["width"]))
         record = write_record(path, {"rows": rows}, "python -m experiments.attention")
-    plot_random_rank(path.with_name("rank.png"), record["rows"])
     return record
-
-
-def plot_random_rank(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Plot the measured rank by N, one panel per width d, with the bounds of table 1 as dashed lines."""
-    widths = sorted({row["width"] for row in rows})
-    note = f"random features, {rows[0]['blocks']} blocks, fp64; points counted, dashed lines the bounds of table 1"
-    with drawing(path, 1, len(widths), figsize=(3.4 * len(widths) + 0.8, 3.9), note=note, sharey=True) as (_, grid):
-        for axes, width in zip(grid[0], widths, strict=True):
-            chosen = [row for row in rows if row["width"] == width]
-            lengths = [row["tokens"] for row in chosen]
-            for (kind, (label, marker)), color in zip(MARKERS.items(), PALETTE, strict=False):
-                axes.plot(lengths, [row["bound"][kind] for row in chosen], "--", color=color, linewidth=1)
-                ranks = [row["rank"][kind] for row in chosen]
-                axes.plot(lengths, ranks, marker, color=color, markersize=6, label=label)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log", base=2)
-            axes.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
-            axes.set_yticks(lengths, [f"{n:,}" for n in lengths])
-            axes.minorticks_off()
-            axes.grid(True)
-            axes.set(title=f"head width d = {width}", xlabel="tokens N")
-        grid[0][0].set_ylabel("rank of the attention matrix")
-        grid[0][0].legend(loc="upper left")
 
 
 def render_random_rank(record: Mapping[str, Any]) -> str:
@@ -296,7 +268,7 @@ def render_random_rank(record: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--out", default="out/rank", help="folder of rank.json and rank.png (default: out/rank)")
+    parser.add_argument("--out", default="out/rank", help="folder of rank.json (default: out/rank)")
     torch.set_num_threads(1)
     print(render_random_rank(study_random_rank(parser.parse_args(arguments).out)))
 

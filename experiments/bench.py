@@ -148,9 +148,7 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class WholeModel:
-    """A case that times a model with random weights: softmax, MHLA, MHLA with one block, and, of Wan, the hybrid. `config`
-    has the arguments of `LlamaConfig`, `DiTTransformer2DModel`, or `WanTransformer3DModel`, by the axes of the tokens.
-    `operator` is the attention, which is checked before the model is timed."""
+    """A case that times a model with random weights: a Llama, DiT, or Wan, by the axes of the operator's tokens."""
 
     name: str
     config: dict[str, Any]
@@ -161,12 +159,7 @@ class WholeModel:
         return self.operator.dtype
 
     def competitors(self, device: Device) -> list[str]:
-        return [
-            "softmax",
-            "mhla",
-            "linear (one block)",
-            *(["hybrid 2/3"] if len(self.operator.blocks.shape) == 3 else []),
-        ]
+        return ["softmax", "mhla", "linear (one block)", *["hybrid 2/3"] * (len(self.operator.blocks.shape) == 3)]
 
     def errors(self, name: str, device: Device, seed: int) -> dict[str, float]:
         """Return the relative errors of MHLA's operator, in the implementation that impl="auto" selects."""
@@ -284,9 +277,7 @@ def model_cases() -> list[WholeModel]:
 
 
 def time_case(case: Case, device: Device, seed: int = 0, rounds: int = ROUNDS) -> list[dict[str, Any]]:
-    """Check and time one case. Returns a dict for each mode, with "case", "what" (the mode), "ms", "error" (the largest
-    relative error), and "failed" (why there is no time) by implementation. If the inputs cannot be prepared, a single one,
-    whose "what" is "" and whose "failed" has the key "all"."""
+    """Check and time one case: a row for each mode, with "ms", "error", and "failed" (why there is no time) by name."""
     error: dict[str, float] = {}
     failed: dict[str, str] = {}
     rows = []

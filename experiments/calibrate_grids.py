@@ -185,8 +185,6 @@ def train(task: Task, path: Path) -> Any:
             noise = torch.randn(clean.shape, generator=generator)
             noisy, target = (torch.stack(x) for x in zip(*map(process.mix, clean, noise, times), strict=True))
             loss = (predict(model, noisy, torch.tensor(times), task.conditions(labels)) - target).square().mean()
-            if not step % 50:
-                print(f"{path.stem}, step {step}: loss {loss:.4f}", file=sys.stderr, flush=True)
             return loss
 
         optimize(model.parameters(), 2e-3, task.frame_steps + task.steps, loss_of)
@@ -262,8 +260,7 @@ def turn_mhla_off(student: Any) -> None:
 
 
 def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
-    """Convert the model of a task in all ways, and measure its velocity on held-out trajectories of the softmax model.
-    Returns "errors" by start and then by size, one for each seed of a fit; "reports" of the fits; and "parameters"."""
+    """Convert the model of a task in all ways, and measure its velocity; "errors" are by start, size, and seed."""
     task = TASKS[name]
     teacher = train(task, folder / f"{name}.safetensors")
     held_out = held_out_points(task, teacher)

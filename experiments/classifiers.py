@@ -3,14 +3,13 @@
     python -m experiments.classifiers --out out/images --seeds 5        finished runs are kept
     python -m experiments.classifiers --out out/try --seeds 1 --epochs 3
 
-Only the attention differs. The results are accuracy, rank, and entropy with standard errors over seeds, and whether claims
-hold: the 95 % interval of the difference, paired by seed, is above zero, below, or neither. They are in `results.json`, a
-table, and figures of accuracy by epoch, attention maps, and the learned mixing.
+Only the attention differs. The results are accuracy, rank, and entropy over seeds, and whether claims hold: the 95 %
+interval of the difference, paired by seed, is above zero, below, or neither.
 """
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from mhla_hf.cli.main import script
 from mhla_hf.evaluation.records import format_score
 from mhla_hf.models.vision.vision_configuration import MHLAVisionConfig
 from mhla_hf.models.vision.vision_model import MHLAForImageClassification
-from mhla_hf.plots import PALETTE, drawing
 from mhla_hf.training.datasets.images import open_images, preprocess
 from mhla_hf.training.loop import distill
 from mhla_hf.training.run_folder import RECORD
@@ -93,13 +91,11 @@ def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str
             pixels = preprocess(processor, [images.image(row, 1) for row in range(ANALYZED_IMAGES)])
             calls = record_model(model, {"pixel_values": pixels})
             measured = measure_calls(calls)
-            accuracies = [entry["test_accuracy"] for entry in record["history"]]
-            cells.append({**record, "by_epoch": accuracies, "accuracy": accuracies[-1], **measured["mean"], **measured})
+            accuracy = record["history"][-1]["test_accuracy"]
+            cells.append({**record, "accuracy": accuracy, **measured["mean"], **measured})
             if seed == 0:
                 maps[name], mixing[name] = calls, describe_mixing(model)
         rows[name] = {key: over_seeds([cell[key] for cell in cells]) for key in (*MEASURES, "seconds")}
-        epochs = zip(*(cell["by_epoch"] for cell in cells), strict=True)
-        rows[name]["by_epoch"] = [over_seeds(epoch) for epoch in epochs]
         rows[name]["layers"] = []
         for layers in zip(*(cell["layers"] for cell in cells), strict=True):
             keys = (*MEASURES[1:], "uniform_entropy")  # everything else is the same for all seeds
@@ -108,16 +104,10 @@ def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str
         rows[name]["parameters"] = cells[0]["parameters"]
     (train_images, _), (test_images, _) = load_digits(MODEL["image_size"])
     sizes = {"train": len(train_images), "test": len(test_images)}
-    note = f"scikit-learn digits, {sizes['train']:,} to train, {sizes['test']:,} to test; {seeds} seeds"
-    plot_accuracy(Path(out, "accuracy.png"), {name: row["by_epoch"] for name, row in rows.items()}, note)
     plot_maps(Path(out, "maps.png"), maps)
     plot_mixing(Path(out, "mixing.png"), mixing["MHLA"])
-    results = {
-        "data": {"name": "scikit-learn digits", **sizes},
-        "seeds": list(range(seeds)),
-        "rows": rows,
-        "claims": [judge_claim(rows, *claim) for claim in CLAIMS],
-    }
+    results = {"data": {"name": "scikit-learn digits", **sizes}, "seeds": list(range(seeds)), "rows": rows}
+    results["claims"] = [judge_claim(rows, *claim) for claim in CLAIMS]
     return write_record(Path(out, "results.json"), results, command)
 
 
@@ -152,21 +142,6 @@ def render_study(results: Mapping[str, Any]) -> str:
         sentence = f"{claim['measure'].replace('_', ' ')}: {claim['higher']} above {claim['lower']}"
         claims.append([sentence, f"{claim['difference']:{spec}}", interval, claim["verdict"]])
     return f"{markdown(header, lines)}\n\n{markdown(['claim', 'difference', '95 % interval', ''], claims)}"
-
-
-def plot_accuracy(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]], note: str) -> None:
-    """Plot test accuracy by epoch, as mean over seeds with a band of one standard error."""
-    with drawing(path, figsize=(7.4, 4.6), note=note) as (_, ((axes,),)):
-        for (row, epochs), color in zip(curves.items(), PALETTE, strict=False):
-            numbers = range(1, len(epochs) + 1)
-            means = [epoch["mean"] for epoch in epochs]
-            errors = [epoch["stderr"] or 0.0 for epoch in epochs]
-            axes.plot(numbers, means, color=color, label=f"{row}: {means[-1]:.3f}")
-            low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
-            axes.fill_between(numbers, low, high, color=color, alpha=0.18, linewidth=0)
-        axes.set(title="Test accuracy", xlabel="epoch", ylim=(0, 1))
-        axes.grid(True)
-        axes.legend(loc="lower right", fontsize=9)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

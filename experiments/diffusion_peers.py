@@ -2,9 +2,8 @@
 
     python -m experiments.diffusion_peers --out out/grids
 
-The model is the small Wan of `experiments.calibrate_grids`, which is trained if OUT has no `wan.safetensors`. Each method
-runs the same 20 sampling steps from the same noise as the original: at a size that the original was trained on, and at one
-with 13.5 times as many tokens, where attention takes most of the time. No weight of the original changes.
+The model is the small Wan of `experiments.calibrate_grids`. Each method runs the same 20 sampling steps from the same noise,
+at a size that it was trained on and at one with 13.5 times as many tokens. No weight of the original changes.
 """
 
 import contextlib
@@ -55,9 +54,7 @@ def similar_tiles(q: torch.Tensor, k: torch.Tensor, counts: tuple[int, ...]) -> 
 
 
 class TiledCore(nn.Module):
-    """Computes softmax attention over some tiles of the grid, by PyTorch's `flex_attention`, in place of an MHLA core.
-    `choose` gets q and k [B, H, T, K], tile by tile, and the number of tiles along each axis, and returns which tiles of
-    keys each tile of queries reads, bool [B or 1, H or 1, tiles, tiles]."""
+    """Computes softmax attention over the tiles that `choose` returns, in place of an MHLA core."""
 
     def __init__(self, core: Any, choose: TileChoice) -> None:
         super().__init__()
@@ -150,8 +147,7 @@ def sample(model: Any, method: Method, size: Size, seed: int) -> tuple[torch.Ten
 
 
 def measure(folder: Path, seeds: int) -> list[dict[str, Any]]:
-    """Measure all methods with several seeds, each of a fit and of a video. Returns rows with "method", "size", "distances"
-    (squared, relative to the squared norm of the original's video, by seed), and "seconds" per step."""
+    """Measure all methods: "distances" (squared, relative to the original's video, by seed) and "seconds" per step."""
     task = TASKS["wan"]
     teacher = grids.train(task, folder / "wan.safetensors")
     rows: dict[tuple[str, Size], dict[str, Any]] = {}

@@ -3,9 +3,8 @@
     python -m experiments.digits_vit --out out/digits_vit          everything; finished runs are kept
     python -m experiments.digits_vit --out out/try --seeds 1 --steps 20 --distill-steps 10
 
-The data is scikit-learn's handwritten digits, enlarged to 32 x 32 pixels. The students have MHLA (4 x 4 blocks of 2 x 2
-patches) or plain linear attention, which is MHLA with one block. Both first learn each layer's attention output, and then
-the teacher's logits. The results are `digits_vit.json` and a table. The MHLA student of seed 0, `MHLA-0`, gets a card, for
+The data is scikit-learn's handwritten digits, enlarged to 32 x 32 pixels. The students have MHLA (4 x 4 blocks) or plain
+linear attention, and learn each layer's attention output, then the teacher's logits. `MHLA-0` gets a card, for
 
     mhla-hf card out/digits_vit/MHLA-0 --shelve model_cards/digits_vit --over-seeds out/digits_vit/digits_vit.json
 """
@@ -48,8 +47,7 @@ COMMON: dict[str, Any] = {"batch_size": 64, "shift": 3, "beta2": 0.99}
 
 
 def load_digits(size: int) -> tuple[Split, Split]:
-    """Load scikit-learn's 1,797 digits, 8 x 8 scans, enlarged to `size` x `size`: 1,300 to train on, and 497 to test on.
-    Each part is (images uint8 [N, 1, size, size], labels int64 [N])."""
+    """Load scikit-learn's 1,797 digits, enlarged to `size` x `size`: 1,300 to train on, and 497 to test on."""
     digits: Any = datasets.load_digits()
     images = torch.from_numpy(digits.images).float()[:, None]
     images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
@@ -71,8 +69,7 @@ def softmax_vit() -> ViTForImageClassification:
 
 
 def run(out: Path, seeds: int, steps: int, distill_steps: int, command: str) -> dict[str, Any]:
-    """Train the teacher and all students, or load those that are finished, and return the content of `digits_vit.json`. The
-    teacher and the students of seed 0 are also evaluated on images in `out / "test"`, for the MHLA student's card."""
+    """Train the teacher and all students, or load those that are finished, and return the content of `digits_vit.json`."""
     train, test = load_digits(SIDE)
     processor = ViTImageProcessorPil(
         size={"height": SIDE, "width": SIDE}, resample=3, image_mean=[0.5], image_std=[0.5]

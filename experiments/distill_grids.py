@@ -1,8 +1,7 @@
 """Distill the tiny diffusion models of `calibrate_grids`, and let a judge read the digits that they draw, on one CPU core.
 
-Each teacher is converted in several ways, and all parameters of each conversion learn the teacher's velocity on
-trajectories that the teacher samples, without any digit of the data. A small network that was trained on the same digits,
-and on no samples, judges whether samples show the requested digit.
+Each teacher is converted in several ways, and all parameters of each conversion learn the teacher's velocity on trajectories
+that it samples. A small network that was trained on the digits judges whether samples show the requested one.
 """
 
 import functools
@@ -151,9 +150,7 @@ class BlockSoftmaxCore(nn.Module):
 
 
 def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) -> Any:
-    """Convert a teacher to one of `STUDENTS`, in eval mode. The layer of `ONE_KEPT` that keeps softmax is that whose
-    conversion alone changes the velocity most. In `LOCAL`, tokens attend by softmax to those of their own block and of the
-    text, if it has one."""
+    """Convert a teacher to one of `STUDENTS`, in eval mode; in `LOCAL`, tokens attend to their own block and the text."""
     start = {PLAIN: grids.LINEAR_CALIBRATED, LOCAL: grids.LOCALITY}.get(name, grids.CALIBRATED)
     student = grids.convert_or_load(task, teacher, start, seed, folder)
     if name == ONE_KEPT:
@@ -168,8 +165,7 @@ def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) ->
 
 
 def make_row(job: Row, folder: Path) -> Row:
-    """Distill and judge one student, or judge the teacher or real digits. Returns the job with "recognized", the share by
-    size; of a student also "errors", [before, after] distillation by size."""
+    """Distill and judge one student, or judge the teacher or real digits: the "recognized" share, and "errors", by size."""
     task, seed, recipe = TASKS[job["task"]], job["seed"], Recipe(*(job[key] for key in Recipe._fields))
     teacher, judge, pool = prepare(job["task"], recipe, seed, folder)
     row: Row = {**job, "recognized": {}}
@@ -245,7 +241,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="models (default: all)")
     args, command = parse_call(parser, "distill_grids", arguments)
     make = functools.partial(make_row, folder=args.folder)
-
     record = add_rows(args.out, make, jobs_of(args.tasks, args.seeds), command)
     print(render_distilled(record))
     return record

@@ -1,9 +1,7 @@
 """Measure how much of a real text encoder's quality its conversions keep.
 
-Every form is fitted on one text, without labels, and evaluated on others. On the sentence pairs of STS-B, the score is
-the rank correlation of the embeddings' cosines with people's ratings. On passages of 128 and 512 tokens, the scores
-are the cosine of an embedding to the original's, and the rank correlation of the cosines of all pairs with the
-original's. An embedding is the mean over tokens, as sentence-transformers computes it for this model.
+Every form is fitted on one text, without labels, and evaluated on others: by the rank correlation of STS-B, and on passages
+of 128 and 512 tokens by the cosine of an embedding (the mean over tokens) to the original's, and the rank of all pairs.
 """
 
 import functools
@@ -104,8 +102,7 @@ def sts_score(model: Any, tokenizer: Any, pairs: Sequence[Mapping[str, Any]]) ->
 
 
 def embed_passages(model: Any, tokenizer: Any, path: str | Path) -> dict[int, torch.Tensor]:
-    """Return the normalized embeddings `[N, width]` of evenly spaced passages of a text, by their length. Each passage is
-    between the tokenizer's special tokens."""
+    """Return the normalized embeddings `[N, width]` of evenly spaced passages of a text, by their length."""
     text = Path(path).read_text(encoding="utf-8")
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     special = special_tokens(tokenizer)

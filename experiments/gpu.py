@@ -1,8 +1,7 @@
 """Run all checks and measurements that need a GPU, in ten minutes: python -m experiments.gpu (`make gpu`)
 
-Every kernel is compared with the T x T definition in fp64. Then the paper's operators and whole models are timed
-beside what a user would pick instead. What fails or does not fit into the time gets a row with the reason. The results
-are written to docs/bench/gpu.json, and docs/performance.md is rendered from them.
+Every kernel is compared with the T x T definition in fp64; then the paper's operators and whole models are timed. What fails
+gets a row with the reason. docs/performance.md is rendered from the results in docs/bench/gpu.json.
 """
 
 import functools
@@ -80,9 +79,7 @@ def make_inputs(
     widths: tuple[int, int] = (64, 64), padded: bool = False, packed: bool = False, masked: bool = False,
     denominator: bool = False,
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:  # fmt: skip
-    """Make random inputs of `mhla` with 4 query heads and `groups` KV heads; `widths` are those of keys and of values.
-    Returns q, k, v, the mixing matrix in fp32, and features for the denominator, all of which require gradients; and options
-    of `mhla`."""
+    """Make q, k, v, the mixing matrix, and features for the denominator, of 4 query heads, and options of `mhla`."""
     batch, length = 1 if packed else 2, blocks.length
     options: dict[str, Any] = {}
     generator = torch.Generator(device).manual_seed(0)
@@ -149,9 +146,7 @@ def check_kernels(
     device: torch.device | str, limit: float = MAX_CHECK_SECONDS, impl: str = "triton",
     variants: Mapping[str, Any] = VARIANTS, windows: Mapping[str, Any] = WINDOWS, pages: Mapping[str, Any] = PAGES,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Compare an implementation with the definition in fp64; after `limit` seconds no other check starts. Returns a row for
-    each kind of call and dtype: "kind", "dtype", "error" (relative errors by what was compared), and "failed" (the reason,
-    or None)."""
+    """Compare an implementation with the definition in fp64; after `limit` seconds no other check starts."""
     started = time.monotonic()
     rows = []
     calls: dict[str, Callable[[torch.dtype], dict[str, float]]] = {}

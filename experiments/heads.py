@@ -1,9 +1,8 @@
 """Measure what conversions keep of a real language model, by position in long texts.
 
-Every form is fitted on one text, and its gates choose the KV heads that keep softmax. It is evaluated on other texts: KL to
-the original and perplexity at several positions of long rows, and recall, the mean log-probability of the second copy of
-half a row. Bytes are those of the cache of one sequence in bf16. "window" is a conversion whose far part is off, which is
-what DuoAttention keeps, with heads of its own. "wide window" keeps the heads of MHLA, and has as many bytes.
+Every form is fitted on one text, and its gates choose the KV heads that keep softmax. Others judge it: KL to the original
+and perplexity by position, and recall, the mean log-probability of the second copy of half a row. "window" is a conversion
+whose far part is off (DuoAttention), "wide window" has the heads of MHLA and as many bytes in the cache.
 """
 
 import functools
@@ -57,8 +56,7 @@ load_tokenizer = functools.partial(AutoTokenizer.from_pretrained, trust_remote_c
 
 
 def fit(arguments: Mapping[str, Any], form: str, seed: int) -> dict[str, Any]:
-    """Fit a form with its gates, or load it from the file of an earlier call; the seed selects passages of the text. Returns
-    "mhla" (state dict of the MHLA parameters), "gates" ({layer: [gate of each KV head]}), and "seconds"."""
+    """Fit a form with its gates, or load it from the file of an earlier call; the seed selects passages of the text."""
     file = Path(arguments["work"]) / f"{form.replace(' ', '-').replace(',', '')}-{seed}.pt"
     if file.exists():
         return torch.load(file)
@@ -128,9 +126,8 @@ def window_model(model: Any, softmax_heads: Mapping[Any, list[int]], **settings:
 def count_bytes(
     model_folder: str | Path, settings: Mapping[str, Any], heads: int, is_far_on: bool
 ) -> dict[str, dict[str, int]]:
-    """Count the bytes of one sequence's cache in bf16 at the numbers of tokens in `BYTES_AT`, at most the model's positions.
-    `heads` KV heads keep softmax; if the far part is off, neither its summaries nor rotations are counted. Returns "bytes"
-    and, with softmax in all heads, "whole_bytes", each by the number of tokens, as a string."""
+    """Count the bytes of one sequence's cache in bf16 at `BYTES_AT` tokens, if `heads` KV heads keep softmax, and if all do.
+    If the far part is off, neither its summaries nor rotations are counted."""
     config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -150,9 +147,7 @@ def count_bytes(
 
 
 def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
-    """Make or load the model of a job, and evaluate it on the job's text. A job has "form" (a key of `FORMS`, or the name of
-    a folder), "heads", "seed", and "text" (the name of a file). Returns it with "far" (whether the far part is on),
-    "softmax_heads", "seconds" of the fit, and what `count_bytes` and `judge` return."""
+    """Make or load the model of a job ("form", "heads", "seed", and "text"), and evaluate it on the job's text."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     made_as: Row
@@ -181,9 +176,8 @@ TeacherStates = dict[tuple[int, str], list[torch.Tensor]]  # by length, and "pla
 
 @torch.no_grad()
 def rows_and_states(arguments: Mapping[str, Any], text: str) -> tuple[dict[int, torch.Tensor], TeacherStates]:
-    """Cut a text file into rows without overlap, from its token 2,048 on: token ids, int64 `[N, length]`, by length. Compute
-    the original's last hidden states of each row ("plain"), and of each row whose second half is replaced by its first
-    ("repeated"), or load them from the file of an earlier call."""
+    """Cut a text file into rows `[N, length]` by length, and compute the original's last hidden states of each ("plain"),
+    and of its first half twice ("repeated"), or load them from the file of an earlier call."""
     ids = load_tokenizer(arguments["model"])(read_text(text), return_tensors="pt", verbose=False).input_ids[0]
     rows = {}
     first = 2048
@@ -214,9 +208,8 @@ def hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def judge(model: Any, rows: Mapping[int, torch.Tensor], teacher: TeacherStates) -> dict[str, Any]:
-    """Compare a model with its original, given what `rows_and_states` returns. Returns "places", with [KL to the
-    original in nats, perplexity, the original's perplexity] by the keys of `PLACES`, and "recall", with [recall, the
-    original's recall] by the length of the rows, as a string."""
+    """Compare a model with its original: "places" has [KL in nats, perplexity, the original's perplexity] by `PLACES`, and
+    "recall" [recall, the original's recall] by the length of the rows."""
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in PLACES}  # of KL and both losses, and their number
     recall = {}
     for length, group in rows.items():
@@ -238,8 +231,7 @@ def judge(model: Any, rows: Mapping[int, torch.Tensor], teacher: TeacherStates) 
 
 
 def compare(model: Any, ids: torch.Tensor, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Compare the predictions of a model for each next token with the original's, given both last hidden states. Returns KL
-    to the original, loss, and the original's loss, in nats: fp64 `[T - 1, 3]`."""
+    """Return KL to the original, loss, and the original's loss, in nats, of each next token: fp64 `[T - 1, 3]`."""
     head = model.get_output_embeddings()
     parts = []
     for first in range(0, len(ids) - 1, PART):
@@ -292,11 +284,11 @@ def main() -> None:
     parser.add_argument("model", help="folder of a softmax language model")
     parser.add_argument("--fit", required=True, help="text to learn from")
     parser.add_argument("--texts", nargs="+", required=True, help="texts to judge on")
-    rows_help = f"forms: {', '.join(FORMS)}"
-    parser.add_argument("--rows", nargs="*", default=[], metavar="FORM:HEADS[:SEEDS]", help=rows_help)
-    folders_help = "converted models, such as distilled ones, or adapters"
-    parser.add_argument("--folders", nargs="*", default=[], help=folders_help)
-    parser.add_argument("--adapter", help="folder for the first of --folders or --rows, seed 0, as an adapter")
+    parser.add_argument(
+        "--rows", nargs="*", default=[], metavar="FORM:HEADS[:SEEDS]", help=f"forms: {', '.join(FORMS)}"
+    )
+    parser.add_argument("--folders", nargs="*", default=[], help="converted or distilled models, or adapters")
+    parser.add_argument("--adapter", help="folder for the first of --folders as an adapter")
     parser.add_argument("--rank", type=int, default=16, help="rank of LoRA in the adapter of a distilled model")
     parser.add_argument("--work", default="out-heads", help="folder for what is fitted")
     parser.add_argument("--out", default="docs/language/heads.json")
@@ -311,17 +303,8 @@ def main() -> None:
 
 
 def write_adapter(arguments: Mapping[str, Any], job: Row, folder: str) -> None:
-    """Save as an adapter, in bf16, what the model of a job has learned, and the KV heads that keep softmax. What
-    distillation changed in the weights of the original becomes LoRA."""
-    if job["form"] in FORMS:
-        model, fitted = converted(arguments, job)
-        gates = {str(layer): [round(x, 3) for x in values] for layer, values in fitted["gates"].items()}
-        kept_heads = {str(layer): heads for layer, heads in largest_gates(fitted["gates"], job["heads"]).items()}
-        text = Path(arguments["fit"]).name
-        model.config.mhla_measured = {"text": text, "seed": job["seed"], "gates": gates, "softmax_heads": kept_heads}
-        save_adapter(model, folder)
-    else:
-        save_adapter(load_folder(arguments, job), folder, base=load(arguments["model"]), rank=arguments["rank"])
+    """Save the model of a folder as an adapter in bf16; what distillation changed in the original's weights becomes LoRA."""
+    save_adapter(load_folder(arguments, job), folder, base=load(arguments["model"]), rank=arguments["rank"])
     file = Path(folder, WEIGHTS_FILE)
     with safe_open(file, "pt") as stream:
         metadata = stream.metadata()

@@ -15,12 +15,8 @@ smaller, and the model is fed the tokens after the prompt. A press sees the prom
 - kl: KL(full cache || small cache) in nats, the mean over the 512 tokens after the prompt.
 - recall: after the same prompt, the model is fed a copy of 256 tokens from its middle, [L/2, L/2 + 256). The mean
   log-probability of the copy's tokens after the first 16, which are the cue.
-- kept: bytes of the cache after the prompt over those of the full cache. AdaKV and KVzip evict different numbers of
-  entries from the heads. kvpress masks these entries and does not free them; here, they count as freed.
-- seconds: CPU time of the prefill with a press. Presses do not change what prefill computes, so one prefill serves all of
-  them: their forward hooks are called afterwards, with the inputs and outputs of the layers.
-
-Existing rows of the file are kept.
+- kept: bytes of the cache after the prompt over those of the full cache; entries that a press masks count as freed.
+- seconds: CPU time of the prefill with a press. One prefill serves all presses: their hooks are called afterwards.
 """
 
 import argparse
@@ -50,8 +46,6 @@ AFTER, COPY, CUE = 512, 256, 16  # tokens
 CHUNK = 32  # tokens that are fed at once after the prompt
 FULL = "full cache"
 PRESSES = ("StreamingLLM", "SnapKV", "ExpectedAttention", "AdaKV(ExpectedAttention)", "Compactor", "KVzip")
-
-
 Row = dict[str, Any]
 RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `row_parts`
 
@@ -108,9 +102,8 @@ def feed(model: Any, cache: Any, ids: torch.Tensor, start: int) -> torch.Tensor:
 def judge(
     model: Any, cache: Any, after: torch.Tensor, copied: torch.Tensor, start: int, teacher: torch.Tensor | None = None
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """Measure how well a model continues from the cache of a prompt with `start` tokens. `teacher` has the logits of `after`
-    with the full cache, and is None if this is the full cache. Returns "kl", "recall", and the logits of `after`, `[512,
-    V]`."""
+    """Measure how well a model continues from the cache of a prompt; `teacher` has the logits with the full cache. Returns
+    "kl" and "recall", and the logits of `after`, `[512, V]`."""
     logits = feed(model, cache, after, start)
     copy_losses = F.cross_entropy(feed(model, cache, copied, start)[:-1], copied[1:], reduction="none")
     kl = 0.0 if teacher is None else divergence(teacher, logits)
@@ -122,9 +115,8 @@ def tensor_bytes(cache: Any) -> int:
 
 
 def press_rows(model: Any, parts: RowParts, keep: Fraction, names: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yield names and measures of the full cache and of presses that keep a share of it, for what `row_parts` returns. The
-    presses are set as in kvpress' own evaluation. One that masks entries instead of removing them stores them in the
-    attention layers; these count as removed."""
+    """Yield names and measures of the full cache and of presses, set as in kvpress' own evaluation; entries that a press
+    masks instead of removing count as removed."""
     import kvpress as kv
 
     ratio = float(1 - keep)

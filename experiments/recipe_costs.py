@@ -1,8 +1,7 @@
 """Measure what the recipes take, without values: python -m experiments.recipe_costs
 
-One micro-batch of every stage runs with the task's own losses on tensors that have sizes and no values, and the memory that
-its operators would take is added up (CPU operators, MHLA in PyTorch; nothing is downloaded). Parameters and multiply-adds of
-the paper's image classifiers are counted, too.
+One micro-batch of every stage runs with the task's own losses on tensors without values, and the memory of its operators is
+added up. Parameters and multiply-adds of the paper's image classifiers are counted, too.
 """
 
 import contextlib
@@ -143,9 +142,8 @@ def measure_stage(base: Any, recipe: Recipe, stage: Any) -> dict[str, int]:
 
 
 def measure_samples(base: Any, recipe: Recipe, stage: Any, count: int) -> dict[str, int]:
-    """Return the bytes of a stage in one of `recipe.processes` processes, over which FSDP2 shards all weights. "states" are
-    weights, gradients, moments, average, and teacher, with the blocks that FSDP2 gathers; "peak" adds what a micro-batch
-    allocates; "disk" are the states that a run keeps."""
+    """Return the bytes of a stage in one process: "states" are weights, gradients, moments, average, and teacher, with the
+    blocks that FSDP2 gathers; "peak" adds what a micro-batch allocates; "disk" are the states that a run keeps."""
     with contextlib.ExitStack() as stack:
         with torch.device("meta"):
             task = make_task(base, recipe, stage)

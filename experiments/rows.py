@@ -30,8 +30,7 @@ def make_parser(description: str | None, seeds: int = 0) -> argparse.ArgumentPar
 def parse_call(
     parser: argparse.ArgumentParser, name: str, arguments: Sequence[str] | None
 ) -> tuple[argparse.Namespace, str]:
-    """Parse the arguments of `experiments.NAME` (None: those of the process), and return the shell command for the record.
-    Absolute paths in it are their last parts."""
+    """Parse the arguments (None: those of the process); also return the command for the record, without absolute paths."""
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parser.parse_args(arguments)
     if getattr(args, "seeds", 1) < 1:
@@ -41,8 +40,7 @@ def parse_call(
 
 
 def add_rows(out: str | Path, make_row: Callable[[Row], Row], jobs: Sequence[Row], command: str) -> Row:
-    """Compute the rows that a JSON file lacks, write it after each of them, and return its content. A row repeats the keys
-    of its job. `make_row` runs in another process with one thread, which keeps what it caches, so it must be picklable."""
+    """Compute the rows that a JSON file lacks in another process, which keeps what it caches, and write each at once."""
     out = Path(out)
     torch.set_num_threads(1)  # as in the worker, because the record states the threads of this process
     record = json.loads(out.read_text()) if out.exists() else {"rows": []}

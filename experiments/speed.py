@@ -1,9 +1,8 @@
 """Measure what decoding and prefill of a converted language model cost, by context length: python -m experiments.speed
 
 The models are a Llama with the sizes of SmolLM2-135M and its conversion, with random weights in bf16, and with softmax in
-the KV heads that docs/language/heads.json lists. Measured are prefill, per token, and decoding of one more token by a
-compiled model with a static cache. Beyond `PREFILLED` tokens, the cache is filled with random keys and values, which take
-as long to read as real ones.
+the KV heads that docs/language/heads.json lists. Measured are prefill and decoding by a compiled model with a static cache.
+Beyond `PREFILLED` tokens, the cache is filled with random keys and values, which take as long to read as real ones.
 """
 
 import argparse
@@ -83,8 +82,7 @@ def fill_cache(model: Any, length: int, batch: int, num_new_tokens: int) -> Stat
 def measure_decoding(
     models: Mapping[str, Any], length: int, batch: int, rounds: int | None = None, is_compiled: bool = True
 ) -> dict[str, dict[str, float]]:
-    """Measure one decoding step of a batch after `length` tokens; the models take turns for `rounds` (default: `ROUNDS`).
-    Returns "next token" (milliseconds, in the fastest round) and "bytes" (of weights and cache) by model."""
+    """Measure one decoding step after `length` tokens: "next token" (ms) and "bytes" (of weights and cache) by model."""
     torch.compiler.reset()
     costs: dict[str, dict[str, float]] = {}
     calls: dict[str, Callable[..., Any]] = {}

@@ -49,9 +49,8 @@ def engine(folder: str, **options: Any) -> Iterator[Any]:
 
 def summarize(name: str, log_probs: torch.Tensor) -> float:
     """Return the perplexity, or the mean log-probability of the second half, of log-probabilities [rows, T - 1]."""
-    if name == "perplexity":
-        return log_probs.mean().neg().exp().item()
-    return log_probs[:, ROW_TOKENS // 2 :].mean().item()
+    is_recall = name == "recall"
+    return (log_probs[:, ROW_TOKENS // 2 :].mean() if is_recall else log_probs.mean().neg().exp()).item()
 
 
 @torch.no_grad()
@@ -92,14 +91,11 @@ def measure_in_vllm(
     from vllm import SamplingParams
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-    scores: dict[str, float] = {}
-
-    def score() -> None:
+    def score() -> dict[str, float]:
         with engine(folder, dtype="float32", max_model_len=ROW_TOKENS + 1) as llm:
-            scores.update({kind: summarize(kind, score_in_vllm(llm, part)) for kind, part in rows.items()})
+            return {kind: summarize(kind, score_in_vllm(llm, part)) for kind, part in rows.items()}
 
-    if rows:
-        score()
+    scores = score()
     with engine(folder, dtype="bfloat16", max_model_len=CACHE_LENGTHS[-1]) as llm:
         config, requests = llm.llm_engine.vllm_config, {}
         for length in CACHE_LENGTHS:  # the longest, which the engine has, is the last one
@@ -108,7 +104,7 @@ def measure_in_vllm(
             requests[length] = get_max_concurrency_for_kv_cache_config(config, pages)
         options = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
         seconds = {}
-        for count in (1, *batches) if batches else ():  # the first is the warm-up
+        for count in (1, *batches):  # the first is the warm-up
             prompts = [{"prompt_token_ids": prompt} for prompt in make_prompts(text, count)]
             started = time.perf_counter()
             llm.generate(prompts, options, use_tqdm=False)
@@ -117,17 +113,14 @@ def measure_in_vllm(
 
 
 def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches: Sequence[int]) -> dict[str, Any]:
-    """Measure models, first in transformers, whose classes vLLM changes, and then in vLLM. Returns "scores" by model, engine
-    and measure, "requests" by model and length, and "speed" as rows."""
+    """Measure models, first in transformers, whose classes vLLM changes, and then in vLLM."""
     tokenizer = AutoTokenizer.from_pretrained(next(iter(folders.values())), trust_remote_code=False)
     text = tokenizer(text_file.read_text(encoding="utf-8")).input_ids
-    rows: dict[str, list[list[int]]] = {}
-    if num_rows:
-        rows["perplexity"] = [text[first * ROW_TOKENS : (first + 1) * ROW_TOKENS] for first in range(num_rows)]
-        rows["recall"] = [2 * row[: ROW_TOKENS // 2] for row in rows["perplexity"]]
+    rows = {"perplexity": [text[first * ROW_TOKENS : (first + 1) * ROW_TOKENS] for first in range(num_rows)]}
+    rows["recall"] = [2 * row[: ROW_TOKENS // 2] for row in rows["perplexity"]]
     scores: dict[str, dict[str, dict[str, float]]] = {name: {} for name in folders}
     speed: list[dict[str, Any]] = []
-    for name, folder in folders.items() if num_rows or batches else ():
+    for name, folder in folders.items():
         register_model_type(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         measured = {kind: summarize(kind, score_in_transformers(model, part)) for kind, part in rows.items()}
@@ -155,8 +148,7 @@ def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches:
 def render_vllm(record: Mapping[str, Any]) -> str:
     names = list(record["scores"])
     lines = []
-    labels = {"perplexity": "perplexity", "recall": "recall, mean log-probability"} if record["rows"] else {}
-    for kind, label in labels.items():
+    for kind, label in (("perplexity", "perplexity"), ("recall", "recall, mean log-probability")):
         for place in ("transformers", "vLLM"):
             cells = [f"{record['scores'][name][place][kind]:.4f}" for name in names]
             lines.append([f"{label}, {place}", *cells])
@@ -171,14 +163,9 @@ def render_vllm(record: Mapping[str, Any]) -> str:
         for count, by_model in seconds.items():
             cells = [f"{count * NEW_TOKENS / by_model[name]:.1f}" for name in names]
             lines.append([f"new tokens per second, {count} request{'s' if count > 1 else ''}, {way}", *cells])
-    note = ""
-    if record["rows"]:
-        note += f"Perplexity over {record['rows'] * ROW_TOKENS:,} tokens, "
-        note += f"recall of {ROW_TOKENS // 2:,} repeated ones, in fp32. "
-    if record["speed"]:
-        shortest, longest = PROMPT_LENGTHS
-        note += f"Prompts of {shortest} to {longest:,} tokens with {NEW_TOKENS} new ones in bf16, "
-        note += f"load average {record['load']:.1f}. "
+    note = f"Perplexity over {record['rows'] * ROW_TOKENS:,} tokens, recall of {ROW_TOKENS // 2:,} repeated ones, in fp32. "
+    note += f"Prompts of {PROMPT_LENGTHS[0]} to {PROMPT_LENGTHS[1]:,} tokens with {NEW_TOKENS} new ones in bf16, "
+    note += f"load average {record['load']:.1f}. "
     return f"{markdown(['', *names], lines)}\n\n{note}vLLM {record['vllm']}. {describe_setup(record)}"
 
 
@@ -188,8 +175,7 @@ def main() -> None:
     parser.add_argument("converted", help="folder of its conversion")
     parser.add_argument("--text", type=Path, required=True, help="text file")
     parser.add_argument("--rows", type=int, default=4, help="rows of text (default: 4)")
-    requests_help = "requests at once, or none (default: 1 8 32)"
-    parser.add_argument("--requests", type=int, nargs="*", default=BATCHES, help=requests_help)
+    parser.add_argument("--requests", type=int, nargs="+", default=BATCHES, help="requests at once (default: 1 8 32)")
     parser.add_argument("--out", type=Path, default=Path("docs/scale/vllm.json"), help="JSON file to write")
     args, command = parse_call(parser, "vllm_serving", None)
     torch.set_num_threads(1)

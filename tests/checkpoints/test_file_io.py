@@ -82,29 +82,6 @@ def test_what_a_killed_process_left_goes_the_next_time_and_nothing_else(tmp_path
     assert {*tmp_path.rglob("*")} == {*kept, target}
 
 
-def test_what_a_process_left_that_was_killed_while_it_cleaned_up_goes_the_next_time(tmp_path, monkeypatch):
-    """Whatever it had removed: the lock, by which the folder is known, goes last."""
-    unlink = os.unlink
-
-    def clean_up(stop):
-        def unlink_or_stop(path, **options):
-            if os.path.basename(path) == LOCK_FILE:
-                stop()
-            unlink(path, **options)
-
-        with atomic_folder(tmp_path / "made", replace=True) as aside:
-            for name in "abcdefgh":
-                (aside.parent / name).mkdir()
-            monkeypatch.setattr(os, "unlink", unlink_or_stop)
-
-    killed_in(clean_up)
-    (abandoned,) = tmp_path.glob("made.tmp-*")
-    assert [path.name for path in abandoned.iterdir()] == [LOCK_FILE]
-    with atomic_folder(tmp_path / "made", replace=True):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["made"]
-
-
 def test_a_model_that_was_out_of_the_way_when_the_process_was_killed_comes_back(tmp_path, monkeypatch):
     target = tmp_path / "made"
     target.mkdir()

@@ -14,7 +14,7 @@ from tools.tiny_pipelines import dit_pipeline, sana_pipeline
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from mhla_hf.checkpoints.isolated_load import check_isolated_load
-from mhla_hf.checkpoints.load import load_classifier, load_config, load_language_model, load_pipeline, summarize_error
+from mhla_hf.checkpoints.load import load_classifier, load_config, load_language_model, load_pipeline
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 
@@ -114,9 +114,3 @@ def test_a_model_without_a_tokenizer_says_where_to_put_one_or_takes_another(tmp_
     with pytest.raises(ValueError, match=f"{said}$"):
         load_language_model(mute)
     assert len(load_language_model(mute, tokenizer=other)[1]) == 400
-
-
-def test_an_error_is_told_to_the_end_of_its_sentence():
-    error = ValueError("one of:\n(1) a,\n(2) b or\n(3) c.\nYou need")
-    assert summarize_error(error) == "one of: (1) a, (2) b or (3) c."
-    assert summarize_error(ValueError("a\nb")) == "a" and summarize_error(ValueError()) == "ValueError"

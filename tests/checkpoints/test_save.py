@@ -14,8 +14,7 @@ from tools.small_scores import small_tokenizer
 from tools.small_towers import converted_tower, images, output_of, small_classifier
 from transformers import ByT5Tokenizer
 
-from mhla_hf.checkpoints.file_io import LOCK_FILE, REPLACED
-from mhla_hf.checkpoints.save import check_new_folder, list_saved_files, read_sentence_files, save_model
+from mhla_hf.checkpoints.save import list_saved_files, read_sentence_files, save_model
 from mhla_hf.cli.main import main
 from mhla_hf.hub.facts import Person
 from mhla_hf.hub.folder_checks import stage_folder
@@ -110,14 +109,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, most):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_a_killed_process_had_moved_away_is_not_overlooked(tmp_path):
-    save_model(MODELS["llama-all"](), tmp_path / "out.tmp-x" / REPLACED)
-    (tmp_path / "out.tmp-x" / LOCK_FILE).touch()
-    with pytest.raises(ValueError, match=r"out', which is not empty"):
-        check_new_folder(tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out/config.json").is_file()
-
-
 KINDS = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}
 SENTENCE = {
     "modules.json": [
@@ -167,24 +158,18 @@ def test_an_encoder_keeps_the_modules_of_sentence_transformers_and_is_shared_wit
     assert main(["convert", str(sentence_encoder), str(out), "--overwrite"]) == 0
 
 
-FOREIGN = {
-    "a class": ("modules.json", "sentence_transformers.models.Pooling", "evil.Pooling", "'evil.Pooling' in '1_Pool"),
-    "a folder": ("modules.json", "1_Pooling", "../secret", "in '../secret', expected a folder such as 1_Pooling"),
-    "a function": (
-        "2_Dense/config.json",
-        "torch.nn.modules",
-        "os",
-        "the activation 'os.activation.Tanh', expected one",
-    ),
-    "no list": ("modules.json", "idx", "index", "expected a modules.json that can be read"),
-}
+FOREIGN = [  # file, what is in it, what is there instead, what is said of it
+    ("modules.json", "sentence_transformers.models.Pooling", "evil.Pooling", "'evil.Pooling' in '1_Pool"),
+    ("modules.json", "1_Pooling", "../secret", "in '../secret', expected a folder such as 1_Pooling"),
+    ("2_Dense/config.json", "torch.nn.modules", "os", "the activation 'os.activation.Tanh', expected one"),
+]
 
 
-@pytest.mark.parametrize("case", FOREIGN)
-def test_modules_that_may_be_code_are_not_kept_and_that_is_said(sentence_encoder, tmp_path, caplog, case):
-    file, old, new, said = FOREIGN[case]
-    text = (sentence_encoder / file).read_text()
-    (sentence_encoder / file).write_text(text.replace(old, new))
+@pytest.mark.parametrize(("file", "old", "new", "said"), FOREIGN)
+def test_modules_that_may_be_code_are_not_kept_and_that_is_said(
+    sentence_encoder, tmp_path, caplog, file, old, new, said
+):
+    (sentence_encoder / file).write_text((sentence_encoder / file).read_text().replace(old, new))
     with refused(said):
         read_sentence_files(sentence_encoder)
     assert main(["convert", str(sentence_encoder), str(tmp_path / "out")]) == 0

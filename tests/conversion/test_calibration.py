@@ -20,7 +20,7 @@ from mhla_hf.hub.facts import Person
 from mhla_hf.training.denoising import call
 
 SOFTMAX = [name for name in TRANSFORMERS if not name.startswith("sana")]
-LEARNS = ("dit", "wan", "sd3", "flux")
+LEARNS = ("dit", "wan", "sd3")
 
 
 def sampler(model, name):
@@ -59,8 +59,8 @@ def test_every_layer_comes_closer_and_the_base_stays(name):
     assert all(torch.equal(state[key], value) for key, value in base.items())
 
 
-@pytest.mark.parametrize("name", ["dit", "sd3"])
-def test_all_modules_of_a_core_learn_in_half_precision(name):
+def test_all_modules_of_a_core_learn_in_half_precision():
+    name = "sd3"
     model = tiny_transformer(name).bfloat16()
 
     def sample(generator):
@@ -72,12 +72,6 @@ def test_all_modules_of_a_core_learn_in_half_precision(name):
     assert core.cpe.conv.weight.dtype == core.gate.weight.dtype == torch.bfloat16
     assert core.mixing.weight.dtype == torch.float32
     assert all(x.float().abs().max() > 0 for x in (core.cpe.conv.weight, core.gate.weight))
-
-
-def test_joint_layers_read_far_tokens_from_the_start():
-    model = learned("sd3", effort=0.001)
-    balances = [holder.mhla.mixing.balance for holder in grid_layers(model).values()]
-    assert all((balance > -3).all() for balance in balances), balances
 
 
 def test_the_same_seed_gives_the_same_model():
@@ -104,11 +98,6 @@ def test_layers_that_matter_keep_softmax_and_the_record_is_saved(tmp_path):
     assert f"changes the output most: {chosen}." in card
 
 
-def test_as_many_layers_keep_softmax_as_without_samples():
-    model = learned("wan", keep=None)
-    assert len(model.config.mhla["layers"]) == len(mhla_hf.convert(tiny_transformer("wan")).config.mhla["layers"])
-
-
 def test_pipelines_sample_prompts_and_labels(monkeypatch):
     monkeypatch.setattr(calibration, "SAMPLING_STEPS", 2)
     pipe = PIPELINES["dit"]()
@@ -124,19 +113,6 @@ def test_pipelines_sample_prompts_and_labels(monkeypatch):
         mhla_hf.convert(pipe, samples=["a cat", "a dog"], progress=False)
     assert [options["prompt"] for options in seen] == ["a cat", "a dog"] * 4 and seen[0]["output_type"] == "latent"
     assert type(pipe.transformer) is diffusers.WanTransformer3DModel
-
-
-def test_a_classifier_learns_from_images(tmp_path):
-    images = torch.randn(40, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    base, model = softmax_tower("ViTForImageClassification").state_dict(), softmax_tower("ViTForImageClassification")
-    mhla_hf.convert(model, samples=images, keep=1, effort=0.1, progress=False)
-    report = model.config.mhla_measured
-    assert all(layer["fitted"] < layer["converted"] for layer in report["layers"].values()), report
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in base.items())
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).eval()
-    assert loaded.config.mhla_measured["output"] == report["output"] and len(loaded.config.mhla["layers"]) == 1
-    torch.testing.assert_close(loaded(images[:2]).logits, model(images[:2]).logits)
 
 
 def with_image_cache(transformer):
@@ -168,22 +144,16 @@ def tower(samples, device="cpu"):
 EDIT = "got prompts with FluxKontextPipeline, expected a function of a torch.Generator"
 CACHE = "model: got Flux2KVAttnProcessor in layer 0, expected one without a cache of reference images"
 REFUSED = {
-    "a text for a diffusion model": (lambda: learned("dit", text=["a"]), "text: got ['a'] along with samples"),
     "a language model": (lambda: mhla_hf.convert(softmax_model(), samples=["a"]), "samples: got some for Llama"),
     "linear attention": (lambda: learned("sana"), "samples: got some for SanaTransformer2DModel, whose attention"),
     "prompts without a pipeline": (lambda: mhla_hf.convert(tiny_transformer("dit"), samples=["a"]),
         "samples: got list with DiTTransformer2DModel"),
-    "no samples": (lambda: pipeline("dit", []), "samples: got list with DiTPipeline"),
-    "images for a pipeline": (lambda: pipeline("dit", torch.ones(64, 4, 8, 8)),
-        "samples: got a tensor of shape [64, 4, 8, 8] with DiTPipeline"),
     "too few images": (lambda: tower(torch.ones(3, 3, 32, 32)), "a tensor of shape [3, 3, 32, 32] with ViTModel"),
     "labels of other classes": (lambda: pipeline("dit", [1, 2000]),
         "samples: got [1, 2000] with DiTPipeline, expected labels below 10"),
-    "labels for a text": (lambda: pipeline("wan", [1]), "with WanPipeline, expected prompts"),
     "prompts for an edit": (lambda: mhla_hf.convert(kontext_pipeline(), samples=["a cat"]), EDIT),
     "a cache of images": (lambda: mhla_hf.convert(with_image_cache(tiny_transformer("flux2"))), CACHE),
     "all layers": (lambda: learned("dit", keep=2), "keep: got 2, expected 0 to 1 of the 2 layers"),
-    "no share": (lambda: learned("dit", keep="many"), "keep: got 'many', expected 0 to 1 of"),
     "no weights": (lambda: tower(torch.ones(16, 3, 32, 32), "meta"), "model: got ViTModel on the meta device, expected")
 }  # fmt: skip
 

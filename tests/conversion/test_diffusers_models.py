@@ -40,7 +40,6 @@ CONVERSION = {
     "two counts for a video": (lambda: converted(layout=[4, 4]), "layout: got [4, 4], expected 3 counts"),
     "three counts for an image": (lambda: converted("sana", layout=[3, 4, 4]), "layout: got [3, 4, 4], expected 2"),
     "no transformer": (lambda: mhla_hf.convert(image_vae()), "model: got AutoencoderKL of diffusers."),
-    "converted already": (lambda: mhla_hf.convert(converted()), "which is an MHLA model already"),
     "pipeline of a U-Net": (lambda: mhla_hf.convert(pipeline_of_a_unet()), "DDPMPipeline, which has no transformer"),
     "hooks of diffusers": (lambda: offloaded(apply_group_offloading, CPU, CPU, offload_type="leaf_level"),
         "model: got hooks of diffusers"),

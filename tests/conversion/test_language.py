@@ -21,8 +21,8 @@ import mhla_hf
 from mhla_hf.cli.main import main
 from mhla_hf.conversion import kl_to_teacher
 from mhla_hf.conversion.fit import GateFit, OutputFit
-from mhla_hf.conversion.language import Checkpoint, cache_bytes, count_kept_heads, read_rows
-from mhla_hf.conversion.sizes import LayerSizes, sizes_of_conversion
+from mhla_hf.conversion.language import Checkpoint, count_kept_heads
+from mhla_hf.conversion.sizes import sizes_of_conversion
 from mhla_hf.conversion.teacher import mhla_layers, softmax_instead
 
 SMALL = {"block_size": 8, "window": 2, "progress": False}
@@ -73,17 +73,6 @@ def test_each_stage_comes_closer_to_the_original(teacher):
         assert torch.equal(model.state_dict()[name], value), f"{name} of the base has changed"
 
 
-def test_a_conversion_without_text_is_not_worse_than_its_window(teacher):
-    model, rows = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8, window=2), [urns(4, seed=2000)]
-    started = kl_to_teacher(model, rows)
-    loss = model(rows[0], labels=rows[0]).loss
-    loss.backward()
-    assert all(a.mhla.q_map.weight.grad.abs().max() > 0 for a in mhla_layers(model).values())
-    for attention in mhla_layers(model).values():
-        attention.mhla.mixing.balance.data.fill_(-100)
-    assert started <= 1.002 * kl_to_teacher(model, rows)
-
-
 def test_a_seed_repeats_it_and_a_stop_does_not_change_it(teacher, tmp_path, monkeypatch):
     expected = converted(teacher, keep=3, seed=5).state_dict()
     monkeypatch.setattr(sys.modules["mhla_hf.conversion.language"], "SAVE_EVERY", 0.0)
@@ -101,10 +90,6 @@ def test_a_seed_repeats_it_and_a_stop_does_not_change_it(teacher, tmp_path, monk
         resumed = converted(teacher, keep=3, seed=5, checkpoint=file)
         for name, value in resumed.state_dict().items():
             assert torch.equal(value, expected[name]), f"{name} differs after a stop of {stopped.__name__}"
-        model = copy.deepcopy(teacher)
-        with refused("checkpoint: got", "another conversion"):
-            mhla_hf.convert(model, text=TEXT, keep=3, seed=6, checkpoint=file, **SMALL)
-        assert type(model) is type(teacher)
 
 
 def test_its_own_text_and_a_list_of_texts(teacher):
@@ -115,23 +100,6 @@ def test_its_own_text_and_a_list_of_texts(teacher):
     mhla_hf.convert(model, tokenizer=tokenizer, text=texts, keep="9%", **SMALL)
     assert model.config.mhla_measured["text"] == "a list of texts"
     assert sum(map(len, model.config.mhla["softmax_heads"].values())) == 1
-
-
-@pytest.mark.parametrize(
-    ("positions", "size", "effort", "fit", "others"),
-    [
-        (8192, 50_000, 1, 15 * [1024] + 4 * [4096, 1024, 1024] + [4096], 5),
-        (2048, 50_000, 0.5, 10 * [1024] + [2048, 1024, 1024, 2048], 5),
-        (512, 50_000, 1, 28 * [512], 5),
-        (8192, 6_000, 1, 4 * [1000], 2),  # a short text
-    ],
-)
-def test_rows_are_passages_of_their_own(positions, size, effort, fit, others):
-    model = softmax_model(vocab_size=size, hidden_size=4, num_hidden_layers=1, max_position_embeddings=positions)
-    rows = read_rows(model, None, torch.arange(size), 0, False, effort)
-    assert [ids.shape[1] for ids in rows.fit] == fit and len(rows.gates + rows.held_out) == others
-    every = torch.cat([*rows.fit, *rows.gates, *rows.held_out], 1)
-    assert len(every.unique()) == every.numel()
 
 
 def test_what_keep_means(teacher):
@@ -150,11 +118,7 @@ def test_what_keep_means(teacher):
 
 
 def test_cache_of_a_converted_model_is_as_told(teacher):
-    """The bytes in `mhla_measured`, counted in a cache that the model filled; at lengths that the model has."""
-    for positions, lengths in ((512, ["512"]), (8192, ["4096", "8192"]), (131072, ["4096", "32768"])):
-        caches = cache_bytes({0: LayerSizes(4, 100, 1000)}, {"0": [2]}, positions)
-        assert list(caches) == lengths
-        assert caches[lengths[0]] == {"softmax": 100 * int(lengths[0]), "converted": 25 * int(lengths[0]) + 750}
+    """The bytes in `mhla_measured`, counted in a cache that the model filled."""
     model = converted(teacher, keep=5)
     with torch.no_grad():
         cache = model(urns(1, seed=3), use_cache=True)[CACHE]
@@ -189,17 +153,10 @@ WRONG = [
         "text: got 100 tokens, expected at least 150: 6 rows of more than 24, the window and one block",
     ),
     ({"window": 12}, "window: got 12 with block_size 8, expected a window and one block of less than the 96 tokens of"),
-    ({"text": 100 * "Once. "}, "which does not exist, expected a file, a folder, a dataset, or a list"),
-    ({"text": {}}, "text: got dict, expected a file"),
     ({"context": "4096"}, "context: got '4096', expected a whole number of at least 1."),
-    ({"context": 0}, "context: got 0, expected a whole number of at least 1."),
-    ({"seed": -1}, "seed: got -1, expected a whole number from 0 to 4294967295."),
-    ({"seed": None}, "seed: got None, expected a whole number from 0 to 4294967295."),
     ({"windowed": False}, "text: got a text along with windowed=False"),
-    ({"softmax_heads": {0: [1]}}, "text: got a text along with softmax_heads"),
     ({"keep": 12}, "keep: got 12"),
     ({"effort": 0}, "effort: got 0, expected a number above 0"),
-    ({"text": None, "layers": "all", "softmax_heads": {7: [0]}}, "softmax_heads: got layer 7"),
     ({"text": None, "softmax_heads": {1: [4]}}, "softmax_heads: got KV head 4 in layer 1, expected 0 to 3"),
 ]
 
@@ -223,30 +180,26 @@ def test_a_layer_that_lists_all_its_heads_stays_softmax(teacher):
     assert not hasattr(model.model.layers[1].self_attn, "mhla")
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_command(tmp_path, capsys, monkeypatch, terminal):
-    """It prints the report of `convert` in Python, once, whether stderr shows progress bars or not."""
+def test_the_command(tmp_path, capsys, monkeypatch):
+    """It prints the report of `convert` in Python, once, and leaves nothing of its checkpoint."""
     base = softmax_model(vocab_size=400, num_key_value_heads=4, max_position_embeddings=96)
-    source = save_model(tmp_path / "base", base)
-    text = tmp_path / "text.txt"
+    source, text = save_model(tmp_path / "base", base), tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and then it sleeps in the sun. " * 60)
     out = tmp_path / "new" / "folder" / "out"  # with a slash at its end, as a shell completes it
     options = ["--text", str(text), "--keep", "1/6", "--set", "block_size=8", "--set", "window=2"]
     run = Checkpoint.run
     leave = lambda *given: (run(*given), out.with_name("out.part.tmp-1").touch())  # noqa: E731
     monkeypatch.setattr(Checkpoint, "run", leave)  # as a process that is killed while it saves its progress
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     assert main(["convert", str(source), f"{out}/", *options]) == 0
     told = capsys.readouterr().out
-    assert "perplexity" in told and "KV heads" in told and "cache at 96 tokens" in told
+    assert told.count("perplexity") == 1 and "KV heads" in told and "cache at 96 tokens" in told
     config = json.loads((out / "config.json").read_text())
     assert config["mhla"]["softmax_heads"] and config["mhla_measured"]["text"] == "text.txt"
     assert [path.name for path in out.parent.iterdir()] == ["out"]
-    monkeypatch.setattr(Checkpoint, "run", run)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
     converted(model, tokenizer=tokenizer, text=str(text), keep=1 / 6, progress=True)
     report = capsys.readouterr().out
-    assert report.count("perplexity") == 1 and told.startswith(report) and told[len(report) :].startswith(f"{out}/: ")
+    assert told.startswith(report) and told[len(report) :].startswith(f"{out}/: ")
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_sentence(tmp_path):
@@ -266,27 +219,19 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(tmp_path):
 
 
 def test_a_checkpoint_of_another_conversion_is_refused(teacher, tmp_path):
-    options = {"text": TEXT[:900], "keep": 2, "effort": 1.0, "checkpoint": tmp_path / "part"}
-    expected = converted(teacher, **options).state_dict()
-    assert all(torch.equal(x, expected[name]) for name, x in converted(teacher, **options).state_dict().items())
-    for other in ({"effort": 0.3}, {"num_decays": 3}):  # the text is read whole in any case
+    options = {"text": TEXT[:900], "keep": 2, "checkpoint": tmp_path / "part"}
+    converted(teacher, **options)
+    teacher = copy.deepcopy(teacher)
+    for other in ({"effort": 0.3}, {"num_decays": 3}, {}):  # the text is read whole in any case
+        teacher.config.attention_bias = not other
         with refused("checkpoint: got", "another conversion, expected a new file"):
             converted(teacher, **{**options, **other})
-    teacher = copy.deepcopy(teacher)
-    teacher.config.attention_bias = True
-    with refused("checkpoint: got", "another conversion, expected a new file"):
-        converted(teacher, **options)
 
 
-@pytest.mark.parametrize("kind", ["empty", "pickle", "weights", "folder"])
-def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, kind):
+@pytest.mark.parametrize("content", [b"", pickle.dumps(print), None], ids=["empty", "pickle", "folder"])
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, content):
     file = tmp_path / "part"
-    if kind == "folder":
-        file.mkdir()
-    elif kind == "weights":
-        torch.save({"weight": torch.ones(1)}, file)
-    else:
-        file.write_bytes(pickle.dumps(print) if kind == "pickle" else b"")
+    file.mkdir() if content is None else file.write_bytes(content)
     model = softmax_model()
     with refused("checkpoint: got", "part', which is not a checkpoint of a conversion", "expected a new file"):
         mhla_hf.convert(model, text="self", checkpoint=file, **SMALL)

@@ -99,28 +99,20 @@ def test_a_pipeline_after_a_failure(monkeypatch):
     assert pipe.config["transformer"][1] == type(pipe.transformer).__name__ == "MHLADiTTransformer2DModel"
 
 
-def zero_values(projection):
-    """Set a projection to values to zero, so that its layer's output is zero."""
-    with torch.no_grad():
-        for x in projection.parameters():
-            x.zero_()
-
-
 def test_a_layer_whose_output_is_zero():
-    model = language_model()
-    zero_values(model.model.layers[1].self_attn.v_proj)
+    model, transformer = language_model(), tiny_transformer("dit")
+    with torch.no_grad():
+        for projection in (model.model.layers[1].self_attn.v_proj, transformer.transformer_blocks[0].attn1.to_v):
+            for parameter in projection.parameters():
+                parameter.zero_()
     mhla_hf.convert(model, text=TEXT, keep=1, **SMALL)
-    report = model.config.mhla_measured
-    json.dumps(report, allow_nan=False)
-    assert report["fitted"]["kl"] < report["converted"]["kl"]
+    json.dumps(model.config.mhla_measured, allow_nan=False)
     assert all(x.isfinite().all() for x in model.state_dict().values())
-    transformer = tiny_transformer("dit")
-    zero_values(transformer.transformer_blocks[0].attn1.to_v)
     mhla_hf.convert(transformer, samples=lambda _: transformer(**inputs("dit")), effort=0.02, keep=0, progress=False)
     assert transformer.config.mhla_measured["layers"]["0"] == {"converted": 0, "fitted": 0, "alone": 0}
 
 
-def test_scores_that_are_not_finite_are_refused(monkeypatch):
+def test_scores_that_are_not_finite_are_refused():
     model, transformer = language_model(), tiny_transformer("dit")
     model.model.norm.weight.data[0] = transformer.proj_out_2.weight.data[0] = float("nan")
     with refused("model: got outputs that are not finite"):
@@ -128,9 +120,6 @@ def test_scores_that_are_not_finite_are_refused(monkeypatch):
     assert type(model) is LlamaForCausalLM
     with refused("model: got outputs that are not finite"):
         mhla_hf.convert(transformer, samples=lambda _: transformer(**inputs("dit")), effort=0.02, progress=False)
-    monkeypatch.setattr(GateFit, "by_layer", lambda self: {0: [float("nan")] * 4})
-    with refused("model: got outputs that are not finite"):
-        mhla_hf.convert(language_model(), text=TEXT, keep=1, **SMALL)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -14,15 +14,11 @@ def sliding_qwen2():
 
 
 CONVERT = [
-    (lambda: "llama", {}, "model: got str"),
     (lambda: torch.nn.Linear(2, 2), {}, "model: got Linear"),
     (lambda: type("Own", (LlamaModel,), {})(softmax_model().config), {}, "model: got Own, expected LlamaForCausalLM"),
     (scratch_model, {}, "MHLA model already"),
     (softmax_model, {"layers": [3]}, "layers: got layer 3, expected 0 to 2: the model has 3 layers"),
     (softmax_model, {"blocksize": 3}, "settings: got unknown setting 'blocksize', expected 'block_size'"),
-    (softmax_model, {"zzz": 3}, "settings: got unknown setting 'zzz', expected one of block_size, num_blocks, "),
-    (softmax_model, {"rope": "after"}, "rope"),
-    (softmax_model, {"normalize": "official"}, "normalize"),
     (softmax_model, {"normalize": False}, "normalize"),  # whose default form is decays and a local softmax
     (softmax_model, {"impl": "reference"}, "impl"),
     (lambda: softmax_model(num_hidden_layers=1), {"layers": "2/3"}, 'layers: got "2/3" for 1 layer'),

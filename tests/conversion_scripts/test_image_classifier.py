@@ -71,13 +71,9 @@ def test_converted_and_distilled_without_labels(run, refused, make, recipe, name
     assert AutoImageProcessor.from_pretrained(tmp_path / "out").size["height"] == 32
 
 
-@pytest.mark.parametrize(
-    ("arguments", "recipe", "word"),
-    [
-        (["--out", "x"], "image_deit_tiny_scratch", "--data: got none, expected a value"),
-        (["--data", "data", "--out", "x"], "language_cpu", "expected task: images"),
-        (["--data", "./none", "--out", "x"], "image_deit_tiny_scratch", "data: got './none', which does not exist"),
-    ],
-)
-def test_what_is_said_of_bad_arguments(refused, arguments, recipe, word):
-    assert word in refused("image_classifier", "--recipe", recipe, *arguments)
+def test_what_is_said_of_bad_arguments(refused):
+    said = refused("image_classifier", "--recipe", "image_deit_tiny_scratch", "--data", "./none", "--out", "x")
+    assert "data: got './none', which does not exist" in said
+    assert "expected task: images" in refused(
+        "image_classifier", "--recipe", "language_cpu", "--data", "data", "--out", "x"
+    )

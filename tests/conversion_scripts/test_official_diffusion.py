@@ -1,17 +1,19 @@
 """The authors' Wan and DiT checkpoints in diffusers, against their formulas written out here and diffusers' own renaming."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import DiffusionPipeline, WanTransformer3DModel
+from diffusers import DiffusionPipeline
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from official_checkpoints import main
 from official_diffusion import is_official_dit, is_official_wan, load_official_dit, load_official_wan
 from safetensors.torch import save_file
 from tools.ops_cases import distance
+from tools.small_models import refused
 from tools.tiny_pipelines import PIPELINES, generate, inputs
 
 from mhla_hf import MHLADiTTransformer2DModel, MHLAWanTransformer3DModel
@@ -31,10 +33,10 @@ def norm(state, name, width):
     state[f"{name}.weight"], state[f"{name}.bias"] = 1 + 0.1 * torch.randn(width), 0.1 * torch.randn(width)
 
 
-def wan_state(layers=(0, 1, 2), blocks=30, gate=False, lepe=False, image=False):
+def wan_state(layers=(0, 1, 2), blocks=30, gate=False, lepe=False):
     """A checkpoint of the authors' Wan with random numbers; `layers` are MHLA, the others softmax."""
     torch.manual_seed(0)
-    state = {"patch_embedding.weight": noise(WIDTH, 36 if image else 16, 1, 2, 2)}
+    state = {"patch_embedding.weight": noise(WIDTH, 16, 1, 2, 2)}
     state["patch_embedding.bias"] = torch.zeros(WIDTH)
     ends = {"text_embedding.0": (WIDTH, 32), "text_embedding.2": (WIDTH, WIDTH), "time_embedding.0": (WIDTH, 64)}
     ends |= {"time_embedding.2": (WIDTH, WIDTH), "time_projection.1": (6 * WIDTH, WIDTH), "head.head": (64, WIDTH)}
@@ -54,19 +56,10 @@ def wan_state(layers=(0, 1, 2), blocks=30, gate=False, lepe=False, image=False):
             if lepe:
                 state[f"{block}.self_attn.lepe.weight"] = noise(WIDTH, 1, 3, 3, 3)
                 state[f"{block}.self_attn.lepe.bias"] = 0.1 * torch.randn(WIDTH)
-        if image:
-            for name in ("k_img", "v_img"):
-                linear(state, f"{block}.cross_attn.{name}", WIDTH, WIDTH)
-            state[f"{block}.cross_attn.norm_k_img.weight"] = torch.ones(WIDTH)
         linear(state, f"{block}.ffn.0", FFN, WIDTH)
         linear(state, f"{block}.ffn.2", WIDTH, FFN)
         norm(state, f"{block}.norm3", WIDTH)
         state[f"{block}.modulation"] = noise(1, 6, WIDTH)
-    if image:
-        norm(state, "img_emb.proj.0", 16)
-        norm(state, "img_emb.proj.4", WIDTH)
-        linear(state, "img_emb.proj.1", 16, 16)
-        linear(state, "img_emb.proj.3", WIDTH, 16)
     return state | {"head.modulation": noise(1, 2, WIDTH)}
 
 
@@ -139,25 +132,19 @@ def test_wan_with_norm_output_is_divided_before_its_norm():
 
 
 def test_every_other_wan_weight_lies_where_diffusers_puts_it():
-    state = wan_state((1, 2), image=True)
+    state = wan_state((1, 2))
     model = load_official_wan(state, layout=[3, 2, 5])
     known = {key: value for key, value in state.items() if "block_attn" not in key and "g_norm" not in key}
     theirs = convert_wan_transformer_to_diffusers(known)
     own = model.state_dict()
     assert {key for key in own if ".mhla." not in key} == set(theirs)
     assert all(torch.equal(own[key], value) for key, value in theirs.items())
-    stock = WanTransformer3DModel(**{k: v for k, v in model.config.items() if not k.startswith(("mhla", "_"))})
-    stock.load_state_dict(theirs)
 
 
-def test_wan_layout_is_inferred_for_150_and_105_blocks():
-    for blocks, layout in ((150, [3, 5, 10]), (105, [7, 3, 5])):
-        assert load_official_wan(wan_state(blocks=blocks)).config.mhla["layout"] == layout
-
-
-def dit_state(blocks=4, side=8, softmax=(), patch=2, width=WIDTH):
-    """A checkpoint of the authors' DiT with random numbers: side x side tokens, layers in `softmax` are softmax."""
+def dit_state(blocks=4, softmax=()):
+    """A checkpoint of the authors' DiT with random numbers: 8 x 8 tokens, layers in `softmax` are softmax."""
     torch.manual_seed(0)
+    side, patch, width = 8, 2, WIDTH
     sizes = {"sample_size": side * patch, "patch_size": patch, "num_attention_heads": 1, "attention_head_dim": width}
     model = MHLADiTTransformer2DModel(num_layers=1, mhla={"layout": [1, 1]}, **sizes)
     state = {"pos_embed": model.pos_embed.pos_embed, "x_embedder.proj.weight": noise(width, 4, patch, patch)}
@@ -256,23 +243,14 @@ def test_negative_weights_stay_as_they_are():
     assert load_official_dit(dit_state(), num_heads=HEADS).config.mhla["mixing_form"] == "direct"
 
 
-def wan(state, layout=(3, 2, 5)):
-    return load_official_wan(state, layout=layout)
-
-
-def dit(state):
-    return load_official_dit(state, num_heads=HEADS)
-
-
+wan = partial(load_official_wan, layout=(3, 2, 5))
+dit = partial(load_official_dit, num_heads=HEADS)
 ONE = torch.ones(1)
-PIECES = "blocks.1.self_attn.block_attn.conv.weight"
 BAD = [
     (wan, {"put": {"blocks.1.self_attn.tau": ONE, "x.weight": ONE}}, "2 unknown keys, 'blocks.1.self_attn.tau', 'x."),
     (wan, {"drop": ["blocks.2.ffn.2.bias"]}, "got no weights for 'blocks.2.ffn.net.2.bias'"),
     (wan, {"layout": None}, "layout: got none for 30 blocks"),
     (wan, {"layout": (3, 5, 10)}, "layout: got (3, 5, 10), expected three counts whose product is the checkpoint's 30"),
-    (wan, {"put": {PIECES: torch.ones(4, 4, 1, 1)}}, "expected one shape [M, M, 1, 1] in all layers"),
-    (wan, {"put": {"blocks.1.ffn.0.weight": torch.ones(5, 5)}}, "'blocks.1.ffn.0.weight' of shape [5, 5]"),
     (dit, {"put": {"pos_embed": torch.zeros(1, 64, 24)}}, "pos_embed: got other numbers"),
 ]
 
@@ -280,11 +258,12 @@ BAD = [
 @pytest.mark.parametrize(("load", "change", "words"), BAD, ids=[words[:40] for _, _, words in BAD])
 def test_bad_checkpoints_are_one_sentence(load, change, words):
     """With keys put in, keys dropped and options of the loader."""
-    state = {**(wan_state() if load is wan else dit_state()), **change.get("put", {})}
-    state = {key: value for key, value in state.items() if key not in change.get("drop", ())}
-    with pytest.raises(ValueError) as error:
-        load(state, **{name: value for name, value in change.items() if name not in ("put", "drop")})
-    assert words in str(error.value) and str(error.value).count(". ") == 0, error.value
+    options = dict(change)
+    state = {**(wan_state() if load is wan else dit_state()), **options.pop("put", {})}
+    for key in options.pop("drop", ()):
+        del state[key]
+    with refused(words):
+        load(state, **options)
 
 
 def test_the_script_puts_a_checkpoint_into_a_pipeline(tmp_path, capsys):

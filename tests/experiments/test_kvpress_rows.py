@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.kvpress_rows import AFTER, COPY, FULL, divergence, feed, folder_rows, prefill, row_parts
+from experiments.kvpress_rows import AFTER, FULL, feed, folder_rows, prefill, row_parts
 from mhla_hf import convert
 
 LENGTH = 600
@@ -17,17 +17,6 @@ def teacher():
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.3, **sizes)).eval()
-
-
-def test_rows_follow_each_other():
-    ids = torch.arange(3 * (LENGTH + AFTER))
-    for row in range(3):
-        prompt, after, copied = row_parts(ids, LENGTH, row)
-        assert prompt[0] == row * (LENGTH + AFTER) and len(prompt) == LENGTH
-        assert after[0] == prompt[-1] + 1 and len(after) == AFTER
-        assert torch.equal(copied, prompt[300 : 300 + COPY])
-    with pytest.raises(ValueError, match="row 3: got a text of"):
-        row_parts(ids, LENGTH, 3)
 
 
 @torch.no_grad()
@@ -49,8 +38,3 @@ def test_the_teacher_loses_nothing(teacher):
     assert rows["same"]["kl"] == pytest.approx(0, abs=1e-6) and rows["same"]["kept"] == 1
     assert rows["same"]["recall"] == rows[FULL]["recall"]
     assert rows["converted"]["kl"] > 1e-6 and 0.5 < rows["converted"]["kept"] < 1
-
-
-def test_divergence():
-    p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-    assert divergence(p, q) == pytest.approx((0.5 * torch.tensor([2, 2 / 3]).log()).sum().item())

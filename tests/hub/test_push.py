@@ -171,7 +171,8 @@ def test_a_model_in_memory(hub, unvisited, monkeypatch):
     card = files["README.md"].decode()
     assert "license: apache-2.0" in card and "Nothing was measured yet" in card
     assert 'AutoModelForCausalLM.from_pretrained("tester/scratch", trust_remote_code=True)' in card
-    reward = small_scratch(mhla_hf.MHLAForSequenceClassification, num_labels=1)
+    base = LlamaForSequenceClassification(small_llama(num_labels=1).config)
+    reward = mhla_hf.convert(base, layers="2/3", block_size=32)
     made = push(reward, "tester/reward", license="apache-2.0", progress=False)
     card = hub.repos["tester/reward"].files(made.revision)["README.md"].decode()
     assert "pipeline_tag: text-classification" in card and "AutoModelForSequenceClassification" in card

@@ -57,12 +57,10 @@ def edit(file, **values):
 
 COMMANDS = {
     "convert": "convert llama new --text none",
-    "convert a classifier": "convert vit new",
     "convert a pipeline": "convert wan new",
     "distill": f"distill llama --recipe {LANGUAGE} --data notes.txt --out new",
     "distill a pipeline": "distill wan --recipe wan_hybrid --data notes.txt --max-steps 1 --out new",
     "evaluate": "evaluate llama --recipe recall",
-    "evaluate speed": "evaluate llama --recipe speed",
     "evaluate a classifier": "evaluate vit --recipe table_2_imagenet --set data=images/val",
     "experiments.demo.__main__.py": "--model llama --out new --data notes.txt",
     "language.py": f"--model llama --recipe {LANGUAGE} --data notes.txt --out new",

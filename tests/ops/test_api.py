@@ -42,8 +42,7 @@ def test_dead_features_give_zero_not_nan(form, normalize, impl):
 
 
 @pytest.mark.parametrize(
-    "impl, dtype, mixing_dtype",
-    [("torch", torch.float64, torch.float32), ("triton", torch.float32, torch.bfloat16)],
+    "impl, dtype, mixing_dtype", [("torch", torch.float64, torch.float32), ("triton", torch.float32, torch.bfloat16)]
 )
 @pytest.mark.parametrize("form", ["causal", "own_den", "official"])
 def test_the_gradient_of_a_mixing_in_lower_precision_is_rounded_once(form, impl, dtype, mixing_dtype):

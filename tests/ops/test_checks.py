@@ -2,10 +2,6 @@
 
 import copy
 import logging
-import pathlib
-import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ from tools.small_models import refused
 from mhla_hf.ops import api
 from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.state import MHLAState
 
 
 def good():
@@ -35,38 +30,27 @@ ONE = {"q": torch.rand(1, 10, 4, 3), "k": torch.rand(1, 10, 2, 3), "v": torch.ra
 
 BAD = {
     "q_not_a_tensor": ({"q": [1.0]}, "q: got a list, expected a floating-point tensor"),
-    "q_empty": ({"q": torch.rand(2, 0, 4, 3)}, "q: got shape [2, 0, 4, 3]"),
     "k_meta": ({"k": torch.empty(2, 10, 2, 3, device="meta")}, "k: got a tensor on meta"),
-    "k_width": ({"k": torch.rand(2, 10, 2, 4)}, "k: got shape [2, 10, 2, 4]"),
     "k_heads": ({"k": torch.rand(2, 10, 3, 3), "v": torch.rand(2, 10, 3, 5)}, "k: got 3 heads"),
     "k_tokens": ({"k": torch.rand(2, 9, 2, 3), "v": torch.rand(2, 9, 2, 5)}, "key_blocks: got None with 10 queries"),
     "v_heads": ({"v": torch.rand(2, 10, 4, 5)}, "v: got shape [2, 10, 4, 5]"),
     "q_den_alone": ({"q_den": DEN["q_den"]}, "q_den: got only one of q_den and k_den"),
-    "q_den_shape": ({**DEN, "q_den": torch.rand(2, 10, 2, 6)}, "q_den: got shape [2, 10, 2, 6]"),
     "k_den_shape": ({**DEN, "k_den": torch.rand(2, 10, 2, 7)}, "k_den: got shape [2, 10, 2, 7]"),
     "den_without_denominator": ({**DEN, "normalize": False}, "features for a denominator with normalize=False"),
     "mixing_heads": ({"mixing": torch.rand(2, 3, 3)}, "mixing: got shape [2, 3, 3]"),
-    "mixing_small": ({"mixing": torch.rand(2, 2)}, "mixing: got shape [2, 2]"),
     "mixing_large_not_causal": ({"mixing": torch.rand(4, 4), "causal": False}, "mixing: got shape [4, 4]"),
     "blocks_number": ({"blocks": 4}, "blocks: got 4"),
-    "blocks_length": ({"blocks": Blocks.sequence(12, 4)}, "blocks: got blocks of 12 tokens"),
     "blocks_grid_causal": ({"blocks": Blocks.grid((2, 5), (1, 3))}, "causal: got True"),
     "normalize_word": ({"normalize": "paper"}, "normalize: got 'paper'"),
     "official_causal": ({"normalize": "official"}, "normalize: got 'official'"),
-    "official_ragged": ({"normalize": "official", "causal": False}, "normalize: got 'official'"),
     "scale_zero": ({"scale": 0}, "scale: got 0"),
     "impl_triton": ({"impl": "triton", "q": DOUBLE}, "expected another one: the kernels compute in fp32, not in fp64"),
     "impl_unknown": ({"impl": "cuda"}, "impl: got 'cuda'"),
     "mask_shape": ({"key_mask": torch.ones(10, 2, dtype=torch.bool)}, "key_mask: got shape [10, 2]"),
-    "starts_shape": ({"starts": torch.tensor([0])}, "starts: got shape [1]"),
     "mask_dtype": ({"key_mask": torch.ones(2, 10)}, "key_mask: got torch.float32"),
-    "starts_dtype": ({"starts": torch.tensor([0.0, 1.0])}, "starts: got torch.float32"),
-    "starts_beyond": ({"starts": torch.tensor([0, 11])}, "starts: got values from 0 to 11"),
     "starts_not_causal": ({"starts": torch.tensor([0, 1]), "causal": False}, "starts: got a tensor with causal=False"),
     "cu_batch": ({"cu_seqlens": torch.tensor([0, 10])}, "cu_seqlens: got a tensor with causal=True and a batch of 2"),
-    "cu_dtype": ({**ONE, "cu_seqlens": torch.tensor([0.0, 10.0])}, "cu_seqlens: got torch.float32"),
     "cu_short": ({**ONE, "cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens: got [0, 9]"),
-    "cu_mixing": ({**ONE, "cu_seqlens": torch.tensor([0, 9, 10]), "mixing": torch.rand(2, 2)}, "at least 3 rows"),
     "state_not_causal": ({"return_state": True, "causal": False}, "return_state: got True"),
 }
 
@@ -86,12 +70,8 @@ def test_the_good_input_is_good():
 BAD_STEPS = {
     "state_kind": ({"state": {}}, "state: got a dict"),
     "state_normalize": ({"normalize": False}, "normalize: got False, expected True"),
-    "state_official": ({"normalize": "official"}, "normalize: got 'official'"),
     "state_batch": ({"q": ONE["q"], "k": ONE["k"], "v": ONE["v"]}, "state: got a state of batch 2"),
-    "state_value_width": ({"v": torch.rand(2, 10, 2, 4)}, "state: got a state of batch 2"),
-    "k_den_new": (DEN, "state: got a state of batch 2"),
     "k_tokens": ({"k": torch.rand(2, 4, 2, 3), "v": torch.rand(2, 4, 2, 5)}, "k: got 4 tokens"),
-    "starts_beyond": ({"starts": torch.tensor([0, 11])}, "starts: got values from 0 to 11"),
     "mixing_small": ({"mixing": torch.rand(4, 4)}, "mixing: got shape [4, 4], expected at least 5 rows"),
 }
 
@@ -112,10 +92,8 @@ def test_bad_step_leaves_the_state(name):
     "act, words",
     [
         (lambda s: s.crop(5), "count: got 5, expected 0 to 4, the tokens of one block."),
-        (lambda s: s.crop(-1), "count: got -1"),
         (lambda s: (s.crop(4), s.crop(4)), "count: got 4, expected at most 2, the tokens that the window still holds."),
         (lambda s: (s.select(torch.tensor([1])), s.crop(4)), "expected at most 3, the length of the shortest row."),
-        (lambda s: MHLAState.empty(1, 1, 1, 2, 2, 4, normalize="official"), "normalize: got 'official'"),
     ],
 )
 def test_bad_state_calls(act, words):
@@ -135,15 +113,3 @@ def test_auto_says_once_what_it_took(caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "mhla: impl='auto' took 'torch', the fastest implementation for cpu tensors."
     ]
-
-
-def test_ops_knows_torch_and_nothing_else(tmp_path):
-    """The room runs where transformers, diffusers and triton cannot be imported, copied out of the package."""
-    shutil.copytree(pathlib.Path(api.__file__).parent, tmp_path / "room")
-    code = (
-        "import sys\n"
-        "for name in ('transformers', 'diffusers', 'triton', 'huggingface_hub', 'mhla_hf'): sys.modules[name] = None\n"
-        "from room.api import mhla; from room.blocks import Blocks; import torch\n"
-        "x = torch.rand(1, 9, 2, 3); assert mhla(x, x, x, torch.rand(3, 3), blocks=Blocks.sequence(9, 3)).shape == x.shape"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": "."}, check=True)

@@ -30,17 +30,7 @@ print(json.dumps([different, [name for name in ("mhla_hf", "triton", "diffusers"
 
 
 def run_elsewhere(code, folder, absent=ABSENT, environment=None):
-    """Run code in an isolated process.
-
-    Args:
-        code: Python source whose last printed line is JSON.
-        folder: Home and working directory.
-        absent: Packages that cannot be imported.
-        environment: Additional environment variables.
-
-    Returns:
-        The parsed last line, and the content of stderr.
-    """
+    """Run code in an isolated process in a folder, and return its last printed line, JSON, and the content of stderr."""
     env = {
         "PATH": "/usr/bin:/bin",
         "HOME": str(folder),
@@ -59,14 +49,8 @@ def run_elsewhere(code, folder, absent=ABSENT, environment=None):
 
 
 def check_elsewhere(folder, inputs, expected, tolerance=0.0):
-    """Check that saved models load completely in an isolated process, with their own code, and give the same outputs.
-
-    Args:
-        folder: Folder of the models' folders.
-        inputs: Arguments of their forward pass.
-        expected: Output of each model, by "<folder>-<Auto class>".
-        tolerance: Largest allowed difference.
-    """
+    """Check that models in a folder load completely in an isolated process, and give the outputs that `expected` has by
+    "<folder>-<Auto class>"."""
     save_file(inputs, folder / "inputs.safetensors")
     save_file({name: x.contiguous() for name, x in expected.items()}, folder / "expected.safetensors")
     different, forbidden = run_elsewhere(COMPARE % tolerance, folder)[0]

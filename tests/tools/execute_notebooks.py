@@ -18,13 +18,7 @@ NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
 def execute(path, hub, home):
-    """Execute a notebook, and return it with the outputs of its cells.
-
-    Args:
-        path: The notebook.
-        hub: A `LoopbackHub`.
-        home: Hugging Face home of the process.
-    """
+    """Execute a notebook with a `LoopbackHub` and a Hugging Face home, and return it with the outputs of its cells."""
     notebook = nbformat.read(path, as_version=4)
     options = {"record_timing": False, "coalesce_streams": True, "resources": {"metadata": {"path": path.parent}}}
     client = NotebookClient(notebook, **options)

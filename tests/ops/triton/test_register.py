@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from tools.ops_cases import DEVICE, KERNELS, distance, features
+from tools.ops_cases import DEVICE, KERNELS, distance, features, run
 from torch._dynamo.testing import CompileCounter
 
 from mhla_hf.checkpoints.bundle import make_source
@@ -38,13 +38,6 @@ KEYS = Blocks.grid((4, 7), (2, 2))
 pytestmark = KERNELS
 
 
-def compute(inputs, grad, impl, dtype=None, **options):
-    """Output and the gradients of all inputs."""
-    inputs = {name: x.to(dtype or x.dtype, copy=True).requires_grad_() for name, x in inputs.items()}
-    o = mhla(**inputs, impl=impl, **options)
-    return [o, *torch.autograd.grad(o, list(inputs.values()), grad.to(o.dtype))]
-
-
 def check(
     blocks, *, key_blocks=None, batch=1, heads=2, groups=1, widths=(12, 20), per_head=False, normalize=True, dtype=F32,
     dtypes=None, mask=False, **options,
@@ -71,16 +64,16 @@ def check(
         options["key_mask"] = (torch.rand(keys.length, batch, device=DEVICE) > 0.3).T  # rows are not contiguous
     grad = torch.randn(batch, blocks.length, heads, value_width, device=DEVICE).to(x["v"].dtype)
     x["mixing"] = mixing
-    want = compute(x, grad, "reference", torch.float64, **options)
-    got = compute(x, grad, "triton", **options)
-    errors = {name: distance(a, b) for name, a, b in zip(("o", *x), got, want, strict=True)}
-    assert all(a.isfinite().all() for a in got), errors
-    if normalize and float(want[-1].norm()) < 1e-9 * float(want[3].norm()):
-        assert not got[-1].any()
+    sides = {"reference": {name: t.double() for name, t in x.items()}, "triton": x}
+    want, got = (run(mhla, inputs, {**options, "impl": impl}, grad) for impl, inputs in sides.items())
+    want, got = ({"o": o, **grads} for o, grads in (want, got))
+    errors = {name: distance(got[name], want[name]) for name in got}
+    assert all(a.isfinite().all() for a in got.values()), errors
+    if normalize and float(want["mixing"].norm()) < 1e-9 * float(want["v"].norm()):
+        assert not got["mixing"].any()
         errors.pop("mixing")
     least = TOLERANCE[dtypes[2]] if normalize or len(set(dtypes)) == 1 else 0
-    bounds = [max(TOLERANCE[a.dtype], least) for a in got]
-    assert all(errors[name] <= bound for name, bound in zip(("o", *x), bounds, strict=True) if name in errors), errors
+    assert all(error <= max(TOLERANCE[got[name].dtype], least) for name, error in errors.items()), errors
 
 
 def turns(number, name):
@@ -93,30 +86,23 @@ def turns(number, name):
 CASES = [  # name, blocks, options
     *(("both ways", x, turns(n, x)) for n, x in enumerate(x for x in GRIDS if x != "even 3-D")),
     ("rectangular", "2-D", {"key_blocks": KEYS, "mask": True, "groups": 2, "dtype": BF16}),
-    ("rectangular", "sequence", {"key_blocks": KEYS, "normalize": False, "per_head": True, "groups": 2}),
     ("own denominator", "2-D", {"widths": (12, 20, 7), "per_head": True, "mask": True, "dtype": BF16}),
     ("official", "even 3-D", {"groups": 2, "widths": (12, 20, 7), "per_head": True, "mask": True}),
     ("causal", (37, 8), {"per_head": True}),
-    ("causal", (37, 8), {"normalize": False, "mask": True}),
-    ("causal", (150, 70), {"mask": True}),
     ("causal", (200, 130), {"per_head": True}),
     ("dtypes", (37, 8), {"dtypes": (F32, F32, BF16), "causal": True}),
     ("dtypes", (37, 8), {"dtypes": (F16, F16, F32), "normalize": False, "causal": True}),
-    ("dtypes", (37, 8), {"dtypes": (BF16, F32, F32)}),
     # with few blocks the mixing's gradient is small beside the terms it is the difference of
     ("causal", (37, 6), {"dtype": BF16}),
     ("causal", (160, 40), {"normalize": False, "mask": True, "dtype": F16}),
     # six blocks: with two, causal and normalized, one number is all of the mixing's gradient, mostly rounding
-    ("causal", (11, 2), {"widths": (64, 64), "heads": 1}),
     ("causal", (11, 2), {"widths": (17, 33), "heads": 1, "dtype": F16}),
     ("widths", (11, 2), {"widths": (1, 1), "heads": 1, "normalize": False}),
     ("causal", (6, 2), {"widths": (128, 256), "heads": 1, "dtype": BF16, "normalize": False}),
     ("causal", (21, 8), {"starts": (0, 7, 21), "widths": (12, 20, 5)}),
-    ("causal", (100, 70), {"starts": (11, 100), "normalize": False, "per_head": True, "widths": (5, 33)}),
     ("causal", (45, 8), {"starts": (11, 45), "heads": 1, "dtype": BF16, "mask": True}),
     ("causal", (60, 8), {"cu_seqlens": (0, 20, 20, 37, 60), "widths": (12, 20, 7)}),
     ("causal", (230, 70), {"cu_seqlens": (0, 20, 20, 115, 230), "normalize": False, "per_head": True, "dtype": F16}),
-    ("causal", (24, 6), {"heads": 6, "groups": 2, "widths": (5, 6)}),
     ("grouped heads", (24, 6), {"heads": 3, "groups": 1, "per_head": True, "batch": 2, "widths": (5, 6)}),
 ]
 
@@ -247,11 +233,6 @@ def test_opcheck(causal, normalize, dtype):
         o, inv = TRITON_FORWARD(*arguments)
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     torch.library.opcheck(TRITON_BACKWARD, (torch.randn_like(o), o, inv, *plain), test_utils=checks)
-
-
-def test_a_second_copy_uses_the_first_ones_operator():
-    again = register.register_operator("forward", "()", None, None)
-    assert again is TRITON_FORWARD or again._qualified_op_name == TRITON_FORWARD._qualified_op_name
 
 
 def test_refusals_name_the_reason(monkeypatch):
