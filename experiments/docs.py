@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ from mhla_hf.evaluation.speed import cache_bytes
 from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
 from mhla_hf.models.transformers_api import forward_cached
-from mhla_hf.plots import COLORS, drawing
 from mhla_hf.training.recipe import read_recipe
 
 from .attention import render_random_rank
 from .bench import render_bench
 from .calibrate_grids import render_calibration
 from .classifiers import render_study
+from .demo.figures import plot_gains
 from .demo.journey import render_short
 from .demo.report import render_report
 from .diffusion_peers import render_peers
@@ -172,46 +172,6 @@ def draw_gains(path: Path) -> None:
         "Perplexity by position\nWikiText-2 test, one seed",
     )
     plot_gains(path, time, cache, quality, titles)
-
-
-def plot_gains(
-    path: Path, time: Mapping[int, Sequence[float]], cache: Mapping[int, Sequence[float]],
-    quality: Mapping[str, Mapping[str, float]], titles: Sequence[str],
-) -> None:  # fmt: skip
-    """Plot milliseconds of a token and bytes of the cache, (softmax, MHLA) by length, and perplexity by position."""
-    with drawing(path, 1, 3, figsize=(11.5, 3.8), width_ratios=(1, 1, 1.15)) as (_, ((left, middle, right),)):
-        mebibytes = {length: [value / 2**20 for value in pair] for length, pair in cache.items()}
-        for axes, values, title, unit in ((left, time, titles[0], "ms"), (middle, mebibytes, titles[1], "MiB")):
-            for index, (name, label) in enumerate((("teacher", "softmax"), ("mhla", "MHLA"))):
-                y = [pair[index] for pair in values.values()]
-                axes.plot(list(values), y, color=COLORS[name], marker="o", label=label)
-                axes.annotate(
-                    f"{y[-1]:.3g} {unit}", (list(values)[-1], y[-1]), xytext=((-9, -3), (5, 9))[index],
-                    textcoords="offset points", ha="right", color=COLORS[name], fontweight="bold",
-                )  # fmt: skip
-            label_lengths(axes, values, title, unit)
-        left.legend(loc="upper left")
-        for name, (label, perplexities) in zip(("teacher", "mhla", "linear", "control"), quality.items(), strict=True):
-            x, y = list(perplexities), list(perplexities.values())
-            right.plot(x, y, color=COLORS[name], marker="o", label=label)
-        right.grid(True)
-        right.set(title=titles[2], xlabel="tokens in the context", ylabel="perplexity, lower is better", ylim=(0, None))
-        right.legend(loc="lower right", fontsize=9)
-
-
-def label_lengths(axes: Any, lengths: Iterable[int], title: str, unit: str) -> None:
-    """Set scales, ticks (1, 2, and 5 times the powers of ten), and labels of a panel with curves over context lengths."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(list(lengths), [f"{length:,}" for length in lengths])
-    axes.minorticks_off()
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    axes.grid(True)
-    axes.set(title=title, xlabel="tokens in the context", ylabel=f"{unit}, lower is better")
 
 
 def render_gpu(record: Mapping[str, Any] | None) -> str:

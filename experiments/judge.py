@@ -41,6 +41,21 @@ TASKS = {  # folder in lm-eval, examples in the prompt: about 1,100 tokens
     "openbookqa": ("openbookqa", 70),
 }
 NUM_DOCUMENTS = 60  # per task
+MAX_ANSWER_TOKENS, PASSAGE_TOKENS = 80, 1400
+PASSAGES = {
+    "1933 Treasure Coast hurricane": "Where and when did the hurricane make landfall in Florida, and what was the damage?",
+    "Ben Amos": "Where was Ben Amos born, and which position does he play?",
+}
+QUESTIONS = (
+    "What is gravity?",
+    "Write a short poem about the sea.",
+    "What is the capital of France, and what is it known for?",
+    "Explain to a child why the sky is blue.",
+    "Give me three tips for sleeping better.",
+    "Translate into Spanish: The book is on the table.",
+    "Write a Python function that adds two numbers.",
+    "Tom has three apples and buys five more. How many apples does he have?",
+)
 BATCH_SIZE = 6  # questions
 
 Question = tuple[list[int], list[int], list[int]]  # token ids of question, answer, and choices; see `answer_scores`
@@ -60,7 +75,8 @@ def load_subject(model_folder: str, fit_text: str, work: str, form: str, heads: 
 
 @torch.no_grad()
 def answer_scores(model: Any, prefix: Sequence[int], questions: Sequence[Question]) -> list[tuple[float, bool]]:
-    """Return the log-probability of each answer, and whether the model gives it: as the likeliest choice, or greedily."""
+    """Return the log-probabilities of the answers to questions that all follow the same prefix, and whether the model gives
+    them: the likeliest of a question's choices (answers of one token), or without choices what greedy decoding writes."""
     _, cache = forward_cached(model, torch.tensor([prefix]), logits_to_keep=1)
     scores = []
     for first in range(0, len(questions), BATCH_SIZE):
@@ -82,7 +98,8 @@ def answer_scores(model: Any, prefix: Sequence[int], questions: Sequence[Questio
 
 
 def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Ask about facts in a text: "answers" are [kind, tokens back, log-probability of the answer, whether it is right]."""
+    """Ask about the facts between lines of the text file `data`. "answers" are for each question [kind, tokens back,
+    log-probability of the answer, whether it is right]."""
     ids, rows = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
     scores = answer_scores(model, ids, [question for _, _, question in rows])
     return {"answers": [[kind, back, *score] for (kind, back, _), score in zip(rows, scores, strict=True)]}
@@ -91,8 +108,9 @@ def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, 
 def make_lookups(
     tokenizer: Any, text: str, length: int, seed: int
 ) -> tuple[list[int], list[tuple[str, int, Question]]]:
-    """Make a text with facts at even distances, none in its last `NEAR` tokens. Returns its token ids, about `length`, and
-    of each fact its kind ("code" or "lookup"), how many tokens before the end it ends, and a `Question`."""
+    """Make a text with facts at even distances, none in its last `NEAR` tokens, and questions about them. Returns the token
+    ids of the text, about `length`, and for each fact its kind ("code" or "lookup"), how many tokens before the end it ends,
+    and a `Question`."""
     rng = random.Random(f"lookups {length} {seed}")
 
     def encode(piece: str) -> list[int]:
@@ -131,8 +149,9 @@ class PrefixReader(HFLM):
 
 
 def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Evaluate a task of lm-eval on the documents after those that serve as examples in every prompt. "answers" are [index,
-    whether the answer is right, log-likelihoods of the choices]."""
+    """Evaluate a few-shot task of lm-eval, on the documents after those that serve as examples in every prompt. `data` is
+    what `mhla-hf evaluate --data-files` takes. "answers" are for each document [its index, whether the answer is right,
+    log-likelihoods of the choices]."""
     name = job["task"]
     folder, shots = TASKS[name]
     task_folder = Path(lm_eval.tasks.__file__).parent / folder
@@ -149,12 +168,35 @@ def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any
     return {"shots": shots, "shared_tokens": reader.shared, "answers": sorted(answers)}
 
 
+def judge_chats(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
+    """Answer prompts about passages of WikiText-2's test split, and `QUESTIONS`, by greedy decoding. "answers" are for each
+    [tokens of the prompt, its last line, the answer]."""
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.eos_token
+    text, passages = read_text(data), []
+    for title, question in PASSAGES.items():
+        passage = text[text.index(f" = {title} = ") :][: 8 * PASSAGE_TOKENS]
+        ids = tokenizer(passage, add_special_tokens=False).input_ids
+        passages.append(f"{tokenizer.decode(ids[:PASSAGE_TOKENS])}\n\n{question}")
+    answers: list[list[Any]] = []
+    for prompts in (passages, QUESTIONS):
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
+        inputs = tokenizer.apply_chat_template(chats, **options)
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
+        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        num_tokens = inputs["attention_mask"].sum(1).tolist()
+        lines = [prompt.splitlines()[-1] for prompt in prompts]
+        answers += map(list, zip(num_tokens, lines, texts, strict=True))
+    return {"answers": answers}
+
+
 def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
     model, tokenizer = load_subject(arguments["model"], arguments["fit"], arguments["work"], job["form"], job["heads"])
     return {**job, **JUDGES[job["what"]](model, tokenizer, arguments["data"], job)}
 
 
-JUDGES: dict[str, Callable[..., Row]] = {"lookups": judge_lookups, "tasks": judge_task}
+JUDGES: dict[str, Callable[..., Row]] = {"lookups": judge_lookups, "tasks": judge_task, "chats": judge_chats}
 
 
 def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
@@ -162,6 +204,7 @@ def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
     parts: dict[str, list[Row]] = {
         "lookups": [{"length": length, "seed": seed} for length, count in LENGTHS.items() for seed in range(count)],
         "tasks": [{"task": task} for task in TASKS],
+        "chats": [{}],
     }
     for name in arguments["rows"]:
         form, _, heads = name.partition(":")
@@ -229,11 +272,11 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=JUDGES, help="kind of evaluation")
     parser.add_argument("model", help="folder of a softmax language model with a chat template")
-    parser.add_argument("data", help="lookups: a text file; tasks: lm-eval's data files")
+    data_help = "lookups: a text file; tasks: lm-eval's data files; chats: WikiText-2's test split"
+    parser.add_argument("data", help=data_help)
     parser.add_argument("--fit", required=True, help="text file to fit conversions on")
-    parser.add_argument(
-        "--rows", nargs="+", required=True, metavar="FORM[:HEADS]", help=f"{SOFTMAX}, {', '.join(FORMS)}"
-    )
+    rows_help = f"{SOFTMAX}, {', '.join(FORMS)}"
+    parser.add_argument("--rows", nargs="+", required=True, metavar="FORM[:HEADS]", help=rows_help)
     parser.add_argument("--work", default="out-heads", help="folder for fitted conversions")
     args, command = parse_call(parser, "judge", None)
     make = functools.partial(make_row, vars(args))

@@ -23,11 +23,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser(__doc__)
     parser.prog = "python -m experiments.demo"
-    parser.add_argument(
-        "--out", help="folder to make or to go on in (default: out; with --toy out-toy or out-toy-full)"
-    )
+    out_help = "folder to make or to go on in (default: out; with --toy out-toy or out-toy-full)"
+    parser.add_argument("--out", help=out_help)
     parser.add_argument("--model", help="folder or Hub id of a softmax model (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--data", dest="text", help="file or folder (default: the Python language reference)")
+    parser.add_argument("--data", dest="text", help="file, folder or dataset (default: the Python language reference)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores; with --toy 1)")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     effort_help = f"of the conversion, 1 is that of `mhla-hf convert` (default: {EFFORT})"

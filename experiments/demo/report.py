@@ -1,4 +1,8 @@
-"""The demo's results over seeds, read from the files next to the models: results.json, and the table in the terminal."""
+"""The demo's results over seeds: results.json, and the table in the terminal.
+
+All numbers are read from the files next to the models (results.json, train.json). Standard errors are those over seeds, not
+those of one task.
+"""
 
 import json
 import statistics
@@ -33,13 +37,27 @@ def collect(
     folders: Mapping[int, Mapping[str, Path]], bits: Mapping[int, Mapping[str, float]], description: Mapping[str, Any],
     command: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Compute the content of results.json from the folders of the models, and bits per byte, by seed."""
+    """Compute the content of results.json from the folders of the models, the teacher's first, and bits per byte, by seed.
+    `description` has further entries, which say which model was trained on which text."""
     by_seed = {seed: _measure(models, bits[seed]) for seed, models in folders.items()}
     models: dict[str, dict[str, Any]] = {}
     for model, measures in next(iter(by_seed.values())).items():
         values = {key: [measured[model].get(key) for measured in by_seed.values()] for key in measures}
         models[model] = {key: over_seeds(of_seeds) for key, of_seeds in values.items()}
-    return {"seeds": list(folders), "models": models, **description, **describe_run(command)}
+    return {
+        "seeds": list(folders),
+        "models": models,
+        "about": {
+            "over_teacher_percent": "change of bits per byte against the same seed's teacher",
+            "recall": "share of lookups whose value is the likeliest next token, by tokens back",
+            "transfer_loss": "squared error of an MHLA layer's output over that of zero, on training text, per layer",
+            "kl": "nats per token on training text at the end of the distillation",
+            "million_tokens_to_linear": "training tokens, both stages, to the KL that plain linear attention ends with",
+            "stderr": "standard error of the mean over seeds",
+        },
+        **description,
+        **describe_run(command),
+    }
 
 
 def _measure(folders: Mapping[str, Path], bits: Mapping[str, float]) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mhla_hf.data import TEXT_ENDINGS, read_text_file
+from mhla_hf.data import TEXT_ENDINGS, check_data_path, load_split, read_text_file
 
 HELD_OUT_SHARE = 0.07
 MAX_HELD_OUT = 40_000  # characters
@@ -17,28 +17,41 @@ PARAGRAPH = re.compile(r"\n\s*\n")
 
 
 def read_text(text: str | Path | None = None) -> tuple[str, str]:
-    """Read a file, a folder, or (None) the Python language reference, and return the text and its name."""
+    """Read a text file, a folder of them, or the column "text" of a dataset, at most its first five million characters. None
+    is the Python language reference (`pydoc_data.topics`). Returns the text, and its name."""
     if text is None:
         from pydoc_data.topics import topics
 
         return "\n\n".join(topics.values()), "pydoc_data.topics"
-    path = Path(text)
+    path = check_data_path(text, "text")
     if path.is_file():
         content = read_text_file(path, "text")
     elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in TEXT_ENDINGS)
         content = "\n\n".join(read_text_file(file, "text") for file in files)
     else:
-        raise ValueError(f"text: got {str(text)!r}, which does not exist, expected a file or a folder.")
+        texts, num_characters = [], 0
+        for row in load_split(str(text), streaming=True):
+            if not isinstance(row.get("text"), str):
+                raise ValueError(
+                    f"text: got {text!r} without texts in a column 'text', expected a dataset that has them."
+                )
+            texts.append(row["text"])
+            num_characters += len(row["text"])
+            if num_characters >= MAX_TEXT:
+                break
+        content = "\n\n".join(texts)
     if len(content) < MIN_TEXT:
         raise ValueError(
             f"text: got {str(text)!r} with {len(content):,} characters, expected at least {MIN_TEXT:,} characters."
         )
-    return content[:MAX_TEXT], path.name
+    return content[:MAX_TEXT], path.name if path.exists() else str(text)
 
 
 def hold_out(text: str) -> tuple[str, str]:
-    """Split a text into a part to train on, and a held-out part, its end without the paragraphs that are in the first."""
+    """Split a text into a part to train on, and a held-out part: the last 7 %, at most 40,000 characters. Paragraphs that
+    are in the training part as well, whatever their line breaks, are removed from it. The language reference repeats some
+    (12 % of its end), and a model must not be judged on what it was trained on."""
     cut = max(int(len(text) * (1 - HELD_OUT_SHARE)), len(text) - MAX_HELD_OUT)
     paragraph_end = text.find("\n\n", cut, cut + 2_000)
     cut = paragraph_end + 2 if paragraph_end >= 0 else cut

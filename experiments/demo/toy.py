@@ -7,6 +7,7 @@ and is skipped if that exists, so that the same command resumes a stopped run.
 import copy
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import math
 import shutil
@@ -66,12 +67,18 @@ def run_toy(
     out: str | Path | None = None, seeds: int = 1, *, full: bool = False, threads: int = 1, progress: bool = True,
     command: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Distill MHLA models from a small softmax language model, evaluate them, and make the card of one. `full` trains the
-    teacher first, and makes `mhla` (all layers) and, of several seeds, `control` (the teacher trained on)."""
+    """Distill MHLA models from a small softmax language model, evaluate them, and make the card of one.
+
+    `full` trains the teacher first, trains the students twice as long, and makes `mhla` (in all layers) as well; with
+    several seeds also `control`, the teacher trained on for as many steps as a student.
+    """
     if seeds < 1:
         raise ValueError(f"seeds: got {seeds}, expected a whole number of at least 1.")
     if seeds > 1 and not full:
         raise ValueError(f"seeds: got {seeds}, expected 1, or --full as well.")
+    for library, extra in (("accelerate", "train"), ("lm_eval", "eval")):
+        if importlib.util.find_spec(library) is None:
+            raise ImportError(f"the demo needs {library}, which is missing: pip install 'mhla_hf[{extra}]'")
     started = time.monotonic()
     torch.set_num_threads(threads)
     out = Path(out or ("out-toy-full" if full else "out-toy")).expanduser()

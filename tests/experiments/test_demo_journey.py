@@ -1,7 +1,8 @@
-"""The demo on a real model, in miniature: on random weights, stopped and gone on with, and loaded elsewhere."""
+"""The demo on a real model, in miniature: on random weights, stopped and gone on with, drawn, and loaded elsewhere."""
 
 import importlib
 import re
+import subprocess
 
 import pytest
 from tools.small_models import refused, softmax_model
@@ -9,19 +10,38 @@ from tools.small_models import refused, softmax_model
 from experiments.demo import journey as steps
 from experiments.demo.__main__ import main
 from experiments.demo.text import make_tokenizer, read_text
+from experiments.docs import ROOT
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
-def test_stopped_it_goes_on_to_the_end(tmp_path, monkeypatch, capsys):
-    """Every part shows a bar, and how long the whole takes; the lines in the adapter's README run."""
-    monkeypatch.setattr(importlib.import_module("mhla_hf.conversion.language"), "ROW_TOKENS", 512)
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """Of a run on a random Llama and a short text."""
+    place = tmp_path_factory.mktemp("journey")
     text = read_text()[0][-150_000:]
     tokenizer = make_tokenizer(text, 400, 1024)
-    softmax_model(vocab_size=len(tokenizer), max_position_embeddings=1024).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text(text)
-    line = "--model {0}/model --data {0}/text.txt --out {0}/out --threads 1 --effort 0.1 --quiet"
-    arguments = line.format(tmp_path).split()
+    softmax_model(vocab_size=len(tokenizer), max_position_embeddings=1024).save_pretrained(place / "model")
+    tokenizer.save_pretrained(place / "model")
+    (place / "text.txt").write_text(text)
+    words = {"model": place / "model", "data": place / "text.txt", "out": place / "out", "threads": 1, "effort": 0.1}
+    return [*(word for name, value in words.items() for word in (f"--{name}", str(value))), "--quiet"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short():
+    """Rows of 512 tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("mhla_hf.conversion.language"), "ROW_TOKENS", 512)
+        yield
+
+
+@pytest.fixture
+def finished(arguments, short):
+    """The content of results.json, and the folder of the run, which is finished here unless it was before."""
+    return main(arguments), steps.Path(arguments[arguments.index("--out") + 1])
+
+
+def test_stopped_it_goes_on_to_the_end(arguments, monkeypatch, capsys):
+    """Every part shows a bar, and how long the whole takes."""
     scores, judged = steps.Journey.scores_of, []
 
     def stop_at_the_third(journey, *rest):
@@ -47,19 +67,56 @@ def test_stopped_it_goes_on_to_the_end(tmp_path, monkeypatch, capsys):
     assert main(arguments)["models"] == results["models"]
     printed, bars = capsys.readouterr()
     assert "is there already" in printed and "%" not in bars
-    card = (tmp_path / "out" / "adapter" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_is_printed_as_readme_shows_it(finished):
+    """With a row for each model, and described once."""
+    results, _ = finished
+    printed, (header, rows) = steps.render_journey(results), steps.make_table(results)
+    lines = [re.split(r"\s{2,}", line.strip()) for line in printed.splitlines()]
+    assert header[1:] in lines and all(row in lines for row in rows) and [row[0] for row in rows] == list(steps.MODELS)
+    shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in steps.render_short(results).splitlines()]
+    assert shown[:1] + shown[2:] == [header, *rows] and printed.count(steps.describe_table(results)) == 1
+
+
+def test_the_fair_window_has_the_bytes_of_mhla(finished):
+    """To less than a block."""
+    mhla, same_heads = (finished[0]["models"][name]["cache"]["1024"] for name in ("MHLA", "window, same heads"))
+    block = 3 * 2 * 64 * 2 * 16 * 2  # bytes of 64 keys and values in bf16, if all heads of all layers have a window
+    assert mhla - block < same_heads <= mhla
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
+def test_the_adapter_says_what_it_is(finished):
+    """Its README has the table, and the lines in it run."""
+    results, out = finished
+    card = (out / "adapter" / "README.md").read_text(encoding="utf-8")
     assert steps.render_short(results) in card and "Made by `python -m experiments.demo " in card
     names = {}
     exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], names)
     assert len(names["model"].config.mhla["softmax_heads"]) > 0
+
+
+def test_the_installation_shows_a_line_a_minute(tmp_path):
+    """Of a second here. What prints them ends with the installation."""
+    for name, lines in (("python3", 'mkdir -p "$3/bin"\ncp pip "$3/bin/python"'), ("pip", "sleep 1.4")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    words = ["make", "-f", ROOT / "Makefile", "demo", "PYTHON=./python3", "VENV=venv", "MINUTE=1"]
+    shown = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert shown.count("installing: minute 1\n") == 2
+
+
+def test_what_is_refused(finished, arguments, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="another effort"):
         main([*arguments, "--effort", "0.2"])
-
-
-def test_what_is_refused(tmp_path, monkeypatch):
     for words, said in (
         (["--seeds", "2"], "--seeds: got 2, expected it only with --toy"),
+        (["--full"], "--full: got True, expected it only with --toy"),
         (["--toy", "--effort", "1"], "--effort: got 1.0, expected it only without --toy"),
+        (["--toy", "--data", "notes.txt"], "--data: got notes.txt, expected it only without --toy"),
     ):
         with refused(said):
             main(words)

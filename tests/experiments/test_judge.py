@@ -2,11 +2,15 @@
 
 import pytest
 import torch
-from tools.small_scores import HELD_OUT, small_llama
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from tools.small_scores import HELD_OUT, WINDOW, small_llama, small_tokenizer
 
 from experiments import judge
 from experiments.demo.text import make_tokenizer
 from mhla_hf import convert
+
+TOKENIZER = small_tokenizer()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -43,3 +47,14 @@ def test_questions_behind_a_text_are_scored_as_in_one_pass(model):
         assert score == pytest.approx(expected, rel=1e-5)
         likeliest = [few[int(row[few].argmax())] if few else int(row.argmax()) for row in log_p]
         assert right == (likeliest == answer)
+
+
+def test_reading_the_examples_once_gives_the_scores_of_lm_eval(model):
+    texts = [(HELD_OUT[:150] + " it", " is"), (HELD_OUT[:150] + " it", " has a name"), (HELD_OUT[:150] + " a", " b")]
+    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(texts)]
+    reader = judge.PrefixReader(pretrained=model, tokenizer=TOKENIZER, max_length=WINDOW)
+    found = reader.loglikelihood(requests, disable_tqdm=True)
+    expected = HFLM(pretrained=model, tokenizer=TOKENIZER, max_length=WINDOW).loglikelihood(requests, disable_tqdm=True)
+    assert reader.shared > 20
+    for (score, greedy), (other, same) in zip(found, expected, strict=True):
+        assert score == pytest.approx(other, rel=1e-5) and greedy == same
