@@ -38,8 +38,8 @@ def test_base_attention_is_stock(family):
     model.use_base_attention(False)
     assert torch.equal(model(**arguments).sample, mhla)
     model.use_base_attention()
-    for change in [model.fuse_qkv_projections, model.unfuse_qkv_projections] * (family in FUSED):
-        change()
+    for change in ["fuse_qkv_projections", "unfuse_qkv_projections"] * (family in FUSED):
+        getattr(model, change)()
         assert distance(model(**arguments).sample, softmax) <= 1e-6
 
 

@@ -1,8 +1,8 @@
 """A push ends complete or not at all, over HTTP with the real client; what the Hub holds afterwards is what is judged."""
 
 import random
-import signal
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
@@ -128,7 +128,7 @@ def test_who_may_not_write_and_ctrl_c(hub, shelf, monkeypatch):
         send(shelf / "new", "other/mhla")
     with pytest.raises(OSError, match=r"push to tester/mhla: .*401"):
         send(shelf / "new", NAME, token=False)
-    monkeypatch.setattr(HfApi, "preupload_lfs_files", lambda *_, **options: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt, match=f"interrupted; {WHOLE}"):
         send(shelf / "new", NAME)
     assert held(hub.repos[NAME]) == {}
