@@ -24,6 +24,7 @@ from official_diffusion import is_official_dit, is_official_wan, load_official_d
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
 from mhla_hf.checkpoints.file_io import atomic_folder
+from mhla_hf.checkpoints.load import no_code_prompts
 from mhla_hf.cli.main import script
 
 WRAPPINGS = ("state_dict_ema", "ema", "state_dict", "model")
@@ -183,7 +184,8 @@ def into_pipeline(model: Any, base: str) -> WanPipeline | DiTPipeline:
     class_name = type(model).__name__
     if class_name not in pipelines:
         raise ValueError(f"base: got {base!r}, expected none for {class_name}, which belongs to no pipeline.")
-    return pipelines[class_name].from_pretrained(base, transformer=model, trust_remote_code=False)
+    with no_code_prompts():
+        return pipelines[class_name].from_pretrained(base, transformer=model)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -16,7 +16,7 @@ import torch
 import transformers
 from huggingface_hub import hf_hub_download
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, dynamic_module_utils
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
@@ -243,16 +243,18 @@ def verified_files(
     """Context manager that checks the files in a folder, and yields keyword arguments for `from_pretrained`.
 
     For a Hub id, the arguments fix the commit, so that all files belong together; it is read from the path in the cache of
-    `index`, a file that every such model has. For a folder, transformers shows no progress bars within the block.
+    `index`, a file that every such model has. Within the block, transformers refuses untrusted code instead of asking at
+    the terminal and, for a folder, shows no progress bars.
     """
     if not isinstance(source, Path):
         commit = Path(cached_file(source, index, revision=revision)).parent.name
-        yield {"revision": commit}
+        with no_code_prompts():
+            yield {"revision": commit}
         return
     for shard_index in source.rglob("*.safetensors.index.json"):
         check_shards(shard_index)
     check_whole_files(source)
-    with no_progress_bars():
+    with no_progress_bars(), no_code_prompts():
         yield {}
 
 
@@ -287,6 +289,17 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def no_code_prompts() -> Iterator[None]:
+    """Context manager that makes transformers refuse untrusted code instead of asking at the terminal."""
+    timeout = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = timeout
 
 
 def choose_device(device: torch.device | str | None = None) -> torch.device:

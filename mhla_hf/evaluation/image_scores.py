@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import CLIPModel, CLIPProcessor
 
 from ..checkpoints.fingerprint import hash_file, hash_json
-from ..checkpoints.load import summarize_error, wrap_errors
+from ..checkpoints.load import no_code_prompts, summarize_error, wrap_errors
 from ..checkpoints.values import checked, checked_field
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".JPEG")
@@ -187,9 +187,9 @@ def clip_scores(
     paths: Sequence[Path], prompts: Sequence[str], clip: str | Path, device: torch.device | str, batch_size: int
 ) -> torch.Tensor:
     """Return 100 max(cos, 0) of each image and its prompt, fp64 [N]. Prompts are cut to the model's context."""
-    with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"):
+    with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"), no_code_prompts():
         model = CLIPModel.from_pretrained(clip).to(device).eval()
-        processor = CLIPProcessor.from_pretrained(clip, trust_remote_code=False)
+        processor = CLIPProcessor.from_pretrained(clip)
     cosines = []
     for start in range(0, len(paths), batch_size):
         images = [Image.open(path).convert("RGB") for path in paths[start : start + batch_size]]
