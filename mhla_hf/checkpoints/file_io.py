@@ -48,7 +48,7 @@ def wrap_errors(message: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def renamed_errors(argument: str, name: str) -> Iterator[None]:
-    """Context manager in which errors about an argument, whose messages begin with it, are about `name` instead."""
+    """Context manager that, in errors whose message begins with "<argument>:", replaces the argument's name by `name`."""
     try:
         yield
     except (ImportError, TypeError, ValueError) as error:

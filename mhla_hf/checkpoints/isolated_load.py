@@ -71,7 +71,9 @@ def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str
     if report["unexpected"]:
         raise ValueError(f"{start} has no place for the weight {report['unexpected'][0]!r}, expected no other weights.")
     if report["imported"]:
-        raise ValueError(f"{start} imports {report['imported'][0]}, expected only what every user has.")
+        raise ValueError(
+            f"{start} imports {report['imported'][0]}, expected only torch, the model's library, and what they require."
+        )
     if not report["class"].startswith(("transformers_modules.", "diffusers_modules.")):
         raise ValueError(f"{start} is of {report['class']}, expected the class in its own source file.")
     if not report.get("finite", True):

@@ -110,7 +110,7 @@ def check_model(name: str, revision: str | None = None, weights: bool = True) ->
 
 def check_folder(folder: str, content: str) -> None:
     if not os.path.isdir(folder):
-        raise ValueError(f"folder: got {folder!r}, which does not exist, expected the folder of {content}.")
+        raise ValueError(f"folder: got {folder!r}, which is no folder, expected the folder of {content}.")
 
 
 def check_data(data: str | None) -> None:

@@ -168,7 +168,7 @@ def set_balance(
 def balance_masses(
     core: Any, q: torch.Tensor, k: torch.Tensor, q_features: torch.Tensor, k_features: torch.Tensor, scale: float | None
 ) -> None:
-    """Call `set_balance` for a core with a window over a sequence."""
+    """Initialize the balance of a windowed core by one sequence, whose weights `set_balance` needs."""
     options = core.options
     token = torch.arange(q.shape[1], device=q.device)
     block = token // options.block_size

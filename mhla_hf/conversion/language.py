@@ -136,7 +136,7 @@ def read_rows(
     num_held_out = min(HELD_OUT_ROWS, len(short_rows) // 6)
     fit_start = num_held_out + min(GATE_ROWS, len(short_rows) // 5)
     fit_rows = short_rows[fit_start:]
-    # Long rows come late, with two short rows between two of them.
+    # Long rows come late, each followed by two short ones.
     first_long = max(len(fit_rows) - 2 * (num_long - 1), 0)
     for number, row in enumerate(passages[:num_long, None]):
         fit_rows.insert(first_long + 3 * number, row)
@@ -329,9 +329,9 @@ def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
 def cache_bytes(
     sizes: dict[int, LayerSizes], chosen: dict[str, list[int]], positions: int
 ) -> dict[str, dict[str, int]]:
-    """Compute the bytes of one sequence's cache in the MHLA layers, as softmax and as converted, at `REPORT_LENGTHS` tokens.
+    """Return {length: {"softmax": bytes, "converted": bytes}} of one sequence's cache in the MHLA layers.
 
-    Lengths, which are the keys, end at the model's `positions`.
+    Lengths are `REPORT_LENGTHS`, capped at the model's `positions`.
     """
     by_length = {}
     for length in sorted({min(length, positions) for length in REPORT_LENGTHS}):

@@ -32,7 +32,7 @@ def is_of_diffusers(model: Any) -> bool:
 
 
 def family_of(model: Any) -> Family | None:
-    """Return the family of a softmax or MHLA model, also one with classes from a checkpoint's source; None without one."""
+    """Return the family of a softmax or MHLA model, also if its classes come from a checkpoint's own source, or None."""
     if is_of_diffusers(model):
         return next((family for cls in type(model).__mro__ if (family := transformer_family(cls)) is not None), None)
     config = getattr(model, "config", None)
@@ -57,7 +57,7 @@ def keep_new_images(
     grid = read_grid(family.kind, transformer.config, arguments["hidden_states"], arguments)
     if not isinstance(grid[0], tuple):
         return output
-    # Qwen-Image-Layered makes several images from the last one.
+    # In Qwen-Image-Layered, the last grid is the input image and all others are made from it.
     new = grid[:-1] if transformer.config.get("use_layer3d_rope") else grid[:1]
     return output[:, : sum(map(math.prod, new))]
 

@@ -286,7 +286,9 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
         items = [images.items[number] for number in chosen]
         images = LabeledImages(items, images.labels[chosen], images.name, names, images.identity)
     data = hash_files(images.items, folder, args.progress) if folder.is_dir() else images.identity
-    processor_settings = processor and processor.to_json_string()  # a model's own one is part of its fingerprint
+    processor_settings = (
+        processor and processor.to_json_string()
+    )  # None if the model's own is used, which its fingerprint covers
     task, count = protocol.name, len(images)
     task_hash = hash_json([VERSION, data, images.labels.tolist(), names, processor_settings])
     for subject in subjects:

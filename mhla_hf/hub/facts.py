@@ -196,7 +196,7 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
     """Return the score records in a model's folder, as dicts; with `weights`, they must be of the weights in it."""
     records = Results.read(folder)
     if not records:
-        expected = "one; evaluate first, such as with the recipe recall"
+        expected = "one, such as an evaluation with the recipe 'recall' writes"
         raise ValueError(f"{folder}: got no results.json with scores, expected {expected}.")
     of_files = [record for record in records if weights and record.fingerprint.startswith("files:")]
     fingerprint = fingerprint_folder(folder) if of_files else None

@@ -51,10 +51,10 @@ def softmax_beside_key(
     """Compute softmax attention over keys [B, S, H, K] and one more key, with a score z' for each query [B, T, H, K + 1].
 
     The last channel of q is z' * sqrt(K). The mask is [B, 1, 1, at most S]. With weights e^z / (sum e^z + e^z'), this
-    returns the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the additional key's weight. That
-    weight relates the softmax to other weights, as a log-sum-exp would, but comes out of the fused kernel, with gradients,
-    as two further columns of v. With the log of the sum of the other weights as z', only what is small beside the others is
-    lost, also in fp16.
+    returns the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the additional key's weight. With
+    the additional key's weight, the caller merges this with other weights, as with a logsumexp, but it has gradients: it
+    comes out of the fused kernel through two further columns of v. If z' is the log of the sum of the other weights, only
+    negligible terms are lost, also in fp16.
     """
     num_keys, key_width, value_width = k.shape[1], k.shape[3], v.shape[3]
     width = -(-max(key_width + 1, value_width + 2) // WIDTH_STEP) * WIDTH_STEP

@@ -101,9 +101,9 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
 }
 
 
-# What layers of text and a grid require.
+# Values that layers of a text and a grid require.
 JOINT_VALUES = {"normalize": True, "output_norm": False, "sinks": 0, "length_power": False, "window_dropout": 0}
-# What encoders that mix by decays require.
+# Values that encoders which mix by decays require.
 ENCODER_VALUES = {"rope": "before", "sinks": 0, "length_power": False, "window_dropout": 0, "softmax_heads": None}
 
 

@@ -203,7 +203,8 @@ def chunk_summaries(k: Tensor, v: Tensor, rows: int, count: int) -> Tensor:
 
 
 def chunk_prefix(summary: Tensor, m: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute what every chunk reads of earlier summaries [R, M, n, X]: blocks mixed by m, and m_ii times earlier chunks.
+    """Compute what each chunk reads of summaries [R, M, n, X]: earlier blocks mixed by m, plus m_ii times its block's chunks
+    before it.
 
     Also returns `running`, the sum over the earlier chunks of the same block; None if n is 1.
     """

@@ -219,7 +219,8 @@ def load_adapter(
 
     Raises:
         TypeError: The model is not a language model of transformers.
-        ValueError: It is no MHLA adapter, or does not fit the model, which is unchanged; or the name is taken or no name.
+        ValueError: The source is no MHLA adapter or does not fit the model, which is left unchanged; or the name is taken
+            or not valid.
     """
     peft = import_peft()
     folder = _fetch_adapter(source, adapter_name, revision)
@@ -237,7 +238,8 @@ def load_adapter(
             saved_with = json.loads((file.metadata() or {}).get("mhla", "{}"))
         for field, value in saved_with.items():
             if record["mhla"].get(field) != value:
-                raise ValueError(f"{SETTINGS_FILE} has another {field!r} than {value!r}, with which it was saved")
+                got = f"{SETTINGS_FILE} has {field!r} = {record['mhla'].get(field)!r}"
+                raise ValueError(f"{got}, but the weights were saved with {value!r}")
     peft_model: Any = model if isinstance(model, peft.PeftModel) else None
     if peft_model is not None and adapter_name in peft_model.peft_config:
         raise ValueError(f"adapter_name: got {adapter_name!r}, which the model already has, expected another name.")

@@ -129,7 +129,7 @@ def _resolve(
     if recipe is not None:
         recipe = read_recipe(recipe)
         if recipe.task != task.name:
-            raise ValueError(f"recipe: got one for {recipe.task}, expected one for {task.name} as the student is.")
+            raise ValueError(f"recipe: got one for {recipe.task}, expected one for {task.name}, the student's task.")
         stages, run = recipe.stages, recipe.run
         data = recipe.data if data is None else data
     checked_stages = make_stages(stages, STAGE_TYPES[task.name])

@@ -65,7 +65,7 @@ class PipelineArguments:
 
 
 def open_arguments(data: Any) -> PipelineArguments | None:
-    """Open prompts, a list of dicts of arguments of a pipeline, or columns of arguments; None if the data are others.
+    """Return the pipeline arguments in prompts, a list of dicts, or columns of arguments; None if data is of another kind.
 
     Columns come from a `Dataset`, a Hub id, or a folder of images with a `metadata.jsonl` or `.csv`, where "file_name"
     becomes the argument `image`, and "last_image_file_name" `last_image`.

@@ -154,7 +154,7 @@ class ImageStage(CommonStage):
         shift: Largest distance in pixels by which images are moved, wrapping around at the edges.
         erase: Fraction of images in which a random box is replaced by noise.
         mixup: Parameter a of the distribution Beta(a, a) of mixup's weights; 0 disables mixup.
-        cutmix: The same of CutMix's weights. With both, each batch uses one of them at random.
+        cutmix: Likewise for CutMix's weights. If both are set, each batch uses one of them at random.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("labels",)

@@ -89,7 +89,7 @@ class Run:
         dtypes = trainable.get_dtypes(self.student)
         save_dtype = self.options.save_dtype
         saved_dtypes = trainable.get_saved_dtypes(self.student, getattr(torch, save_dtype) if save_dtype else None)
-        # Other processes than the main one may lack the weights.
+        # Processes other than the main one may lack the weights.
         (identity,) = broadcast_object_list([self._describe_identity() if self.is_main else None])
         latest = self.folder.find(identity, self.student)
         self.accelerator.wait_for_everyone()

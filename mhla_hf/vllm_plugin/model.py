@@ -35,7 +35,7 @@ class MHLAServing:
 
     @cached_property
     def _from_config_kwargs(self: Any) -> dict[str, Any]:
-        """Arguments with which the backend makes the model of transformers: that of the base, without MHLA."""
+        """Arguments with which the backend makes the model of transformers; the config is that of the base, without MHLA."""
         options: dict[str, Any] = super()._from_config_kwargs  # type: ignore[misc]
         config = base_config(self.config)
         set_attention_function(config, self.text_config._attn_implementation)
@@ -123,7 +123,7 @@ def base_config(config: Any) -> Any:
 
 
 def split_weights(core: PagedMHLA) -> None:
-    """Let each tensor-parallel process load the weights of its heads, which are the first axis of what is split."""
+    """Let each tensor-parallel process load its heads' slice, along axis 0, of parameters per head and of the gate."""
     for module in core.modules():
         if getattr(module, "by_head", False) or isinstance(module, OutputGate):
             for parameter in module.parameters():

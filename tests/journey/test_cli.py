@@ -139,7 +139,7 @@ EARLY = {  # said before anything is imported
     "distill llama --recipe recipe.yaml --set b.lr=1 --out new": "--set: got 'b.lr', expected one of transfer.*, distill.*",
     "distill llama --recipe typo.yaml --data train.txt --out new": "stepps",
     "evaluate llama --recipe recall --plot full": "--plot: got 'full', which is a folder, expected a PNG file",
-    "push nothing me/model": "folder: got 'nothing', which does not exist",
+    "push nothing me/model": "folder: got 'nothing', which is no folder",
 }
 LATE = {
     "convert truncated new": "truncated/model.safetensors is no whole safetensors file",

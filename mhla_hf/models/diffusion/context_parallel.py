@@ -45,7 +45,7 @@ def shard_of_grid(config: Any, grid: Any) -> dict[str, Any]:
     num_processes, num_tokens = dist.get_world_size(group), Blocks.grid(grid, [1] * len(grid)).length
     if num_tokens % num_processes and not (parallel.ulysses_anything or parallel.ring_anything):
         got = f"{num_tokens} tokens, which {num_processes} processes cannot split equally"
-        raise ValueError(f"hidden_states: got {got}; expected ContextParallelConfig(ulysses_anything=True).")
+        raise ValueError(f"hidden_states: got {got}, expected ContextParallelConfig(ulysses_anything=True).")
     size, num_longer = divmod(num_tokens, num_processes)
     return {
         "rank": dist.get_rank(group),

@@ -100,7 +100,7 @@ def read_rotary(form: str, rotary: Any, num_heads: int) -> RotaryAngles:
             for i in range(2)
         )
         return cos[:, :, None], sin[:, :, None], cos.shape[-1] // 6
-    if form == "matrices":  # [.., T, 1, K / 2 or 1, 2, 2] that rotate neighbors; one may turn all (Kandinsky)
+    if form == "matrices":  # [.., T, 1, K / 2 or 1, 2, 2], of neighboring channels; one for all pairs in Kandinsky
         rotary = rotary[..., 0, 0], rotary[..., 1, 0]
         if rotary[0].shape[-1] == 1:
             return *rotary, 1
@@ -132,8 +132,8 @@ def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ..
     grids = tuple((int(image[-1, 0]) + 1, int(image[-1, 1]) + 1) for image in images)
     for image, grid in zip(images, grids, strict=True):
         if not torch.equal(image, torch.cartesian_prod(*map(torch.arange, grid))):
-            expected = "those of images in row-major order, each from (0, 0) on"
-            raise ValueError(f"img_ids: got positions of {num_tokens} tokens, expected {expected}.")
+            expected = "the rows and columns of each image in row-major order, beginning with (0, 0)"
+            raise ValueError(f"img_ids: got other positions of {num_tokens} tokens, expected {expected}.")
     return grids if len(grids) > 1 else grids[0]
 
 

@@ -116,9 +116,8 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if self.state is None or tokens_to_remove == 0:
             return
         if not 0 < -tokens_to_remove <= self.state.block_size:
-            expected = (
-                f"{-self.state.block_size} to 0: an MHLA cache forgets one block exactly (see num_assistant_tokens)"
-            )
+            reason = "an MHLA cache takes back at most one block (see num_assistant_tokens)"
+            expected = f"{-self.state.block_size} to 0, because {reason}"
             raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected {expected}.")
         if self.padded is not None:
             is_real, columns = self.padded

@@ -117,7 +117,10 @@ def summaries(
 
 
 def part_span(span: int, num_sums: int) -> int:
-    """Cut blocks of up to `span` tokens until there are `ENOUGH_PROGRAMS` parts, or parts of `MIN_PART_TOKENS`."""
+    """Return the tokens per part, a multiple of `CHUNK`, when blocks of up to `span` tokens are cut into parts.
+
+    There are enough for `ENOUGH_PROGRAMS`, but none below `MIN_PART_TOKENS`.
+    """
     num_parts = max(1, min(span // MIN_PART_TOKENS, num_tiles(ENOUGH_PROGRAMS, num_sums)))
     return num_tiles(num_tiles(span, num_parts), CHUNK) * CHUNK
 

@@ -38,7 +38,7 @@ class SinkTokens(NamedTuple):
 
 
 class PastSums(NamedTuple):
-    """Running sums [B, G, R, K, V + 1] that the queries of block int [B] of each row read.
+    """Running sums [B, G, R, K, V + 1] that the queries of one block per row read; `block`, int [B], is that block.
 
     For each rate lambda this is the sum over blocks j <= block - window of lambda^(block - j) S_j (`block_summaries`).
     """
@@ -72,7 +72,7 @@ class BlockRun:
 
 
 def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
-    """Return, for a sequence, the first token from which a key may be far, and the end of the keys that are far from any."""
+    """Return the first query of a sequence that can have far keys, and the end of the keys that are far from some query."""
     num_blocks = (num_tokens + options.block_size - 1) // options.block_size
     first_query = min(options.window * options.block_size, num_tokens)
     return first_query, max(num_blocks - options.window, 0) * options.block_size
@@ -332,7 +332,7 @@ def scatter_windows(grad: Tensor, x: Tensor, sinks: Tensor, size: int) -> tuple[
 
 
 def sinks_of_blocks(x: Tensor, begin: int, end: int) -> Tensor:
-    """Return the sinks of some blocks: [B, S, G, D] or, of packed sequences, [B, M, S, G, D] -> [B, m or 1, G, S, D]."""
+    """Return the sinks of blocks `begin` to `end` [B, m or 1, G, S, D], from [B, S, G, D] or, if packed, [B, M, S, G, D]."""
     return (x[:, None] if x.dim() == 4 else x[:, begin:end]).transpose(2, 3)
 
 
@@ -372,7 +372,10 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Tensor, weight: Tenso
 
 
 def read_far(q_features: Tensor, far_sums: Tensor, weight: Tensor) -> Tensor:
-    """Read running sums [B, G, m, R, K, V + 1] by features [B * m, G, N, K] and weights [H, R], to [B * m, G, N, V + 1]."""
+    """Apply features [B * m, G, N, K] to running sums [B, G, m, R, K, V + 1], and add up the rates R with weights [H, R].
+
+    Returns [B * m, G, N, V + 1].
+    """
     weight = weight.view(q_features.shape[1], -1, 1, weight.shape[1], 1)  # [G, H / G, 1, R, 1]
     # Multiplied by the weights, the features read all R sums in one product.
     features = q_features.to(far_sums.dtype).unflatten(2, (weight.shape[1], -1))[..., None, :] * weight

@@ -141,7 +141,7 @@ def page_attention_kernel(
         if balance is not None:
             score = tl.where(visible, score, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(score, 0))
-            # Nothing may be visible yet.
+            # If no key was visible so far, the maximum is -inf, and -inf - -inf would be NaN.
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
             shrink = tl.exp(largest - shift)
             weights = tl.exp(score - shift)
