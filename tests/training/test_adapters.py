@@ -215,7 +215,7 @@ UNFIT = {
     "another shape": ({"tensors": {f"{CORE}mixing.power": torch.zeros(3)}}, "with shape [3] for", "expected shape [4]."),
     "a leftover": ({"tensors": {f"{CORE}mixing.old": torch.zeros(3)}}, "mixing.old', expected nothing."),
     "NaN": ({"tensors": {f"{LORA}lora_A.weight": torch.full((2, 32), torch.nan)}}, "NaN or infinity in", "finite numbers."),
-    "features": ({"feature_map": "relu"}, "another 'feature_map' than 'softmax', with which it was saved"),
+    "features": ({"feature_map": "relu"}, "has 'feature_map' = 'relu', but the weights were saved with 'softmax'"),
     "no settings": ({"mhla": ...}, "expected an adapter that can be read (mhla.json has no 'mhla')."),
 }  # fmt: skip
 
