@@ -42,14 +42,12 @@ def convert(
 ) -> Model:
     """Turn a pretrained softmax model, or the transformers of a pipeline, into MHLA models in place.
 
-    The base's weights keep their values and names. Each converted layer gets new weights `mhla.*` in its attention
-    (`attn1.processor.mhla.*` in transformers of diffusers).
+    The base's weights keep their values and names; converted layers get new ones, `mhla.*`, in their attention or processor.
 
     With `text`, a causal language model or text encoder is ready for use afterwards: its MHLA heads learn the outputs of
-    their softmax originals, without labels, and the KV heads whose softmax a language model needs most keep it, along with
-    the query heads that read them. Without `text`, such a model at first reads little beyond its softmax window, and needs
-    training (`mhla_hf.distill`), as does every other model except Sana, whose attention is linear before the conversion.
-    With `samples`, a diffusion or vision model learns in the same way, and starts its training closer to the original.
+    their softmax originals, and the KV heads whose softmax a language model needs most keep it. Without `text`, such a model
+    reads little beyond its softmax window, and needs training (`mhla_hf.distill`), as does every other model except Sana,
+    whose attention was linear. With `samples`, a diffusion or vision model starts its training closer to the original.
 
     Args:
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of

@@ -67,7 +67,7 @@ def mhla_attention(
     heads = getattr(module.mhla, "heads", None)
     if softmax_is_exact(module, query.shape[2], attention_mask, options):
         others = {name: value for name, value in kwargs.items() if not name.startswith("mhla_")}
-        mask = attention_mask[..., : key.shape[2]] if isinstance(attention_mask, torch.Tensor) else attention_mask
+        mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
         o = module.softmax_heads(query, key, value, mask, None, scaling, dropout, **others)
         if cache is not None:
             if heads is not None:
@@ -105,10 +105,11 @@ def softmax_is_exact(module: Any, num_tokens: int, attention_mask: Any, options:
     if not (isinstance(softmax, SoftmaxHeads) and hasattr(module.mhla, "fits_window")):
         return False
     implementation = softmax.config._attn_implementation
-    has_mask = attention_mask is not None
-    if (has_mask and getattr(attention_mask, "ndim", 4) != 4) or (not has_mask and implementation == "eager"):
-        return False
     if implementation in (None, ATTENTION_NAME):  # then no layer of the model has softmax
+        return False
+    # Only a tensor of four axes can be cut to the new tokens, since it may cover a whole static cache.
+    fits_mask = getattr(attention_mask, "ndim", 0) == 4 if attention_mask is not None else implementation != "eager"
+    if not fits_mask:
         return False
     names = ("cache", "starts", "key_mask", "cu_seqlens")
     return module.mhla.fits_window(num_tokens, **{name: options[name] for name in names})

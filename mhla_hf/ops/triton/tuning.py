@@ -26,7 +26,7 @@ MAX_HEAD_WIDTH = 256
 # values that are 1 or divisible by 16.
 LENGTH_PARAMETERS = frozenset((
     "num_tokens", "block_size", "span", "num_parts", "num_blocks", "num_columns", "mixing_head_stride",
-    "mixing_row_stride", "group", "queries_per_kv", "sources_per_head", "heads_per_sum",
+    "mixing_row_stride", "queries_per_kv", "sources_per_head", "heads_per_sum",
 ))  # fmt: skip
 
 

@@ -259,38 +259,21 @@ class NearAndFar(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sink_k, sink_v, far, balance, mask, o, total = ctx.saved_tensors
+        size, scale = ctx.size, ctx.scale
         with torch.no_grad():
-            grads = NearAndFar.gradients(do, ctx.size, ctx.scale, *ctx.saved_tensors)
-        if torch.is_grad_enabled():
-            grads = tuple(DifferentiableOnce.apply(x, do, *ctx.saved_tensors[:7]) for x in grads)
+            do_seen = do.masked_fill(no_key(total, mask.dtype)[..., None], 0)
+            factor = far_factor(far, balance, total)
+            d_far = torch.cat([factor * do_seen, -factor * (do_seen * o).sum(-1, keepdim=True)], -1)
+            d_balance = (far * d_far).sum((0, -1))
+            window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
+            dq, dk, dv = softmax_backward(do_seen.to(q.dtype), q, *window, o.to(q.dtype), total, mask, scale)
+            dk, d_sink_k = scatter_windows(dk, k, sink_k, size)
+            dv, d_sink_v = scatter_windows(dv, v, sink_v, size)
+        grads = [dq, dk, dv, d_sink_k, d_sink_v, d_far, d_balance]
+        if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
+            grads = [DifferentiableOnce.apply(x, do, q, k, v, sink_k, sink_v, far, balance) for x in grads]
         return *grads, None, None, None
-
-    @staticmethod
-    def gradients(
-        do: Tensor,
-        size: int,
-        scale: float,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink_k: Tensor,
-        sink_v: Tensor,
-        far: Tensor,
-        balance: Tensor,
-        mask: Tensor,
-        o: Tensor,
-        total: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Return the gradients of the first seven arguments of `forward`."""
-        do = do.masked_fill(no_key(total, mask.dtype)[..., None], 0)
-        factor = far_factor(far, balance, total)
-        d_far = torch.cat([factor * do, -factor * (do * o).sum(-1, keepdim=True)], -1)
-        d_balance = (far * d_far).sum((0, -1))
-        window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
-        dq, dk, dv = softmax_backward(do.to(q.dtype), q, *window, o.to(q.dtype), total, mask, scale)
-        dk, d_sink_k = scatter_windows(dk, k, sink_k, size)
-        dv, d_sink_v = scatter_windows(dv, v, sink_v, size)
-        return dq, dk, dv, d_sink_k, d_sink_v, d_far, d_balance
 
 
 def far_factor(far: Tensor, balance: Tensor, total: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ class WindowedOptions:
         sinks: Number of tokens at the start of a sequence that are always near; 0 without a softmax.
         scale: Multiplier of q k^T.
         normalize: Whether outputs are divided by the sum of the weights.
-        impl: "auto", "torch" or "triton", as in `mhla`. A single token after a state always takes "torch".
-        unrounded: Whether outputs stay in the dtype of the sums. Otherwise the Triton kernel writes them in v's dtype.
+        impl: "auto", "torch" or "triton", as in `mhla`, for a step in the pages of a serving engine; all else is PyTorch.
+        unrounded: Whether outputs stay in the dtype of the sums, at least fp32, instead of v's.
         both_ways: Whether queries see later tokens, too. The window then has `window - 1` blocks on either side.
     """
 
