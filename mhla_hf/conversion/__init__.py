@@ -59,27 +59,24 @@ def convert(
             text files, a dataset, a list of texts, int64 token ids [N], or "self" for text that a language model samples.
             Default: nothing is learned, since training may follow; `mhla-hf convert` takes "self" for a language model.
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
-            the softmax original samples eight. For a vision model, unlabeled images [N, C, height, width]. For other sizes
-            or inputs, such as images to edit, a function that runs the pipeline or transformer, called several times with a
-            `torch.Generator`: `lambda generator: pipe("a cat", num_frames=33, generator=generator)`.
+            the softmax original samples eight. For a vision model, unlabeled images [N, C, height, width]. Else a function
+            that runs the pipeline, called several times: `lambda generator: pipe("a cat", generator=generator)`.
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
             percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". 0: none.
             Default: 1/6. Not for encoders, which have no cache. With `samples`, how many of the converted layers get softmax
-            back, as a share, number, or percentage: those whose conversion changes the model's output most. Default: as many
-            as the family's default `layers` leave, or none if `settings` or `layers` are given.
+            back: those whose conversion changes the output most. Default: as many as the family's default `layers` leave,
+            or none if `settings` or `layers` are given.
         context: Number of tokens at which a cache has the size `keep`. Default: the model's positions.
-        layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; takes precedence over
-            `settings`. Default: those of `settings`; without `settings`, "all" with `text` or `samples`, else those of the
-            model's family, such as "2/3" for language models and encoders.
+        layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; before those of `settings`.
+            Default: without `settings`, "all" with `text` or `samples`, else the family's, "2/3" for language models.
         effort: Multiplier for the number of rows and steps, with `text` or `samples`: 0.5 halves time and loses accuracy.
         seed: Decides which passages of `text` are read, and what the model samples.
-        checkpoint: File for the progress of a conversion with text, from which the same call resumes. Its folder is made.
+        checkpoint: File for the progress of a conversion with text, from which the same call resumes.
         progress: Whether to show progress bars on stderr and, with `text`, to print the scores and sizes of the cache.
         **overrides: Single fields of `MHLASettings`, which take precedence over `settings`.
 
     Returns:
-        `model`, the same object. After a conversion with `text` or `samples`, `mhla_measured` in the configuration of the
-        model or transformer has its scores, and so do config.json and the model card.
+        `model`, the same object. After learning, `mhla_measured` in its configuration has the scores.
 
     Raises:
         TypeError, ValueError: An argument is not valid. After any exception and Ctrl-C, the model is as it was.
