@@ -55,7 +55,8 @@ class FeatureMap(nn.Module):
         if self.kind == "identity":
             return x
         weight = self.weight if heads is None else heads.part(self.weight, False, 0)
-        y = torch.einsum("bthk,hkf->bthf", x, weight.to(x.dtype)).float()
+        by_head = torch.bmm(x.flatten(0, 1).transpose(0, 1), weight.to(x.dtype))
+        y = by_head.transpose(0, 1).unflatten(0, x.shape[:2]).float()
         if self.kind == "softmax":
             return y.softmax(-1).to(x.dtype)
         if self.kind == "exp":

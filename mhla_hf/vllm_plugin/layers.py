@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from ..nn.windowed import DecayMHLA
-from .pages import NoRotation, PagedAttention, PageLayout, PagePool, RotationTable
+from .pages import DecodeBatch, PagedAttention, PageLayout, PagePool, RotationTable
 
 OPERATOR = "mhla_attention"
 
@@ -58,9 +58,8 @@ class StatePage(MambaBase):
 class PagedMHLA(DecayMHLA):
     """A `DecayMHLA` whose states are in vLLM's pages.
 
-    Its `table` is the `RotationTable` of the model, `NoRotation` once it turns out that the layer has none to undo;
-    `attention` is None before the first batch and after weights were loaded; `memory` are the first layer's pages for
-    which it was made.
+    Its `table` is the `RotationTable` of the model, or its `without_rotation` in a layer without one; `attention` is None
+    before the first batch and after weights were loaded; `memory` are the first layer's pages for which it was made.
     """
 
     name: str
@@ -140,32 +139,65 @@ class PagedMHLA(DecayMHLA):
         context = get_forward_context()
         metadata: Any = context.attn_metadata
         if cos_sin.shape[-1] == 0:
-            self.table = NoRotation()
+            self.table = self.table.without_rotation
         self.table.allocate(cos_sin)
         if metadata is None:
             # vLLM measures memory.
             o.zero_()
             return
         attention = self.attach([context.no_compile_layers[name] for name in self.page_names])
-        batch: LinearAttentionMetadata = metadata[self.page_names[0]]
         blocks = torch.stack([metadata[name].state_indices_tensor for name in self.page_names], 1).long()
         pages = self.first_page + blocks * self.page_step
+        batch = self.plan_batch(attention, metadata, q, k, v, cos_sin)
         count = batch.num_decodes
-        if count:
-            position = batch.seq_lens[:count].long() - 1
-            self.table.write(position, cos_sin[:count])
-            o[:count] = attention.decode(q[:count], k[:count], v[:count], q_features[:count], pages[:count], position)
-        if not batch.num_prefills:
-            return
-        borders = batch.query_start_loc.tolist()
-        lengths = batch.seq_lens.tolist()
-        for row in range(count, count + batch.num_prefills):
-            tokens = slice(borders[row], borders[row + 1])
-            start = lengths[row] - (tokens.stop - tokens.start)
-            self.table.write(torch.arange(start, lengths[row], device=q.device), cos_sin[tokens])
+        if batch.decode is not None:
+            o[:count] = attention.decode(
+                q[:count], k[:count], v[:count], q_features[:count], pages[:count], batch.decode
+            )
+        for row, (tokens, start) in enumerate(batch.prefills, count):
             o[tokens] = attention.prefill(
                 q[tokens], k[tokens], v[tokens], q_features[tokens], cos_sin[tokens], pages[row : row + 1], start
             )
+
+    def plan_batch(
+        self,
+        attention: PagedAttention,
+        metadata: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+    ) -> "BatchPlan":
+        """Plan vLLM's current batch, whose rotations are written into the table. Done by the first layer for all layers."""
+        if self.table.plan is not None and self.table.plan.metadata is metadata:
+            return self.table.plan
+        batch: LinearAttentionMetadata = metadata[self.page_names[0]]
+        count, decode, prefills = batch.num_decodes, None, []
+        if count:
+            position = batch.seq_lens[:count].long() - 1
+            self.table.write(position, cos_sin[:count])
+            decode = attention.plan(position, q[:count], k[:count], v[:count])
+        if batch.num_prefills:
+            borders, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+            for row in range(count, count + batch.num_prefills):
+                tokens = slice(borders[row], borders[row + 1])
+                start = lengths[row] - (tokens.stop - tokens.start)
+                self.table.write(torch.arange(start, lengths[row], device=q.device), cos_sin[tokens])
+                prefills.append((tokens, start))
+        self.table.plan = BatchPlan(metadata, count, decode, prefills)
+        return self.table.plan
+
+
+class BatchPlan(NamedTuple):
+    """A batch: `num_decodes` requests with one new token, then others, each with its tokens and their first position.
+
+    `metadata` is the object by which vLLM describes the batch.
+    """
+
+    metadata: Any
+    num_decodes: int
+    decode: DecodeBatch | None
+    prefills: list[tuple[slice, int]]
 
 
 def mhla_attention(

@@ -6,18 +6,28 @@ request tells: which slots are filled, and the cosines and sines of their rotati
 less, because an engine never takes tokens back.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ..nn.features import FeatureMap
 from ..nn.settings import MHLASettings
 from ..ops.api import choose_implementation
-from ..ops.torch_layout import ring_slot
 from ..ops.windowed.decays import Decays
-from ..ops.windowed.decoding import KeyMap, WindowedState, continue_windowed, windowed_step
+from ..ops.windowed.decoding import (
+    KeyMap,
+    StepPlan,
+    WindowedState,
+    attend_token,
+    continue_windowed,
+    fill_state,
+    plan_step,
+)
+from ..ops.windowed.fused_softmax import make_mask
 from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
 from ..ops.windowed.triton_step import PageTensors, page_step, small_page_call
 
@@ -75,12 +85,15 @@ class PageLayout:
 class RotationTable:
     """Cosines and sines of the rotation at every position, which all layers of a model share.
 
-    Layers write those of the tokens that they see, so the table knows every position that a page holds.
+    Layers write those of the tokens that they see, so the table knows every position that a page holds. Layers also share
+    the `plan` of a batch. Layers that have no rotation to undo use `without_rotation`.
     """
 
     def __init__(self, num_positions: int):
         self.num_positions = num_positions
         self.rows: torch.Tensor | None = None
+        self.plan: Any = None
+        self.without_rotation: RotationTable = NoRotation() if num_positions else self
 
     def allocate(self, cos_sin: torch.Tensor) -> None:
         """Allocate the table, unless it exists, for cosines and sines like cos_sin [.., 1, A]."""
@@ -98,11 +111,11 @@ class RotationTable:
         return self.rows[positions.clamp(min=0)]
 
 
-class NoRotation:
-    """Takes the place of a `RotationTable` in layers that have no rotation to undo."""
+class NoRotation(RotationTable):
+    """The table of layers that have no rotation to undo: cosines and sines of width 0."""
 
-    def allocate(self, cos_sin: torch.Tensor) -> None:
-        """Do nothing."""
+    def __init__(self) -> None:
+        super().__init__(0)
 
     def write(self, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
         """Do nothing."""
@@ -127,37 +140,23 @@ class PagePool(PageTensors):
             offset += num_bytes
         super().__init__(*parts)
 
-    def gather(self, pages: torch.Tensor, position: torch.Tensor, options: WindowedOptions) -> WindowedState:
-        """Copy the pages [N, P] of N requests, with `position` tokens [N] each, into a state with an empty `cos_sin`.
+    def take(self, pages: torch.Tensor, *names: str) -> list[torch.Tensor]:
+        """Copy the named parts of pages [N, P] of N requests, with the KV heads in the order of the model's."""
+        shape = (len(pages), pages.shape[1] * self.layout.heads)
+        parts = [getattr(self, name) for name in names]
+        # PyTorch copies whole rows of 2-D tensors.
+        return [x.flatten(1).index_select(0, pages.flatten()).view(*shape, *x.shape[2:]) for x in parts]
 
-        The KV heads are in the order of the model's. A request without tokens may have been given pages that hold
-        anything.
-        """
-        is_old = (position > 0).view(-1, 1, 1, 1)
-        running = torch.where(is_old[..., None], self.running[pages].flatten(1, 2), 0)
-        pending = torch.where(is_old, self.pending[pages].flatten(1, 2), 0)
-        valid = slot_positions(position, self.layout.num_slots, options.sinks) >= 0
-        # Weights of 0 would not remove NaN.
-        k, v = (
-            x[pages].flatten(1, 2).masked_fill_(~valid[:, None, :, None], 0).transpose(1, 2) for x in (self.k, self.v)
-        )
-        return WindowedState(
-            block_size=options.block_size,
-            k=k,
-            v=v,
-            valid=valid,
-            cos_sin=k.new_zeros(*k.shape[:2], 1, 0),
-            running=running,
-            pending=pending,
-            position=position.clone(),
-            furthest=position,
-        )
+    def put(self, pages: torch.Tensor, **parts: torch.Tensor) -> None:
+        """Copy parts like those of `take` back to pages [N, P]."""
+        for name, part in parts.items():
+            rows = getattr(self, name).flatten(1)
+            rows.index_copy_(0, pages.flatten(), part.reshape(-1, rows.shape[1]))
 
-    def write_sums(self, pages: torch.Tensor, state: WindowedState) -> None:
-        """Copy the sums of a state back to its pages."""
-        heads = (pages.shape[1], self.layout.heads)
-        self.running[pages] = state.running.unflatten(1, heads)
-        self.pending[pages] = state.pending.unflatten(1, heads)
+    def clear(self, pages: torch.Tensor) -> None:
+        """Fill pages int64 [N, P], which may hold anything, with the state of requests without tokens."""
+        for part in (self.running, self.pending, self.k, self.v):
+            part[pages] = 0
 
     def write_token(self, pages: torch.Tensor, slot: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write keys [N, G, D] and values [N, G, V] of one token per request into slots int64 [N] of its pages."""
@@ -169,12 +168,6 @@ class PagePool(PageTensors):
         """Return the keys in slots int64 [N] of the pages of N requests, [N, G, D]."""
         return self.k[pages, :, slot[:, None]].flatten(1, 2)
 
-    def write_tokens(self, pages: torch.Tensor, state: WindowedState) -> None:
-        """Copy all keys and values of a state back to its pages."""
-        heads = (pages.shape[1], self.layout.heads)
-        for held, new in ((self.k, state.k), (self.v, state.v)):
-            held[pages] = new.transpose(1, 2).unflatten(1, heads)
-
 
 def slot_positions(count: torch.Tensor, num_slots: int, sinks: int) -> torch.Tensor:
     """Return which token is in each slot after `count` tokens [N]: int64 [N, S], negative if empty; inverts `ring_slot`."""
@@ -183,6 +176,27 @@ def slot_positions(count: torch.Tensor, num_slots: int, sinks: int) -> torch.Ten
     in_ring = last - (last - slot + sinks) % (num_slots - sinks)
     in_ring = torch.where(in_ring >= sinks, in_ring, -1)  # such tokens are in the slots of sinks
     return torch.where(slot < sinks, torch.where(slot <= last, slot, -1), in_ring)
+
+
+class DecodeBatch(NamedTuple):
+    """One new token for each of N requests, as all layers of a model see it.
+
+    Args:
+        position: int64 [N], the position of the token.
+        plan: What the step reads and writes.
+        kernel_cos_sin: [N, 1, 1, A], for the Triton kernels: the rotation of the token that enters the pending summary. None
+            if PyTorch computes the step; then the host knows the lists below, and the mask [N, 1, 1, S] is given.
+        mask: See `make_mask`.
+        first: Rows whose request has no earlier token.
+        opening: Rows whose token is the first of a block, and the last block to leave the window was a block ago or earlier.
+    """
+
+    position: torch.Tensor
+    plan: StepPlan
+    kernel_cos_sin: torch.Tensor | None
+    mask: torch.Tensor | None = None
+    first: Sequence[int] = ()
+    opening: Sequence[int] = ()
 
 
 @dataclass
@@ -196,6 +210,18 @@ class PagedAttention:
     balance: torch.Tensor | None
     options: WindowedOptions
 
+    def plan(self, position: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> DecodeBatch:
+        """Plan a step for q [N, H, D] and k, v [N, G, ..] at int64 positions [N]; layers of the same kind can share it."""
+        options = self.options
+        size, window = options.block_size, options.window
+        plan = plan_step(position, self.pool.layout.num_slots, options)
+        if choose_implementation(options.impl, small_page_call, q[None], k[None], v[None]) == "triton":
+            return DecodeBatch(position, plan, self.table.read(position - (window - 1) * size)[:, None].to(k.dtype))
+        mask, positions = make_mask(plan.visible[:, None, None], k.dtype), position.tolist()
+        first = [row for row, token in enumerate(positions) if token <= 0]
+        opening = [row for row, token in enumerate(positions) if token >= window * size and token % size == 0]
+        return DecodeBatch(position, plan, None, mask, first, opening)
+
     def decode(
         self,
         q: torch.Tensor,
@@ -203,30 +229,54 @@ class PagedAttention:
         v: torch.Tensor,
         q_features: torch.Tensor,
         pages: torch.Tensor,
-        position: torch.Tensor,
+        batch: DecodeBatch,
     ) -> torch.Tensor:
-        """Attend by one token per request, and update the pages. Nothing is read on the host.
+        """Attend by one token per request, and update the pages.
 
-        q [N, H, D], k [N, G, D], v [N, G, V], q_features [N, H, F], and the new tokens' `position` [N] -> [N, H, V] in the
-        dtype of the sums.
+        q [N, H, D], k [N, G, D], v [N, G, V], q_features [N, H, F] -> [N, H, V] in the dtype of the sums.
         """
-        pool, options = self.pool, self.options
-        # The step maps one old key, that of the token `window - 1` blocks before the new one.
-        old_position = position - (options.window - 1) * options.block_size
-        cos_sin = self.table.read(old_position)[:, None]
-        if choose_implementation(options.impl, small_page_call, q[None], k[None], v[None]) == "triton":
-            pool.write_token(pages, ring_slot(position, pool.layout.num_slots, options.sinks), k, v)
-            old_k = pool.read_keys(pages, ring_slot(old_position.clamp(min=0), pool.layout.num_slots, options.sinks))
-            k_features = self.map_keys(old_k[:, None], cos_sin.to(old_k.dtype))[:, 0]
+        pool, options, plan, position = self.pool, self.options, batch.plan, batch.position
+        if batch.kernel_cos_sin is not None:
+            pool.write_token(pages, plan.slot, k, v)
+            old_k = pool.read_keys(pages, plan.old_slot)
+            k_features = self.map_keys(old_k[:, None], batch.kernel_cos_sin)[:, 0]
             return page_step(q, q_features, k_features, pool, pages, position, self.decays, self.balance, options)
-        state = pool.gather(pages, position, options)
-        inputs = WindowedInputs(
-            q[:, None], k[:, None], v[:, None], q_features[:, None], self.decays, self.balance, options
+        if batch.first:
+            pool.clear(pages[batch.first])
+        if batch.opening:
+            self.open_block(pages[batch.opening], position[batch.opening])
+        pool.write_token(pages, plan.slot, k, v)
+        running, held_k, held_v = pool.take(pages, "running", "k", "v")
+        assert batch.mask is not None  # without kernels, `plan` has made one
+        inputs = WindowedInputs(q, k, v, q_features, self.decays, self.balance, options)
+        return attend_token(q, q_features, held_k, held_v, running, batch.mask, plan.block, inputs)
+
+    def open_block(self, pages: torch.Tensor, position: torch.Tensor) -> None:
+        """Move the sums in pages [N, P] on to the block that the tokens at `position` [N], not yet written, open.
+
+        The block that leaves the window is summed here, all at once, so PyTorch's steps need no pending summary.
+        """
+        options, running = self.options, self.pool.take(pages, "running")[0]
+        decay = torch.exp(self.decays.log_rate.to(running.dtype))[..., None, None]
+        left = position // options.block_size - options.window
+        entered = self.read_state(pages, position).summary(left, options.block_size, self.map_keys, options)
+        self.pool.put(pages, running=decay * running + decay**options.window * entered[:, :, None])
+
+    def read_state(self, pages: torch.Tensor, position: torch.Tensor) -> WindowedState:
+        """Copy the pages [N, P] of N requests, with `position` tokens [N] each, into a state."""
+        held = slot_positions(position, self.pool.layout.num_slots, self.options.sinks)
+        running, pending, k, v = self.pool.take(pages, "running", "pending", "k", "v")
+        return WindowedState(
+            block_size=self.options.block_size,
+            k=k,
+            v=v,
+            valid=held >= 0,
+            cos_sin=self.table.read(held).to(k.dtype),
+            running=running,
+            pending=pending,
+            position=position,
+            furthest=position.clone(),
         )
-        o = windowed_step(inputs, lambda old_k, _: self.map_keys(old_k, cos_sin.to(old_k.dtype)), state)
-        pool.write_sums(pages, state)
-        pool.write_token(pages, state.slot(position, options), k, v)
-        return o[:, 0]
 
     def prefill(
         self,
@@ -243,12 +293,18 @@ class PagedAttention:
         q, k, v, and q_features are as in `decode`, with T for N; cos_sin [T, 1, A] is of the new tokens.
         """
         pool, options = self.pool, self.options
-        position = torch.full((1,), start, device=q.device)
-        state = pool.gather(pages, position, options)
-        held = slot_positions(position, pool.layout.num_slots, options.sinks)
-        state = replace(state, cos_sin=self.table.read(held).to(cos_sin.dtype), furthest=position.clone())
-        inputs = WindowedInputs(q[None], k[None], v[None], q_features[None], self.decays, self.balance, options)
-        o = continue_windowed(inputs, self.map_keys, state, fresh=start == 0, cos_sin=cos_sin[None])
-        pool.write_sums(pages, state)
-        pool.write_tokens(pages, state)
+        if start == 0:
+            pool.clear(pages)
+        state = self.read_state(pages, torch.full((1,), start, device=q.device))
+        q, k, v, q_features, cos_sin = (x[None] for x in (q, k, v, q_features, cos_sin))
+        if start == 0 and self.balance is not None and q.shape[1] <= options.window * options.block_size:
+            near_q, near_k, near_v = (x.transpose(1, 2) for x in (q, k, v))  # nothing is far
+            o = F.scaled_dot_product_attention(
+                near_q, near_k, near_v, is_causal=True, scale=options.scale, enable_gqa=True
+            ).transpose(1, 2)
+            fill_state(k, v, self.map_keys, state, options, cos_sin)
+        else:
+            inputs = WindowedInputs(q, k, v, q_features, self.decays, self.balance, options)
+            o = continue_windowed(inputs, self.map_keys, state, fresh=start == 0, cos_sin=cos_sin)
+        pool.put(pages, running=state.running, pending=state.pending, k=state.k, v=state.v)
         return o[0]

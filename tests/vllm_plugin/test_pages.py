@@ -92,7 +92,8 @@ class Requests:
         self.attention.table.allocate(cos_sin)
         self.attention.table.write(position, cos_sin)
         pages = torch.tensor([self.held[row][0] for row in rows])
-        for row, o in zip(rows, self.attention.decode(q, k, v, features, pages, position), strict=True):
+        batch = self.attention.plan(position, q, k, v)
+        for row, o in zip(rows, self.attention.decode(q, k, v, features, pages, batch), strict=True):
             self.held[row][1].append(o)
 
 
@@ -131,34 +132,30 @@ def test_requests_in_reused_pages_are_as_alone(kind, heads_per_page):
 @pytest.mark.parametrize("kind, heads_per_page", [("defaults", 1), ("several decays", 2), ("no normalizer", 1)])
 def test_kernels_change_pages_as_pytorch_does(kind, heads_per_page):
     core = make_core(**KINDS[kind]).float()
-    requests = Requests(core, heads_per_page, dtype=torch.float32)
-    requests.held = {row: (requests.free.pop(), []) for row in range(3)}
-    requests.prefill(1, 14)
-    requests.prefill(2, 3)
-    pool = requests.attention.pool
-    for _ in range(5):
-        before = [x.clone() for x in (pool.running, pool.pending, pool.k, pool.v)]
-        results = []
-        for impl in ("torch", "triton"):
-            for x, old in zip((pool.running, pool.pending, pool.k, pool.v), before, strict=True):
-                x.copy_(old)
-            requests.attention = replace(requests.attention, options=replace(core.options, impl=impl))
+    results = []
+    for impl in ("torch", "triton"):
+        torch.manual_seed(0)
+        requests = Requests(core, heads_per_page, dtype=torch.float32)
+        requests.attention = replace(requests.attention, options=replace(core.options, impl=impl))
+        requests.held = {row: (requests.free.pop(), []) for row in range(3)}
+        requests.prefill(1, 14)
+        requests.prefill(2, 3)
+        for _ in range(5):
             requests.decode([0, 1, 2])
-            outputs = [requests.held[row][1].pop() for row in range(3)]
-            results.append([*outputs, pool.running.clone(), pool.pending.clone()])
-        for row, o in enumerate(outputs):
-            requests.held[row][1].append(o)
-        for expected, result in zip(*results, strict=True):
-            assert (result - expected).nan_to_num(0).abs().max() < 1e-5
-            assert torch.equal(result.isnan(), expected.isnan())  # pages of nobody
+        pages = torch.tensor([pages for pages, _ in requests.held.values()])
+        outputs = [o for _, outputs in requests.held.values() for o in outputs]
+        results.append([*outputs, *requests.attention.pool.take(pages, "running")])
+    for expected, result in zip(*results, strict=True):
+        assert (result - expected).abs().max() < 1e-5
 
 
 @torch.no_grad()
-def test_step_reads_nothing_on_the_host():
+def test_planned_step_reads_nothing_on_the_host():
     requests = Requests(make_core(**KINDS["defaults"]), 1)
     requests.held = {0: (requests.free.pop(), []), 1: (requests.free.pop(), [])}
     requests.decode([0, 1])
     attention, (q, k, v, features, _) = requests.attention, requests.inputs(0, slice(0, 2))
+    batch = attention.plan(torch.tensor([1, 1]), q, k, v)
 
     with FakeTensorMode(allow_non_fake_inputs=True):  # raises where a value of a tensor is read
-        attention.decode(q, k, v, features, torch.zeros(2, KV_HEADS, dtype=torch.long), torch.tensor([1, 1]))
+        attention.decode(q, k, v, features, torch.zeros(2, KV_HEADS, dtype=torch.long), batch)

@@ -60,6 +60,7 @@ class BlockRun:
         sequence_id: Int [M], the sequence of each block if several are packed, else None.
         sink_tokens: Sinks from a state; None to take the first tokens of each sequence.
         past: Running sums from a state; None if no tokens came before.
+        first_queries: Number of the first block that has queries of interest; outputs of earlier blocks are 0.
     """
 
     inputs: WindowedInputs
@@ -69,6 +70,7 @@ class BlockRun:
     sequence_id: Tensor | None = None
     sink_tokens: SinkTokens | None = None
     past: PastSums | None = None
+    first_queries: int = 0
 
 
 def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
@@ -192,7 +194,9 @@ def attend_near_and_far(run: BlockRun, far_sums: Tensor, decays: Decays) -> Tens
     if valid is not None:
         k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
 
-    outputs, first, mask = [], 0, None
+    outputs, first, mask = [], run.first_queries, None
+    if first:
+        outputs.append(far_sums.new_zeros(len(q), first * size, q.shape[2], v.shape[-1]))
     compiling = torch.compiler.is_compiling()  # then one piece, so that one graph serves all lengths
     if valid is None and balance is not None and not compiling:
         # Nothing is far from the first `window` blocks: they are causal softmax.
@@ -249,10 +253,8 @@ class NearAndFar(torch.autograd.Function):
         from `sinks_of_blocks`, the mask is from `window_mask`.
         """
         window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
-        o, lse = softmax_forward(q, *window, mask, scale)
-        total = torch.logaddexp(lse.to(far.dtype), far[..., -1].log() + balance)
-        near_factor = torch.exp(lse - total).masked_fill(no_key(lse, mask.dtype), 0)
-        o = near_factor[..., None] * o + far_factor(far, balance, total) * far[..., :-1]
+        near, lse = softmax_forward(q, *window, mask, scale)
+        o, total = merge_near_and_far(near, lse.to(far.dtype), far, balance, mask.dtype)
         ctx.save_for_backward(q, k, v, sink_k, sink_v, far, balance, mask, o, total)
         ctx.size, ctx.scale = size, scale
         return o
@@ -274,6 +276,15 @@ class NearAndFar(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
             grads = [DifferentiableOnce.apply(x, do, q, k, v, sink_k, sink_v, far, balance) for x in grads]
         return *grads, None, None, None
+
+
+def merge_near_and_far(
+    near: Tensor, lse: Tensor, far: Tensor, balance: Tensor, mask_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Merge softmax over near keys [.., N, V], with its logsumexp [.., N], with the far part; see `NearAndFar`."""
+    total = torch.logaddexp(lse, far[..., -1].log() + balance)
+    near_factor = torch.exp(lse - total).masked_fill(no_key(lse, mask_dtype), 0)
+    return near_factor[..., None] * near + far_factor(far, balance, total) * far[..., :-1], total
 
 
 def far_factor(far: Tensor, balance: Tensor, total: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ step does the same work, and no step reads a value on the host.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from torch import Tensor
 from ..reference import divide_or_zero
 from ..state import RowState
 from ..torch_layout import TokenLayout, ring_slot
-from .attention import BlockRun, PastSums, SinkTokens, attend_run, far_range, with_ones
+from .attention import BlockRun, PastSums, SinkTokens, attend_run, far_range, merge_near_and_far, with_ones
 from .decays import Decays
+from .fused_softmax import make_mask, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
 
 # Maps keys [B, N, G, D] and the cosines and sines of their rotation [B, N, 1, A] to features of the far part, [B, N, G, K].
@@ -33,8 +35,8 @@ class WindowedState(RowState):
 
     Args:
         block_size: Tokens per block, C.
-        k: [B, S + W, G, D], keys: the sinks, then the ring.
-        v: [B, S + W, G, V], values.
+        k: [B, G, S + W, D], keys: the sinks, then the ring.
+        v: [B, G, S + W, V], values.
         valid: bool [B, S + W], the slots that hold a real token.
         cos_sin: [B, S + W, 1, A], cosines and sines with which each key was rotated, from `rotation_cos_sin`. The far part
             reads keys before their rotation and undoes it. A is the number of rotated dimensions; 0 if there are none.
@@ -75,8 +77,8 @@ class WindowedState(RowState):
         sum_dtype = torch.promote_types(k.dtype, torch.float32)
         return WindowedState(
             block_size=options.block_size,
-            k=k.new_zeros(batch, num_slots, *k.shape[2:]),
-            v=v.new_zeros(batch, num_slots, *v.shape[2:]),
+            k=k.new_zeros(batch, num_kv_heads, num_slots, k.shape[-1]),
+            v=v.new_zeros(batch, num_kv_heads, num_slots, value_dim),
             valid=k.new_zeros(batch, num_slots, dtype=torch.bool),
             cos_sin=cos_sin.new_zeros(batch, num_slots, 1, cos_sin.shape[-1]),
             running=k.new_zeros(batch, num_kv_heads, num_rates, value_dim + 1, num_features, dtype=sum_dtype),
@@ -134,15 +136,16 @@ class WindowedState(RowState):
         rows = torch.arange(len(block), device=block.device)[:, None]
         slot = self.slot(position, options)
         is_far = self.valid[rows, slot] & (position >= options.sinks) & (place_in_block < count)
-        k_features = map_keys(self.k[rows, slot], self.cos_sin[rows, slot])
+        k, v = (x.transpose(1, 2)[rows, slot] for x in (self.k, self.v))
+        k_features = map_keys(k, self.cos_sin[rows, slot])
         k_features = torch.where(is_far[..., None, None], k_features, 0).to(self.running.dtype)
-        v = with_ones(torch.where(is_far[..., None, None], self.v[rows, slot], 0)).to(self.running.dtype)
+        v = with_ones(torch.where(is_far[..., None, None], v, 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
             return v.permute(0, 2, 3, 1) @ k_features.transpose(1, 2)
 
     def slot(self, position: Tensor, options: WindowedOptions) -> Tensor:
         """Return the slots of tokens at positions of any shape; arbitrary slots for negative positions."""
-        return ring_slot(position, self.k.shape[1], options.sinks)
+        return ring_slot(position, self.k.shape[2], options.sinks)
 
 
 def continue_windowed(
@@ -182,14 +185,15 @@ def continue_windowed(
     num_blocks, num_slots = (num_tokens + size - 1) // size, 0
     first_block = torch.zeros_like(before)
     if not fresh:  # begin early enough to cover the window of the open block
-        num_blocks, num_slots = num_blocks + options.window, state.k.shape[1]
+        num_blocks, num_slots = num_blocks + options.window, state.k.shape[2]
         first_block = ((before - 1).clamp(min=0) // size - options.window + 1).clamp(min=0)
     layout = TokenLayout(before, num_new, num_tokens, first_block, num_blocks, size, num_slots, q.device, options.sinks)
+    held_k, held_v = state.k.transpose(1, 2), state.v.transpose(1, 2)
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     in_place = fresh and starts is None and key_mask is None  # whole sequences from their start
     if not in_place:
         valid = layout.place_keys(state.valid, valid) & layout.filled
-        k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
+        k, v = layout.place_keys(held_k, k), layout.place_keys(held_v, v)
         cos_sin = layout.place_keys(state.cos_sin, cos_sin)
         q = layout.place_queries(q)
         q_features = layout.place_queries(q_features)
@@ -199,17 +203,21 @@ def continue_windowed(
     end = k.shape[1] if q_features.shape[1] == q.shape[1] else end
     k_features = map_keys(k[:, :end], cos_sin[:, :end])
     past = sink_tokens = None
+    first_queries = 0
     if not fresh:
         past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size)
+        if q.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere, reading positions would cost more
+            first_queries = int((before // size - first_block).min())
     with torch.no_grad():
-        for held, laid_out in ((state.k, k), (state.v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
+        for held, laid_out in ((held_k, k), (held_v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
             layout.keep(held, laid_out)
         state.position.copy_(before + num_new)
     if not fresh and options.sinks:  # after the new tokens are written, which may be sinks
         sinks = slice(0, options.sinks)
-        sink_tokens = SinkTokens(state.k[:, sinks], state.v[:, sinks], state.valid[:, sinks])
+        sink_tokens = SinkTokens(held_k[:, sinks], held_v[:, sinks], state.valid[:, sinks])
     inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
-    run = BlockRun(inputs, k_features, layout.blocks, None if in_place else valid, None, sink_tokens, past)
+    keys = None if in_place else valid
+    run = BlockRun(inputs, k_features, layout.blocks, keys, None, sink_tokens, past, first_queries)
     with torch.autocast(q.device.type, enabled=False):
         o, running = attend_run(run, (before + num_new - 1).clamp(min=0) // size)
     assert running is not None  # `attend_run` returns sums for an end block
@@ -232,7 +240,8 @@ def fill_state(
     count, num_blocks = torch.full_like(before, num_tokens), (num_tokens + size - 1) // size
     layout = TokenLayout(before, count, num_tokens, before, num_blocks, size, 0, k.device, options.sinks)
     valid = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-    for held, new in ((state.k, k), (state.v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
+    held_k, held_v = state.k.transpose(1, 2), state.v.transpose(1, 2)
+    for held, new in ((held_k, k), (held_v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
         layout.keep(held, new)
     state.position.add_(num_tokens)
     if num_blocks >= options.window:  # else no token has to be summed yet
@@ -255,112 +264,101 @@ def windowed_step(
     Returns:
         [B, 1, H, V] in the dtype of the sums, with zeros for rows that do not take part.
     """
-    q, k, v, q_features, decays, balance, options, key_mask, starts, _ = inputs
-    is_key = None if key_mask is None else key_mask[:, 0]
+    q, k, v, q_features, decays, _, options, key_mask, starts, _ = inputs
+    plan = plan_step(state.position, state.k.shape[2], options)
+    rows = torch.arange(len(plan.slot), device=plan.slot.device)
+    is_key = torch.ones_like(plan.opens) if key_mask is None else key_mask[:, 0]
+    for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
+        held[rows, :, plan.slot] = new.masked_fill(~is_key[:, None, None], 0).to(held.dtype)
+    if cos_sin is not None:
+        state.cos_sin[rows, plan.slot] = cos_sin[:, 0].to(state.cos_sin.dtype)
+    state.valid[rows, plan.slot] = is_key
+    opens, enters = plan.opens, plan.enters & state.valid[rows, plan.old_slot]
     takes_part = None if starts is None else starts.to(q.device) == 0
-    size, window, sum_dtype, position = options.block_size, options.window, state.running.dtype, state.position
-    batch, num_kv_heads, queries_per_kv = len(position), k.shape[2], q.shape[2] // k.shape[2]
-    decays = decays.to(sum_dtype)
-    write_token(k, v, cos_sin, is_key, state, options)
+    if takes_part is not None:
+        opens, enters = opens & takes_part, enters & takes_part
 
     # The first token of a block moves the sums on to it and lets the pending summary enter.
-    place_in_block = position % size
-    opens = place_in_block == 0 if takes_part is None else (place_in_block == 0) & takes_part
     opens = opens.view(-1, 1, 1, 1, 1)
-    decay = torch.exp(decays.log_rate)[..., None, None]
+    decay = torch.exp(decays.log_rate.to(state.running.dtype))[..., None, None]
     state.running.mul_(torch.where(opens, decay, 1))
-    state.running.addcmul_(torch.where(opens, decay**window, 0), state.pending[:, :, None])
-    add_pending_token(state, map_keys, options, opens, takes_part)
+    state.running.addcmul_(torch.where(opens, decay**options.window, 0), state.pending[:, :, None])
+    state.pending.mul_(~opens[..., 0])
+    old_k, old_v = (x[rows, :, plan.old_slot] for x in (state.k, state.v))
+    k_features = map_keys(old_k[:, None], state.cos_sin[rows, plan.old_slot][:, None])[:, 0].to(state.pending.dtype)
+    k_features = k_features.masked_fill(~enters[:, None, None], 0)
+    state.pending.addcmul_(with_ones(old_v).to(state.pending.dtype)[..., None], k_features[:, :, None])
 
-    slots = torch.arange(state.k.shape[1], device=position.device)
-    age = (position[:, None] - slots + options.sinks) % (len(slots) - options.sinks)  # of the tokens in the ring
-    oldest_age = place_in_block + (window - 1) * size
-    in_window = torch.where(slots < options.sinks, slots <= position[:, None], age <= oldest_age[:, None])
-    visible = (state.valid & in_window)[:, None, None]
-    query = q.reshape(batch, num_kv_heads, queries_per_kv, -1).to(sum_dtype)
-    score = (query @ state.k.permute(0, 2, 3, 1).to(sum_dtype)) * options.scale
-    q_features = q_features[:, 0].to(sum_dtype)
-    if decays.power is not None:
-        q_features = q_features * decays.length_scale(position // size, window)[..., None]
-    # [B, G, H / G, 1, K] * [G, H / G, R, 1]
-    expanded = q_features.view(batch, num_kv_heads, queries_per_kv, 1, -1) * decays.weight.view(
-        num_kv_heads, queries_per_kv, -1, 1
-    )
-    far = expanded.flatten(3) @ state.running.mT.flatten(2, 3)
-    near_v = state.v.transpose(1, 2).to(sum_dtype)
-    total_weight = decays.weight.sum(-1).to(sum_dtype).view(num_kv_heads, queries_per_kv, 1)
-    balance = None if balance is None else balance.to(sum_dtype).view(num_kv_heads, queries_per_kv, 1)
-    o = merge_near_and_far(score, visible, near_v, far, total_weight, balance, options)
-    o = o.flatten(1, 2)[:, None]
+    mask = make_mask((plan.visible & state.valid)[:, None, None], state.k.dtype)
+    o = attend_token(q[:, 0], q_features[:, 0], state.k, state.v, state.running, mask, plan.block, inputs)[:, None]
     state.position.add_(1 if takes_part is None else takes_part)
     return o if takes_part is None else o.masked_fill(~takes_part.view(-1, 1, 1, 1), 0)
 
 
-def write_token(
+class StepPlan(NamedTuple):
+    """What one new token per row reads and writes; it depends on positions alone, so layers can share it.
+
+    Args:
+        slot: int64 [B], the slot of the new token.
+        old_slot: int64 [B], the slot of the token `window - 1` blocks before it, which enters the pending summary.
+        enters: bool [B], whether there is such a token, and it is no sink.
+        opens: bool [B], rows whose new token is the first of a block.
+        block: int64 [B], the block of the new token.
+        visible: bool [B, S], the slots that the new token sees, if all hold real tokens.
+    """
+
+    slot: Tensor
+    old_slot: Tensor
+    enters: Tensor
+    opens: Tensor
+    block: Tensor
+    visible: Tensor
+
+
+def plan_step(position: Tensor, num_slots: int, options: WindowedOptions) -> StepPlan:
+    """Plan the step of the tokens at `position` int64 [B], for a state with `num_slots` slots per row."""
+    size, window, sinks = options.block_size, options.window, options.sinks
+    place_in_block, block = position % size, position // size
+    old_position = position - (window - 1) * size
+    slots = torch.arange(num_slots, device=position.device)
+    age = (position[:, None] - slots + sinks) % (num_slots - sinks)  # of the tokens in the ring
+    oldest = torch.minimum(place_in_block + (window - 1) * size, position - sinks)  # the largest age that is visible
+    visible = torch.where(slots < sinks, slots <= position[:, None], age <= oldest[:, None])
+    slot, old_slot = (ring_slot(x, num_slots, sinks) for x in (position, old_position))
+    return StepPlan(slot, old_slot, old_position >= sinks, place_in_block == 0, block, visible)
+
+
+def attend_token(
+    q: Tensor,
+    q_features: Tensor,
     k: Tensor,
     v: Tensor,
-    cos_sin: Tensor | None,
-    is_key: Tensor | None,
-    state: WindowedState,
-    options: WindowedOptions,
-) -> None:
-    """Write one new token per row into the slot of its position, in place. `is_key` is bool [B], False for padding."""
-    position = state.position
-    rows = torch.arange(len(position), device=position.device)
-    slot = state.slot(position, options)
-    for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
-        new = new if is_key is None else new.masked_fill(~is_key[:, None, None], 0)
-        held[rows, slot] = new.to(held.dtype)
-    if cos_sin is not None:
-        state.cos_sin[rows, slot] = cos_sin[:, 0].to(state.cos_sin.dtype)
-    state.valid[rows, slot] = torch.ones_like(position, dtype=torch.bool) if is_key is None else is_key
-
-
-def add_pending_token(
-    state: WindowedState,
-    map_keys: KeyMap,
-    options: WindowedOptions,
-    opens: Tensor,
-    takes_part: Tensor | None,
-) -> None:
-    """Add the token that is `window - 1` blocks before the new one to the pending summary of each row, in place.
-
-    `opens`, bool [B, 1, 1, 1, 1], is True for rows whose new token is the first of a block: theirs is zeroed first.
-    """
-    sum_dtype = state.pending.dtype
-    old_position = state.position - (options.window - 1) * options.block_size
-    rows = torch.arange(len(old_position), device=old_position.device)
-    slot = state.slot(old_position, options)
-    is_far = (old_position >= options.sinks) & state.valid[rows, slot]
-    is_far = is_far if takes_part is None else is_far & takes_part
-    k_features = map_keys(state.k[rows, slot][:, None], state.cos_sin[rows, slot][:, None])[:, 0]
-    k_features = k_features.masked_fill(~is_far[:, None, None], 0).to(sum_dtype)
-    old_v = with_ones(state.v[rows, slot]).to(sum_dtype)
-    state.pending.mul_(~opens[..., 0]).addcmul_(old_v[..., None], k_features[:, :, None])
-
-
-def merge_near_and_far(
-    score: Tensor,
-    visible: Tensor,
-    v: Tensor,
-    far: Tensor,
-    total_weight: Tensor,
-    balance: Tensor | None,
-    options: WindowedOptions,
+    running: Tensor,
+    mask: Tensor,
+    block: Tensor,
+    inputs: WindowedInputs,
 ) -> Tensor:
-    """Return o [.., N, V] from near scores [.., N, L] and values [.., L, V], and the far part [.., N, V + 1].
+    """Attend by one token per row, which the state holds already: o [B, H, V] in the dtype of the sums.
 
-    `total_weight` [.., N, 1] is the sum of the decays' weights, by which near weights are multiplied if there is no balance.
+    q is [B, H, D], q_features [B, H, K]; k, v, and running are as in `WindowedState`; mask [B, 1, 1, S] is from `make_mask`,
+    and block int64 [B] is that of the token. Of the inputs, it reads the decays, the balance, and the options.
     """
-    factor: Tensor | float
-    far, den = far[..., :-1], far[..., -1:]
-    if balance is None:
-        weight, factor = torch.where(visible, score, 0) * total_weight, options.scale
+    options, sum_dtype, num_kv_heads = inputs.options, running.dtype, k.shape[1]
+    decays = inputs.decays.to(sum_dtype)
+    weight = decays.weight  # [H, R], or [B, H, R] with a power
+    if decays.power is not None:
+        weight = weight * decays.length_scale(block, options.window)[..., None]
+    weighted = q_features.to(sum_dtype)[:, :, None] * weight[..., None]  # [B, H, R, K]
+    far = weighted.flatten(2).unflatten(1, (num_kv_heads, -1)) @ running.mT.flatten(2, 3)  # [B, G, H / G, V + 1]
+    queries = q.unflatten(1, (num_kv_heads, -1))
+    if inputs.balance is None:
+        near_k, near_v = k.to(sum_dtype), with_ones(v).to(sum_dtype)
+        score = (queries.to(sum_dtype) @ near_k.mT).masked_fill(mask != 0, 0)
+        total_weight = decays.weight.sum(-1).view(num_kv_heads, -1, 1)
+        both = options.scale * (score * total_weight @ near_v + far)
+        o = divide_or_zero(both[..., :-1], both[..., -1]) if options.normalize else both[..., :-1]
     else:
-        score = score.masked_fill(~visible, float("-inf"))
-        largest = score.amax(-1, keepdim=True)
-        shift = torch.where(den != 0, torch.maximum(largest, balance), largest)
-        shift = shift.masked_fill(shift == float("-inf"), 0)
-        weight, factor = torch.exp(score - shift), torch.exp((balance - shift).masked_fill(den == 0, 0))
-    o = weight @ v + factor * far
-    return divide_or_zero(o, weight.sum(-1) + (factor * den)[..., 0]) if options.normalize else o
+        near, lse = softmax_forward(queries.to(k.dtype), k, v, mask, options.scale)
+        balance = inputs.balance.to(sum_dtype).view(num_kv_heads, -1)
+        o, _ = merge_near_and_far(near, lse.to(sum_dtype), far, balance, mask.dtype)
+    return o.flatten(1, 2)

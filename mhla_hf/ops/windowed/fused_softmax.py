@@ -125,12 +125,13 @@ def masked_scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Te
 
 
 def same_width(*tensors: Tensor) -> list[Tensor]:
-    """Pad heads with zeros to one width, as the kernels need them; on a GPU, to a multiple of `ALIGNMENT`. Contiguous."""
-    width = max(x.shape[-1] for x in tensors)
-    if tensors[0].is_cuda:
+    """Pad heads with zeros to one width, as the kernels need them; on a GPU, to a multiple of `ALIGNMENT`, contiguous."""
+    width, on_gpu = max(x.shape[-1] for x in tensors), tensors[0].is_cuda
+    if on_gpu:
         width += -width % ALIGNMENT
+    padded = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
     # Padding keeps the order of strides, so it may leave the last axis with another stride than 1, which kernels assume.
-    return [(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))).contiguous() for x in tensors]
+    return [x.contiguous() if on_gpu or x.stride(-1) != 1 else x for x in padded]
 
 
 def make_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
