@@ -21,8 +21,7 @@ from torch import nn
 from mhla_hf.checkpoints.file_io import atomic_file
 from mhla_hf.cli.main import script
 from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers
-from mhla_hf.conversion.teacher import softmax_attention
-from mhla_hf.nn.core import Rotation
+from mhla_hf.nn.core import Rotation, softmax_attention
 from mhla_hf.nn.grid import GridMHLA
 from mhla_hf.nn.joint import JointMHLA
 from mhla_hf.ops.blocks import Blocks

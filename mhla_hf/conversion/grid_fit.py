@@ -11,11 +11,12 @@ from torch.utils._pytree import tree_map_only
 
 from ..models.diffusion.inputs import find_self_attentions
 from ..models.vision.grid_attention import find_grid_attentions
+from ..nn.core import softmax_attention
 from ..nn.joint import TextTokens, far_block_mask, split_grids
 from ..ops.blocks import Blocks
 from .fit import OutputFit, center_maps, set_balance
 from .model_family import is_of_diffusers, keep_new_images
-from .teacher import SoftmaxCore, replaced_cores, softmax_attention
+from .teacher import SoftmaxCore, replaced_cores
 
 TINY = torch.finfo(torch.float32).tiny  # in place of a sum of squares that is zero
 START_QUERIES = 256  # from which the balance of a joint layer is initialized
@@ -36,7 +37,7 @@ class GridSoftmaxCore(SoftmaxCore):
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: TextTokens | None = None, *,
-        rotate: Any = None, shard: None = None, **options: Any
+        rotate: Any = None, shard: None = None, softmax: Any = None, **options: Any
     ) -> Any:  # fmt: skip
         """Attend by softmax, and call `observe`. See `GridMHLA` and `JointMHLA` for the arguments and the result."""
         rotated_q, rotated_k = (x.to(v.dtype) for x in ((q, k) if rotate is None else rotate(q, k)))

@@ -16,6 +16,7 @@ from torch import nn
 from ..models.encoder.encoder_attention import find_encoder_attentions
 from ..models.families import ENCODERS
 from ..models.language.causal_attention import find_causal_attentions
+from ..nn.core import softmax_attention
 from .model_family import family_of
 
 
@@ -37,22 +38,6 @@ class SoftmaxCore(nn.Module):
             names = ("scale", "hidden_states", "cos_sin")
             self.observe(self.core, q, k, v, o, {name: options[name] for name in names if name in options})
         return o
-
-
-def softmax_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, causal: bool = False,
-    mask: torch.Tensor | None = None
-) -> torch.Tensor:  # fmt: skip
-    """Compute softmax attention, [B, T, H, V], of q [B, T, H, K], k [B, S, G, K], and v [B, S, G, V].
-
-    The mask is broadcastable to [B, H, T, S]: bool, or what is added to the scores.
-    """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(v.dtype)
-    is_grouped = q.shape[1] != k.shape[1]
-    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=is_grouped)
-    return o.transpose(1, 2)
 
 
 class GatedCore(nn.Module):

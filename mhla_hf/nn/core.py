@@ -97,6 +97,22 @@ def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
         warnings.warn(message, stacklevel=3)
 
 
+def softmax_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, causal: bool = False,
+    mask: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """Compute softmax attention, [B, T, H, V], of q [B, T, H, K], k [B, S, G, K], and v [B, S, G, V].
+
+    The mask is broadcastable to [B, H, T, S]: bool, or what is added to the scores.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(v.dtype)
+    is_grouped = q.shape[1] != k.shape[1]
+    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=is_grouped)
+    return o.transpose(1, 2)
+
+
 def mixing_options(settings: MHLASettings, num_heads: int) -> dict[str, Any]:
     return {
         "num_heads": num_heads if settings.per_head else None,

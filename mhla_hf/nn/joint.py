@@ -11,7 +11,7 @@ of. Each is cut into the same number of blocks, and block m has the tokens of bl
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -22,13 +22,16 @@ from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.reference import divide_or_zero
 from ..ops.windowed.attention import with_ones
-from .core import MHLACore, Rotation, mixing_options
+from .core import MHLACore, Rotation, mixing_options, softmax_attention
 from .grid import GridMixing, PositionConv
 from .settings import MHLASettings
 from .windowed import start_balance
 
 LOWEST_SCORE = -1000.0  # of the additional key, where there is no far part
 WIDTH_STEP = 8  # fused attention kernels take heads whose width is a multiple of this
+
+# Called as softmax(q, k, v, mask=..., scale=...), as `softmax_attention` is.
+SoftmaxFunction = Callable[..., torch.Tensor]
 
 
 class TextTokens(NamedTuple):
@@ -46,9 +49,9 @@ class TextTokens(NamedTuple):
 
 
 def softmax_beside_key(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, softmax: SoftmaxFunction
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute softmax attention over keys [B, S, H, K] and one more key, with a score z' for each query [B, T, H, K + 1].
+    """Call `softmax` over keys [B, S, H, K] and one more key, with a score z' for each query [B, T, H, K + 1].
 
     The last channel of q is z' * sqrt(K). The mask is [B, 1, 1, at most S]. With weights e^z / (sum e^z + e^z'), this
     returns the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the additional key's weight. With
@@ -67,13 +70,8 @@ def softmax_beside_key(
     if mask is not None:
         is_bool = mask.dtype == torch.bool
         mask = F.pad(mask if is_bool else mask.to(q.dtype), (0, num_keys + 1 - mask.shape[-1]), value=float(is_bool))
-    o = F.scaled_dot_product_attention(
-        F.pad(q, (0, width - q.shape[3])).transpose(1, 2),
-        keys.transpose(1, 2),
-        F.pad(values, (0, width - value_width - 2)).transpose(1, 2),
-        attn_mask=mask,
-        scale=key_width**-0.5,
-    ).transpose(1, 2)
+    q, values = F.pad(q, (0, width - q.shape[3])), F.pad(values, (0, width - value_width - 2))
+    o = softmax(q, keys, values, mask=mask, scale=key_width**-0.5)
     return o[..., :value_width], o[..., value_width : value_width + 1], o[..., value_width + 1 : value_width + 2]
 
 
@@ -155,6 +153,7 @@ class JointMHLA(MHLACore):
         grid: Sequence[Any],
         hidden_states: torch.Tensor | None = None,
         rotate: Rotation | None = None,
+        softmax: SoftmaxFunction = softmax_attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend over the text and the grid.
 
@@ -165,6 +164,7 @@ class JointMHLA(MHLACore):
             grid: Number of tokens along each axis, with as many axes as `settings.layout`; of several grids, a tuple each.
             hidden_states: [B, T, hidden_size], the input of the layer for the tokens of the grid, which the gate reads.
             rotate: Rotary embedding of q and k; None if there is none. With `rope="near"`, only the softmax part has it.
+            softmax: Computes the softmax attention; for the grid, with one more key and wider heads (`softmax_beside_key`).
 
         Returns:
             The outputs of the grid [B, T, H, V] and of the text [B, S, H, V], in v's dtype.
@@ -193,17 +193,16 @@ class JointMHLA(MHLACore):
             size, scale = far[..., -1:].detach().abs(), q.shape[3] ** -0.5
             score = (size.log() / scale).clamp(min=LOWEST_SCORE / scale).to(v.dtype)  # [B, T, H, 1]
             queries = torch.cat([rotated_q, score], -1)
-            parts = self.attend_near(queries, rotated_k, v, text, blocks)
+            parts = self.attend_near(queries, rotated_k, v, text, blocks, softmax)
             near, near_weight, far_weight, score = (x.to(far.dtype) for x in (*parts, score))
             # The score is not quite the log of the size, because v's dtype rounds it.
             far = far_weight * (size.log() - scale * score).exp() * divide_or_zero(far, size[..., 0])
             o = divide_or_zero(near + far[..., :-1], (near_weight + far[..., -1:])[..., 0])
             keys, values = torch.cat([text.k, rotated_k], 1), torch.cat([text.v, v], 1)
-            text_q, keys, values = (x.transpose(1, 2) for x in (text.q, keys, values))
             full_mask = text.full_mask
             if full_mask is not None and full_mask.dtype != torch.bool:
                 full_mask = full_mask.to(v.dtype)
-            text_o = F.scaled_dot_product_attention(text_q, keys, values, attn_mask=full_mask).transpose(1, 2)
+            text_o = softmax(text.q, keys, values, mask=full_mask)
         o = self.finish_output(o, hidden_states, v.dtype)
         if self.settings.cpe:
             images = v.split([math.prod(one) for one in grids], 1)
@@ -211,17 +210,23 @@ class JointMHLA(MHLACore):
         return o, text_o
 
     def attend_near(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: TextTokens, blocks: Blocks
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        text: TextTokens,
+        blocks: Blocks,
+        softmax: SoftmaxFunction,
     ) -> tuple[torch.Tensor, ...]:
         """Compute the softmax part of the queries of the grid, as `softmax_beside_key` does; q and k are rotated."""
         if not self.settings.windowed:
-            return softmax_beside_key(q, text.k, text.v, text.mask)
+            return softmax_beside_key(q, text.k, text.v, text.mask, softmax)
         order = torch.argsort(blocks.index(q.device), stable=True)
         by_block = [x[:, order].split(blocks.sizes(), 1) for x in (q, k, v)]
         parts = []
         for queries, near in zip(by_block[0], near_blocks(blocks.counts, self.settings.window), strict=True):
             keys = torch.cat([text.k, *(by_block[1][block] for block in near)], 1)
             values = torch.cat([text.v, *(by_block[2][block] for block in near)], 1)
-            parts.append(softmax_beside_key(queries, keys, values, text.mask))
+            parts.append(softmax_beside_key(queries, keys, values, text.mask, softmax))
         inverse = torch.argsort(order)
         return tuple(torch.cat(pieces, 1)[:, inverse] for pieces in zip(*parts, strict=True))

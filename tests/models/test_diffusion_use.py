@@ -6,15 +6,20 @@ import itertools
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
 
 import accelerate
 import diffusers
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers.hooks import apply_group_offloading
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from diffusers.models.attention_processor import AttnProcessor2_0
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from tools.elsewhere import run_elsewhere
 from tools.ops_cases import distance
 from tools.small_models import shaken
 from tools.tiny_grid_pipelines import GRID_PIPELINES
@@ -135,6 +140,64 @@ def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
     with pytest.raises(KeyError):
         model.set_attn_processor({f"no.{name}": softmax for name in processors})
     assert all(found is processors[name] for name, found in model.attn_processors.items())
+
+
+QUICK_BACKENDS = ("flux2", "chroma", "sd3")
+ONLY_ON_GPUS = """
+sys.path.append(%r)
+import torch
+from diffusers import AutoModel
+from tools.tiny_pipelines import inputs
+model = AutoModel.from_pretrained("saved", trust_remote_code=True)
+refused = []
+for backend in ("native", "_native_cudnn"):
+    model.set_attention_backend(backend)
+    try:
+        model(**inputs("flux"))
+    except RuntimeError:
+        refused.append(backend)
+print(json.dumps(refused))
+"""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one in QUICK_BACKENDS else SLOW) for one in JOINT_SIZES]
+)
+def test_the_softmax_beside_a_text_goes_through_the_attention_backend(family):
+    model, softmax, inside, flash = converted(family, layers="all"), F.scaled_dot_product_attention, [], []
+    for attention in find_self_attentions(model):  # some models have a softmax elsewhere, too
+        attention.register_forward_pre_hook(lambda *args: inside.append(True))
+        attention.register_forward_hook(lambda *args: inside.clear())
+
+    def spy(*args, **options):
+        flash.extend(torch.backends.cuda.flash_sdp_enabled() for _ in inside)
+        return softmax(*args, **options)
+
+    expected = run(model, family)
+    with attention_backend("native"):  # which restores the backend of the process at its end
+        model.set_attention_backend("native")
+        assert torch.equal(run(model, family), expected)
+        model.set_attention_backend("_native_math")
+        with mock.patch.object(F, "scaled_dot_product_attention", spy):
+            assert distance(run(model, family), expected) <= 1e-5
+        assert flash and not any(flash)
+        model.set_attention_backend("flex")
+        assert distance(run(model, family), expected) <= 1e-5
+        model.set_attention_backend("native")
+        for attention in find_self_attentions(model):  # as SageAttention, which cannot run here, would write it
+            attention.processor._attention_backend = AttentionBackendName.SAGE
+        assert torch.equal(run(model, family), expected)
+        model.reset_attention_backend()
+        with attention_backend("_native_math"), mock.patch.object(F, "scaled_dot_product_attention", spy):
+            flash.clear()
+            run(model, family)
+        assert flash and not any(flash)
+
+
+def test_a_saved_model_has_attention_backends_where_the_package_is_not(tmp_path):
+    converted("flux", layers="all").save_pretrained(tmp_path / "saved")
+    code = ONLY_ON_GPUS % str(Path(__file__).parent.parent)
+    assert run_elsewhere(code, tmp_path, ("mhla_hf", "triton"))[0] == ["_native_cudnn"]
 
 
 @pytest.mark.parametrize("family", ["sana", "dit"])

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -66,6 +67,13 @@ def test_a_converted_encoder_of_this_type(model_type, form, tmp_path):
     output = model(IDS.where(right, PAD), attention_mask=right.long()).last_hidden_state
     assert distance(output[2:, :20], alone) < 1e-5
 
+    if form is not MATRIX:  # what fits the window is softmax, bit for bit, and nothing else runs
+        real = torch.arange(8) < torch.tensor([8, 5, 1])[:, None]
+        with mock.patch("mhla_hf.nn.windowed.two_way_attention", side_effect=AssertionError):
+            for given in ({}, {"attention_mask": real.long()}):
+                outputs = [one(IDS[:, :8], **given).last_hidden_state for one in (model, soft)]
+                assert torch.equal(*(output[real] for output in outputs))
+
     real = mask.bool()
     expected = by_definition(model)(rows, attention_mask=mask).last_hidden_state[real]
     assert distance(model(rows, attention_mask=mask).last_hidden_state[real], expected) < 1e-5
@@ -114,6 +122,9 @@ def test_fine_tuning_a_classifier(model_type, tmp_path):
         module.p = 0.0 if isinstance(module, torch.nn.Dropout) else getattr(module, "p", None)
     first = checkpointing_changes_nothing(model.train(), lambda model: model(rows, **given).loss)
     assert all(first[name].abs().sum() > 0 for name, _ in model.named_parameters() if ".mhla." in name)
+    model.zero_grad()
+    model(IDS[:, :5]).logits.sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if ".mhla." in name), "also of one block"
     loss = model.eval()(rows, **given).loss
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -136,6 +147,7 @@ def test_what_a_caller_may_give(model_type):
     assert distance(model(inputs_embeds=embeds, attention_mask=mask).last_hidden_state[mask.bool()], output) < 1e-6
     mask[1] = 0
     assert model(rows, mask).last_hidden_state.isfinite().all()
+    assert model(rows[:, :8], mask[:, :8]).last_hidden_state.isfinite().all()
     half = copy.deepcopy(model).bfloat16()
     assert distance(half(IDS).last_hidden_state, model(IDS).last_hidden_state) < 3e-2
     assert find_encoder_attentions(half)[0].mhla.mixing.weight.isfinite().all()

@@ -12,13 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from torch import nn
 
+from ...nn.core import softmax_attention
 from ...nn.grid import rotate_both
 from ...nn.joint import TextTokens, split_grids
 from ..families import AttentionKind
 from .context_parallel import shard_of_grid
 from .inputs import attention_parts, project_heads, read_rotary
+
+# Of SageAttention. A tuple of members, because torch.compile cannot look into their names.
+EIGHT_BIT_BACKENDS = tuple(backend for backend in AttentionBackendName if "sage" in backend.value)
 
 
 class GridState(threading.local):
@@ -167,6 +172,26 @@ ProjectedHeads = tuple[torch.Tensor, ...]  # q, k, and v
 class TextGridAttnProcessor(GridAttnProcessor):
     """Base class of processors that compute joint attention, with MHLA among the tokens of the grid (`JointMHLA`)."""
 
+    _attention_backend: Any = None  # `set_attention_backend` of diffusers writes it here; None is that of the process
+
+    def softmax(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Compute `softmax_attention` by diffusers' attention backend.
+
+        Those of SageAttention round queries to 8 bits, which the score that `softmax_beside_key` appends does not survive:
+        PyTorch computes in their place.
+        """
+        backend = self._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
+        if backend in EIGHT_BIT_BACKENDS:
+            return softmax_attention(q, k, v, mask=mask, scale=scale)
+        return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=backend)
+
     def count_text(self, num_tokens: int) -> int:
         """Return the number of text tokens in one sequence of text and grid."""
         grid = self.state.current_grid()
@@ -196,7 +221,8 @@ class TextGridAttnProcessor(GridAttnProcessor):
                 text_q, text_k = rotate_both(text_q, text_k, (cos[:num_text], sin[:num_text], distance))
         text = TextTokens(text_q, text_k, text_v, *text_masks(mask, num_text, num_grid, self.text_last))
         grid = self.state.current_grid()
-        o, text_o = self.mhla(*heads, text, grid=grid, hidden_states=hidden_states, rotate=rotate)
+        options = {"hidden_states": hidden_states, "rotate": rotate, "softmax": self.softmax}
+        o, text_o = self.mhla(*heads, text, grid=grid, **options)
         return o.flatten(2), text_o.flatten(2)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
+from ...nn.core import softmax_attention, without_padding
 from ...ops.namespace import NAMESPACE
 from ..derived_classes import AttentionSwap, attention_sizes, is_attention
 
@@ -28,9 +29,27 @@ def mhla_encoder_attention(
         raise ValueError(f"cu_seq_lens_q: got {got}, expected None, and rows with an attention_mask.")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, key_mask = kwargs.get("mhla_rows") or (None, None)
-    options = {"starts": starts, "key_mask": key_mask, "hidden_states": kwargs["mhla_hidden_states"]}
+    scale, hidden_states = kwargs.get("scaling"), kwargs["mhla_hidden_states"]
+    if encoder_softmax_is_exact(module.mhla, q.shape[1]):
+        q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
+        o = softmax_attention(q, k, v, scale, mask=None if key_mask is None else key_mask[:, None, None])
+        o = module.mhla.finish_output(o, hidden_states, v.dtype)
+    else:
+        o = module.mhla(q, k, v, scale=scale, starts=starts, key_mask=key_mask, hidden_states=hidden_states)
     # Some bases call `view` on the output.
-    return module.mhla(q, k, v, scale=kwargs.get("scaling"), **options).contiguous(), None
+    return o.contiguous(), None
+
+
+def encoder_softmax_is_exact(core: Any, num_tokens: int) -> bool:
+    """Return whether softmax alone is the attention of T tokens: no token is far from another.
+
+    It counts as not exact while the core learns: other processes may have gradients, so this one has to have some, of zero.
+    """
+    options = getattr(core, "options", None)  # only `TwoWayMHLA` has a window
+    if options is None or torch.compiler.is_compiling():
+        return False
+    learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in core.parameters())
+    return num_tokens <= options.window * options.block_size and not learns
 
 
 AttentionInterface.register(ENCODER_ATTENTION_NAME, mhla_encoder_attention)

@@ -24,7 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ...nn.core import MHLACore, Rotation
+from ...nn.core import MHLACore, Rotation, softmax_attention
 from ...nn.grid import GridConv, GridMHLA, PositionConv, rotate_both
 from ...nn.settings import MHLASettings
 from ..pretrained import MHLAPreTrainedMixin
@@ -106,8 +106,7 @@ class GridSoftmax(MHLACore):
     ) -> torch.Tensor:
         if rotate is not None:
             q, k = rotate(q, k)
-        o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
-        o = self.finish_output(o, hidden_states, v.dtype)
+        o = self.finish_output(softmax_attention(q, k, v), hidden_states, v.dtype)
         return o + self.cpe(v, grid) if self.settings.cpe else o
 
 
