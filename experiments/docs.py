@@ -39,7 +39,7 @@ from .heads import BYTES_AT, render_heads
 from .judge import render_lookups, render_tasks
 from .recipe_costs import format_costs, render_classifiers
 from .rows import describe_setup, make_parser, markdown
-from .speed import prefill_table, render_speed, speed_table
+from .speed import draw_speed, passes_table, render_speed, speed_table
 from .vllm_serving import render_vllm
 
 ROOT = Path(__file__).parents[1]
@@ -153,7 +153,7 @@ def render_cache(_: Any = None) -> str:
 
 def draw_gains(path: Path) -> None:
     """Draw the first picture of the README from the records of speed and quality, up to the positions of SmolLM2."""
-    speed_rows = json.loads((ROOT / "docs/language/speed.json").read_text(encoding="utf-8"))["rows"]
+    speed_rows = json.loads((ROOT / "docs/bench/speed.json").read_text(encoding="utf-8"))["rows"]
     rows = json.loads((ROOT / "docs/language/heads.json").read_text(encoding="utf-8"))["rows"]
     heads = next(row for row in rows if row["far"])
     cache = {length: (heads["whole_bytes"][str(length)], heads["bytes"][str(length)]) for length in BYTES_AT}
@@ -167,7 +167,7 @@ def draw_gains(path: Path) -> None:
         quality.setdefault("softmax", {position: scores[2] for position, scores in places.items()})
         quality[label] = {position: scores[1] for position, scores in places.items()}
     titles = (
-        "Time per new token\nSmolLM2-135M, two CPU threads",
+        "Time per new token\nSmolLM2-135M, one CPU thread",
         f"Cache\n{heads['heads']} of 90 KV heads keep softmax, bf16",
         "Perplexity by position\nWikiText-2 test, one seed",
     )
@@ -178,7 +178,7 @@ def render_gpu(record: Mapping[str, Any] | None) -> str:
     if record is None:
         return UNMEASURED
     rows = [row for row in record["language"] if "failed" not in row]
-    prefill_rows = [row | {name: row[name]["prefill"] for name in ("MHLA", "softmax")} for row in rows]
+    prefill_rows = [{"length": row["length"], **row["prefill"]} for row in rows]
     kinds: dict[str, list[str]] = {}  # the largest error of each kind of call, by dtype
     for row in record["kernels"]:
         cell = row["failed"] or f"{max(row['error'].values()):.1e}"
@@ -188,7 +188,7 @@ def render_gpu(record: Mapping[str, Any] | None) -> str:
         f"{command_and_date(record)} {render_bench(record)}",
         "Four layers of the size of Llama-3.2-1B's, a batch of 16, bf16, decoding in CUDA graphs:",
         speed_table(record["language"]),
-        prefill_table(prefill_rows),
+        passes_table(prefill_rows, "prompt"),
         "Largest relative error of output and gradients of every kind of call, against the definition in fp64:",
         markdown(["call", *dtypes], list(kinds.values()), left=3),
     ]
@@ -223,4 +223,5 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
 if __name__ == "__main__":
     make_parser(__doc__).parse_args()
     draw_gains(ROOT / "docs/gains.png")
+    draw_speed(json.loads((ROOT / "docs/bench/speed.json").read_text(encoding="utf-8")), ROOT / "docs/bench/speed.png")
     print("\n".join(f"{name}: rendered" for name in write_documents()) or "All tables are up to date.")

@@ -26,7 +26,7 @@ from mhla_hf.ops.windowed.triton_step import SMALL_PAGES, small_page_call
 from .bench import describe_wrong, model_cases, paper_cases, record_failure, relative_errors, target_cases, time_case
 from .docs import ROOT, render_gpu, write_documents
 from .rows import make_parser
-from .speed import LENGTHS, SMOLLM2, make_models, measure_decoding, measure_prefill
+from .speed import LENGTHS, SMOLLM2, make_models, measure_decoding, measure_passes
 
 OUT = ROOT / "docs" / "bench" / "gpu.json"
 MAX_SECONDS = 480  # after which no other case starts
@@ -176,10 +176,8 @@ def time_language(
     for length in tqdm(lengths, desc="language model"):
         row: dict[str, Any] = {"length": length, "batch": batch}
         with record_failure(row, "failed"):
-            timed = measure_decoding(models, length, batch)
-            for name, model in models.items():
-                timed[name]["prefill"] = measure_prefill(model, length)
-            row |= timed
+            row |= measure_decoding(models, length, batch)
+            row["prefill"] = measure_passes(models, length)
         rows.append(row)
     return rows
 

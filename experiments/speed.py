@@ -1,8 +1,9 @@
-"""Measure what decoding and prefill of a converted language model cost, by context length: python -m experiments.speed
+"""Measure what a converted language model costs beside its original, by length: python -m experiments.speed
 
 The models are a Llama with the sizes of SmolLM2-135M and its conversion, with random weights in bf16, and with softmax in
-the KV heads that docs/language/heads.json lists. Measured are prefill and decoding by a compiled model with a static cache.
-Beyond `PREFILLED` tokens, the cache is filled with random keys and values, which take as long to read as real ones.
+the KV heads that docs/language/heads.json lists. Measured are prompts, training steps, and decoding by a compiled model with
+a static cache. Beyond `PREFILLED` tokens, the cache is filled with random keys and values, which take as long to read as
+real ones.
 """
 
 import argparse
@@ -18,17 +19,19 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-from mhla_hf.checkpoints.file_io import write_json
+from mhla_hf.checkpoints.file_io import PathLike, write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
 from mhla_hf.conversion import convert
 from mhla_hf.evaluation.speed import cache_bytes, clock
 from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.models.transformers_api import cache_argument, forward_cached
+from mhla_hf.plots import COLORS, PALETTE, drawing
 
 from .rows import Row, describe_setup, make_parser, markdown, parse_call
 
-LENGTHS, BATCHES, PREFILL = (512, 8192, 32768), (1, 16), (512, 2048, 8192)
+LENGTHS, BATCHES = (512, 8192, 32768), (1, 16)
+PREFILL, TRAINING = (256, 512, 1024, 2048, 4096, 8192), (512, 2048, 4096)
 STEPS = 8  # tokens decoded per round
 ROUNDS = 4  # the fastest counts
 PREFILLED = 512  # tokens in a cache that a model has read; the others are random
@@ -45,16 +48,43 @@ def make_models(sizes: Mapping[str, Any], max_length: int, **settings: Any) -> d
     return {"softmax": softmax, "MHLA": convert(copy.deepcopy(softmax), layers="all", **settings).eval()}
 
 
-@torch.no_grad()
-def measure_prefill(model: Any, length: int) -> float:
-    """Return the microseconds per token of a forward pass that fills a cache, in the fastest of a few rounds."""
-    ids = random_ids(model, length, 1)
-    best = float("inf")
-    for _ in range(max(1, min(ROUNDS, 10_000 // length))):
-        started = time.perf_counter()
-        forward_cached(model, ids, logits_to_keep=1)
-        best = min(best, clock(model.device) - started)
-    return 1e6 * best / length
+def measure_passes(models: Mapping[str, Any], length: int, trains: bool = False) -> dict[str, float]:
+    """Return the milliseconds of one forward pass by model, over a row of tokens; the fastest round of each counts.
+
+    The pass fills a cache and computes the logits of the last token or, with `trains`, computes the gradients of the loss.
+    """
+    best = dict.fromkeys(models, float("inf"))
+    for _ in range(max(2, min(ROUNDS, 10_000 // length)) + 1):
+        for name, model in models.items():
+            ids = random_ids(model, length, 1)
+            model.requires_grad_(trains).zero_grad()  # what is frozen in one model alone would take another kernel
+            started = time.perf_counter()
+            with torch.set_grad_enabled(trains):
+                if trains:
+                    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                else:
+                    forward_cached(model, ids, logits_to_keep=1)
+            best[name] = min(best[name], 1e3 * (clock(model.device) - started))
+    return best
+
+
+def count_products(models: Mapping[str, Any], length: int) -> dict[str, float]:
+    """Count the multiplications of a prompt of `length` tokens by model, those of products with weights and of attention."""
+    config, settings = models["softmax"].config, models["MHLA"].config.mhla
+    width, queries_per_kv = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    weights = sum(x.weight.numel() for x in models["softmax"].model.modules() if isinstance(x, torch.nn.Linear))
+    token = torch.arange(length, dtype=torch.float64)
+    size, window = settings["block_size"], settings["window"]
+    softmax_head = queries_per_kv * 2 * width * (token + 1).sum().item()
+    near = queries_per_kv * 2 * width * torch.minimum(token, token % size + (window - 1) * size).add(1).sum().item()
+    far = (2 * queries_per_kv + 2) * width**2 * length  # features and sums, written and read
+    kept = sum(len(heads) for heads in (settings["softmax_heads"] or {}).values())
+    num_heads = config.num_hidden_layers * config.num_key_value_heads
+    shared = weights * length + config.vocab_size * config.hidden_size
+    return {
+        "softmax": shared + num_heads * softmax_head,
+        "MHLA": shared + kept * softmax_head + (num_heads - kept) * (near + far * (length > window * size)),
+    }
 
 
 def random_ids(model: Any, length: int, batch: int) -> torch.Tensor:
@@ -122,13 +152,50 @@ def speed_table(rows: Sequence[Row]) -> str:
     return markdown(["tokens", "batch", *names], lines, left=0)
 
 
-def prefill_table(rows: Sequence[Row]) -> str:
-    lines = [[f"{row[key]:,.0f}" for key in ("length", "MHLA", "softmax")] for row in rows]
-    return markdown(["tokens", "MHLA: prefill, µs per token", "softmax: prefill, µs per token"], lines, left=0)
+def passes_table(rows: Sequence[Row], what: str) -> str:
+    """Render `measure_passes` by length, with the share of multiplications if the rows have it."""
+    header = ["tokens", f"MHLA: {what}, ms", f"softmax: {what}, ms", "times faster"]
+    counted = all("products" in row for row in rows)
+    lines = []
+    for row in rows:
+        line = [f"{row[key]:,.0f}" for key in ("length", "MHLA", "softmax")] + [f"{row['softmax'] / row['MHLA']:.2f}"]
+        if counted:
+            line.append(f"{row['products']['softmax'] / row['products']['MHLA']:.2f}")
+        lines.append(line)
+    return markdown([*header, "multiplications: times fewer"] if counted else header, lines, left=0)
 
 
 def render_speed(record: Mapping[str, Any]) -> str:
-    return "\n\n".join([speed_table(record["rows"]), prefill_table(record["prefill"]), describe_setup(record)])
+    parts = [passes_table(record["prefill"], "prompt"), speed_table(record["rows"])]
+    return "\n\n".join([*parts, passes_table(record["training"], "training step"), describe_setup(record)])
+
+
+def draw_speed(record: Mapping[str, Any], path: PathLike) -> None:
+    """Draw how many times faster than softmax the conversion is, by length, in all that was measured."""
+    decoding = {
+        f"next token, batch {batch}": [
+            (row["length"], row["softmax"]["next token"] / row["MHLA"]["next token"])
+            for row in record["rows"]
+            if row["batch"] == batch
+        ]
+        for batch in dict.fromkeys(row["batch"] for row in record["rows"])
+    }
+    passes = {
+        label: [(row["length"], row["softmax"] / row["MHLA"]) for row in record[key]]
+        for key, label in (("prefill", "prompt"), ("training", "training step"))
+    }
+    with drawing(path, figsize=(6.4, 3.8)) as (_, axes):
+        axis = axes[0, 0]
+        for color, (label, points) in zip(PALETTE[2:], (passes | decoding).items(), strict=False):
+            axis.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
+        axis.axhline(1, color=COLORS["teacher"], linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        ticks = sorted({length for points in (passes | decoding).values() for length, _ in points})
+        axis.set_xticks(ticks, [f"{x:,}" for x in ticks], rotation=30)
+        axis.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+        axis.set_title("Times as fast as softmax, by tokens")
+        axis.legend()
 
 
 def run(args: argparse.Namespace, command: str, sizes: Mapping[str, Any] = SMOLLM2, **settings: Any) -> dict[str, Any]:
@@ -136,11 +203,16 @@ def run(args: argparse.Namespace, command: str, sizes: Mapping[str, Any] = SMOLL
     torch.set_num_threads(args.threads)
     models = make_models(sizes, max(args.lengths), **settings)
     models = {name: model.bfloat16() for name, model in models.items()}
-    record = {**describe_run(command, "cpu"), "dtype": "bf16", "rows": [], "prefill": []}
+    record = {**describe_run(command, "cpu"), "dtype": "bf16", "rows": [], "prefill": [], "training": []}
     for length in args.prefill:
-        microseconds = {name: measure_prefill(model, length) for name, model in models.items()}
-        record["prefill"].append({"length": length, **microseconds})
+        products = count_products(models, length)
+        record["prefill"].append({"length": length, **measure_passes(models, length), "products": products})
         print(record["prefill"][-1], flush=True)
+    for length in args.training:
+        record["training"].append({"length": length, **measure_passes(models, length, trains=True)})
+        print(record["training"][-1], flush=True)
+    for model in models.values():
+        model.requires_grad_(False).zero_grad()
     for batch, length in itertools.product(args.batches, args.lengths):
         record["rows"].append({"length": length, "batch": batch, **measure_decoding(models, length, batch)})
         print(record["rows"][-1], flush=True)
@@ -154,8 +226,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens in the cache")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="rows that are decoded at once")
     parser.add_argument("--prefill", type=int, nargs="*", default=PREFILL, help="tokens of a prompt")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", default="docs/language/speed.json", help="JSON file to write")
+    parser.add_argument("--training", type=int, nargs="*", default=TRAINING, help="tokens of a training step")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", default="docs/bench/speed.json", help="JSON file to write")
     args, command = parse_call(parser, "speed", None)
     rows = json.loads(Path("docs/language/heads.json").read_text(encoding="utf-8"))["rows"]
     heads = next(row["softmax_heads"] for row in rows if row["far"])

@@ -56,11 +56,12 @@ def test_a_language_model_by_length_and_what_failed(monkeypatch):
     monkeypatch.setattr(speed, "STEPS", 2)
     monkeypatch.setattr(speed, "ROUNDS", 1)
     monkeypatch.setattr(speed.torch, "compile", lambda model, **options: model)
-    prefill = gpu.measure_prefill
-    monkeypatch.setattr(gpu, "measure_prefill", lambda model, length: prefill(model, 96 // (length < 200)))
+    passes = gpu.measure_passes
+    monkeypatch.setattr(gpu, "measure_passes", lambda models, length: passes(models, 96 // (length < 200)))
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     rows = gpu.time_language("cpu", sizes, (96, 200), 2, torch.float32)
-    assert all(value > 0 for value in rows[0]["MHLA"].values()) and rows[1]["failed"].startswith("failed: ZeroDivision")
+    assert all(value > 0 for value in [*rows[0]["MHLA"].values(), *rows[0]["prefill"].values()])
+    assert rows[1]["failed"].startswith("failed: ZeroDivision")
     assert "| 200 | 2 | failed: ZeroDivision" in speed.speed_table(rows)
 
 

@@ -21,11 +21,21 @@ def quick(monkeypatch):
 
 def test_measured_and_rendered(quick, tmp_path):
     settings = {"softmax_heads": {"1": [2]}, "block_size": 8}
-    options = {"lengths": (96, 1600), "batches": (1, 2), "prefill": (96,), "threads": 1, "out": tmp_path / "speed.json"}
+    options = {
+        "lengths": (96, 1600),
+        "batches": (1, 2),
+        "prefill": (96,),
+        "training": (96,),
+        "threads": 1,
+        "out": tmp_path / "speed.json",
+    }
     record = speed.run(argparse.Namespace(**options), "", TINY, **settings)
     assert json.loads((tmp_path / "speed.json").read_text())["rows"] == record["rows"]
     assert record["rows"][3]["MHLA"]["bytes"] < record["rows"][3]["softmax"]["bytes"] / 2
     assert [(row["length"], row["batch"]) for row in record["rows"]] == [(96, 1), (1600, 1), (96, 2), (1600, 2)]
     assert all(row[name]["next token"] > 0 for row in record["rows"] for name in ("MHLA", "softmax"))
+    assert record["prefill"][0]["products"]["MHLA"] > record["prefill"][0]["products"]["softmax"] > 0  # too few tokens
+    assert all(record[key][0][name] > 0 for key in ("prefill", "training") for name in ("MHLA", "softmax"))
+    speed.draw_speed(record, tmp_path / "speed.png")
     tables = speed.render_speed(record)
     assert "| 1,600 | 2 | " in tables and tables.endswith("bf16.")
