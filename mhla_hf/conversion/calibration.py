@@ -147,7 +147,7 @@ def convert_with_samples(
         update_config(transformer, mhla_measured=report)
         logger.info("convert: error of the output %s", report["output"])
     if is_of_diffusers(model):
-        diffusers_models.update_pipeline_configs(checked)
+        diffusers_models.update_pipeline_config(model)
     return model
 
 

@@ -1,20 +1,19 @@
 """convert() for diffusers: the transformers of a pipeline become MHLA models in place."""
 
-import gc
 import inspect
+import logging
 import types
 from collections.abc import Sequence
 from typing import Any
-
-from diffusers import DiffusionPipeline
 
 from ..models.diffusion.inputs import find_self_attentions
 from ..models.diffusion.transformer import resolve_settings
 from ..models.families import DIFFUSION, Family
 from ..nn.settings import MHLASettings
-from .model_family import mhla_class, transformer_family, transformers_of
+from .model_family import TRANSFORMERS, mhla_class, transformer_family, transformers_of
 from .steps import choose_settings, match_device_and_dtype
 
+logger = logging.getLogger("mhla_hf")
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
 REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not convert
     "tokens of text and of images or video share one attention, in a form that is not supported": (
@@ -52,7 +51,7 @@ REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not conv
 
 
 def convert_checked(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
-    """Convert transformers in place; the configs of pipelines that hold them stay as they are."""
+    """Convert transformers in place, but not the configs of pipelines that hold them."""
     for transformer, family, settings in checked:
         model_class = mhla_class(family, type(transformer))
         transformer.__class__ = model_class
@@ -67,14 +66,14 @@ def convert_checked(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
             transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
 
 
-def update_pipeline_configs(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
-    """Record the new classes of transformers in the configs of all pipelines that hold them, for model_index.json."""
-    transformers = [transformer for transformer, *_ in checked]
-    # diffusers has no public list of pipelines. type(), because isinstance() would run the code of proxies.
-    for pipeline in [item for item in gc.get_objects() if issubclass(type(item), DiffusionPipeline)]:
-        for name, component in list(vars(pipeline).items()):
-            if any(component is transformer for transformer in transformers):
-                setattr(pipeline, name, component)
+def update_pipeline_config(model: Any) -> None:
+    """Record the new classes of a pipeline's transformers in its config, for model_index.json."""
+    if not hasattr(model, "components"):
+        logger.warning("convert: a pipeline that holds this transformer needs `pipe.transformer = model` to save it.")
+        return
+    for name in TRANSFORMERS:
+        if getattr(model, name, None) is not None:
+            setattr(model, name, getattr(model, name))
 
 
 def check_conversion(

@@ -49,10 +49,10 @@ def converting(models: Sequence[torch.nn.Module]) -> Iterator[None]:
 def choose_settings(
     settings: MHLASettings | None, defaults: MHLASettings, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> MHLASettings:
-    """Resolve the settings of a conversion: `layers`, unless it is None, then `overrides`, `settings`, and `defaults`.
+    """Resolve the settings of a conversion: `overrides` and `layers`, unless None, replace fields of the others.
 
-    Unless an override sets them, mixing without decays turns off `windowed`, and a missing window turns off the
-    options that need one.
+    Unless an override sets them, mixing without decays turns off `windowed`, and without a window, the options that need
+    one are off.
     """
     settings = defaults if settings is None else settings
     if not isinstance(settings, MHLASettings):

@@ -30,7 +30,7 @@ REFUSED = {  # reason -> model types of causal and masked language models that d
     "its scores have a relative position bias": "deberta deberta-v2 funnel mpnet",
     "its attention is an approximation already": "mra nystromformer yoso",
     "its attention is narrower than its layers": "mobilebert",
-    "it reads more than text, or proteins": "esm esmc layoutlm neomme perceiver",
+    "it reads proteins, or more than text": "esm esmc layoutlm neomme perceiver",
     "its layers do not tell their attention which tokens are padding, so padded batches would be wrong": (
         "nemotron stablelm"
     ),

@@ -143,13 +143,18 @@ def test_saved_models_are_the_same_elsewhere_and_after_saving_there(pipelines, a
         assert json.loads((saved / "model_index.json").read_text())["transformer"][0] == source.stem
 
 
-def test_a_transformer_converted_alone_stays_mhla_in_every_pipeline_that_holds_it(tmp_path):
-    """The pipelines are not given to convert, and each notes the class of its transformers for model_index.json."""
+def test_pipelines_that_are_given_the_transformer_save_it_as_mhla(tmp_path, caplog):
+    """Each pipeline notes the classes of its transformers for model_index.json, as docs/diffusion.md says."""
     pipe = PIPELINES["wan"]()
     shared, last = diffusers.WanPipeline(**pipe.components), tiny_transformer("wan", num_layers=2)
     both = diffusers.WanPipeline(**{**PIPELINES["wan"]().components, "transformer_2": last, "boundary_ratio": 0.9})
-    for transformer in (pipe.transformer, both.transformer_2):
-        shaken(mhla_hf.convert(transformer, layers="all"))
+    mhla_hf.convert(pipe, layers="all")
+    assert not caplog.records
+    shared.transformer = pipe.transformer
+    both.transformer_2 = mhla_hf.convert(last, layers="all")
+    assert "`pipe.transformer = model`" in caplog.text
+    for transformer in (pipe.transformer, last):
+        shaken(transformer)
     for name, one in {"both": both, "pipe": pipe, "shared": shared}.items():
         one.save_pretrained(tmp_path / name)
         again = diffusers.DiffusionPipeline.from_pretrained(tmp_path / name, trust_remote_code=True)

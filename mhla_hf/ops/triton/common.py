@@ -18,7 +18,7 @@ from ..blocks import Blocks
 from .tuning import INTERPRETED, kernel, tl
 
 constexpr = None if tl is None else tl.constexpr
-UPCAST = INTERPRETED if tl is None else tl.constexpr(INTERPRETED)
+UPCAST = None if tl is None else tl.constexpr(INTERPRETED)  # kernels can only read constants of this type
 
 
 @kernel
