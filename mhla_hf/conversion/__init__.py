@@ -13,7 +13,7 @@ import torch
 
 from ..checkpoints.file_io import check_writable
 from ..nn.settings import MHLASettings
-from .model_family import is_of_diffusers, transformers_of
+from .model_family import is_of_diffusers, note_classes, transformers_of
 from .steps import converting
 from .teacher import kl_to_teacher
 from .transformers_models import convert_transformers_model
@@ -99,10 +99,10 @@ def convert(
             return convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning)
         check_unused("without text or samples", keep=keep, **unused)
         if is_of_diffusers(model):
-            from .diffusers_models import check_conversion, convert_checked, update_pipeline_config  # imports diffusers
+            from .diffusers_models import check_conversion, convert_checked  # imports diffusers
 
-            convert_checked(check_conversion(model, settings, layers, overrides))
-            update_pipeline_config(model)
+            convert_checked(model, check_conversion(model, settings, layers, overrides))
+            note_classes(model)
             return model
         return convert_transformers_model(model, settings, layers, overrides)
 

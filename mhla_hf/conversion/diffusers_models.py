@@ -10,7 +10,7 @@ from ..models.diffusion.inputs import find_self_attentions
 from ..models.diffusion.transformer import resolve_settings
 from ..models.families import DIFFUSION, Family
 from ..nn.settings import MHLASettings
-from .model_family import TRANSFORMERS, mhla_class, transformer_family, transformers_of
+from .model_family import mhla_class, transformer_family, transformers_of
 from .steps import choose_settings, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
@@ -50,8 +50,10 @@ REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not conv
 }
 
 
-def convert_checked(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
-    """Convert transformers in place, but not the configs of pipelines that hold them."""
+def convert_checked(model: Any, checked: list[tuple[Any, Family, MHLASettings]]) -> None:
+    """Convert the transformers of a pipeline, or the one that `model` is, in place."""
+    if not hasattr(model, "components"):
+        logger.warning("convert: a pipeline that holds this transformer needs `pipe.transformer = model` to save it.")
     for transformer, family, settings in checked:
         model_class = mhla_class(family, type(transformer))
         transformer.__class__ = model_class
@@ -64,16 +66,6 @@ def convert_checked(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
             match_device_and_dtype(attn.processor.mhla, next(attn.parameters()).device, transformer.dtype)
         if transformer.is_gradient_checkpointing:
             transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
-
-
-def update_pipeline_config(model: Any) -> None:
-    """Record the new classes of a pipeline's transformers in its config, for model_index.json."""
-    if not hasattr(model, "components"):
-        logger.warning("convert: a pipeline that holds this transformer needs `pipe.transformer = model` to save it.")
-        return
-    for name in TRANSFORMERS:
-        if getattr(model, name, None) is not None:
-            setattr(model, name, getattr(model, name))
 
 
 def check_conversion(
