@@ -13,7 +13,7 @@ from tools.small_recipes import STUDENT, TEACHER
 import mhla_hf
 from experiments.demo import lookups, toy
 from experiments.demo.report import collect, render_report, tokens_to_loss
-from experiments.demo.text import hold_out, make_tokenizer, read_text
+from experiments.demo.text import hold_out, read_text
 from experiments.demo.toy import FULL, Toy, run_toy
 from mhla_hf.evaluation.records import Results
 from mhla_hf.hub.card import check_card
@@ -151,11 +151,6 @@ def test_a_measured_start_is_not_measured_again(journey, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run_toy(tmp_path / "out", progress=False)
     assert measured == [0.25] and distilled == 2 * [{"softmax_heads": {"1": [0]}}]
-
-
-def test_tokenizer_keeps_every_byte():
-    tokenizer, strange = make_tokenizer(read_text()[0][:80_000], 300, 512), "naïve ✓ \x00\t\n 語"
-    assert tokenizer.decode(tokenizer(strange)["input_ids"]) == strange and len(tokenizer) == 300
 
 
 def test_spread_is_over_seeds(journey):
