@@ -99,9 +99,7 @@ def test_softmax_classes_refuse_the_folder(family, tmp_path):
     """They would load all but `mhla.*` with a warning; tokenizers, which read the configuration too, are not stopped."""
     model = scratch_model() if family == "scratch" else converted_model(family, layers=[1])
     model.save_pretrained(tmp_path)
-    if (
-        family == "mixtral"
-    ):  # transformers renames and merges expert weights by model type; the converted type inherits that
+    if family == "mixtral":  # whose expert weights transformers renames and merges by model type
         assert any(".block_sparse_moe.experts.0.w1.weight" in key for key in load_file(tmp_path / "model.safetensors"))
     name = FAMILIES.get(family, FAMILIES["llama"])[0]
     for stock in (f"{name}ForCausalLM", f"{name}Model"):

@@ -31,15 +31,12 @@ PAPER_MILLIONS = {"deit-t": 5.7, "deit-s": 22, "vlt-t": 16, "vlt-s": 27}  # tabl
 
 
 @pytest.mark.parametrize("name", PAPER_MILLIONS)
-def test_parameter_counts_of_table_2(name):
+def test_parameter_counts_and_padding_of_the_paper(name):
     with torch.device("meta"):
         model = MHLAForImageClassification(MHLAVisionConfig.preset(name))
     assert model.num_parameters() / 1e6 == pytest.approx(PAPER_MILLIONS[name], rel=0.02)
-
-
-def test_padding_of_the_paper():
-    config = MHLAVisionConfig.preset("deit-t")
-    assert [config.padded_sides(size, size)[0] for size in (224, 256, 384, 512)] == [256, 256, 384, 512]
+    padded = [model.config.padded_sides(size, size)[0] for size in (224, 256, 384, 512)]
+    assert padded == [256, 256, 384, 512] or name != "deit-t"
 
 
 PREFIXES = {"ViT": 1, "DeiT": 2, "Dinov2": 1, "Dinov2WithRegisters": 5, "DINOv3ViT": 4, "CLIPVision": 1}
@@ -137,10 +134,8 @@ def test_standard_outputs_and_gradients_of_two_grids_together(name):
         return sum(model(pixels, labels=labels, **resizing(name)).loss for pixels in sizes)
 
     grads = checkpointing_changes_nothing(model.train(), loss)
-    learned = {
-        key for key, p in model.named_parameters() if p.requires_grad and (name not in TOWERS or ".mhla." in key)
-    }
-    assert learned <= grads.keys()
+    learned = {key for key, p in model.named_parameters() if p.requires_grad}
+    assert {key for key in learned if name not in TOWERS or ".mhla." in key} <= grads.keys()
 
 
 def test_compiles_as_one_graph():
