@@ -13,14 +13,12 @@ from mhla_hf.cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's
 STAGE = {"name": "a", "loss": "lm", "steps": 1, "lr": 1e-3, "seq_len": 16, "batch_size": 1}
+REWARD = transformers.AutoModelForSequenceClassification
 ROWS = [torch.ones(1, 40, dtype=torch.long)] * 2
 DAMAGED = {  # folder -> its config.json, and what is said of it
     "list": ("[1, 2]", "config.json: got list, expected a JSON object"),
     "type": ('{"model_type": ["llama"]}', "model_type in config.json: got ['llama'], expected a name"),
-    "class": (
-        '{"model_type": "llama", "architectures": "LlamaForCausalLM"}',
-        "architectures in config.json: got 'LlamaForCausalLM', expected a list of names",
-    ),
+    "class": ('{"model_type": "llama", "architectures": "Llama"}', "got 'Llama', expected a list of names"),
     "settings": ('{"model_type": "mhla_llama", "mhla": [1]}', "mhla: got list, expected a dictionary of settings"),
     "layers": ('{"model_type": "mhla_llama", "mhla": {"layers": [99]}}', "layers: got index 99, expected less than"),
 }
@@ -39,12 +37,8 @@ def taught(student=None, teacher=None, **given):
     return mhla_hf.distill(converted() if student is None else student, teacher, **given)
 
 
-def headed(auto):
-    return mhla_hf.convert(getattr(transformers, auto).from_config(softmax_model().config))
-
-
-def of_type(name, **sizes):
-    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 64, **sizes}
+def of_type(name):
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 64}
     config = transformers.AutoConfig.for_model(name, intermediate_size=16, **sizes)
     return transformers.AutoModel.from_config(config)
 
@@ -62,7 +56,7 @@ CASES = {
     "windowed: no normalizer": (lambda: converted(normalize=False), 'normalize: got false with windowed=True, expected'),
     "encoder: distilled": (lambda: taught(converted_encoder("bert", "ForMaskedLM")),
         "stage 'a': loss: got 'lm', expected one of ['transfer', 'embeddings']"),
-    "head: of classes, distilled": (lambda: taught(headed("AutoModelForSequenceClassification")),
+    "head: of classes, distilled": (lambda: taught(mhla_hf.convert(REWARD.from_config(softmax_model().config))),
         "student: got MHLALlamaForSequenceClassification, expected a causal language model"),
     "distill: where to": (lambda: taught(out=None), "out: got NoneType, expected the path of a folder to create"),
     "distill: a stage": (lambda: taught(stages=["lm"]), "stage 1: got 'lm', expected a mapping"),

@@ -190,9 +190,8 @@ def test_another_pipeline_from_the_parts_of_one(family, kind):
 def test_a_second_load_leaves_the_first_as_it_was(family, tmp_path):
     """diffusers runs the file of a checkpoint anew for each load, in the same module: every class is another one then."""
     shaken(mhla_hf.convert(tiny_transformer(family))).save_pretrained(tmp_path / "saved")
-    first, second = (
-        diffusers.AutoModel.from_pretrained(str(tmp_path / "saved"), trust_remote_code=True) for _ in range(2)
-    )
+    folder, load = str(tmp_path / "saved"), diffusers.AutoModel.from_pretrained
+    first, second = (load(folder, trust_remote_code=True) for _ in range(2))
     assert type(first) is not type(second)
     first.enable_gradient_checkpointing()
     copied = copy.deepcopy(first)

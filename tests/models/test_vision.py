@@ -12,14 +12,7 @@ from tools.model_checks import by_definition, checkpointing_changes_nothing, one
 from tools.ops_cases import distance
 from tools.small_models import refused
 from tools.small_towers import TOWERS, converted_tower, images, output_of, small_classifier, softmax_tower
-from transformers import (
-    AutoImageProcessor,
-    AutoModel,
-    AutoModelForImageClassification,
-    CLIPConfig,
-    CLIPForImageClassification,
-    CLIPModel,
-)
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
@@ -189,12 +182,13 @@ def test_calls(call, words):
     assert words in str(error.value), error.value
 
 
-def small_clip(whole=CLIPModel):
+def small_clip(whole=transformers.CLIPModel):
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return whole(CLIPConfig(text_config={**small, "vocab_size": 20}, vision_config={**small, "image_size": 32})).eval()
+    text, vision = {**small, "vocab_size": 20}, {**small, "image_size": 32}
+    return whole(transformers.CLIPConfig(text_config=text, vision_config=vision)).eval()
 
 
-@pytest.mark.parametrize("whole", [CLIPModel, CLIPForImageClassification])
+@pytest.mark.parametrize("whole", [transformers.CLIPModel, transformers.CLIPForImageClassification])
 def test_a_tower_inside_a_larger_model_is_saved_by_itself(whole, tmp_path):
     model, fresh = small_clip(whole), small_clip(whole)
     mhla_hf.convert(model.vision_model).save_pretrained(tmp_path / "tower")

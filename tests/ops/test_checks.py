@@ -110,6 +110,4 @@ def test_auto_says_once_what_it_took(caplog):
         for _ in range(3):
             mhla(**good())
         mhla(**good(), impl="reference")
-    assert [r.getMessage() for r in caplog.records] == [
-        "mhla: impl='auto' took 'torch', the fastest implementation for cpu tensors."
-    ]
+    assert caplog.messages == ["mhla: impl='auto' took 'torch', the fastest implementation for cpu tensors."]
