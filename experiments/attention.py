@@ -38,9 +38,11 @@ KINDS = ("linear", "mhla", "start", "softmax")
 
 @dataclasses.dataclass
 class Attention:
-    """The inputs of one call of an attention layer: q [B, T, H, K] and k [B, S, H, K], after the feature map and RoPE.
-    `kind` is "softmax", "mhla", or "linear" (MHLA with uniform mixing). `options` are those of
-    `scaled_dot_product_attention`, or of `mhla`, with "mixing" [H or 1, M, M] and "blocks"."""
+    """One recorded call of an attention layer: q [B, T, H, K] and k [B, S, H, K], after the feature map and RoPE.
+
+    `kind` is "softmax", "mhla", or "linear" (MHLA with uniform mixing). `options` are the keyword arguments of
+    `scaled_dot_product_attention` or of `mhla`, whose "mixing" [H or 1, M, M] is among them.
+    """
 
     kind: str
     q: torch.Tensor
@@ -196,8 +198,10 @@ def tile_matrix(matrix: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
 
 
 def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: int = 0) -> dict[str, Any]:
-    """Measure the ranks of attention with Gaussian q and k [N, d], at a tolerance of N times fp64's eps. "mhla" has a random
-    mixing matrix, "start" that of the paper's start from locality."""
+    """Measure the ranks of attention with Gaussian q and k [N, d], at a tolerance of N times fp64's eps.
+
+    "mhla" has a random mixing matrix, "start" the initial one of the paper.
+    """
     generator = torch.Generator().manual_seed(seed)
     grid = Blocks.grid((tokens,), (blocks,))
     q, k = (torch.randn(1, tokens, 1, width, generator=generator, dtype=torch.float64) for _ in range(2))

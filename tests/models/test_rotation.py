@@ -81,12 +81,8 @@ def check(model, bound=1e-5):
     return rotated_layers
 
 
-ROTATED = {
-    "smollm3": [True] * 3 + [False],
-    "exaone4": [False] * 2,
-    "gpt2": [False] * 4,
-    "granitemoehybrid": [False] * 2,
-}
+ROTATED = {"smollm3": [True] * 3 + [False], "exaone4": [False] * 2, "gpt2": [False] * 4}
+ROTATED["granitemoehybrid"] = [False] * 2
 
 
 @pytest.mark.parametrize("model_type", [one for one in TYPES if one not in SCALED_AFTER])

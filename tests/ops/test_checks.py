@@ -14,14 +14,8 @@ from mhla_hf.ops.blocks import Blocks
 
 def good():
     """Legal arguments of a causal call: batch 2, 10 tokens, 4 query and 2 key heads, widths 3 and 5, blocks of 4."""
-    return {
-        "q": torch.rand(2, 10, 4, 3),
-        "k": torch.rand(2, 10, 2, 3),
-        "v": torch.rand(2, 10, 2, 5),
-        "mixing": torch.rand(3, 3),
-        "blocks": Blocks.sequence(10, 4),
-        "causal": True,
-    }
+    features = {"q": torch.rand(2, 10, 4, 3), "k": torch.rand(2, 10, 2, 3), "v": torch.rand(2, 10, 2, 5)}
+    return {**features, "mixing": torch.rand(3, 3), "blocks": Blocks.sequence(10, 4), "causal": True}
 
 
 DEN = {"q_den": torch.rand(2, 10, 4, 6), "k_den": torch.rand(2, 10, 2, 6)}
